@@ -1,0 +1,66 @@
+"""nblaunch: run distributed PyTorch from a Jupyter notebook.
+
+``notebook_launcher(train, num_processes=2)`` or ``%%distributed -n 2`` runs a function or cell on every GPU, or on
+CPU processes. Importing this package starts nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nblaunch.launch.launch import Launch
+    from nblaunch.launch.launcher import notebook_launcher
+    from nblaunch.launch.result import LaunchResult
+    from nblaunch.ranks.report import progress, report
+
+__version__ = "0.1.0"
+__all__ = ["Launch", "LaunchResult", "__version__", "notebook_launcher", "progress", "report"]
+
+_ROOMS = {
+    "Launch": "nblaunch.launch.launch",
+    "LaunchResult": "nblaunch.launch.result",
+    "notebook_launcher": "nblaunch.launch.launcher",
+    "progress": "nblaunch.ranks.report",
+    "report": "nblaunch.ranks.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for; the launcher, in a notebook, along with its views."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
+    from importlib import import_module
+
+    if name == "notebook_launcher":
+        _meet_notebook()
+    return globals().setdefault(name, getattr(import_module(_ROOMS[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def _meet_notebook() -> None:
+    """Inside IPython, have launches shown by the notebook's room, also without ``%load_ext nblaunch``."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if shell is not None:
+        from nblaunch.notebook import extension
+
+        extension.meet(shell)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """``%load_ext nblaunch``: the ``%%distributed`` magic, and the fork server in the background."""
+    from nblaunch.notebook import extension
+
+    extension.load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """``%unload_ext nblaunch``."""
+    from nblaunch.notebook import extension
+
+    extension.unload(shell)

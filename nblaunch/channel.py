@@ -1,0 +1,162 @@
+"""How messages cross from one process to another: a stream socket with framing, and blobs for what is large.
+
+A message is pickled, behind a header of its length and the number of file descriptors that travel with it
+(SCM_RIGHTS). Not for: talking to anything that this user did not start; both ends of every channel are our own.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import mmap
+import os
+import pickle
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+
+_HEADER = struct.Struct("!IB")
+_SEND_LIMIT = struct.pack("ll", 10, 0)
+_FDS_SPACE = socket.CMSG_SPACE(64 * array.array("i").itemsize)
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class Channel:
+    """One end of a stream socket over which messages travel, with descriptors where they have any.
+
+    Reads are meant for one thread, writes for one thread; the two may differ.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.closed = False
+        """The other end is gone: nothing more will come."""
+        self._bytes = bytearray()
+        self._fds: list[int] = []
+
+    def fileno(self) -> int:
+        return self.sock.fileno()
+
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send one message; blocks while the other end is slow.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        body = pickle.dumps(message, protocol=5)
+        frame = _HEADER.pack(len(body), len(fds)) + body
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        sent = self.sock.sendmsg([frame], ancillary)
+        if sent < len(frame):
+            self.sock.sendall(frame[sent:])
+
+    def receive(self) -> tuple[object, list[int]] | None:
+        """Wait for one message and its descriptors; None when the other end is gone."""
+        while True:
+            for item in self.drain():
+                return item
+            if self.closed:
+                return None
+            self._read(0)
+
+    def poll(self) -> None:
+        """Take in what has arrived, without waiting. Call when the socket is readable, then ``drain``."""
+        self._read(socket.MSG_DONTWAIT)
+
+    def drain(self) -> Iterator[tuple[object, list[int]]]:
+        """The messages that have arrived whole."""
+        while len(self._bytes) >= _HEADER.size:
+            size, count = _HEADER.unpack_from(self._bytes)
+            end = _HEADER.size + size
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[_HEADER.size : end])
+            del self._bytes[:end]
+            if len(self._fds) < count:
+                raise OSError(errno.EMFILE, "a message lost its descriptors: too many open files (ulimit -n)")
+            fds, self._fds = self._fds[:count], self._fds[count:]
+            yield pickle.loads(body), fds
+
+    def _read(self, flags: int) -> None:
+        try:
+            data, ancillary, _, _ = self.sock.recvmsg(1 << 16, _FDS_SPACE, flags | _CLOEXEC)
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            data, ancillary = b"", []
+        self._fds += _descriptors_in(ancillary)
+        self._bytes += data
+        if not data:
+            self.closed = True
+
+    def close(self) -> None:
+        """Close the socket and every descriptor that nobody took."""
+        while self._fds:
+            os.close(self._fds.pop())
+        self.sock.close()
+        self.closed = True
+
+
+def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with some bytes; what ``socket.recv_fds`` does, which ignores its flags."""
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    for fd in fds:
+        os.set_inheritable(fd, False)  # no program that users start is to hold it; macOS has no flag for that
+    return list(fds)
+
+
+def channel_pair() -> tuple[Channel, socket.socket]:
+    """A channel for this process, and the other end to hand over.
+
+    Sending from here fails with BlockingIOError after 10 s in which nobody reads: the other process is stopped.
+    """
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_LIMIT)
+    return Channel(here), there
+
+
+# ------------------------------------------------------------------ blobs
+def write_blob(data: bytes | bytearray | memoryview) -> int:
+    """A descriptor of anonymous memory (off Linux: of an unlinked file) that holds `data`; sealed where possible."""
+    if not hasattr(os, "memfd_create"):
+        return _write_unlinked(data)
+    fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        _write_all(fd, data)
+        _seal(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_blob(fd: int) -> memoryview:
+    """The bytes of a blob, mapped and not copied; the descriptor may be closed at once."""
+    size = os.fstat(fd).st_size
+    if size == 0:
+        return memoryview(b"")
+    return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
+
+
+def _write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[os.write(fd, view[: 1 << 30]) :]
+
+
+def _seal(fd: int) -> None:
+    if sys.platform == "linux":
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+
+
+def _write_unlinked(data: bytes | bytearray | memoryview) -> int:
+    with tempfile.TemporaryFile() as file:
+        _write_all(file.fileno(), data)
+        return os.dup(file.fileno())

@@ -1,0 +1,135 @@
+"""Every error that nblaunch raises on its own account.
+
+The user's exceptions are not here: what a rank raises comes up in the notebook as itself.
+
+    NblaunchError
+    ├── ArgumentError (ValueError)        an argument is wrong; nothing was started
+    ├── PayloadError (TypeError)          something cannot be sent to the ranks; nothing was started
+    ├── NestedLaunchError (RuntimeError)  a rank tried to launch
+    ├── StartError (RuntimeError)         the processes could not be started
+    ├── LaunchStoppedError                the launch was stopped before every rank had returned
+    ├── LaunchTimeoutError (TimeoutError) the launch took longer than ``timeout``
+    └── RankError (RuntimeError)          a rank failed, and there is no exception of the user's to raise
+        ├── RankDiedError                 killed by a signal, or left early (with status 0 too)
+        ├── RankLostError                 what watched over the ranks died, and took them along
+        ├── RankRaisedError               its exception could not travel; this one carries its text
+        ├── ResultError                   its result could not come back
+        └── CollectiveError               it waited in a collective for a rank that had already finished
+
+Warnings are here too: `warn`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+
+
+class NblaunchError(Exception):
+    """The root of the tree above."""
+
+
+class ArgumentError(NblaunchError, ValueError):
+    """An argument is wrong. The message names it and its value; nothing was started."""
+
+
+class PayloadError(NblaunchError, TypeError):
+    """Something that the function uses cannot be sent to the ranks; nothing was started."""
+
+
+class NestedLaunchError(NblaunchError, RuntimeError):
+    """A rank tried to launch ranks of its own."""
+
+
+class StartError(NblaunchError, RuntimeError):
+    """The processes of a launch could not be started."""
+
+
+class LaunchStoppedError(NblaunchError):
+    """The launch was stopped before every rank had returned.
+
+    Attributes:
+        results: What each rank that did return gave back, by rank.
+    """
+
+    def __init__(self, message: str, results: Mapping[int, object] | None = None) -> None:
+        super().__init__(message)
+        self.results: dict[int, object] = dict(results or {})
+
+
+class LaunchTimeoutError(NblaunchError, TimeoutError):
+    """The launch took longer than its ``timeout`` and was stopped."""
+
+
+class RankError(NblaunchError, RuntimeError):
+    """A rank failed.
+
+    Attributes:
+        rank: The rank that failed first, or -1 where no single rank did.
+        log: The file that holds what it printed to stderr, or None.
+    """
+
+    def __init__(self, message: str, rank: int = -1, log: Path | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.log = log
+
+
+class RankDiedError(RankError):
+    """A rank was killed by a signal, or left before the function returned.
+
+    Attributes:
+        returncode: Its exit status; ``-n`` for death by signal ``n``.
+    """
+
+    returncode: int = 0
+
+
+class RankLostError(RankError):
+    """The process that watched over the ranks died; every rank was ended with it."""
+
+
+class RankRaisedError(RankError):
+    """A rank raised an exception that cannot be rebuilt here; the message carries its type and text."""
+
+
+class ResultError(RankError):
+    """A rank's return value could not come back; the message names the part.
+
+    Attributes:
+        results: What the other ranks returned, by rank.
+    """
+
+    results: dict[int, object]
+
+
+class CollectiveError(RankError):
+    """A rank waited in a collective for a rank that had already finished."""
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``, or what stands for it where that raises."""
+    try:
+        return str(error)
+    except Exception as trouble:  # noqa: BLE001  # a user's __str__
+        return f"<its __str__ raised {type(trouble).__name__}>"
+
+
+def warn(message: str) -> None:
+    """Warn of something at the line that led here: the first one outside this package, which is the user's."""
+    if sys.version_info >= (3, 12):
+        warnings.warn(message, stacklevel=2, skip_file_prefixes=(_PACKAGE,))
+    else:
+        warnings.warn(message, stacklevel=_level_outside())
+
+
+def _level_outside() -> int:
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,243 @@
+"""From a verdict to the exception that the notebook raises: the user's own where there is one."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankRaisedError, ResultError, text_of
+from nblaunch.launch.logs import LaunchFiles, last_lines
+from nblaunch.launch.verdict import Cause, RankEnd
+from nblaunch.launch.view import Failure
+from nblaunch.messages import Failed, Source
+
+_LAST_LINES = 10
+_CRASH_REACH = 300
+"""Lines in which to look for the stack of a crash: one for each frame of each thread, and the modules."""
+_FRAME = re.compile(r"""  (?:(?P<label>Cell In\[\d+\])|File "(?P<file>[^"]*)"), line (?P<line>\d+)""")
+"""The first line of a frame in a traceback whose cells are named."""
+_LIKELY = {
+    "SIGKILL": "most often the system ran out of memory (`dmesg` tells): use smaller batches or fewer ranks",
+    "SIGSEGV": "C code of a library crashed; the stack that it died with is below",
+    "SIGABRT": "C code of a library gave up; its reason is below",
+    "SIGBUS": "a mapped file or shared memory went away: most often /dev/shm or a disk is full",
+    "SIGFPE": "C code of a library divided by zero",
+    "SIGTERM": "another process ended it",
+    "SIGINT": "another process interrupted it",
+    "SIGXCPU": "it used up its CPU time limit (`ulimit -t`)",
+}
+
+
+class RankTraceback(Exception):  # noqa: N818  # not raised: it is the cause that carries a rank's traceback
+    """The traceback of a rank, as the ``__cause__`` of the exception raised in the notebook."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What an exception can be made of."""
+
+    name: str
+    ends: Sequence[RankEnd]
+    files: LaunchFiles
+    sources: Mapping[str, Source]
+
+
+def exception_for(cause: Cause, account: Account) -> Any:
+    """The exception that tells of this cause."""
+    if cause.end is None:
+        return RankLostError(
+            f"the process that watched over the ranks of {account.name} was killed, and every rank was ended with it; "
+            f"launch again. Logs: {account.files.directory}"
+        )
+    failed = cause.end.failed
+    if cause.kind == "died" or failed is None:
+        return _died(cause.end, account)
+    error = _raised(cause, failed, account)
+    try:
+        return _explained(error, cause, failed, account)
+    except Exception:  # noqa: BLE001  # a user's __setattr__, such as a frozen dataclass has
+        return _explained(_substitute(cause, failed, account), cause, failed, account)
+
+
+def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> Any:
+    """The error with what it is shown with: its rank, the rank's traceback, how IPython renders it."""
+    error.rank = cause.rank
+    _add_memory_note(error)
+    text = _labelled(failed.traceback, account.sources)
+    error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")
+    _render_in_notebook(error, text, cause.rank, account)
+    return error
+
+
+def _substitute(cause: Cause, failed: Failed, account: Account) -> RankRaisedError:
+    """What stands for a user's exception that cannot be rebuilt here, or be given anything."""
+    message = f"rank {cause.rank} raised {failed.type_name}: {failed.text}"
+    return RankRaisedError(message, cause.rank, account.files.err(cause.rank))
+
+
+def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
+    log = account.files.err(cause.rank)
+    if cause.kind == "collective":
+        message = (
+            f"rank {cause.finished_rank} finished while rank {cause.rank} waited in {failed.collective}: every rank "
+            "must make the same collective calls (do the ranks have different numbers of batches?). "
+            f"It said: {first_line(failed.text)}"
+        )
+        return CollectiveError(message, cause.rank, log)
+    if failed.kind == "exit":
+        return _left(failed, account)
+    if failed.kind == "interrupt":
+        message = f"rank {cause.rank} was interrupted (SIGINT), and not by this notebook. Log: {log}"
+        return RankDiedError(message, cause.rank, log)
+    if failed.kind == "result":
+        return ResultError(
+            f"what rank {cause.rank} returned cannot come back: {failed.text}: return something else", cause.rank, log
+        )
+    error = _rebuilt(failed)
+    return _substitute(cause, failed, account) if error is None else error
+
+
+def _rebuilt(failed: Failed) -> Any:
+    if not failed.pickled:
+        return None
+    try:
+        return pickle.loads(failed.pickled)
+    except Exception:  # noqa: BLE001  # user code
+        return None  # a class that the notebook cannot import: the caller has the text
+
+
+def _left(failed: Failed, account: Account) -> RankDiedError:
+    said = f" ({failed.text})" if failed.text and not failed.text.isdigit() else ""
+    error = RankDiedError(
+        f"rank {failed.rank} left by sys.exit with status {failed.status}{said} before {account.name} returned: "
+        f"return from the function instead. Log: {account.files.err(failed.rank)}",
+        failed.rank,
+        account.files.err(failed.rank),
+    )
+    error.returncode = failed.status
+    return error
+
+
+def _died(end: RankEnd, account: Account) -> RankDiedError:
+    code = end.exited.returncode if end.exited is not None else 0
+    when = "after" if end.done is not None else "before"
+    if code < 0:
+        name = _signal_name(-code)
+        what = f"was killed by {name} {when} {account.name} returned; {_LIKELY.get(name, 'it was sent that signal')}"
+    else:
+        what = f"left with status {code} {when} {account.name} returned (os._exit, or C code that calls exit)"
+    said = _last_said(account.files.err(end.rank)) or _last_said(account.files.out(end.rank))
+    last = f". Its last lines:\n{_indented(said)}\n" if said.strip() else ". It had printed nothing. "
+    error = RankDiedError(
+        f"rank {end.rank} {what}{last}Log: {account.files.err(end.rank)}", end.rank, account.files.err(end.rank)
+    )
+    error.returncode = code
+    return error
+
+
+def _last_said(log: Path) -> str:
+    """The last lines of a log. Of a stack that faulthandler wrote at their end: its beginning, the user's frames."""
+    lines = last_lines(log, _CRASH_REACH).splitlines()
+    crash = max((i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")), default=len(lines))
+    current = (i for i in range(crash, len(lines)) if lines[i].startswith("Current thread"))
+    frames = lines[next(current, crash + 1) :]
+    users = list(itertools.takewhile(lambda line: line.strip() and "nblaunch/ranks/" not in line, frames))
+    shown = [*lines[max(0, crash - _LAST_LINES) : crash + 1], *users[: 2 * _LAST_LINES]]
+    return "\n".join(shown)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.rstrip().splitlines())
+
+
+def _labelled(traceback: str, sources: Mapping[str, Source]) -> str:
+    """The traceback with cells named as the notebook names them."""
+    for filename, source in sources.items():
+        if source.label:
+            traceback = traceback.replace(f'File "{filename}", line', f"{source.label}, line")
+    return traceback
+
+
+def _render_in_notebook(error: Any, text: str, rank: int, account: Account) -> None:
+    """Have IPython show the rank's traceback instead of the launcher's own frames."""
+    headline = f"{type(error).__name__}: {text_of(error)}"
+    lines = [headline, "", f"On rank {rank} of {account.name}:", *text.rstrip().splitlines()]
+    lines += getattr(error, "__notes__", [])
+    others = _others(rank, account)
+    if others:
+        lines += ["", "Then, on other ranks:", *others[:8]]
+    lines += [f"Logs: {account.files.directory}"]
+    error._render_traceback_ = lambda: lines
+
+
+def _others(rank: int, account: Account) -> list[str]:
+    return [
+        f"rank {e.rank}: {e.failed.type_name}: {first_line(e.failed.text)}"
+        for e in account.ends
+        if e.failed and e.rank != rank and e.failed.kind != "interrupt"  # those were stopped, and did not fail
+    ]
+
+
+def describe(error: BaseException, account: Account | None) -> Failure:
+    """The same as the exception tells, in parts, for a view to show."""
+    rank = getattr(error, "rank", -1)
+    traceback = error.__cause__.args[0].partition("\n")[2] if isinstance(error.__cause__, RankTraceback) else ""
+    where, source = _users_line(traceback)
+    log = getattr(error, "log", None)  # our own errors have it
+    if log is None and account is not None:
+        log = account.files.err(rank) if rank >= 0 else account.files.directory
+    others = tuple(_others(rank, account)) if account is not None else ()
+    return Failure(
+        rank, type(error).__name__, text_of(error), where, source, traceback.rstrip(), others, str(log or "")
+    )
+
+
+def _users_line(traceback: str) -> tuple[str, str]:
+    """The last line of a cell in a traceback, else of a file that is not installed: where it is, and its text."""
+    lines = traceback.splitlines()
+    frames = [(found, i) for i, line in enumerate(lines) if (found := _FRAME.match(line))]
+    in_cells = [frame for frame in frames if frame[0]["label"]]
+    own = [frame for frame in frames if "site-packages" not in frame[0][0] and "/nblaunch/" not in frame[0][0]]
+    for found, i in (in_cells or own)[-1:]:
+        place = found["label"] or found["file"]
+        source = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
+        return f"{place}, line {found['line']}", source
+    return "", ""
+
+
+def first_line(text: str) -> str:
+    """The first line of a message that may have many, cut to a readable length."""
+    return text.strip().splitlines()[0][:200] if text.strip() else ""
+
+
+def _add_memory_note(error: BaseException) -> None:
+    """To a CUDA out-of-memory: what the notebook itself holds on the GPUs, which its ranks cannot have."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(error).__name__ != "OutOfMemoryError" or not torch.cuda.is_initialized():
+        return
+    held = sum(torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count()))
+    note = (
+        f"The notebook itself holds {held / 1e9:.1f} GB of GPU memory: del what you do not need there, "
+        "then torch.cuda.empty_cache()"
+    )
+    error.__notes__ = [*getattr(error, "__notes__", []), note]  # Python 3.10 has no add_note

@@ -1,0 +1,193 @@
+"""What a launch sends to its ranks: the function or cell, its arguments, and the notebook's own state."""
+
+from __future__ import annotations
+
+import linecache
+import random
+import sys
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nblaunch import calls, pickling
+from nblaunch.errors import ArgumentError, PayloadError
+from nblaunch.launch.host import host
+from nblaunch.messages import Cell, Payload, Settings, Source, WarningFilter
+
+_FIX = "create it inside the function, or send what it is made from"
+
+
+def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
+    """Check the call of a function and gather what it needs.
+
+    Raises:
+        ArgumentError: The function cannot be called so.
+    """
+    if not callable(function):
+        raise ArgumentError(f"function={function!r:.80}: must be a function, and this is {pickling.describe(function)}")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise ArgumentError(f"args={args!r:.80}: must be a tuple; for one argument write args=(value,)")
+    if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        raise ArgumentError(f"kwargs={kwargs!r:.80}: must be a dict of names and values")
+    args, kwargs = tuple(args), dict(kwargs or {})
+    try:
+        by_name = calls.check(function, args, kwargs)
+    except TypeError as error:
+        raise ArgumentError(
+            f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {name_of(function)}: {error}"
+        ) from None
+    watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
+    return Payload(function, args, kwargs, _anchor(_namespace(), ()), _settings(), watched)
+
+
+def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
+    """Gather what a cell needs: `names` are the notebook's names that it uses."""
+    namespace = _namespace()
+    watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
+    return Payload(cell, (), {}, _anchor(namespace, names), _settings(), watched)
+
+
+def serialise(payload: Payload) -> tuple[bytes, dict[str, Source]]:
+    """The payload as bytes, with the sources and the ``__main__`` names that pickling came across; and those sources.
+
+    Raises:
+        PayloadError: A part of it cannot be sent; the message names it.
+    """
+    sources: dict[str, Source] = {}
+    if isinstance(payload.function, Cell):
+        sources.update(sources_in(payload))
+
+    def note(files: set[str]) -> dict[str, Source]:
+        sources.update(_sources_of(files))
+        return sources
+
+    def build(found: pickling.Found) -> Payload:
+        return Payload(
+            payload.function,
+            payload.args,
+            payload.kwargs,
+            payload.anchor,
+            payload.settings,
+            payload.watched,
+            sources=pickling.late(lambda: note(found.files)),
+            main=pickling.late(lambda: found.main),
+        )
+
+    try:
+        return pickling.dump(build), sources
+    except Exception as error:
+        raise PayloadError(
+            _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {error}"
+        ) from error
+
+
+def sources_in(payload: Payload) -> dict[str, Source]:
+    """The cells that a payload's own code stands in, where nothing is serialised."""
+    function = payload.function
+    if isinstance(function, Cell):
+        return {function.filename: Source(function.source, function.label)}
+    code = getattr(function, "__code__", None)
+    return {} if code is None else _sources_of({code.co_filename})
+
+
+def _sources_of(files: set[str]) -> dict[str, Source]:
+    """The text of cells, by the file name that their code objects carry."""
+    found = {}
+    for filename in files:
+        lines = linecache.getlines(filename)
+        if lines:
+            found[filename] = Source("".join(lines), host().cell_label(filename))
+    return found
+
+
+def name_of(function: Any) -> str:
+    """What to call a function in messages: its name, or the kind of thing it is."""
+    if isinstance(function, Cell):
+        return function.label or "the cell"
+    return (
+        getattr(function, "__qualname__", "")
+        or getattr(getattr(function, "func", None), "__qualname__", "")
+        or type(function).__name__
+    )
+
+
+def _why(payload: Payload) -> str:
+    """Which part of the payload cannot be sent, in the user's words; empty if the parts all can."""
+    function = payload.function
+    if isinstance(function, Cell):
+        names = payload.anchor.__code__.co_names
+        suspects = [(f"the cell uses `{name}`", payload.anchor.__globals__[name]) for name in names]
+    else:
+        named = [(f"args[{i}]", value) for i, value in enumerate(payload.args)]
+        named += [(f"kwargs[{name!r}]", value) for name, value in payload.kwargs.items()]
+        suspects = [(f"`{name_of(function)}`", function), *named]
+    for name, value in suspects:
+        reason = pickling.explain(value, name)
+        if reason is not None:
+            return f"{reason}: {_FIX}"
+    return ""
+
+
+def _namespace() -> dict[str, Any]:
+    names = host().notebook_names()
+    return vars(sys.modules["__main__"]) if names is None else names
+
+
+def _anchor(namespace: dict[str, Any], names: Sequence[str]) -> types.FunctionType:
+    """A function of ``__main__`` that uses `names`: cloudpickle ships them in the one dict of globals."""
+    scratch: dict[str, Any] = {}
+    exec(f"def _nblaunch_anchor(): return ({''.join(name + ', ' for name in names)})", scratch)
+    anchor = types.FunctionType(scratch["_nblaunch_anchor"].__code__, namespace, "_nblaunch_anchor")
+    anchor.__module__ = "__main__"
+    return anchor
+
+
+def _globals_of(function: Any) -> dict[str, Any]:
+    """Globals and variables of enclosing functions that a function names itself."""
+    function = getattr(function, "__func__", function)
+    return pickling.names_of(function) if isinstance(function, types.FunctionType) else {}
+
+
+def _is_watched(value: Any) -> bool:
+    """Whether ranks may change it in vain: a module, or one of the builtin containers."""
+    torch = sys.modules.get("torch")
+    return type(value) in (list, dict, set) or (torch is not None and isinstance(value, torch.nn.Module))
+
+
+def _settings() -> Settings:
+    numpy_random = sys.modules.get("numpy.random")
+    torch = sys.modules.get("torch")
+    return Settings(
+        python_rng=random.getstate(),
+        numpy_rng=None if numpy_random is None else numpy_random.get_state(),
+        warning_filters=_warning_filters(),
+        **({} if torch is None else _torch_settings(torch)),
+    )
+
+
+def _warning_filters() -> tuple[WarningFilter, ...]:
+    entries: Any = warnings.filters  # typeshed allows categories that are tuples; Python does not
+    return tuple(
+        WarningFilter(action, message, (category.__module__, category.__qualname__), module, lineno)
+        for action, message, category, module, lineno in entries
+    )
+
+
+_DEFAULT_SEED = 67280421310721
+"""torch's own, of a process in which nobody called ``manual_seed``."""
+
+
+def _torch_settings(torch: Any) -> dict[str, Any]:
+    seed = torch.initial_seed()
+    return {
+        "torch_rng": bytes(torch.get_rng_state().tolist()),
+        "torch_seed": None if seed == _DEFAULT_SEED else seed,
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+    }

@@ -1,0 +1,68 @@
+"""What a launch's supervisor knows of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch.channel import Channel
+from nblaunch.launch.logs import Spool, Tail
+from nblaunch.launch.patterns import PrintedMetrics
+from nblaunch.launch.verdict import RankEnd
+from nblaunch.launch.view import RankState, Stream
+from nblaunch.messages import Done, Failed, RankExited
+
+
+@dataclass(slots=True)
+class Rank:
+    """What is known of one rank."""
+
+    rank: int
+    channel: Channel
+    tails: dict[Stream, Tail]
+    spool: Spool
+    printed: PrintedMetrics
+    pid: int = 0
+    running: bool = False
+    interrupted: bool = False
+    """It has seen its one SIGINT, ours or an editor's that came before."""
+    leaving: bool = False
+    """Its function and its threads have ended."""
+    done: Done | None = None
+    failed: Failed | None = None
+    exited: RankExited | None = None
+    result: int | None = None
+    """The descriptor of its result's blob."""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    shown: RankState | None = None
+    """What the view was told last."""
+
+    def end(self) -> RankEnd:
+        return RankEnd(self.rank, self.done, self.failed, self.exited)
+
+    @property
+    def listens(self) -> bool:
+        """Whether it has not ended, and still is what it was: one that called exec would die of a signal for stacks."""
+        return self.exited is None and not self.channel.closed
+
+    def state(self, asked: Collection[int]) -> RankState:
+        """Where it stands, if these ranks have been asked to end."""
+        was_asked = self.rank in asked
+        if self.failed is not None:
+            return "ended" if self.failed.collective or was_asked else "failed"
+        if self.exited is not None:
+            if self.done is not None and not self.exited.returncode:
+                return "returned"
+            return "ended" if was_asked else "failed"
+        if was_asked:
+            return "stopping"
+        return "running" if self.running else "starting"
+
+    def close(self) -> None:
+        """Close what was opened for it."""
+        self.channel.close()
+        self.spool.close()
+        self.printed.close()
+        for tail in self.tails.values():
+            tail.close()

@@ -1,0 +1,73 @@
+"""Following what the ranks of an attempt print and report, for the view and for the result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from nblaunch.launch.commands import Commands
+from nblaunch.launch.logs import Piece, Tail
+from nblaunch.launch.rank import Rank
+from nblaunch.launch.view import LogPiece, View
+
+_MOST_AT_ONCE = 1 << 16
+"""Bytes of one log that are read at one look."""
+_SEARCH_FOR = 0.05
+"""Seconds of one look in which logs are searched for metrics."""
+_TELL_AFTER = 5.0
+"""Seconds of searching after which that is said."""
+
+
+class Reading:
+    """See the module. Called from the supervisor's thread.
+
+    Args:
+        ranks: Whose logs to follow; it may grow.
+        view: What is told of them.
+        commands: An interrupt in them ends a long search.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], view: View, commands: Commands) -> None:
+        self.ranks, self.view, self.commands = ranks, view, commands
+
+    def look(self) -> None:
+        """Show what has been appended to the logs."""
+        pieces, reports = [], []
+        for rank in self.ranks:
+            for stream, tail in rank.tails.items():
+                piece = self._appended(tail)
+                if piece is not None:
+                    pieces.append(LogPiece(rank.rank, stream, piece, tail.offset))
+            records = rank.spool.read() + rank.printed.read(_SEARCH_FOR / len(self.ranks))
+            if records:
+                rank.records += [record for record in records if "metrics" in record]
+                reports.append((rank.rank, records))
+        if pieces:
+            self.view.logs(pieces)
+        for number, records in reports:
+            self.view.reports(number, records)
+
+    def _appended(self, tail: Tail) -> Piece | None:
+        if self.view.wants_text:
+            return tail.read(_MOST_AT_ONCE)
+        return Piece(b"") if tail.grown() else None
+
+    def search_the_rest(self) -> None:
+        """Search the logs to their end. It can take long after a flood, so an interrupt (another one) ends it."""
+        was_stopped, begun, told = self.commands.stop, time.monotonic(), False
+        for rank in self.ranks:
+            rank.printed.end_here()
+        while any(rank.printed.is_behind for rank in self.ranks):
+            if self.commands.kill or self.commands.stop != was_stopped:
+                self.view.note("the logs were not searched for metrics to their end, as you interrupted it")
+                return
+            if not told and time.monotonic() - begun > _TELL_AFTER:
+                told = True
+                self.view.note("every rank has ended, and the rest of their logs is searched for metrics")
+            self.look()
+            self.view.tick()
+        for rank in self.ranks:
+            records = rank.printed.finish()
+            if records:
+                rank.records += records
+                self.view.reports(rank.rank, records)

@@ -1,0 +1,391 @@
+"""One attempt of a launch, from the start of its ranks to the end of the last.
+
+Runs in a thread of the kernel. It sees ranks through channels (what they say, what they print, how they end) and
+never touches a pid: signals go by way of the reaper. Everything it waits for is an event; only logs are looked at
+by the clock, as they are files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nblaunch.channel import Channel, channel_pair
+from nblaunch.errors import StartError
+from nblaunch.launch.commands import Commands
+from nblaunch.launch.ladder import Ladder, Reason
+from nblaunch.launch.logs import LaunchFiles, Spool, Tail
+from nblaunch.launch.patterns import PrintedMetrics
+from nblaunch.launch.plan import Plan
+from nblaunch.launch.process import Process
+from nblaunch.launch.rank import Rank
+from nblaunch.launch.reading import Reading
+from nblaunch.launch.rendezvous import Rendezvous
+from nblaunch.launch.stacks import Stacks
+from nblaunch.launch.start import Reaper
+from nblaunch.launch.verdict import Verdict, judge
+from nblaunch.launch.view import RankStatus, Stream, View
+from nblaunch.messages import (
+    Done,
+    Failed,
+    Interrupted,
+    Leaving,
+    NotStarted,
+    RankExited,
+    RankSpec,
+    RankStarted,
+    ReaperStarted,
+    Running,
+    SendSignal,
+    Source,
+    StartRank,
+    Swept,
+    Task,
+)
+
+_LOOK_AT_LOGS_EVERY = 0.05
+_QUIET = 0.1
+"""Seconds between the first failure and the stopping of the others, in which theirs arrive by themselves."""
+_TELL_AFTER = 5.0
+"""Seconds that a rank which has returned may wait for its threads before that is said."""
+_LEAVE_WITHIN = 30.0
+"""Seconds that a rank gets to leave once its threads have ended: atexit functions, torch's clean-up."""
+_SWEEP_WITHIN = 8.0
+"""Seconds to wait for the reaper once every rank has ended."""
+_DEAF_AFTER = 6.0
+"""Seconds after the last rank was to be killed; the reaper itself gives up on a rank that will not die after 5."""
+_MEET_WITHIN = 10.0
+"""Seconds in which a reaper must have said its first word."""
+
+
+class Attempt:
+    """See the module.
+
+    Args:
+        plan: What to launch.
+        launch_id: Names the launch to its ranks.
+        number: 0, or which restart this is.
+        process: What ranks start from.
+        blob: The descriptor of the payload.
+        files: Where its logs go.
+        view: What shows it.
+        commands: How others stop it.
+        deadline: When the launch must have ended, by the monotonic clock.
+        sources: The cells that the function comes from.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        launch_id: str,
+        number: int,
+        process: Process,
+        blob: int,
+        files: LaunchFiles,
+        view: View,
+        commands: Commands,
+        deadline: float,
+        sources: Mapping[str, Source],
+    ) -> None:
+        self.plan, self.launch_id, self.number, self.process = plan, launch_id, number, process
+        self.blob, self.files, self.view, self.commands = blob, files, view, commands
+        self.ranks: list[Rank] = []
+        self.reading = Reading(self.ranks, view, commands)
+        self.ladder: Ladder | None = None
+        self.met_reaper = False
+        self.lost = False
+        self.swept = False
+        self.stuck: tuple[int, ...] = ()
+        self.first_failure = 0.0
+        self.all_done = 0.0
+        self.all_leaving = 0.0
+        self.told = False
+        self.all_ended = 0.0
+        self.all_killed = 0.0
+        self.begun = time.monotonic()
+        self.deadline = deadline
+        self.refusal = ""
+        self.stacks = Stacks(files.directory, sources, commands, view, self._signal)
+        self.selector = selectors.DefaultSelector()
+        self.reaper_pidfd: int | None = None
+        self.scratch = tempfile.mkdtemp(prefix="nbl-")  # short: sockets will be in it, and their paths are limited
+
+    def run(self, reaper: Reaper) -> Verdict:
+        """Start the ranks under this reaper and see them through to their end.
+
+        Raises:
+            StartError: A rank could not be started; none is left.
+        """
+        self.reaper, self.control = reaper, reaper.channel
+        try:
+            with Rendezvous(self.plan.world_size) as meeting:
+                self._watch(self.control, self._hear_reaper)
+                self._watch(self.commands, self.commands.clear)
+                self._start_all(meeting.port)
+                self._follow()
+            self._last_words()
+            if self.refusal:
+                raise StartError(self.refusal)
+            return judge([rank.end() for rank in self.ranks], self.ladder, self.lost)
+        finally:
+            self._close(reaper)
+
+    def take_results(self) -> dict[int, int]:
+        """The blobs of the ranks that returned; from now on the caller's to close."""
+        taken = {rank.rank: rank.result for rank in self.ranks if rank.result is not None}
+        for rank in self.ranks:
+            rank.result = None
+        return taken
+
+    # -------------------------------------------------------------- starting
+    def _start_all(self, port: int) -> None:
+        try:
+            for rank in range(self.plan.world_size):
+                self._start(rank, port)
+        except OSError as error:  # descriptors have run out, or nobody reads
+            raise StartError(f"the ranks could not be started: {error}") from error
+
+    def _start(self, number: int, port: int) -> None:
+        channel, there = channel_pair()
+        tails: dict[Stream, Tail] = {"out": Tail(self.files.out(number)), "err": Tail(self.files.err(number))}
+        printed = PrintedMetrics(self.plan.metric_patterns, self.files.out(number), self.files.err(number))
+        rank = Rank(number, channel, tails, Spool(self.files.spool(number)), printed)
+        self.ranks.append(rank)
+        spec = self._spec(number, port)
+        with there:
+            self._tell(self.control, StartRank(spec), [there.fileno()])
+        if spec.method == "spawn":
+            self._tell(channel, StartRank(spec))  # a fresh interpreter has not got it from the reaper
+        self._tell(channel, Task(self.plan.world(number, port)), [self.blob])
+        with contextlib.suppress(OSError):
+            channel.sock.shutdown(socket.SHUT_WR)  # no further task will come
+        self._watch(channel, lambda: self._hear_rank(rank))
+
+    def _spec(self, rank: int, port: int) -> RankSpec:
+        return RankSpec(
+            launch_id=self.launch_id,
+            rank=rank,
+            local_rank=rank,
+            world_size=self.plan.world_size,
+            local_world_size=self.plan.world_size,
+            method=self.plan.method,
+            env=self.plan.environment(rank, port, self.launch_id, self.number),
+            cwd=self.process.cwd,
+            sys_path=self.process.sys_path,
+            argv=self.process.argv,
+            umask=self.process.umask,
+            limits=self.process.limits,
+            log_dir=str(self.files.directory),
+            scratch=self.scratch,
+        )
+
+    def _tell(self, channel: Channel, message: object, fds: list[int] | None = None) -> None:
+        with contextlib.suppress(ConnectionError):  # whoever it was has ended, which we hear by another road
+            channel.send(message, fds or [])
+
+    def _watch(self, source: Any, react: Callable[[], None]) -> None:
+        self.selector.register(source, selectors.EVENT_READ, react)
+
+    def _unwatch(self, source: Any) -> None:
+        if source in self.selector.get_map():
+            self.selector.unregister(source)
+
+    # -------------------------------------------------------------- following
+    def _follow(self) -> None:
+        while not (self.swept or self.lost):
+            for key, _ in self.selector.select(_LOOK_AT_LOGS_EVERY):
+                key.data()
+            self._climb()
+            self._tell_states()
+            self.reading.look()
+            self.stacks.look([rank.rank for rank in self.ranks if rank.listens])
+            self.view.tick()
+
+    def _tell_states(self) -> None:
+        changed = []
+        asked = self.ladder.interrupted | self.ladder.killed if self.ladder is not None else set()
+        for rank in self.ranks:
+            state = rank.state(asked)
+            if state != rank.shown and rank.pid:
+                rank.shown = state
+                changed.append(RankStatus(rank.rank, state, rank.pid))
+        if changed:
+            self.view.ranks(changed)
+
+    def _live(self) -> list[int]:
+        return [rank.rank for rank in self.ranks if rank.exited is None]
+
+    def _hear_reaper(self) -> None:
+        self.control.poll()
+        for message, fds in self.control.drain():
+            if isinstance(message, ReaperStarted):
+                self.met_reaper = True
+                if fds:
+                    self.reaper_pidfd = fds[0]
+                    self._watch(fds[0], self._reaper_ended)
+            elif isinstance(message, NotStarted):
+                name = f"rank {message.rank} could not be started" if message.rank >= 0 else "no rank could be started"
+                self.refusal = self.refusal or f"{name}: {message.reason}"
+                self.first_failure = self.first_failure or time.monotonic()
+            elif isinstance(message, RankStarted):
+                self.ranks[message.rank].pid = message.pid
+            elif isinstance(message, RankExited):
+                self._hear_out(self.ranks[message.rank])  # what it said before it ended
+                self.ranks[message.rank].exited = message
+                self._note_failure()
+            elif isinstance(message, Swept):
+                self.swept, self.stuck = True, message.stuck
+        if self.control.closed:
+            self._reaper_ended()
+
+    def _reaper_ended(self) -> None:
+        """The reaper's process is gone. What it said before is still in the channel."""
+        if self.reaper_pidfd is not None:
+            self._unwatch(self.reaper_pidfd)
+            os.close(self.reaper_pidfd)
+            self.reaper_pidfd = None
+            self._hear_reaper()
+        self._unwatch(self.control)
+        self.lost = not self.swept
+
+    def _hear_rank(self, rank: Rank) -> None:
+        rank.channel.poll()
+        for message, fds in rank.channel.drain():
+            if isinstance(message, Running):
+                rank.running = True
+            elif isinstance(message, Interrupted):
+                rank.interrupted = True
+            elif isinstance(message, Done):
+                rank.done, rank.result = message, fds[0]
+            elif isinstance(message, Failed):
+                rank.failed = message
+            elif isinstance(message, Leaving):
+                rank.leaving = True
+        if rank.channel.closed:
+            self._unwatch(rank.channel)
+        self._note_failure()
+
+    def _hear_out(self, rank: Rank) -> None:
+        while not rank.channel.closed and _readable(rank.channel):
+            self._hear_rank(rank)
+
+    def _note_failure(self) -> None:
+        if not self.first_failure and any(
+            rank.failed is not None or (rank.exited is not None and (rank.done is None or rank.exited.returncode))
+            for rank in self.ranks
+        ):
+            self.first_failure = time.monotonic()
+
+    # -------------------------------------------------------------- stopping
+    def _climb(self) -> None:
+        """Begin or go on with the stopping of ranks, if there is a reason to."""
+        now = time.monotonic()
+        reason = self._reason_to_stop(now) if self.ladder is None else None
+        if reason is not None:
+            self.ladder = Ladder(reason, now, self.plan.stop_grace)
+        live = self._live()
+        if self.ladder is not None:
+            if self.commands.kill:
+                self.ladder.kill()
+            running = [rank.rank for rank in self.ranks if rank.running]
+            leaving = [rank.rank for rank in self.ranks if rank.leaving or rank.failed is not None]
+            self.ladder.answered.update(rank.rank for rank in self.ranks if rank.interrupted)
+            for due in self.ladder.due(now, live, running, leaving):
+                self._signal(due.rank, due.signum, due.group)
+            if live:
+                self.view.countdown(self.ladder.countdown(now))
+        self._end_stragglers(now, live)
+
+    def _reason_to_stop(self, now: float) -> Reason | None:
+        if self.commands.stop:
+            return "user"
+        if now >= self.deadline and self.stacks.located(now):
+            return "timeout"
+        if self.first_failure and now - self.first_failure >= _QUIET:
+            return "failure"
+        return None
+
+    def _signal(self, rank: int, signum: int, group: bool = False) -> None:
+        self._tell(self.control, SendSignal(rank, signum, group))
+
+    def _end_stragglers(self, now: float, live: list[int]) -> None:
+        """Do not wait for ever for ranks that have returned but do not leave, nor for a reaper with no ranks."""
+        if live and all(rank.done is not None for rank in self.ranks):
+            self.all_done = self.all_done or now
+            self._hurry(now, live)
+        if not live and self.ranks:
+            self.all_ended = self.all_ended or now
+            if now - self.all_ended > _SWEEP_WITHIN:
+                self.lost = True
+        self._end_deaf_reaper(now, live)
+
+    def _hurry(self, now: float, live: list[int]) -> None:
+        """Every rank has returned. Their threads get their time, as they may be saving; exit functions not for ever."""
+        waiting = [rank for rank in live if not self.ranks[rank].leaving]
+        if waiting:
+            if now - self.all_done > _TELL_AFTER and not self.told:
+                self.told = True
+                self.view.note(f"rank {waiting[0]} has returned, and waits for a thread of its own that is no daemon")
+            self.all_leaving = now
+        elif self.ladder is None and now - (self.all_leaving or self.all_done) > _LEAVE_WITHIN:
+            self.view.note(
+                f"rank {live[0]} returned but did not leave within {_LEAVE_WITHIN:.0f} s (an exit function?): killed"
+            )
+            self.ladder = Ladder("failure", now, 0.0)
+
+    def _end_deaf_reaper(self, now: float, live: list[int]) -> None:
+        """Do without a reaper that does not answer (it was stopped, or hangs): the ranks die with it."""
+        if self.ladder is not None and live and self.ladder.killed.issuperset(live):
+            self.all_killed = self.all_killed or now
+        if self.all_killed and now - self.all_killed > _DEAF_AFTER:
+            _kill_process(self.reaper_pidfd, self.reaper.child)
+            self.lost = True
+        if not self.met_reaper and now - self.begun > _MEET_WITHIN:
+            _kill_process(None, self.reaper.child)
+            self.lost = True
+
+    def _last_words(self) -> None:
+        for rank in self.ranks:
+            self._hear_out(rank)
+        self._tell_states()
+        self.reading.look()
+        self.reading.search_the_rest()
+        if self.stuck:
+            self.view.note(
+                f"processes {', '.join(map(str, self.stuck))} survived SIGKILL: they wait in the operating system"
+            )
+
+    def _close(self, reaper: Reaper) -> None:
+        self.stacks.close()
+        self.selector.close()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        for rank in self.ranks:
+            rank.close()
+        self.control.close()
+        if self.reaper_pidfd is not None:
+            os.close(self.reaper_pidfd)
+        if reaper.child is not None:
+            with contextlib.suppress(ChildProcessError):  # the user's own code has read its end
+                os.waitpid(reaper.child, 0)
+
+
+def _kill_process(pidfd: int | None, child: int | None) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if pidfd is not None:
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        elif child is not None:
+            os.kill(child, signal.SIGKILL)
+
+
+def _readable(channel: Channel) -> bool:
+    with selectors.DefaultSelector() as ready:
+        ready.register(channel, selectors.EVENT_READ)
+        return bool(ready.select(0))

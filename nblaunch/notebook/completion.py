@@ -1,0 +1,40 @@
+"""Tab completion of the options of ``%%distributed``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from IPython.core.completer import SimpleCompletion, context_matcher
+
+from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.notebook.magics import ACTIONS, DistributedMagics
+
+_VALUES = {
+    "--device": DEVICES,
+    "--backend": BACKENDS,
+    "--start-method": START_METHODS,
+    "--view": ("auto", "text", "none"),
+}
+
+
+@context_matcher()
+def complete_distributed(context: Any) -> dict[str, Any]:
+    """IPython's matcher: options, and the values of those that have few."""
+    line = context.line_with_cursor
+    magic = next((name for name in ("%%distributed", "%distributed") if line.startswith(name + " ")), None)
+    if magic is None or context.cursor_line > 0:
+        return {"completions": []}
+    words = line[: context.cursor_position].split(" ")
+    before, token = words[-2], words[-1]
+    choices = _VALUES.get(before) or (ACTIONS if magic == "%distributed" else _options())
+    fitting = [choice for choice in choices if choice.startswith(token)]
+    return {
+        "completions": [SimpleCompletion(choice, type="option") for choice in fitting],
+        "suppress": bool(fitting),
+        "matched_fragment": token,
+    }
+
+
+def _options() -> tuple[str, ...]:
+    parser = DistributedMagics.distributed.parser
+    return tuple(option for action in parser._actions for option in action.option_strings if option.startswith("--"))

@@ -1,0 +1,247 @@
+"""``%%distributed``: a cell over N ranks. ``%distributed``: what runs, and stopping it."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand, output_can_be_silenced
+from IPython.core.magic_arguments import argument, magic_arguments
+from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
+
+from nblaunch.errors import ArgumentError
+from nblaunch.launch import launcher
+from nblaunch.launch import payload as payloads
+from nblaunch.launch.launch import Launch, live_launches
+from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.start import servers
+from nblaunch.messages import Payload
+from nblaunch.notebook.cells import make_cell, names_used
+
+ACTIONS = ("stacks", "status", "stop")
+_LOOK_UP_EVERY = 0.5
+"""Seconds: Python does not see an interrupt that comes as it begins to wait, until the wait is over."""
+_OPTIONS = {"metric_patterns": "metric"}
+"""Arguments of the launcher that are an option of another name."""
+_QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
+_METRIC = re.compile(rf"(?<!\S)(--me[a-z]*)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
+"""The option, or a beginning of it, and its pattern: quoted as for a shell, but with each backslash as it is."""
+_NO_FRAME = 1 << 20
+"""So far up there is no frame: names are looked up in the notebook, and not in our functions."""
+
+
+@magics_class
+class DistributedMagics(Magics):
+    """Parses and delegates; the launcher does the work."""
+
+    @magic_arguments()
+    @argument(
+        "action",
+        nargs="?",
+        help="without a cell: status (live launches, the fork server), stacks (what each rank is doing now) or stop "
+        "(all launches)",
+    )
+    @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU, without GPUs 2")
+    @argument(
+        "-o",
+        "--output",
+        metavar="NAME",
+        help="bind the result to NAME: NAME[1] is the last expression's value of rank 1",
+    )
+    @argument(
+        "--background",
+        action="store_true",
+        help="return at once; NAME is then a Launch (.done, .wait(), .result(), .stop())",
+    )
+    @argument("--ranks", help="run the cell on these ranks only, as in 0,2; the others join the group and return None")
+    @argument("--device", help=f"one of {', '.join(DEVICES)}; default auto: cuda where a GPU is visible")
+    @argument(
+        "--backend", help=f"of the process group, one of {', '.join(BACKENDS)}; default: gloo on the CPU, nccl on GPUs"
+    )
+    @argument("--start-method", help=f"one of {', '.join(START_METHODS)}; default auto: forkserver on Linux")
+    @argument("--threads-per-rank", type=int, help="CPU threads of each rank; default: usable CPUs divided by ranks")
+    @argument("--max-restarts", type=int, help="start all ranks again after a failure, this many times; default 0")
+    @argument("--timeout", type=float, help="seconds that the launch may take; default: no limit")
+    @argument("--stop-grace", type=float, help="seconds that interrupted ranks have for checkpoints; default 30")
+    @argument("--view", help="auto, text or none; default auto")
+    @argument(
+        "--metric",
+        action="append",
+        dest="metric_patterns",
+        metavar="PATTERN",
+        help=r"read metrics out of printed lines, as in 'Accuracy: (?P<accuracy>[\d.]+)': a regular expression whose "
+        "named groups hold numbers (a group named step: the step); may be given several times",
+    )
+    @line_cell_magic
+    @no_var_expand
+    @output_can_be_silenced
+    def distributed(self, line: str, cell: str | None = None) -> Any:
+        """Run the cell on every rank, with the notebook's names in scope.
+
+        The names rank, world_size, local_rank and device are defined in each rank, and the default process group
+        is ready. Names that the cell assigns stay in the ranks: bring values back as the cell's last expression.
+        Rank 0's value is displayed; -o binds every rank's.
+
+            %%distributed -n 2 -o sums
+            import torch.distributed as dist
+            t = torch.ones(1) * rank
+            dist.all_reduce(t)
+            t.item()
+
+        Without a cell: %distributed status, %distributed stacks, %distributed stop.
+        """
+        arguments = dict(vars(self.distributed.parser.parse_args(_words(line, self._expand))))
+        action = arguments.pop("action")
+        if cell is None:
+            return _act(action, [name for name, value in arguments.items() if value not in (None, False)])
+        if action is not None:
+            raise UsageError(
+                f"%%distributed {action}: a cell takes options, such as -n 2; without a cell: %distributed {action}"
+            )
+        return self._run(cell, arguments)
+
+    def _run(self, body: str, arguments: dict[str, Any]) -> Any:
+        __tracebackhide__ = True  # IPython leaves this frame out
+        output, background = arguments.pop("output"), arguments.pop("background")
+        if output is not None and not (output.isidentifier() and not keyword.iskeyword(output)):
+            raise UsageError(f"-o {output}: must be a name that Python allows")
+        ranks = _ranks(arguments.pop("ranks"))
+        view = arguments.pop("view") or "auto"
+        chosen = {name: value for name, value in arguments.items() if value is not None}
+        launch = self._prepare(body, ranks, view, chosen)
+        result: Any = launch
+        if background:
+            launch.begin()
+        else:
+            result = launch.join()
+        if output is not None:
+            self._names()[output] = result
+        return None if background else result[ranks[0] if ranks else 0]
+
+    def _expand(self, text: str) -> str:
+        """IPython's replacing of ``$name`` and ``{name}``, which would take the ``{2}`` of a pattern for its own."""
+        assert self.shell is not None
+        return str(self.shell.var_expand(text, depth=_NO_FRAME))
+
+    def _names(self) -> dict[str, Any]:
+        assert self.shell is not None
+        names: dict[str, Any] = self.shell.user_ns
+        return names
+
+    def _prepare(self, body: str, ranks: tuple[int, ...] | None, view: str, chosen: dict[str, Any]) -> Launch:
+        __tracebackhide__ = True  # IPython leaves this frame out
+        launcher.refuse_nested()
+        cell = make_cell(self.shell, body, ranks)
+        used = names_used(cell, self._names())
+
+        def gather(world_size: int) -> Payload:
+            if ranks is not None:
+                _check_ranks(ranks, world_size)
+            return payloads.for_cell(cell, used)
+
+        try:
+            return launcher.prepare(gather, view, **chosen)
+        except ArgumentError as error:
+            raise UsageError(_as_option(str(error))) from None
+
+
+def _words(line: str, expand: Callable[[str], str]) -> list[str]:
+    """The words of the magic's line: patterns as they were typed, the rest expanded."""
+    first, *parts = _METRIC.split(line)
+    try:
+        words = arg_split(expand(first))
+        for option, pattern, rest in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            words += [f"{option}={_unquoted(pattern)}", *arg_split(expand(rest))]
+    except ValueError:
+        raise UsageError(f"%%distributed {line}: a quote is not closed") from None
+    return words
+
+
+def _unquoted(text: str) -> str:
+    return "".join(part[1:-1] if part[0] in "'\"" else part for part in re.findall(_QUOTED, text))
+
+
+def _ranks(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--ranks {text}: must be numbers with commas between, as in --ranks 0,2") from None
+
+
+def _check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
+    if not set(ranks) <= set(range(world_size)):
+        raise UsageError(f"--ranks {','.join(map(str, ranks))}: the ranks are 0 to {world_size - 1}")
+
+
+def _as_option(message: str) -> str:
+    """``num_processes=0: …`` as the magic's user wrote it: ``--num-processes 0: …``."""
+    name, equals, rest = message.partition("=")
+    if not equals or not name.isidentifier():
+        return message
+    if name == "metric_patterns":
+        rest = rest.replace(r"\\", "\\")  # in a cell nobody doubles a backslash
+    return f"{_option(name)} {rest}"
+
+
+def _option(name: str) -> str:
+    return f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+
+
+def _act(action: str | None, options: Iterable[str]) -> None:
+    for name in options:
+        raise UsageError(f"{_option(name)}: options are for a cell, under %%distributed")
+    if action == "stop":
+        _stop_all()
+    elif action == "status":
+        _tell_status()
+    elif action == "stacks":
+        _tell_stacks()
+    else:
+        raise UsageError(
+            f"%distributed {action or ''}: write %distributed status, %distributed stacks or %distributed stop, "
+            "or put %%distributed on top of a cell"
+        )
+
+
+def _tell_status() -> None:
+    from IPython.display import display
+
+    lines = [*map(repr, live_launches()), servers.status()]
+    display({"text/plain": "\n".join(lines or ["no launch is running"])}, raw=True)
+
+
+def _tell_stacks() -> None:
+    from IPython.display import display
+
+    lines = []
+    for launch in live_launches():
+        lines.append(repr(launch))
+        for rank, text in launch.stacks().items():
+            lines += ["", f"rank {rank}", *(f"  {line}".rstrip() for line in text.splitlines())]
+    display({"text/plain": "\n".join(lines or ["no launch is running"])}, raw=True)
+
+
+def _stop_all() -> None:
+    from IPython.display import display
+
+    launches = live_launches()
+    for launch in launches:
+        launch.stop()
+    try:
+        _wait_for(launches)
+    except KeyboardInterrupt:  # the second wish to end them
+        for launch in launches:
+            launch.kill()
+        _wait_for(launches)
+    display({"text/plain": f"stopped {len(launches)} launch{'' if len(launches) == 1 else 'es'}"}, raw=True)
+
+
+def _wait_for(launches: list[Launch]) -> None:
+    for launch in launches:
+        while not launch.wait(_LOOK_UP_EVERY):
+            pass

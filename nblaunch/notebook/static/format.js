@@ -1,0 +1,66 @@
+// Small helpers: elements, and numbers as people read them.
+import { numberOf } from "./series.js";
+
+/** An element. Text goes in as text nodes alone, so nothing that a rank says can become markup.
+ * @param {string} tag @param {Record<string, any>} [attributes] `class`, attributes, and listeners as on_click
+ * @param {...(Node | string | null | undefined)} children @returns {any} */
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on_")) node.addEventListener(name.slice(3), value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : String(value));
+  }
+  for (const child of children) if (child !== null && child !== undefined) node.append(child);
+  return node;
+}
+
+/** Change a text only where it differs: a selection and a screen reader stay where they are.
+ * @param {Node} node @param {string} text */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** @param {Element} node @param {string} name @param {string | number | null} value null: no such attribute */
+export function setAttribute(node, name, value) {
+  if (value === null) node.removeAttribute(name);
+  else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, String(value));
+}
+
+/** @param {number} seconds such as 0:07, 12:05, 1:02:03 */
+export function clockText(seconds) {
+  const whole = Math.max(0, Math.floor(seconds) || 0);
+  const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
+  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+}
+
+/** How long something took. @param {number} seconds */
+export function durationText(seconds) {
+  seconds = Number(seconds) || 0;
+  return seconds < 59.95 ? `${seconds.toFixed(1)} s` : clockText(seconds);
+}
+
+/** @param {number} bytes */
+export function bytesText(bytes) {
+  let [value, unit] = [Number(bytes) || 0, 0];
+  while (value >= 999.5 && unit < 4) {
+    value /= 1000;
+    unit++;
+  }
+  return `${unit && value < 9.95 ? value.toFixed(1) : value.toFixed(0)} ${["B", "kB", "MB", "GB", "TB"][unit]}`;
+}
+
+/** Four significant digits; a dash for what is no number, whatever it is. @param {unknown} given */
+export function numberText(given) {
+  const value = numberOf(given);
+  if (value === null) return "–";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en-US");
+  if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(2).replace(/\.?0+e/, "e");
+  return size >= 1e3 ? value.toFixed(0) : String(Number(value.toPrecision(4)));
+}
+
+/** @param {number} rank */
+export function rankClass(rank) {
+  return rank < 0 ? "nbl-own" : `nbl-r${rank % 8}`;
+}

@@ -1,0 +1,274 @@
+// From the bytes of one stream of one rank to the lines that a terminal would show.
+// The same rules as nblaunch/launch/lines.py, and cursor movement up and down within the last few lines besides:
+// nested tqdm bars need it.
+import { joinRuns, sgrAfter, SGR } from "./ansi.js";
+
+const KEEP = 2000; // characters kept at each end of a line that is too long
+const CHUNK = 2 * KEEP;
+const ESCAPE_REACH = 80; // no incomplete escape sequence is longer
+const MOST_ROWS = 8; // as far up as the cursor may go
+
+const SPECIAL = /[\x00-\x08\x0b-\x1f\x7f]/;
+const ONLY_COLOURS = /^[^\x00-\x08\x0b-\x1f\x7f]*(?:\x1b\[[0-9;:]{0,64}m[^\x00-\x08\x0b-\x1f\x7f]*)*$/;
+const INCOMPLETE = /^\x1b(?:\[[0-?]{0,64}[ -/]{0,8}|[ -/]{0,8})$/;
+const STRING_END = /\x07|(?=\x1b)/;
+const TOKEN = new RegExp(
+  [
+    "(?<text>[^\\x00-\\x08\\x0b-\\x1f\\x7f]+)",
+    "(?<back>[\\r\\x08])",
+    "\\x1b\\[(?<colour>[0-9;:]{0,64})m",
+    "\\x1b\\[(?<erase>[02]?)K",
+    "\\x1b\\[(?<move>[0-9]{0,3}[AB])",
+    "\\x1b\\[[0-?]{0,64}[ -/]{0,8}[@-~]",
+    "\\x1b[\\]PX^_][^\\x07\\x1b]*(?:\\x07|(?=\\x1b)|(?<string>$))", // a title, or other text that is not shown
+    "\\x1b[ -/]{0,8}[0-~]",
+    "[\\x00-\\x07\\x0b\\x0c\\x0e-\\x1a\\x1c-\\x1f\\x7f]+",
+    "[^]",
+  ].join("|"),
+  "g",
+);
+
+/** The line that the cursor is on: a cell for each character, with its colour before it. Of a long line the middle
+ * is gone: `cells` holds columns 0 to KEEP, then those from KEEP + leftOut on. */
+class TerminalRow {
+  constructor() {
+    /** @type {string[]} */ this.cells = [];
+    this.cursor = 0;
+    this.leftOut = 0;
+  }
+
+  /** @param {string} text @param {string} colour */
+  write(text, colour) {
+    const characters = Array.from(text);
+    for (let at = 0; at < characters.length; at += CHUNK) {
+      const chunk = characters.slice(at, at + CHUNK);
+      this.#put(colour ? chunk.map((character) => `\x1b[${colour}m${character}`) : chunk);
+    }
+  }
+
+  /** @param {string[]} cells */
+  #put(cells) {
+    let start = this.cursor;
+    const afterGap = KEEP + this.leftOut;
+    this.cursor += cells.length;
+    while (!this.leftOut && this.cells.length < start) this.cells.push(" "); // the cursor came from another row
+    if (this.leftOut && start < afterGap) {
+      for (let i = 0; start + i < KEEP && i < cells.length; i++) this.cells[start + i] = cells[i];
+      cells = cells.slice(Math.max(0, afterGap - start));
+      start = afterGap;
+    }
+    start -= this.leftOut;
+    for (let i = 0; i < cells.length; i++) this.cells[start + i] = cells[i];
+    if (this.cells.length > 2 * CHUNK) {
+      const excess = this.cells.length - CHUNK;
+      this.cells.splice(KEEP, excess);
+      this.leftOut += excess;
+    }
+  }
+
+  /** Erase from the cursor on, or everything. @param {boolean} everything */
+  erase(everything) {
+    if (everything) this.cursor = 0;
+    if (this.cursor < KEEP) {
+      this.cells.length = Math.min(this.cells.length, this.cursor);
+      this.leftOut = 0;
+    } else if (this.cursor < KEEP + this.leftOut) {
+      this.cells.length = KEEP;
+      this.leftOut = this.cursor - KEEP;
+    } else {
+      this.cells.length = Math.min(this.cells.length, this.cursor - this.leftOut);
+    }
+  }
+
+  render() {
+    const { cells } = this;
+    if (cells.length <= CHUNK && !this.leftOut) return rowPicture(cells);
+    const tail = cells.slice(Math.max(KEEP, cells.length - KEEP));
+    const leftOut = this.leftOut + cells.length - KEEP - tail.length;
+    return rowPicture(cells.slice(0, KEEP)) + leftOutMark(leftOut) + rowPicture(tail);
+  }
+}
+
+/** @param {string[]} cells */
+function rowPicture(cells) {
+  const text = cells.join("");
+  if (!text.includes("\x1b")) return text;
+  return joinRuns(cells.map((cell) => {
+    const end = cell.charCodeAt(0) === 27 ? cell.indexOf("m") + 1 : 0;
+    return [cell.slice(2, Math.max(2, end - 1)), cell.slice(end)];
+  }));
+}
+
+/** @param {number} count */
+function leftOutMark(count) {
+  return `… [${count.toLocaleString("en-US")} characters left out] …`;
+}
+
+/** @param {string} line */
+function shortenLine(line) {
+  if (line.length <= CHUNK) return line;
+  const characters = Array.from(line);
+  if (characters.length <= CHUNK) return line;
+  const [head, tail] = [characters.slice(0, KEEP), characters.slice(-KEEP)];
+  return head.join("") + leftOutMark(characters.length - CHUNK) + tail.join("");
+}
+
+/** A finished line: its text, each with its own colours, and where its bytes begin and end in the file.
+ * @typedef {{text: string, o: number, e: number}} FinishedLine */
+
+/** Lines from bytes, however these are split over calls. */
+export class LineAssembler {
+  /** @param {number} [offset] where in the file the first byte stands */
+  constructor(offset = 0) {
+    this.offset = this.start = offset;
+    this.decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    this.rows = [new TerminalRow()];
+    this.row = 0;
+    this.colour = "";
+    this.pending = ""; // the beginning of an escape sequence whose end has not come yet
+    this.inString = false;
+    this.held = 1; // rows that may still change: more than one once the cursor has moved up
+    this.ends = 0; // line ends since it did
+    /** @type {FinishedLine[]} */ this.recent = [];
+    /** @type {FinishedLine[]} */ this.out = [];
+    this.retract = 0;
+  }
+
+  /** The lines that `bytes` complete. Before they are added the last `retract` lines handed out must be taken back:
+   * the cursor has moved up to them. @param {Uint8Array} bytes @returns {{lines: FinishedLine[], retract: number}} */
+  feed(bytes) {
+    return this.#take(this.decoder.decode(bytes, { stream: true }), bytes);
+  }
+
+  /** The rest, now that the stream has ended or been cut: no state may leak over a cut, so this is used no more. */
+  finish() {
+    const result = this.#take(this.decoder.decode(), new Uint8Array(0));
+    const rest = this.rows.map((row) => row.render());
+    while (rest.length && !rest[rest.length - 1].trim()) rest.pop();
+    for (const text of rest) result.lines.push({ text, o: this.start, e: this.offset });
+    return result;
+  }
+
+  /** The lines that have not ended yet, as a terminal would show them. @returns {string[]} */
+  get partials() {
+    return this.rows.map((row) => row.render()).filter((text) => text.trim());
+  }
+
+  /** @param {string} decoded @param {Uint8Array} bytes */
+  #take(decoded, bytes) {
+    this.out = [];
+    this.retract = 0;
+    const segments = (this.pending + decoded).split("\n");
+    const rest = /** @type {string} */ (segments.pop());
+    this.pending = "";
+    let at = 0;
+    for (const segment of segments) {
+      at = bytes.indexOf(10, at) + 1; // as many line ends among the bytes as in the text, whatever else they are
+      this.#wholeLine(segment, this.offset + at);
+    }
+    this.#interpret(this.#holdBack(rest));
+    this.offset += bytes.length;
+    return { lines: this.out, retract: this.retract };
+  }
+
+  /** Finish the line with `text`; the two usual cases need no cells. @param {string} text @param {number} end */
+  #wholeLine(text, end) {
+    if (this.rows.length === 1 && !this.rows[0].cells.length && !this.rows[0].cursor && !this.inString) {
+      if (!this.colour && !SPECIAL.test(text)) return this.#emit(shortenLine(text), end);
+      if (text.length <= CHUNK && ONLY_COLOURS.test(text)) return this.#emit(this.#coloured(text), end);
+    }
+    this.#interpret(text);
+    this.inString = false; // a title that never ended must not swallow the lines that follow
+    this.#newline(end);
+  }
+
+  /** @param {string} text */
+  #coloured(text) {
+    const parts = text.split(SGR);
+    const runs = [[this.colour, parts[0]]];
+    for (let i = 1; i < parts.length; i += 2) {
+      this.colour = sgrAfter(this.colour, parts[i]);
+      if (parts[i + 1]) runs.push([this.colour, parts[i + 1]]);
+    }
+    return joinRuns(runs);
+  }
+
+  /** @param {number} end */
+  #newline(end) {
+    if (this.row < this.rows.length - 1) {
+      this.rows[++this.row].cursor = 0;
+      return;
+    }
+    if (this.held > 1 && ++this.ends >= 2) this.held = 1; // the bars are done: lines are final at once again
+    this.rows.push(new TerminalRow());
+    while (this.rows.length > this.held) this.#emit(/** @type {TerminalRow} */ (this.rows.shift()).render(), end);
+    this.row = this.rows.length - 1;
+  }
+
+  /** @param {string} text @param {number} end */
+  #emit(text, end) {
+    const line = { text, o: this.start, e: end };
+    this.start = end;
+    this.out.push(line);
+    this.recent.push(line);
+    if (this.recent.length > MOST_ROWS) this.recent.shift();
+  }
+
+  /** @param {string} move such as "2A" */
+  #move(move) {
+    const count = parseInt(move, 10) || 1;
+    const column = this.rows[this.row].cursor;
+    if (move.endsWith("B")) {
+      this.row = Math.min(this.row + count, this.rows.length - 1);
+    } else {
+      while (this.row < count && this.rows.length < MOST_ROWS && this.recent.length) this.#reopen();
+      this.row = Math.max(0, this.row - count);
+      this.held = Math.max(this.held, this.rows.length);
+      this.ends = 0;
+    }
+    this.rows[this.row].cursor = column;
+  }
+
+  /** Take the last finished line back to change it. */
+  #reopen() {
+    const line = /** @type {FinishedLine} */ (this.recent.pop());
+    if (!this.out.pop()) this.retract++;
+    const row = new TerminalRow();
+    const parts = line.text.split(SGR);
+    row.write(parts[0], "");
+    for (let i = 1; i < parts.length; i += 2) row.write(parts[i + 1], parts[i] === "0" ? "" : parts[i]);
+    this.rows.unshift(row);
+    this.row++;
+    this.start = line.o;
+  }
+
+  /** @param {string} rest */
+  #holdBack(rest) {
+    const at = rest.lastIndexOf("\x1b");
+    if (at < 0 || at < rest.length - ESCAPE_REACH || !INCOMPLETE.test(rest.slice(at))) return rest;
+    this.pending = rest.slice(at);
+    return rest.slice(0, at);
+  }
+
+  /** @param {string} text */
+  #interpret(text) {
+    let from = 0;
+    if (this.inString) {
+      const end = STRING_END.exec(text);
+      if (!end) return;
+      this.inString = false;
+      from = end.index + end[0].length;
+    }
+    TOKEN.lastIndex = from;
+    for (let token = TOKEN.exec(text); token; token = TOKEN.exec(text)) {
+      const kind = /** @type {Record<string, string | undefined>} */ (token.groups);
+      const row = this.rows[this.row];
+      if (kind.text !== undefined) row.write(kind.text, this.colour);
+      else if (kind.back !== undefined) row.cursor = kind.back === "\r" ? 0 : Math.max(0, row.cursor - 1);
+      else if (kind.colour !== undefined) this.colour = sgrAfter(this.colour, kind.colour);
+      else if (kind.erase !== undefined) row.erase(kind.erase === "2");
+      else if (kind.move !== undefined) this.#move(kind.move);
+      else if (kind.string !== undefined) this.inString = true;
+    }
+  }
+}

@@ -1,0 +1,272 @@
+// Lines in a scrolled box: only those in sight are elements. Follows the end until the reader scrolls up.
+import { el, setText } from "./format.js";
+import { findLines, placeOf } from "./line_order.js";
+import { rowElement } from "./log_rows.js";
+
+const LINE_HEIGHT = 18; // pixels, as in panel.css
+const MARGIN = 10; // lines beyond what is in sight
+
+/** @typedef {import("./store.js").Line} Line */
+/** @typedef {import("./store.js").Tab} Tab */
+
+export class LogPane {
+  /** @param {import("./state.js").PanelState} panel @param {() => void} onChange following, hits or the like changed */
+  constructor(panel, onChange) {
+    this.panel = panel;
+    this.onChange = onChange;
+    this.window = el("div", { class: "nbl-window" });
+    this.spacer = el("div", { class: "nbl-spacer" }, this.window);
+    this.empty = el("div", { class: "nbl-empty" });
+    this.node = el("div", { class: "nbl-log", role: "log", "aria-live": "off", "aria-label": "Log", tabindex: 0, "data-lm-suppress-shortcuts": "true" },
+      this.spacer, this.empty);
+    this.node.addEventListener("scroll", () => this.#scrolled(), { passive: true });
+    this.node.addEventListener("wheel", (/** @type {WheelEvent} */ event) => event.deltaY < 0 && this.top > 0 && this.setFollow(false), { passive: true });
+    this.node.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.#key(event));
+    this.sizes = new ResizeObserver(() => this.#resized());
+    this.sizes.observe(this.node);
+    this.height = this.total = this.widest = 0;
+    this.version = -1;
+    /** @type {Map<Line, HTMLElement>} */ this.rows = new Map();
+    /** @type {number[]} */ this.hits = [];
+    const { tab, follow, top, anchor, lastSeen, loaded, query, hit, height } = panel.reading;
+    /** @type {Tab} */ this.tab = tab;
+    this.follow = follow;
+    this.top = top;
+    /** @type {{line: Line, offset: number} | null} */ this.anchor = anchor;
+    /** @type {Line | undefined} */ this.lastSeen = lastSeen;
+    /** @type {Set<number>} */ this.loaded = new Set(loaded);
+    this.query = query.toLowerCase();
+    /** @type {Line | null} */ this.hit = hit;
+    this.node.style.height = height;
+    this.view = panel.logs.view(this.tab);
+    panel.reading.by = this;
+    this.#hold();
+  }
+
+  /** @param {Tab} tab */
+  show(tab) {
+    this.tab = tab;
+    this.version = -1;
+    this.widest = 0;
+    this.hit = null;
+    this.loaded.clear();
+    this.rows.clear();
+    this.setFollow(true);
+    this.update();
+    this.#keep();
+  }
+
+  /** @param {boolean} follow */
+  setFollow(follow) {
+    if (this.follow === follow) return;
+    this.follow = follow;
+    if (follow) this.loaded.clear();
+    this.lastSeen = follow ? undefined : this.view.lines[this.view.lines.length - 1];
+    this.#remember();
+    this.#hold();
+    if (follow) {
+      this.update(); // the lines that were kept for the reader have gone
+      this.#toEnd();
+      this.#paint();
+    }
+    this.#keep();
+    this.onChange();
+  }
+
+  /** For the view that comes after this one. */
+  #keep() {
+    const { tab, follow, top, anchor, lastSeen, loaded, hit } = this;
+    Object.assign(this.panel.reading, { by: this, tab, follow, top, anchor, lastSeen, loaded: new Set(loaded), hit });
+  }
+
+  /** Lines that have come since the reader stopped following. */
+  get unseen() {
+    const { lines } = this.view;
+    if (this.follow || !lines.length) return 0;
+    return this.lastSeen ? Math.max(0, lines.length - 1 - placeOf(lines, this.lastSeen)) : lines.length;
+  }
+
+  /** The lines have changed. */
+  update() {
+    const { logs } = this.panel;
+    if (this.version !== logs.version) {
+      this.version = logs.version;
+      this.view = logs.view(this.tab);
+      this.total = this.view.lines.length + this.view.open.length;
+      this.spacer.style.height = `${this.total * LINE_HEIGHT}px`;
+      if (this.query) this.hits = findLines(this.view.lines, this.query);
+      if (this.follow) this.#toEnd();
+      else if (this.anchor) this.#scrollTo(placeOf(this.view.lines, this.anchor.line) * LINE_HEIGHT + this.anchor.offset);
+    }
+    this.empty.hidden = this.total > 0;
+    setText(this.empty, this.panel.active ? "Nothing printed yet" : "Nothing was printed");
+    this.#paint();
+  }
+
+  /** @param {string} query */
+  find(query) {
+    this.panel.reading.query = query;
+    this.query = query.toLowerCase();
+    this.hits = findLines(this.view.lines, this.query);
+    this.hit = null;
+    this.rows.clear();
+    if (this.hits.length) this.step(-1);
+    else this.#paint();
+    this.#keep();
+    this.onChange();
+  }
+
+  /** Go to the next (1) or the one before (-1); first to the last one. @param {number} direction */
+  step(direction) {
+    if (!this.hits.length) return;
+    const at = this.#hitPlace();
+    const next = at < 0 ? this.hits.length - 1 : (at + direction + this.hits.length) % this.hits.length;
+    this.hit = this.view.lines[this.hits[next]];
+    this.setFollow(false);
+    this.#scrollTo(this.hits[next] * LINE_HEIGHT - this.height / 2);
+    this.#remember();
+    this.#keep();
+    this.#paint();
+    this.onChange();
+  }
+
+  get findText() {
+    if (!this.query) return "";
+    return this.hits.length ? `${this.#hitPlace() + 1}/${this.hits.length}` : "none";
+  }
+
+  dispose() {
+    this.sizes.disconnect();
+    const { logs, reading } = this.panel;
+    if (reading.by === this) this.#hold(reading); // until the next view takes over
+    logs.hold(this);
+  }
+
+  #hitPlace() {
+    const { hit } = this;
+    if (!hit || hit.gone) return -1;
+    const at = placeOf(this.view.lines, hit);
+    return this.hits.indexOf(at);
+  }
+
+  /** Keep the lines that are read. @param {object} reader */
+  #hold(reader = this) {
+    const { logs, reading } = this.panel;
+    const ranks = this.tab === "all" ? this.loaded : [this.tab];
+    logs.hold(reader, this.follow ? undefined : ranks);
+    if (reader === this) logs.hold(reading);
+  }
+
+  get #lowest() {
+    return Math.max(0, this.total * LINE_HEIGHT - this.height);
+  }
+
+  #toEnd() {
+    this.#scrollTo(this.#lowest);
+  }
+
+  /** @param {number} top */
+  #scrollTo(top) {
+    const to = Math.max(0, Math.min(top, this.#lowest));
+    if (Math.abs(to - this.top) < 0.5 && !this.follow) return;
+    this.top = to;
+    this.node.scrollTop = to;
+  }
+
+  #scrolled() {
+    const top = this.node.scrollTop;
+    if (!this.height || Math.abs(top - this.top) < 2) return;
+    const down = top > this.top;
+    this.top = top;
+    this.setFollow(down ? top >= this.#lowest - LINE_HEIGHT / 2 : this.follow && top >= this.#lowest - 2);
+    this.#remember();
+    this.#keep();
+    this.#paint();
+    if (!this.follow) this.#loadInSight();
+  }
+
+  #resized() {
+    const before = this.height;
+    this.height = this.node.clientHeight;
+    if (!this.height) return;
+    if (this.node.style.height) this.panel.reading.height = this.node.style.height;
+    if (this.follow) this.#toEnd();
+    else if (!before) this.node.scrollTop = this.top = Math.min(this.top, this.#lowest); // off the page it was forgotten
+    this.#paint();
+    if (!before) this.onChange();
+  }
+
+  /** What the reader looks at stays where it is, whatever comes or goes above. */
+  #remember() {
+    const { lines } = this.view;
+    let at = Math.floor(this.top / LINE_HEIGHT);
+    while (at < lines.length && lines[at].kind === "gap") at++;
+    this.anchor = this.follow || at >= lines.length ? null : { line: lines[at], offset: this.top - at * LINE_HEIGHT };
+  }
+
+  #loadInSight() {
+    const inSight = this.view.lines.slice(Math.floor(this.top / LINE_HEIGHT), Math.ceil((this.top + this.height) / LINE_HEIGHT));
+    const gap = inSight.reverse().find((line) => line.kind === "gap" && this.panel.logs.mayLoad(line));
+    if (gap) this.#load(gap);
+  }
+
+  /** @param {Line} gap */
+  #load(gap) {
+    this.setFollow(false);
+    this.loaded.add(gap.src.r);
+    this.#hold();
+    this.#remember();
+    this.#keep();
+    this.panel.loadOlder(gap);
+  }
+
+  /** @param {KeyboardEvent} event */
+  #key(event) {
+    if (["ArrowUp", "PageUp", "Home"].includes(event.key) && this.top > 0) this.setFollow(false);
+    if (event.key === "End") this.setFollow(true);
+  }
+
+  #paint() {
+    if (!this.height) return;
+    const { lines, open } = this.view;
+    const first = Math.max(0, Math.floor(this.top / LINE_HEIGHT) - MARGIN);
+    const last = Math.min(this.total, Math.ceil((this.top + this.height) / LINE_HEIGHT) + MARGIN);
+    /** @type {Map<Line, HTMLElement>} */
+    const rows = new Map();
+    for (let i = first; i < last; i++) {
+      const line = i < lines.length ? lines[i] : open[i - lines.length];
+      rows.set(line, this.#row(line));
+    }
+    this.rows = rows;
+    this.window.style.minWidth = `max(100%, ${this.widest + 2}ch)`; // or it would jump sideways as lines come and go
+    this.window.style.transform = `translateY(${first * LINE_HEIGHT}px)`;
+    this.#place([...rows.values()]);
+  }
+
+  /** @param {Line} line */
+  #row(line) {
+    const mayLoad = line.kind === "gap" && (this.panel.logs.mayLoad(line) || line.state === "loading");
+    const look = line.kind + (line.state ?? "") + (line.kind === "gap" ? `${mayLoad}${line.o} ${line.e}` : "");
+    let row = this.rows.get(line);
+    if (!row || row.dataset.look !== look) {
+      const labels = this.tab === "all" && (this.panel.info.world > 1 || line.kind === "note");
+      row = rowElement(line, { labels, query: this.query, mayLoad, onGap: (gap) => this.#load(gap) });
+      row.dataset.look = look;
+      this.widest = Math.max(this.widest, row.textContent?.length ?? 0);
+    }
+    row.classList.toggle("nbl-hit", line === this.hit);
+    return row;
+  }
+
+  /** Put the rows in place, touching only those that come or go: a selection of text survives.
+   * @param {HTMLElement[]} rows */
+  #place(rows) {
+    const wanted = new Set(rows);
+    for (const row of [...this.window.children]) if (!wanted.has(row)) row.remove();
+    let at = this.window.firstChild;
+    for (const row of rows) {
+      if (row === at) at = at.nextSibling;
+      else this.window.insertBefore(row, at);
+    }
+  }
+}

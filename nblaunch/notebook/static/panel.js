@@ -1,0 +1,77 @@
+// The live panel of one launch: an anywidget. Its state is the model's, so every view of it shows the same.
+import { FailureView, StacksView } from "./failure.js";
+import { HeaderView } from "./header.js";
+import { el } from "./format.js";
+import { ACTIVE_STATES } from "./kernel.js";
+import { LogView } from "./log_view.js";
+import { MetricsView } from "./metrics.js";
+import { RanksView } from "./ranks.js";
+import { RecordKeeper } from "./record.js";
+import { PanelState } from "./state.js";
+
+/** @type {Map<string, PanelState>} */
+const panels = new Map();
+
+/** @param {any} model */
+function panelOf(model) {
+  const id = String(model.get("info")?.launch ?? "");
+  let panel = panels.get(id);
+  if (!panel) {
+    panels.set(id, (panel = new PanelState(model)));
+    panel.open();
+  }
+  return panel;
+}
+
+/** @param {{model: any, signal?: AbortSignal}} context */
+function initialize({ model }) {
+  const panel = panelOf(model);
+  const keeper = new RecordKeeper(panel.info.id, (host) => render({ model, el: host }));
+  const look = () => ACTIVE_STATES.includes(panel.state.name) || keeper.start();
+  panel.views.add(look);
+  look();
+  return () => {
+    panel.views.delete(look);
+    keeper.stop();
+    panel.dispose();
+    for (const [id, known] of panels) if (known === panel) panels.delete(id);
+  };
+}
+
+/** @param {{model: any, el: HTMLElement}} context */
+function render({ model, el: host }) {
+  const panel = panelOf(model);
+  const logs = new LogView(panel);
+  const showLog = (/** @type {number} */ rank) => logs.show(rank);
+  const [header, metrics] = [new HeaderView(panel), new MetricsView(panel)];
+  const parts = [header, new FailureView(panel, showLog), new RanksView(panel, showLog), new StacksView(panel), metrics, logs];
+  const root = el("div", { class: "nbl-root", role: "region", "aria-label": `Launch ${panel.info.name}` }, ...parts.map((part) => part.node));
+  host.append(root);
+
+  let frame = 0;
+  const attempt = (/** @type {() => void} */ act) => {
+    try {
+      act();
+    } catch (error) {
+      panel.drawingFailed(error); // the other parts are drawn all the same
+    }
+  };
+  const paint = () => {
+    frame = 0;
+    for (const part of parts) attempt(() => part.update());
+  };
+  const soon = () => (frame ||= requestAnimationFrame(paint));
+  const ticks = setInterval(() => panel.active && attempt(() => header.tick()), 1000);
+  panel.views.add(soon);
+  paint();
+  return () => {
+    panel.views.delete(soon);
+    cancelAnimationFrame(frame);
+    clearInterval(ticks);
+    logs.dispose();
+    metrics.dispose();
+    root.remove();
+  };
+}
+
+export default { initialize, render };

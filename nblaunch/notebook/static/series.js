@@ -1,0 +1,248 @@
+// The reported metrics: a bounded series for each name and rank, their mean, the latest and the best value.
+
+const MOST_POINTS = 2000;
+const FRONT = 64; // at most so many of the last reports are not thinned with the others: slower ranks are still to come
+const GREATER_IS_BETTER = { parts: ["accuracy", "precision", "recall", "bleu", "score"], words: ["acc", "f1", "auc", "map", "iou", "miou"] };
+const LESS_IS_BETTER = { parts: ["loss", "error", "perplexity", "rmse"], words: ["err", "ppl", "mae", "mse", "nll", "cer", "wer"] };
+
+/** Whether a metric's name says that greater (1) or smaller (-1) is better; 0: it does not. @param {string} name */
+export function metricDirection(name) {
+  const lower = name.toLowerCase();
+  const words = lower.split(/[^a-z0-9]+|(?<=[a-z])(?=\d+$)/).concat(name.replace(/([a-z])(?=[A-Z][a-z])/g, "$1 ").toLowerCase().split(/[^a-z0-9]+/));
+  const is = (/** @type {{parts: string[], words: string[]}} */ kind) =>
+    kind.parts.some((part) => lower.includes(part)) || kind.words.some((word) => words.includes(word));
+  if (is(LESS_IS_BETTER)) return -1;
+  return is(GREATER_IS_BETTER) ? 1 : 0;
+}
+
+/** Accuracy and its like first, then losses, then the rest; each by name. @param {string} x @param {string} y */
+export function compareMetrics(x, y) {
+  const place = (/** @type {string} */ name) => {
+    if (metricDirection(name) > 0) return /acc/i.test(name) ? 0 : 1;
+    return /loss/i.test(name) ? 2 : 3;
+  };
+  return place(x) - place(y) || (x < y ? -1 : x > y ? 1 : 0);
+}
+
+/** A finite number, or null for everything else. @param {unknown} given */
+export function numberOf(given) {
+  const value = typeof given === "string" && given.trim() ? Number(given) : given;
+  return typeof value === "number" && Number.isFinite(value) ? value : null;
+}
+
+/** Points of one rank. */
+class RankSeries {
+  constructor() {
+    /** @type {number[]} */ this.xs = [];
+    /** @type {(number | null)[]} */ this.ys = [];
+    /** @type {number[]} */ this.reports = []; // which report each point was
+    this.count = 0;
+    this.loose = false; // the last point is there only until the next comes
+  }
+
+  /** @param {number} x @param {number | null} y @param {boolean} stays */
+  push(x, y, stays) {
+    if (this.loose) for (const list of [this.xs, this.ys, this.reports]) list.pop();
+    this.xs.push(x);
+    this.ys.push(y);
+    this.reports.push(this.count++);
+    this.loose = !stays;
+  }
+
+  /** Keep these points and the last one. @param {(report: number) => boolean} stays */
+  thin(stays) {
+    const last = this.reports.length - 1;
+    const kept = this.reports.map((report, i) => stays(report) || i === last);
+    this.loose = last >= 0 && !stays(this.reports[last]);
+    this.xs = this.xs.filter((_, i) => kept[i]);
+    this.ys = this.ys.filter((_, i) => kept[i]);
+    this.reports = this.reports.filter((_, i) => kept[i]);
+  }
+}
+
+/** One metric over all ranks. */
+export class Metric {
+  /** @param {string} name */
+  constructor(name) {
+    this.name = name;
+    this.direction = metricDirection(name);
+    /** @type {Map<number, RankSeries>} */ this.ranks = new Map();
+    this.byIndex = false; // steps went backwards: points are numbered instead
+    this.block = 4; // of so many reports two are kept ...
+    this.thinned = 0; // ... of those before this one
+    /** @type {Set<number>} */ this.kept = new Set();
+    /** @type {number | null} */ this.best = null;
+    this.version = 0;
+    this.drawn = -1;
+    /** @type {{xs: number[], ranks: number[], columns: (number | null)[][], mean: (number | null)[]}} */
+    this.cached = { xs: [], ranks: [], columns: [], mean: [] };
+  }
+
+  /** @param {number} rank @param {number} x @param {number | null} y */
+  push(rank, x, y) {
+    let series = this.ranks.get(rank);
+    if (!series) this.ranks.set(rank, (series = new RankSeries()));
+    if (!this.byIndex && series.xs.length && x <= series.xs[series.xs.length - 1]) this.#numberPoints();
+    series.push(this.byIndex ? series.count : x, numberOf(y), this.#stays(series.count));
+    this.version++;
+  }
+
+  /** Where a rank has more than 2,000 points: of each block of reports the lowest and the highest stay, and of twice as
+   * many where that is still too much. The same ones for all ranks, or their mean would be made of guesses. */
+  thin() {
+    const most = () => Math.max(0, ...[...this.ranks.values()].map((series) => series.xs.length));
+    if (most() <= MOST_POINTS) return;
+    this.#thinOnce();
+    while (most() > 0.75 * MOST_POINTS) {
+      this.block *= 2;
+      this.#thinOnce();
+    }
+  }
+
+  #thinOnce() {
+    const all = [...this.ranks.values()];
+    /** @type {Map<number, (number | null)[]>} */
+    const values = new Map();
+    for (const { reports, ys } of all) {
+      reports.forEach((report, i) => {
+        const known = values.get(report);
+        if (known) known.push(ys[i]);
+        else values.set(report, [ys[i]]);
+      });
+    }
+    const step = Math.min(this.block, FRONT);
+    this.thinned = step * Math.floor(Math.max(...all.map((series) => series.count)) / step);
+    const means = [...values].filter(([report]) => report < this.thinned).map(([report, ys]) => ({ report, y: meanOf(ys) }));
+    this.kept = keptReports(means, this.block);
+    for (const series of all) series.thin((report) => this.#stays(report));
+  }
+
+  /** @param {number} report */
+  #stays(report) {
+    return report >= this.thinned || this.kept.has(report);
+  }
+
+  #numberPoints() {
+    this.byIndex = true;
+    for (const series of this.ranks.values()) series.xs = series.reports.slice();
+  }
+
+  /** Where the mean ends, as a row of the table; -1: nothing finite yet. */
+  get end() {
+    return this.table().mean.findLastIndex((y) => y !== null);
+  }
+
+  /** The mean there. */
+  get latest() {
+    return this.end < 0 ? null : this.table().mean[this.end];
+  }
+
+  /** Every rank's last value was NaN or infinite. */
+  get diverged() {
+    return [...this.ranks.values()].every((series) => series.ys[series.ys.length - 1] === null);
+  }
+
+  /** All points by x: a column for each rank, and their mean up to where the slowest is; ranks that have stopped long
+   * before hold nothing up. */
+  table() {
+    if (this.drawn === this.version) return this.cached;
+    this.thin();
+    this.drawn = this.version;
+    const ranks = [...this.ranks.keys()].sort((x, y) => x - y);
+    const all = ranks.map((rank) => /** @type {RankSeries} */ (this.ranks.get(rank)));
+    const xs = [...new Set(all.flatMap((series) => series.xs))].sort((x, y) => x - y);
+    const row = new Map(xs.map((x, i) => [x, i]));
+    const columns = all.map((series) => {
+      /** @type {(number | null)[]} */
+      const column = new Array(xs.length).fill(null);
+      series.xs.forEach((x, i) => (column[/** @type {number} */ (row.get(x))] = series.ys[i]));
+      return column;
+    });
+    const filled = columns.map((column) => bridged(xs, column));
+    const most = Math.max(...all.map((series) => series.count));
+    const ends = filled.map((column, i) => (2 * all[i].count < most ? Infinity : column.findLastIndex((y) => y !== null)));
+    const end = Math.min(...ends.filter((last) => last >= 0));
+    const mean = xs.map((_, i) => (i > end ? null : meanOf(filled.map((column) => column[i]))));
+    this.cached = { xs, ranks, columns, mean };
+    this.#noteBest(mean);
+    return this.cached;
+  }
+
+  /** @param {(number | null)[]} mean */
+  #noteBest(mean) {
+    if (!this.direction) return;
+    for (const y of mean) {
+      if (y !== null && (this.best === null || (y - this.best) * this.direction > 0)) this.best = y;
+    }
+  }
+}
+
+/** A column with what is missing between two of its values on the straight line from one to the other.
+ * @param {number[]} xs @param {(number | null)[]} column */
+function bridged(xs, column) {
+  const filled = column.slice();
+  let before = -1;
+  column.forEach((y, i) => {
+    if (y === null) return;
+    for (let j = before + 1; before >= 0 && j < i; j++) {
+      const from = /** @type {number} */ (column[before]);
+      filled[j] = from + ((y - from) * (xs[j] - xs[before])) / (xs[i] - xs[before]);
+    }
+    before = i;
+  });
+  return filled;
+}
+
+/** Of each block of reports the one with the lowest and the one with the highest mean, and the very first; of a block
+ * that has no number its first. @param {{report: number, y: number | null}[]} means @param {number} size */
+function keptReports(means, size) {
+  /** @type {Map<number, {low: {report: number, y: number | null}, high: {report: number, y: number | null}}>} */
+  const blocks = new Map();
+  for (const mean of means) {
+    const number = Math.floor(mean.report / size);
+    const block = blocks.get(number);
+    if (!block || block.low.y === null) {
+      if (!block || mean.y !== null) blocks.set(number, { low: mean, high: mean });
+    } else if (mean.y !== null) {
+      if (mean.y < block.low.y) block.low = mean;
+      if (mean.y > /** @type {number} */ (block.high.y)) block.high = mean;
+    }
+  }
+  return new Set([0, ...[...blocks.values()].flatMap(({ low, high }) => [low.report, high.report])]);
+}
+
+/** @param {(number | null)[]} values */
+function meanOf(values) {
+  let [sum, count] = [0, 0];
+  for (const value of values) {
+    if (value === null) continue;
+    sum += value;
+    count++;
+  }
+  return count ? sum / count : null;
+}
+
+/** Every metric of a launch. */
+export class MetricBook {
+  constructor() {
+    /** @type {Map<string, Metric>} */ this.metrics = new Map();
+  }
+
+  /** @param {[string, number, number, number | null][]} points */
+  add(points) {
+    const touched = new Set();
+    for (const [name, rank, x, y] of points) {
+      const key = String(name);
+      let metric = this.metrics.get(key);
+      if (!metric) this.metrics.set(key, (metric = new Metric(key)));
+      metric.push(rank, x, y);
+      touched.add(metric);
+    }
+    for (const metric of touched) metric.thin();
+  }
+
+  /** @returns {Metric[]} */
+  sorted() {
+    return [...this.metrics.values()].sort((x, y) => compareMetrics(x.name, y.name));
+  }
+}

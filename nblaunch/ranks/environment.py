@@ -1,0 +1,139 @@
+"""Making a rank's process look as the notebook does now: environment, paths, streams, threads, random states."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import multiprocessing
+import os
+import random
+import resource
+import sys
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from nblaunch.messages import RankSpec, Settings, WarningFilter
+from nblaunch.ranks import system
+from nblaunch.ranks.reaper import open_log
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
+
+_blas: ThreadpoolController | None = None
+
+
+def find_blas() -> None:
+    """Look up the BLAS libraries that are loaded, once, so that forked ranks need not."""
+    global _blas
+    from threadpoolctl import ThreadpoolController
+
+    _blas = ThreadpoolController()
+
+
+def redirect(spec: RankSpec) -> None:
+    """Make fds 1 and 2 the rank's log files, and fd 0 nothing, in a forked rank."""
+    with open_log(spec, "out") as out, open_log(spec, "err") as err, open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+
+
+def open_streams() -> None:
+    """Put text streams over fds 0, 1 and 2: whole lines at a time, whatever bytes they hold."""
+    for name, stream in (
+        ("stdin", io.TextIOWrapper(io.FileIO(0, closefd=False))),
+        ("stdout", _stream(1)),
+        ("stderr", _stream(2)),
+    ):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _stream(fd: int) -> io.TextIOWrapper:
+    raw = io.FileIO(fd, "wb", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def apply_spec(spec: RankSpec) -> None:
+    """Take over what the notebook's process has now; for a forked rank, whose own is the fork server's."""
+    os.environ.clear()
+    os.environ.update(spec.env)
+    time.tzset()
+    os.umask(spec.umask)
+    with contextlib.suppress(OSError):  # a folder that is gone: stay where we are, as a shell would
+        os.chdir(spec.cwd)
+    apply_interpreter(spec)
+
+
+def apply_interpreter(spec: RankSpec) -> None:
+    """The part of `apply_spec` that a fresh interpreter needs as well."""
+    sys.path[:] = spec.sys_path
+    sys.argv[:] = spec.argv
+    importlib.invalidate_caches()  # a module edited since the fork server started is seen fresh
+    for kind, soft, hard in spec.limits:
+        with contextlib.suppress(OSError, ValueError):  # a hard limit may only be lowered
+            resource.setrlimit(kind, (soft, hard))
+    config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
+    config["tempdir"] = spec.scratch  # a rank that is killed could not remove a folder of its own
+    system.raise_oom_score()
+
+
+def set_threads(threads: int) -> None:
+    """Give this rank its share of the CPUs; the environment alone would come too late for loaded libraries."""
+    import torch
+
+    torch.set_num_threads(threads)
+    if _blas is None:
+        find_blas()
+    if _blas is not None:
+        _blas.limit(limits=threads, user_api="blas")
+
+
+def apply_settings(settings: Settings) -> None:
+    """Start from the notebook's random states, default dtype, precision and determinism; the same on every rank."""
+    if settings.python_rng is not None:
+        random.setstate(settings.python_rng)
+    if settings.numpy_rng is not None:
+        import numpy
+
+        numpy.random.set_state(settings.numpy_rng)
+    if settings.torch_rng is not None:
+        _apply_torch(settings)
+    if settings.warning_filters is not None:
+        entries = [(f.action, f.message, _category(f), f.module, f.lineno) for f in settings.warning_filters]
+        known: Any = warnings.filters  # typeshed calls it a Sequence
+        known[:] = [entry for entry in entries if entry[2] is not None]
+        _filters_changed()
+
+
+def _apply_torch(settings: Settings) -> None:
+    import torch
+
+    if settings.torch_seed is not None:
+        torch.manual_seed(settings.torch_seed)  # reaches the GPUs too, as soon as they are used
+    torch.set_rng_state(torch.frombuffer(bytearray(settings.torch_rng or b""), dtype=torch.uint8))
+    torch.set_default_dtype(getattr(torch, settings.default_dtype or "float32"))
+    torch.set_float32_matmul_precision(settings.matmul_precision or "highest")
+    now = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    if settings.deterministic is not None and settings.deterministic != now:  # setting it imports the compiler: 2 s
+        torch.use_deterministic_algorithms(settings.deterministic[0], warn_only=settings.deterministic[1])
+    if settings.cudnn is not None:
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings.cudnn
+
+
+def _category(entry: WarningFilter) -> Any:
+    """The class that a filter is about; None, which drops the filter, where that cannot be had without an import.
+
+    A class of the notebook's own is found where the function or its globals brought it along. One of a package that
+    the rank has not loaded yet is not, and its filter does not come back when the function imports the package.
+    """
+    module, name = entry.category
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _filters_changed() -> None:
+    changed: Any = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
+    if changed is not None:
+        changed()  # else modules that have warned already would keep to the old filters

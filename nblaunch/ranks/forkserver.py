@@ -1,0 +1,149 @@
+"""A clean process with torch imported and one thread, which forks a reaper for each launch.
+
+Started by the kernel, one per kernel. It runs no user code and touches no CUDA. What it imports is what every
+rank would import first, so that a launch costs forks and not imports. If the import brings a second thread or
+CUDA, it says so instead of forking ranks: the kernel then uses ``spawn``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import NoReturn
+
+from nblaunch.channel import Channel
+from nblaunch.messages import PROTOCOL, Hello, NewReaper, NotStarted
+from nblaunch.ranks import bootstrap, process_group, reaper, system
+
+_LOOK_EVERY = 0.5
+"""Seconds between looks at the kernel where the system has no pidfd."""
+_LAST_LAUNCHES = 2.0
+"""Seconds that reapers get to end their launches when the kernel has gone, before they are ended too."""
+
+
+def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
+    """Be the fork server, to the end.
+
+    Args:
+        fd: The channel to the kernel.
+        kernel: The kernel's pid.
+        preload: Modules to import first.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    system.become_subreaper()
+    channel = Channel(socket.socket(fileno=fd))
+    channel.send(_hello(preload))
+    server = _Server(channel, kernel)
+    try:
+        server.serve()
+    except BaseException:  # noqa: BLE001  # the kernel reads it and starts another; reapers see this one's end
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _hello(preload: tuple[str, ...]) -> Hello:
+    begin = time.monotonic()
+    problem = ""
+    try:
+        for name in preload:
+            importlib.import_module(name)
+            process_group.install()  # before anything can bind torch's own init_process_group
+        bootstrap.prepare()
+    except BaseException:  # noqa: BLE001  # an import that calls sys.exit must be told of too
+        problem = f"importing {', '.join(preload)} failed:\n{traceback.format_exc()}"
+    problem = problem or _unfit()
+    gc.collect()
+    gc.freeze()
+    return Hello(PROTOCOL, os.getpid(), preload, problem, time.monotonic() - begin)
+
+
+def _unfit() -> str:
+    threads = system.thread_count()
+    if threads > 1:
+        return f"the preload left {threads} threads running, and forking them is not safe"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "the preload initialised CUDA, which does not survive a fork"
+    return ""
+
+
+class _Server:
+    def __init__(self, channel: Channel, kernel: int) -> None:
+        self.channel = channel
+        self.kernel = kernel
+        self.reapers: set[int] = set()
+        self.tidying: Iterator[object] | None = system.collapse_heap()
+        self.children = system.ChildWatch()
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(channel, selectors.EVENT_READ)
+        self.selector.register(self.children, selectors.EVENT_READ)
+        self.death = system.pidfd(kernel)
+        if self.death is not None:
+            self.selector.register(self.death, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Fork reapers for as long as the kernel may ask, and stay while a launch runs: its end would end that too."""
+        while (self.reapers or not self.channel.closed) and os.getppid() == self.kernel:
+            ready = {key.fileobj for key, _ in self.selector.select(self.patience())}
+            if not ready and self.tidying and next(self.tidying, self) is self:
+                self.tidying = None
+            if self.death in ready:
+                break
+            if self.channel in ready:
+                self.channel.poll()
+                for message, fds in self.channel.drain():
+                    if isinstance(message, NewReaper):
+                        self.fork_reaper(fds[0])
+                if self.channel.closed:
+                    self.selector.unregister(self.channel)
+            self.collect()
+        self.end()
+
+    def patience(self) -> float | None:
+        """Seconds to wait for something to do: none while there is tidying left for idle moments."""
+        if self.tidying:
+            return 0.0
+        return None if self.death is not None else _LOOK_EVERY
+
+    def fork_reaper(self, control: int) -> None:
+        watched = [self.kernel, os.getpid()]
+        try:
+            pid = os.fork()
+        except OSError as error:
+            with socket.socket(fileno=control) as sock:
+                Channel(sock).send(NotStarted(-1, f"the fork server could not fork: {error}"))
+            return
+        if pid:
+            os.close(control)
+            self.reapers.add(pid)
+            return
+        self.children.close()
+        reaper.run(socket.socket(fileno=control), watched, bootstrap.forked)
+
+    def collect(self) -> None:
+        """Read the ends of children; a reaper that was killed leaves its launch's descendants to us."""
+        strays = False
+        for pid, returncode in self.children.ended():
+            strays = strays or returncode != 0 or pid not in self.reapers
+            self.reapers.discard(pid)
+        if strays:
+            reaper.kill_descendants(self.children, self.reapers, lambda: None)
+
+    def end(self) -> None:
+        """The kernel is gone. Reapers see that themselves; kill what they have not within the limit."""
+        deadline = time.monotonic() + _LAST_LAUNCHES
+        while self.reapers and time.monotonic() < deadline:
+            with selectors.DefaultSelector() as ends:
+                ends.register(self.children, selectors.EVENT_READ)
+                ends.select(0.1)
+            self.collect()
+        reaper.kill_descendants(self.children, (), lambda: None)

@@ -1,0 +1,240 @@
+"""The parent of one launch's ranks: starts them, reports their ends, kills whatever is left of them.
+
+Runs in a process of its own, forked by the fork server (or by the kernel, for ``start_method="fork"``). It is
+the child subreaper of its launch, so a daemon that forks twice and calls setsid still comes to it. It ends the
+launch when the kernel, the fork server or its control channel goes: whichever is first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from typing import BinaryIO, NoReturn
+
+from nblaunch.channel import Channel
+from nblaunch.messages import NotStarted, RankExited, RankSpec, RankStarted, ReaperStarted, SendSignal, StartRank, Swept
+from nblaunch.ranks import system
+
+RankMain = Callable[[RankSpec, socket.socket], None]
+"""What a forked rank runs: the spec it was made from, its channel to the kernel. Never returns normally."""
+
+_SPAWN = (
+    "import json, sys; fd, path = int(sys.argv[1]), json.loads(sys.argv[2]); sys.path[:] = path; del sys.argv[1:]; "
+    "from nblaunch.ranks.bootstrap import spawned; spawned(fd)"
+)
+_SWEEP_LIMIT = 5.0
+_TRACKER_LIMIT = 1.0
+"""Seconds for multiprocessing's resource trackers to remove shared memory, once all that used it is dead."""
+_LOOK_EVERY = 0.5
+"""Seconds between looks at the watched processes where the system has no pidfd."""
+
+
+def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain) -> NoReturn:
+    """Be a reaper, to the end. Call it in a fresh child.
+
+    Args:
+        control: The channel to the kernel.
+        watched: Pids whose end ends the launch.
+        rank_main: What forked ranks run.
+    """
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    system.become_subreaper()
+    system.close_all_but([control.fileno()])
+    reaper = _Reaper(Channel(control), watched, rank_main)
+    try:
+        reaper.serve()
+        shutil.rmtree(reaper.scratch, ignore_errors=True)  # the kernel may not be there to do it
+    except BaseException:  # noqa: BLE001  # the process must end here in any case
+        traceback.print_exc()
+        os._exit(1)  # the fork server kills what is left of the launch
+    os._exit(0)
+
+
+class _Reaper:
+    """See the module. Its whole life is `serve`."""
+
+    def __init__(self, control: Channel, watched: Sequence[int], rank_main: RankMain) -> None:
+        self.control = control
+        self.rank_main = rank_main
+        self.ranks: dict[int, int] = {}  # pid -> rank
+        self.started, self.expected = 0, 1
+        self.scratch = ""
+        self.children = system.ChildWatch()
+        self.watched = list(watched)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(control, selectors.EVENT_READ)
+        self.selector.register(self.children, selectors.EVENT_READ)
+        self.deaths = [fd for fd in map(system.pidfd, watched) if fd is not None]
+        for fd in self.deaths:
+            self.selector.register(fd, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        own = system.pidfd(os.getpid())
+        self.tell(ReaperStarted(os.getpid()), [] if own is None else [own])
+        while self.wanted():
+            ready = {key.fileobj for key, _ in self.selector.select(_LOOK_EVERY if self.looks() else None)}
+            if self.bereft(ready):
+                # Their ends are not reported: that what watched over them died tells more than the SIGKILL from here.
+                kill_descendants(self.children, (), lambda: None, self.ranks)
+                return
+            if self.control in ready:
+                self.control.poll()
+                for message, fds in self.control.drain():
+                    self.obey(message, fds)
+            self.report_ends()
+        self.tell(Swept(tuple(kill_descendants(self.children, (), self.report_ends, self.ranks))))
+
+    def wanted(self) -> bool:
+        """Whether the kernel is there and a rank is left, or none has been started yet."""
+        return not self.control.closed and (bool(self.ranks) or self.started < self.expected)
+
+    def bereft(self, ready: Collection[object]) -> bool:
+        """Whether the kernel or the fork server has ended."""
+        return any(fd in ready for fd in self.deaths) or (self.looks() and not all(map(system.alive, self.watched)))
+
+    def looks(self) -> bool:
+        return len(self.deaths) < len(self.watched)
+
+    def obey(self, message: object, fds: list[int]) -> None:
+        if isinstance(message, StartRank):
+            self.try_to_start(message.spec, fds[0])
+        elif isinstance(message, SendSignal):
+            for pid, rank in self.ranks.items():
+                if rank == message.rank:
+                    system.kill(pid, message.signum)
+                    if message.group and not system.LINUX:  # on Linux the sweep finds what is left, and spares trackers
+                        system.kill(pid, message.signum, group=True)
+
+    def try_to_start(self, spec: RankSpec, fd: int) -> None:
+        try:
+            self.start(spec, fd)
+        except Exception as error:  # noqa: BLE001  # a variable that is too long, no memory, no log folder
+            self.tell(NotStarted(spec.rank, f"{type(error).__name__}: {error}"))
+
+    def start(self, spec: RankSpec, fd: int) -> None:
+        self.started, self.expected = self.started + 1, spec.local_world_size
+        self.scratch = spec.scratch
+        pid = self.spawn(spec, fd) if spec.method == "spawn" else self.fork(spec, fd)
+        os.close(fd)
+        self.ranks[pid] = spec.rank
+        self.tell(RankStarted(spec.rank, pid))
+
+    def fork(self, spec: RankSpec, fd: int) -> int:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid:
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)  # here too: a signal to the group must not come before it exists
+            return pid
+        try:
+            os.setpgid(0, 0)
+            system.die_with_parent(parent)
+            self.children.close()
+            system.close_all_but([fd])
+            self.rank_main(spec, socket.socket(fileno=fd))
+        finally:
+            os._exit(1)
+
+    def spawn(self, spec: RankSpec, fd: int) -> int:
+        parent = os.getpid()
+        command = [sys.executable, "-c", _SPAWN, str(fd), json.dumps(spec.sys_path)]
+
+        def prepare() -> None:
+            os.setpgid(0, 0)
+            os.umask(spec.umask)
+            system.die_with_parent(parent)
+
+        cwd = spec.cwd if os.path.isdir(spec.cwd) else None
+        with open_log(spec, "out") as out, open_log(spec, "err") as err:
+            process = subprocess.Popen(
+                command,
+                env=spec.env,
+                cwd=cwd,
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                preexec_fn=prepare,  # this process has one thread, so it is safe here
+            )
+        process.returncode = 0  # its end is read by ChildWatch, not by Popen
+        return process.pid
+
+    def report_ends(self) -> None:
+        for pid, returncode in self.children.ended():
+            rank = self.ranks.pop(pid, None)
+            if rank is not None:
+                if not system.LINUX:  # there the sweep finds all that it left
+                    system.kill(pid, signal.SIGKILL, group=True)
+                self.tell(RankExited(rank, returncode, time.monotonic_ns()))
+
+    def tell(self, message: object, fds: Sequence[int] = ()) -> None:
+        with contextlib.suppress(OSError):  # the kernel is gone; the loop will notice
+            self.control.send(message, fds)
+
+
+def kill_descendants(
+    children: system.ChildWatch, spare: Collection[int], on_end: Callable[[], None], groups: Collection[int] = ()
+) -> list[int]:
+    """Kill this process's descendants until none is left, reading their ends.
+
+    Args:
+        children: This process's watch.
+        spare: Children to leave alone, with all that is theirs.
+        on_end: Called when a child has ended, to report it before its end is read here.
+        groups: Process groups to kill as well, for systems that cannot list descendants.
+
+    Returns:
+        The pids that did not die within the limit.
+    """
+    deadline = time.monotonic() + _SWEEP_LIMIT
+    while spare or _has_children():
+        if not system.LINUX:
+            for pid in groups:
+                system.kill(pid, signal.SIGKILL, group=True)
+        left = system.descendants(os.getpid(), spare)
+        patient = time.monotonic() < deadline - _SWEEP_LIMIT + _TRACKER_LIMIT
+        for pid in left:
+            if not (patient and system.is_resource_tracker(pid)):
+                system.kill(pid, signal.SIGKILL)
+        on_end()
+        if not spare:
+            children.ended()
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        if not left and (system.LINUX or not groups):
+            return []
+        if time.monotonic() > deadline:
+            return left
+        with selectors.DefaultSelector() as ends:
+            ends.register(children, selectors.EVENT_READ)
+            ends.select(0.02)
+    return []
+
+
+def _has_children() -> bool:
+    """Whether this process has a child, ended or not; a subreaper without one has no descendants."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def open_log(spec: RankSpec, stream: str) -> BinaryIO:
+    """The file that is a rank's fd 1 (``out``) or 2 (``err``): appended to, so that all its children may write."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    return open(os.open(f"{spec.log_dir}/rank{spec.rank}.{stream}", flags, 0o600), "wb", buffering=0)

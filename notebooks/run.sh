@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Open JupyterLab on the quickstart, in an environment that this script makes; or execute the quickstart.
+#
+#   bash notebooks/run.sh [ARGUMENT...]   further arguments go to jupyter lab
+#   bash notebooks/run.sh --headless      execute it without a browser, and print the accuracy
+#
+# notebooks/venv.sh says which variables choose the environment.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+
+use_venv lab
+
+if [ "${1:-}" = --headless ]; then
+    [ $# -eq 1 ] || die "--headless takes no further arguments, but got: ${*:2}"
+    exec "$python" "$root/notebooks/headless.py" "$root/notebooks/quickstart.ipynb"
+fi
+
+# The address that Jupyter prints leads to the notebook, also where no browser can be opened.
+options=(--ServerApp.root_dir="$root/notebooks" --LabApp.default_url=/lab/tree/quickstart.ipynb)
+if [ "$(id -u)" -eq 0 ]; then options+=(--allow-root); fi  # Jupyter refuses root otherwise
+exec "$python" -m jupyterlab "${options[@]}" "$@"

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m tests.benchmarks`. Never asserted: the machines that run the tests are noisy."""

@@ -1,0 +1,105 @@
+"""Launch times and log streaming side by side, each contender in a real kernel of its own, in one run.
+
+Medians of the launch times, with ratios to accelerate; of many printed lines one run each.
+
+Usage: python -m tests.benchmarks [--rounds 11] [--lines 100000] [--quick] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.benchmarks import streaming
+from tests.benchmarks.contenders import BASELINE, CONTENDERS
+from tests.kernel.harness import Kernel, running_kernel
+
+MEASURES = {
+    "2 ranks, one all_reduce": "timed(train, 2)",
+    "8 ranks, one all_reduce": "timed(train, 8)",
+    "a rank's death, as an error": "timed(die, 2)",
+}
+Times = dict[str, dict[str, list[float]]]
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=11, help="measurements of each; the median counts")
+    parser.add_argument("--lines", type=int, default=100_000, help="lines that each of two ranks prints")
+    parser.add_argument("--quick", action="store_true", help="one short round: shows that it runs, not how fast")
+    parser.add_argument("--json", type=Path, help="write every measurement here")
+    options = parser.parse_args()
+    times = measure(1 if options.quick else options.rounds)
+    loading = import_time()
+    print(table(times, loading))
+    lines = 1000 if options.quick else options.lines
+    streamed = streaming.measure(lines)
+    print("", streaming.table(streamed, lines), sep="\n")
+    if options.json:
+        figures = {"machine": machine(), "seconds": times, "import": loading, "lines": [asdict(s) for s in streamed]}
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+def measure(rounds: int) -> Times:
+    """Seconds of each measure and contender, taken in turn so that a slow minute hits all of them."""
+    times: Times = {measure: {c.name: [] for c in CONTENDERS} for measure in MEASURES}
+    with contextlib.ExitStack() as stack:
+        kernels: dict[str, Kernel] = {}
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for contender in CONTENDERS:
+            # accelerate leaves files of torch's elastic agent among the temporary ones: they go with the folder
+            kernels[contender.name] = stack.enter_context(running_kernel(BENCHMARK_FOLDER=folder, TMPDIR=folder))
+            kernels[contender.name].run(contender.cells).check()
+            kernels[contender.name].run("timed(train, 2)").check()  # the first pays for imports, everywhere
+        for name, expression in MEASURES.items():
+            for _ in range(rounds):
+                for launcher, kernel in kernels.items():
+                    times[name][launcher].append(float(kernel.ask(expression)))
+    return times
+
+
+def import_time() -> float:
+    """Seconds that ``import nblaunch`` adds to Python's start: the least of ten."""
+    script = "import time; t = time.perf_counter(); import nblaunch; print(time.perf_counter() - t)"
+    runs = [
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(10)
+    ]
+    return min(float(run.stdout) for run in runs)
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    import torch
+
+    return f"{os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}"
+
+
+def table(times: Times, loading: float) -> str:
+    """The medians as a Markdown table, with the ratio to accelerate of each."""
+    lines = [f"| median of {_rounds(times)}, seconds | {' | '.join(c.name for c in CONTENDERS)} |"]
+    lines.append("|---" * (len(CONTENDERS) + 1) + "|")
+    for measure, by_contender in times.items():
+        base = statistics.median(by_contender[BASELINE])
+        cells = [f"{(m := statistics.median(values)):.3f} ({m / base:.2f})" for values in by_contender.values()]
+        lines.append(f"| {measure} | {' | '.join(cells)} |")
+    two, eight = (statistics.median(times[m]["nblaunch"]) for m in list(MEASURES)[:2])
+    growth = f"nblaunch, 8 ranks / 2 ranks: {eight / two:.2f}. import nblaunch: {loading * 1000:.1f} ms."
+    return "\n".join([*lines, "", f"({machine()}; in brackets: the ratio to {BASELINE}.)", growth])
+
+
+def _rounds(times: Times) -> int:
+    return len(next(iter(next(iter(times.values())).values())))
+
+
+if __name__ == "__main__":
+    main()

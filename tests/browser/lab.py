@@ -1,0 +1,140 @@
+"""A real JupyterLab, and a real Chromium that looks at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from playwright.sync_api import Page, sync_playwright
+
+_UP_WITHIN = 60.0
+_CHROMIUM_OPTIONS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+_KERNEL_IS_IDLE = """() => {
+    const panel = window.jupyterapp?.shell.currentWidget
+    return panel?.sessionContext?.isReady && panel.sessionContext.session?.kernel?.status === "idle"
+}"""
+
+
+@contextmanager
+def running_lab(folder: Path, app: str = "jupyterlab", settings: Mapping[str, Any] | None = None) -> Iterator[str]:
+    """A JupyterLab (or ``notebook``) server on `folder`, on a free loopback port; gives its address.
+
+    Args:
+        folder: Where its notebooks are.
+        app: The module to run.
+        settings: Of the user, by plugin, besides those that tests need.
+    """
+    config = folder.parent / f"{folder.name}-{app}"
+    log = folder.parent / f"{folder.name}-{app}.log"
+    command = [
+        *(sys.executable, "-m", app, "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"),
+        "--expose-app-in-browser",
+        *("--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.disable_check_xsrf=True"),
+        f"--ServerApp.root_dir={folder}",
+    ]
+    env = {
+        **os.environ,
+        "JUPYTER_CONFIG_DIR": str(config),
+        "JUPYTER_RUNTIME_DIR": str(config / "runtime"),
+        "JUPYTERLAB_SETTINGS_DIR": str(_settings(config / "settings", settings or {})),
+    }
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+    try:
+        yield _address(server, config / "runtime", log)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+
+
+def _settings(folder: Path, chosen: Mapping[str, Any]) -> Path:
+    """JupyterLab as its user has it, but every cell is in the page, and no news is asked for."""
+    needed = {
+        "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
+        "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
+    }
+    for plugin, settings in {**needed, **chosen}.items():
+        file = folder / f"{plugin}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(settings))
+    return folder
+
+
+def _address(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> str:
+    """Wait for the file in which the server says where it listens."""
+    deadline = time.monotonic() + _UP_WITHIN
+    while server.poll() is None and time.monotonic() < deadline:
+        for file in runtime.glob("jpserver-*.json"):
+            try:
+                info = json.loads(file.read_text())
+            except json.JSONDecodeError:
+                continue  # it is being written
+            return str(info["url"])
+        time.sleep(0.1)
+    raise AssertionError(f"JupyterLab did not come up:\n{log.read_text()[-3000:]}")
+
+
+@contextmanager
+def open_page(url: str, width: int = 1200, height: int = 1000) -> Iterator[Page]:
+    """A page in Chromium."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=_CHROMIUM_OPTIONS)
+        try:
+            page = browser.new_page(viewport={"width": width, "height": height})
+            page.goto(url)
+            yield page
+        finally:
+            browser.close()
+
+
+def open_notebook(page: Page, url: str, name: str, app: str = "jupyterlab") -> None:
+    """Open a notebook alone, in a workspace of its own, and wait until its kernel is idle."""
+    lab = f"doc/workspaces/nblaunch-{time.monotonic_ns()}/tree/{name}?reset"
+    page.goto(url + (lab if app == "jupyterlab" else f"notebooks/{name}"))
+    wait_until_idle(page)
+
+
+def wait_until_idle(page: Page) -> None:
+    """Wait until the notebook is there, with a kernel that has nothing to do."""
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    page.wait_for_function(_KERNEL_IS_IDLE, timeout=60_000)
+
+
+def write_notebook(path: Path, *cells: str) -> None:
+    """A notebook of these code cells."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(notebook, path)
+
+
+def end_kernels(url: str) -> None:
+    """Shut down every kernel of the server."""
+    with urllib.request.urlopen(f"{url}api/sessions") as answer:
+        sessions = json.load(answer)
+    for session in sessions:
+        request = urllib.request.Request(f"{url}api/sessions/{session['id']}", method="DELETE")
+        urllib.request.urlopen(request).close()
+
+
+def run_all(page: Page) -> None:
+    """Run > Run All Cells, without waiting for their end."""
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")

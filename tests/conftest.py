@@ -1,0 +1,129 @@
+"""What every test shares: each start method, a place for logs of its own, and the proof that nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from nblaunch.launch.start import servers
+
+MARK = "NBLAUNCH_TEST_RUN"
+"""Set in this process's environment, so that whatever a test starts, however detached, can be told by it."""
+_LEFT_WITHIN = 5.0
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    os.environ[MARK] = uuid.uuid4().hex
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))  # but torch's cache, which stays
+    yield
+    servers.stop()
+
+
+@pytest.fixture(autouse=True)
+def _own_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(tmp_path / "state"))
+
+
+@pytest.fixture(params=["forkserver", "spawn"])
+def start_method(request: pytest.FixtureRequest) -> str:
+    """Every behaviour holds over both."""
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left(_marked: None, _own_logs: None) -> Iterator[None]:
+    """Assert that a test leaves no process, descriptor, shared memory or temporary file."""
+    servers.warm_up()
+    before = _Belongings.now()
+    yield
+    eventually(lambda: not before.more_than_then(), _LEFT_WITHIN, before.more_than_then)
+
+
+class _Belongings:
+    """What this process and its descendants hold at one moment."""
+
+    def __init__(self, processes: set[int], descriptors: dict[str, int], files: set[str]) -> None:
+        self.processes, self.descriptors, self.files = processes, descriptors, files
+
+    @classmethod
+    def now(cls) -> _Belongings:
+        return cls(marked_processes(), _descriptors(), _files())
+
+    def more_than_then(self) -> str:
+        """What there is now and was not then; empty if nothing."""
+        return self._more() and (gc.collect(), self._more())[1]  # what only waits for the collector is no leak
+
+    def _more(self) -> str:
+        now = self.now()
+        more = [f"process {pid}: {command_of(pid)}" for pid in now.processes - self.processes - _server_pids()]
+        more += [f"file {name}" for name in sorted(now.files - self.files)]
+        grown = {kind: count for kind, count in now.descriptors.items() if count > self.descriptors.get(kind, 0)}
+        more += [f"descriptors {kind}: {self.descriptors.get(kind, 0)} -> {count}" for kind, count in grown.items()]
+        return "; ".join(more)
+
+
+def eventually(condition: Callable[[], object], limit: float, otherwise: Callable[[], object] = lambda: "") -> None:
+    """Assert that a condition outside this process's reach comes true within `limit` seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, otherwise() or "the condition did not come true"
+        time.sleep(0.02)
+
+
+def marked_processes() -> set[int]:
+    """Every living process that this test run has started, by its environment."""
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                environment = Path(f"/proc/{name}/environ").read_bytes()
+                state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue  # it has ended meanwhile
+            if mark in environment and state != "Z":
+                found.add(int(name))
+    return found
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+    except OSError:
+        return "gone"
+
+
+def _server_pids() -> set[int]:
+    """The fork servers, which stay for the next launch."""
+    known = (servers._warm, servers._bare)
+    return {server.process.pid for server in known if server is not None}
+
+
+def _descriptors() -> dict[str, int]:
+    """Open descriptors of this process by kind, without those of the fork servers."""
+    kinds: dict[str, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        kind = target.partition(":[")[0] if ":[" in target else target
+        kinds[kind] = kinds.get(kind, 0) + 1
+    for server in (servers._warm, servers._bare):
+        if server is not None:
+            kinds["socket"] = kinds.get("socket", 0) - 1
+    return {kind: count for kind, count in kinds.items() if not kind.startswith("/memfd:nblaunch-stderr")}  # a server's
+
+
+def _files() -> set[str]:
+    places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+    return {str(path) for place in places if place.is_dir() for path in place.iterdir()}

@@ -1,0 +1,144 @@
+"""A real kernel to run cells in, as a notebook would, and what came of each."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+from jupyter_core.utils import ensure_event_loop
+
+CELL_LIMIT = 90.0
+ensure_event_loop()  # jupyter_client makes one loop for the whole process: not a leak of the test that came first
+
+
+@dataclass
+class Cell:
+    """What a cell brought: its streams, its value, its error, and the messages that carried them."""
+
+    stdout: str = ""
+    stderr: str = ""
+    value: str = ""
+    error: str = ""
+    """``ename: evalue``."""
+    traceback: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    idle: bool = False
+    reply: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> Cell:
+        """Itself, if it raised nothing."""
+        assert not self.error, self.traceback
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.stdout + self.stderr
+
+
+class Kernel:
+    """A kernel process and its client."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient) -> None:
+        self.manager, self.client = manager, client
+        self.cells: dict[str, Cell] = {}
+
+    @property
+    def pid(self) -> int:
+        return int(self.manager.provisioner.pid)  # type: ignore[union-attr]
+
+    def start_cell(self, code: str) -> str:
+        """Begin a cell; the request that it is known by."""
+        request = str(self.client.execute(code))
+        self.cells[request] = Cell()
+        return request
+
+    def run(self, code: str, limit: float = CELL_LIMIT) -> Cell:
+        """Run a cell to its end."""
+        return self.finish_cell(self.start_cell(code), limit)
+
+    def finish_cell(self, request: str, limit: float = CELL_LIMIT, until: str = "") -> Cell:
+        """Collect messages until a cell is idle, or until it has printed `until`."""
+        cell = self.cells[request]
+        begin = time.monotonic()
+        while not (cell.idle or (until and until in cell.text)):
+            self._take_message(begin + limit)
+        if cell.idle and not cell.reply:
+            cell.reply = self.client.get_shell_msg(timeout=limit)["content"]
+        cell.seconds += time.monotonic() - begin
+        return cell
+
+    def follow_cell(self, request: str, until: str, limit: float = CELL_LIMIT) -> Cell:
+        """Go on collecting what comes to a cell, idle or not, until it holds `until`."""
+        cell = self.cells[request]
+        deadline = time.monotonic() + limit
+        while until not in cell.text:
+            self._take_message(deadline)
+        return cell
+
+    def _take_message(self, deadline: float) -> None:
+        """Wait for one message, and put it to the cell that it belongs to."""
+        message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
+        cell = self.cells.get(message["parent_header"].get("msg_id", ""))
+        if cell is not None:
+            cell.idle = _take(cell, message) or cell.idle
+
+    def complete(self, code: str) -> list[str]:
+        """What the tab key offers at the end of `code`."""
+        self.client.complete(code)
+        return list(self.client.get_shell_msg(timeout=CELL_LIMIT)["content"]["matches"])
+
+    def restart(self) -> None:
+        """As the notebook's button does: SIGKILL, and a fresh process."""
+        self.manager.restart_kernel(now=True)
+        self.client.wait_for_ready(timeout=60)
+
+    def ask(self, expression: str) -> Any:
+        """The value of an expression in the kernel, by its repr."""
+        import ast
+
+        return ast.literal_eval(self.run(f"print(repr(({expression})))").check().stdout)
+
+    def interrupt(self) -> None:
+        self.manager.interrupt_kernel()
+
+
+def _take(cell: Cell, message: dict[str, Any]) -> bool:
+    """Add a message to the cell; whether the cell is over."""
+    kind, content = message["msg_type"], message["content"]
+    cell.messages.append(message)
+    if kind == "stream":
+        if content["name"] == "stdout":
+            cell.stdout += content["text"]
+        else:
+            cell.stderr += content["text"]
+    elif kind == "execute_result":
+        cell.value = content["data"]["text/plain"]
+    elif kind == "display_data":
+        cell.stdout += content["data"].get("text/plain", "") + "\n"
+    elif kind == "error":
+        cell.error = f"{content['ename']}: {content['evalue']}"
+        cell.traceback = "\n".join(content["traceback"])
+    return bool(kind == "status" and content["execution_state"] == "idle")
+
+
+@contextmanager
+def running_kernel(**env: str) -> Iterator[Kernel]:
+    """A kernel that is started now and asserted dead afterwards; launches are shown as text unless `env` says more."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(env={**os.environ, "NBLAUNCH_VIEW": "text", **env})
+    client = manager.blocking_client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=60)
+        yield Kernel(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        assert not manager.is_alive()

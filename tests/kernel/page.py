@@ -1,0 +1,95 @@
+"""What a browser's page is to a panel: it opens, listens and clicks, over a real kernel's comms."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.kernel.harness import CELL_LIMIT, Kernel
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+@dataclass
+class Page:
+    """All that a kernel has sent for one panel, and a way to answer.
+
+    Args:
+        kernel: Where the panel is.
+        subshell: The kernel's thread that gets what is sent here; empty for the shell, which waits for the cell.
+    """
+
+    kernel: Kernel
+    subshell: str = ""
+    panel: str = ""
+    """The comm's id."""
+    state: dict[str, Any] = field(default_factory=dict)
+    messages: list[tuple[float, dict[str, Any], bytes]] = field(default_factory=list)
+    """When each came, its content and its buffer."""
+    displays: list[dict[str, Any]] = field(default_factory=list)
+    """Each bundle that was displayed."""
+    idle: set[str] = field(default_factory=set)
+
+    def new_subshell(self) -> None:
+        """Send by a thread of the kernel's own from now on, as JupyterLab does."""
+        client = self.kernel.client
+        client.control_channel.send(client.session.msg("create_subshell_request", {}))
+        reply = client.control_channel.get_msg(timeout=CELL_LIMIT)
+        self.subshell = reply["content"]["subshell_id"]
+
+    def send(self, **content: Any) -> None:
+        """What the page's script sends with ``model.send``."""
+        data = {"method": "custom", "content": content}
+        message = self.kernel.client.session.msg("comm_msg", {"comm_id": self.panel, "data": data})
+        if self.subshell:
+            message["header"]["subshell_id"] = self.subshell
+        self.kernel.client.shell_channel.send(message)
+
+    def take(self, limit: float = CELL_LIMIT) -> None:
+        """Wait for one message of the kernel's, and keep it."""
+        message = self.kernel.client.get_iopub_msg(timeout=limit)
+        kind, content = message["msg_type"], message["content"]
+        if kind == "comm_open" and "info" in content["data"].get("state", {}):
+            self.panel, self.state = content["comm_id"], content["data"]["state"]
+        elif kind == "comm_msg" and content["comm_id"] == self.panel and content["data"]["method"] == "custom":
+            buffer = b"".join(bytes(part) for part in message["buffers"])
+            self.messages.append((time.monotonic(), content["data"]["content"], buffer))
+        elif kind in ("display_data", "update_display_data"):
+            self.displays.append(content["data"])
+        elif kind == "status" and content["execution_state"] == "idle":
+            self.idle.add(message["parent_header"].get("msg_id", ""))
+
+    def take_until(self, condition: Any, limit: float = CELL_LIMIT) -> None:
+        """Take messages until this comes true."""
+        deadline = time.monotonic() + limit
+        while not condition():
+            self.take(deadline - time.monotonic())
+
+    def run(self, code: str) -> None:
+        """Run a cell, to its end."""
+        request = self.start(code)
+        self.take_until(lambda: request in self.idle)
+
+    def start(self, code: str) -> str:
+        """Begin a cell."""
+        return str(self.kernel.client.execute(code))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The messages of one kind."""
+        return [content for _, content, _ in self.messages if content["kind"] == kind]
+
+    def part(self, name: str) -> Any:
+        """The latest value of a part of the panel's state."""
+        return next((c[name] for _, c, _ in reversed(self.messages) if name in c), None)
+
+    def log(self, rank: int, stream: str = "out") -> dict[int, bytes]:
+        """What the page has of a log, by offset."""
+        parts: dict[int, bytes] = {}
+        for _, content, data in self.messages:
+            at = 0
+            for chunk in content.get("logs", []):
+                if (chunk["r"], chunk["s"]) == (rank, stream):
+                    parts[chunk["o"]] = data[at : at + chunk["n"]]
+                at += chunk["n"]
+        return parts

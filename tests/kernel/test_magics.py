@@ -1,0 +1,265 @@
+"""Item 4: `%%distributed` and `%distributed` in a real kernel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import eventually
+from tests.kernel.harness import Kernel
+
+
+# ------------------------------------------------------------------ names
+def test_a_cell_runs_on_every_rank_and_knows_its_place(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed -n 2 -o places\n(rank, world_size, local_rank, str(device))").check()
+
+    assert cell.value == "(0, 2, 0, 'cpu')"
+    assert kernel.ask("list(places)") == [(0, 2, 0, "cpu"), (1, 2, 1, "cpu")]
+
+
+def test_the_process_group_is_ready(kernel: Kernel) -> None:
+    cell = (
+        "%%distributed -n 2\nimport torch, torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+    )
+    assert kernel.run(cell).check().value == "2.0"
+
+
+def test_the_notebooks_names_are_in_scope(kernel: Kernel) -> None:
+    kernel.run("base = 5\nclass Adder:\n    def add(self, n): return base + n\nadd = lambda n: Adder().add(n)").check()
+
+    assert kernel.run("%%distributed -n 2\n[add(n) for n in (1, 2)]").check().value == "[6, 7]"
+
+
+def test_a_global_that_the_cell_reassigns_is_seen_by_shipped_functions(kernel: Kernel) -> None:
+    kernel.run("scale = 1\ndef scaled(n): return scale * n").check()
+
+    kernel.run("%%distributed -n 2 -o products\nscale = 10 + rank\nscaled(2)").check()
+
+    assert kernel.ask("list(products), scale") == ([20, 22], 1)
+
+
+def test_an_augmented_assignment_starts_from_the_notebooks_value(kernel: Kernel) -> None:
+    kernel.run("count = 40").check()
+
+    assert kernel.run("%%distributed -n 2\ncount += 2\ncount").check().value == "42"
+    assert kernel.ask("count") == 40
+
+
+def test_names_that_the_cell_assigns_stay_in_the_ranks(kernel: Kernel) -> None:
+    kernel.run("%%distributed -n 2\nfresh = rank\ndef helper(): return fresh\nhelper()").check()
+
+    assert kernel.ask("[name for name in ('fresh', 'helper', 'rank', 'world_size') if name in globals()]") == []
+
+
+def test_a_name_that_is_nowhere_is_a_name_error(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed -n 2\nx = 1\nno_such_name")
+
+    assert cell.error == "NameError: name 'no_such_name' is not defined"
+    assert re.search(r"Cell In\[\d+\], line 3", cell.traceback)
+
+
+# ------------------------------------------------------------------ values
+def test_a_semicolon_keeps_the_value_back(kernel: Kernel) -> None:
+    assert kernel.run("%%distributed -n 2\nrank;").check().value == ""
+
+
+def test_a_cell_that_ends_with_a_statement_has_no_value(kernel: Kernel) -> None:
+    assert kernel.run("%%distributed -n 2 -o nothing\nx = 1").check().value == ""
+    assert kernel.ask("list(nothing)") == [None, None]
+
+
+def test_other_ranks_than_those_named_return_none(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed -n 3 --ranks 1,2 -o some\nrank").check()
+
+    assert cell.value == "1"
+    assert kernel.ask("list(some)") == [None, 1, 2]
+
+
+def test_a_background_cell_returns_at_once_and_gives_a_launch(kernel: Kernel, folder: Path) -> None:
+    source = "import time\nwhile not (folder / 'go').exists(): time.sleep(0.02)\nrank"
+    assert kernel.run(f"%%distributed -n 2 --background -o job\n{source}").check().value == ""
+    assert kernel.ask("type(job).__name__, job.done") == ("Launch", False)
+
+    (folder / "go").touch()
+
+    assert kernel.ask("list(job.result())") == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_the_start_method_can_be_chosen(kernel: Kernel, method: str) -> None:
+    options = f"-n 2 --start-method {method} --device cpu --backend gloo --threads-per-rank 1"
+    assert kernel.run(f"%%distributed {options}\nimport torch\ntorch.get_num_threads()").check().value == "1"
+
+
+# ------------------------------------------------------------------ help
+def test_the_question_mark_explains_the_magic(kernel: Kernel) -> None:
+    reply = kernel.run("%%distributed?").reply
+    text = reply["payload"][0]["data"]["text/plain"]
+
+    for said in (
+        "Run the cell on every rank",
+        "--num-processes",
+        "--ranks",
+        "--background",
+        "%%distributed -n 2 -o sums",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("code", "offered"),
+    [
+        ("%%distributed --ba", ["--background", "--backend"]),
+        ("%%distributed -n 2 --device c", ["cpu", "cuda"]),
+        ("%%distributed --start-method ", ["auto", "forkserver", "spawn", "fork"]),
+        ("%distributed st", ["stacks", "status", "stop"]),
+    ],
+)
+def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offered: list[str]) -> None:
+    assert sorted(kernel.complete(code)) == sorted(offered)
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("-n 0", "--num-processes 0: must be a whole number, at least 1"),
+        ("-n two", "argument -n/--num-processes: invalid int value: 'two'"),
+        ("-n 2 -o 1x", "-o 1x: must be a name that Python allows"),
+        ("-n 2 -o class", "-o class: must be a name that Python allows"),
+        ("-n 2 --ranks a,b", "--ranks a,b: must be numbers with commas between, as in --ranks 0,2"),
+        ("-n 2 --ranks 0,2", "--ranks 0,2: the ranks are 0 to 1"),
+        ("-n 2 --ranks -1", "--ranks -1: the ranks are 0 to 1"),
+        ("-n 2 --device tpu", "--device 'tpu': must be one of 'auto', 'cpu', 'cuda'"),
+        ("-n 2 --no-such-option", "unrecognized arguments: --no-such-option"),
+        ("status", "%%distributed status: a cell takes options, such as -n 2; without a cell: %distributed status"),
+    ],
+)
+def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fix: str) -> None:
+    cell = kernel.run(f"%%distributed {line}\nprint('ran')")
+
+    assert cell.stderr.startswith("UsageError: ")
+    assert fix in cell.stderr
+    assert "ran" not in cell.stdout
+
+
+def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:
+    assert "write %distributed status, %distributed stacks or %distributed stop" in kernel.run("%distributed").stderr
+
+
+def test_await_at_the_top_of_a_cell_names_the_substitute(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed -n 2\nimport asyncio\nawait asyncio.sleep(0)")
+
+    assert "use asyncio.run(...) in the cell" in cell.stderr
+
+
+def test_a_syntax_error_is_shown_at_its_line(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed -n 2\nx = 1\nif x\n    pass")
+
+    assert cell.error.startswith("SyntaxError: expected ':'")
+    assert "if x" in cell.traceback
+
+
+# ------------------------------------------------------------------ notebook syntax in a rank
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        ("!echo sum is $((1+1)) on {rank}", ["[rank 0] sum is 2 on 0", "[rank 1] sum is 2 on 1"]),
+        ("lines = !printf 'a\\nb\\n'\nprint(lines)", ["[rank 0] ['a', 'b']"]),
+        ("%time sum(range(10))", ["[rank 0] CPU time: ", "[rank 1] CPU time: "]),
+        ("display({'rank': rank})", ["[rank 0] {'rank': 0}", "[rank 1] {'rank': 1}"]),
+        ("%matplotlib inline\nprint('fine')", ["[rank 1] fine"]),
+    ],
+)
+def test_notebook_syntax_works_in_a_rank(kernel: Kernel, body: str, shown: list[str]) -> None:
+    cell = kernel.run(f"%%distributed -n 2\n{body}").check()
+
+    for text in shown:
+        assert text in cell.stdout
+
+
+def test_a_command_in_a_shipped_function_works_in_a_rank(kernel: Kernel) -> None:
+    kernel.run("def shout():\n    !echo from a function").check()
+
+    assert "[rank 1] from a function" in kernel.run("%%distributed -n 2\nshout()").check().stdout
+
+
+def test_figures_are_saved_and_their_paths_shown(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed -n 2\nimport matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()").check()
+
+    paths = re.findall(r"\[rank \d\] figure saved: (.+\.png)", cell.stdout)
+    assert len(paths) == 2
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in paths)
+
+
+def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
+    """After each plt.show() matplotlib numbers them from 1 again."""
+    show = "plt.plot([1, 2])\nplt.show()\n"
+    cell = kernel.run(f"%%distributed -n 2\nimport matplotlib.pyplot as plt\n{show}{show}").check()
+
+    paths = re.findall(r"figure saved: (.+\.png)", cell.stdout)
+    assert len(set(paths)) == len(paths) == 4
+    assert all(Path(path).exists() for path in paths)
+
+
+@pytest.mark.parametrize(
+    ("body", "substitute"),
+    [
+        ("input('name? ')", "ask in the notebook before the launch, and pass the answer as an argument"),
+        ("breakpoint()", "use print, or call the function in the notebook itself"),
+        ("%cd ..", "%cd cannot run in a rank: run it in a cell of its own, before the launch"),
+        ("get_ipython().user_ns", "a rank has no IPython"),
+    ],
+)
+def test_what_cannot_work_names_the_substitute(kernel: Kernel, body: str, substitute: str) -> None:
+    assert substitute in kernel.run(f"%%distributed -n 2\n{body}").error
+
+
+def test_stderr_is_shown_as_stderr(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed -n 2\nimport sys\nprint('out')\nprint('oops', file=sys.stderr)").check()
+
+    assert "[rank 0] oops" in cell.stderr
+    assert "oops" not in cell.stdout
+    assert "[rank 1] out" in cell.stdout
+
+
+# ------------------------------------------------------------------ what runs
+def test_status_lists_launches_and_stop_ends_them(kernel: Kernel) -> None:
+    kernel.run("%%distributed -n 2 --background -o job\nimport time\ntime.sleep(60)").check()
+
+    status = kernel.run("%distributed status").check().stdout
+    assert re.search(r"<Launch .* of Cell In\[\d+\]: 2 ranks, running for \d+ s>", status)
+    assert re.search(r"fork server: pid \d+, ready after", status)
+
+    assert kernel.run("%distributed stop").check().stdout == "stopped 1 launch\n"
+    assert kernel.ask("job.done")
+    assert "Launch" not in kernel.run("%distributed status").check().stdout
+
+
+@pytest.mark.parametrize("line", ["-n 4 status", "status --background", "stop --timeout 3"])
+def test_options_without_a_cell_are_a_usage_error(kernel: Kernel, line: str) -> None:
+    cell = kernel.run(f"%distributed {line}")
+
+    assert re.search(r"UsageError: --[\w-]+: options are for a cell, under %%distributed", cell.stderr)
+    assert not cell.stdout
+
+
+def test_an_interrupt_while_stop_waits_kills(kernel: Kernel, folder: Path) -> None:
+    body = (
+        "import time\ntry:\n    time.sleep(60)\nfinally:\n    (folder / f'stopping{rank}').touch()\n    time.sleep(60)"
+    )
+    kernel.run(f"%%distributed -n 2 --background -o stubborn\n(folder / f'running{{rank}}').touch()\n{body}").check()
+    eventually(lambda: len([*folder.glob("running*")]) == 2, 60.0)
+    request = kernel.start_cell("%distributed stop")
+    eventually(lambda: len([*folder.glob("stopping*")]) == 2, 30.0)
+
+    kernel.interrupt()
+
+    cell = kernel.finish_cell(request, 15.0).check()
+    assert cell.stdout == "stopped 1 launch\n"
+    assert kernel.ask("stubborn.done")
+
+
+def test_stop_with_nothing_to_stop_says_so(kernel: Kernel) -> None:
+    assert kernel.run("%distributed stop").check().stdout == "stopped 0 launches\n"

@@ -1,0 +1,321 @@
+"""The panel as a page meets it, over the comms of a real kernel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import eventually
+from tests.kernel.harness import running_kernel
+from tests.kernel.page import WIDGET, Page
+
+WAITS = """
+def waits():
+    import time
+    print("begun", flush=True)
+    while True:
+        time.sleep(0.01)
+"""
+PRINTS = """
+def prints(lines):
+    for number in range(lines):
+        print(f"line {number:07d} " + "." * 40)
+"""
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with running_kernel(NBLAUNCH_VIEW="auto") as kernel:
+        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
+        kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
+        yield Page(kernel)
+
+
+def _whole(parts: dict[int, bytes]) -> bytes:
+    """Parts that lie one after the other, as one."""
+    at = min(parts)
+    for offset in sorted(parts):
+        assert offset == at
+        at += len(parts[offset])
+    return b"".join(parts[offset] for offset in sorted(parts))
+
+
+def test_a_launch_is_one_display_that_ends_as_its_record(page: Page) -> None:
+    page.run(PRINTS + "notebook_launcher(prints, args=(50,), num_processes=2)")
+    assert len(page.displays) <= 2
+    assert "finished in" in page.displays[-1]["text/plain"]
+    assert "line 0000049" in page.displays[-1]["text/html"]
+    assert WIDGET not in page.displays[-1]  # no page has said that it shows one
+
+
+def test_a_short_launch_that_prints_little_makes_no_widget(page: Page) -> None:
+    page.kernel.run("import nblaunch.notebook.panel; nblaunch.notebook.panel._SHOW_AFTER = 60").check()
+    page.run("notebook_launcher(lambda: print('hello'), num_processes=2)")
+    page.run("1 + 1")
+    assert page.panel == ""
+    assert len(page.displays) == 1
+    assert "hello" in page.displays[0]["text/plain"]
+
+
+def test_what_ranks_print_and_report_comes_while_the_cell_runs(page: Page) -> None:
+    code = """
+import nblaunch
+def train(rank):
+    import sys, time
+    for step in nblaunch.progress(range(1000), desc="steps"):
+        print("step", step, flush=True)
+        print("warned", step, file=sys.stderr, flush=True)
+        nblaunch.report(step=step, accuracy=step / 1000)
+        time.sleep(0.01)
+launch = notebook_launcher(train, num_processes=2, block=False)
+launch.wait(60)
+"""
+    request = page.start(code)
+    page.take_until(lambda: page.part("metrics") and page.part("resources") and page.log(1) and page.log(1, "err"))
+    assert request not in page.idle
+    assert page.part("state")["name"] == "running"
+    name, rank, _, value = page.part("metrics")[0]
+    assert (name, rank in (0, 1), 0 <= value <= 1) == ("accuracy", True, True)
+    assert page.part("progress")[0][1] == "steps"
+    assert page.part("resources")[0][2] > 1 << 20  # bytes that a Python process needs at least
+    page.new_subshell()
+    page.send(kind="kill", launch=page.state["info"]["launch"])
+    page.take_until(lambda: request in page.idle)
+
+
+@pytest.mark.parametrize("click", ["stop", "kill"])
+def test_a_click_stops_the_launch_while_its_cell_blocks(page: Page, click: str) -> None:
+    request = page.start(WAITS + "notebook_launcher(waits, num_processes=2)")
+    page.take_until(lambda: page.log(0) and page.log(1))
+    page.new_subshell()
+    page.send(kind=click, launch=page.state["info"]["launch"])
+    page.take_until(lambda: request in page.idle, limit=10)
+    page.take_until(lambda: page.part("state")["name"] == "stopped")
+    assert page.of("ack")[0] == {"kind": "ack", "what": click, "launch": page.state["info"]["launch"]}
+    assert "stopped after" in page.displays[-1]["text/plain"]
+
+
+def test_the_clicks_of_a_page_without_subshells_come_when_the_cell_is_over_and_hurt_no_later_launch(
+    page: Page,
+) -> None:
+    first = page.start("import time\n" + WAITS + "first = notebook_launcher(waits, num_processes=1, block=False)")
+    page.take_until(lambda: page.log(0) and first in page.idle)
+    launch = page.state["info"]["launch"]
+    page.run("first.kill(); first.wait()")
+    page.take_until(lambda: page.part("state")["name"] == "stopped")
+    second = page.start(WAITS + "second = notebook_launcher(waits, num_processes=1, block=False)")
+    page.take_until(lambda: second in page.idle)
+    page.send(kind="stop", launch=launch)
+    page.send(kind="stop", launch=page.kernel.ask("second.id"))  # a panel speaks for its own launch alone
+    assert page.kernel.ask("second.done") is False
+    page.kernel.run("second.kill(); second.wait()").check()
+
+
+def test_a_panel_whose_launch_has_ended_answers_that(page: Page) -> None:
+    page.run(PRINTS + "notebook_launcher(prints, args=(2000,), num_processes=1)")
+    page.take_until(lambda: page.panel)
+    page.send(kind="stop", launch=page.state["info"]["launch"])
+    page.take_until(lambda: page.of("ack"))
+    assert page.of("ack")[0]["what"] == "done"
+
+
+def test_the_record_alone_is_what_stays_and_names_the_panel_that_a_page_may_show(page: Page) -> None:
+    page.run(PRINTS + "notebook_launcher(prints, args=(2000,), num_processes=1)")
+    page.take_until(lambda: page.panel)
+    assert WIDGET not in page.displays[-1]  # a notebook that is opened with another kernel would find no widget
+    assert f'class="nblaunch-{page.state["info"]["launch"]} ' in page.displays[-1]["text/html"]
+
+
+def test_an_interrupt_while_torch_is_imported_leaves_a_kernel_that_works() -> None:
+    with running_kernel() as kernel:
+        kernel.run("from nblaunch import notebook_launcher\nimport sys; assert 'torch' not in sys.modules").check()
+        soon = "import _thread, threading; threading.Timer(0.3, _thread.interrupt_main).start()\n"
+        cell = kernel.run(soon + "notebook_launcher(lambda: 1, num_processes=2)")
+        assert cell.error.startswith("KeyboardInterrupt")
+        assert kernel.ask("notebook_launcher(lambda: 1, num_processes=2)[1]") == 1
+
+
+@pytest.mark.timeout(180)
+def test_a_flood_costs_few_messages_and_ends_with_each_ranks_last_lines(page: Page) -> None:
+    request = page.start(PRINTS + "result = notebook_launcher(prints, args=(200_000,), num_processes=2)")
+    page.take_until(lambda: request in page.idle and page.part("state")["name"] == "finished", limit=120)
+    page.take_until(lambda: all(page.log(rank) and _ends(page, rank) for rank in (0, 1)), limit=60)
+    for rank in (0, 1):
+        parts = page.log(rank)
+        sent = b"".join(parts[offset] for offset in sorted(parts))
+        last = sent[-10_000 * 54 :]
+        assert last == b"".join(b"line %07d %s\n" % (n, b"." * 40) for n in range(190_000, 200_000))
+        assert len(sent) <= 200_000 * 54
+    times = [at for at, _, _ in page.messages]
+    sizes = [len(str(content)) + len(data) for _, content, data in page.messages]
+    for begin in times:
+        within = [size for at, size in zip(times, sizes, strict=True) if begin <= at < begin + 1]
+        assert len(within) <= 10
+        assert sum(within) <= 256 << 10
+    assert page.kernel.ask("[log.out.stat().st_size for log in result.logs]") == [200_000 * 54] * 2
+
+
+def _ends(page: Page, rank: int) -> bool:
+    parts = page.log(rank)
+    return b"line 0199999" in parts[max(parts)]
+
+
+def test_a_page_that_comes_anew_learns_what_it_has_missed_and_gets_everything(page: Page) -> None:
+    code = """
+import nblaunch
+def train(rank):
+    import time
+    for number in range(100):
+        print("line", number)
+    nblaunch.report(accuracy=0.5)
+    print("all", flush=True)
+    time.sleep(60)
+launch = notebook_launcher(train, num_processes=2, block=False)
+"""
+    page.run(code)
+    page.take_until(lambda: all(b"all" in b"".join(page.log(rank).values()) for rank in (0, 1)))
+    first = _whole(page.log(1))
+    anew = Page(page.kernel, panel=page.panel)
+    state = page.kernel.ask(f"__import__('ipywidgets').Widget.widgets[{page.panel!r}].get_state('sent')")
+    assert state["sent"] == max(content["seq"] for content in page.of("delta"))
+    anew.send(kind="resync", seq=0)
+    anew.take_until(lambda: anew.of("snapshot") and anew.log(0) and anew.log(1))
+    snapshot = anew.of("snapshot")[0]
+    assert snapshot["seq"] > state["sent"]
+    assert {tuple(point[:2]) for point in snapshot["metrics"]} == {("accuracy", 0), ("accuracy", 1)}
+    assert snapshot["ranks"] == [[0, "running"], [1, "running"]]
+    assert _whole(anew.log(1)).startswith(first)
+    assert min(anew.log(0)) == 0
+    page.kernel.run("launch.kill(); launch.wait()").check()
+
+
+def test_older_lines_come_when_the_reader_asks_for_them(page: Page) -> None:
+    page.run(PRINTS + "notebook_launcher(prints, args=(30_000,), num_processes=1)")
+    page.take_until(lambda: page.panel)
+    end = 54 * 5000
+    page.send(kind="older", id=7, a=0, r=0, s="out", **{"from": 0, "to": end})
+    page.take_until(lambda: any(content["id"] == 7 for content in page.of("older")))
+    answer, data = next((c, data) for _, c, data in page.messages if c["kind"] == "older" and c["id"] == 7)
+    assert answer["to"] == end
+    assert len(data) == answer["to"] - answer["from"] == sum(size for size, _ in answer["spans"])
+    assert data.startswith(b"line ")
+    assert data.endswith(b"line 0004999 " + b"." * 40 + b"\n")
+
+
+def test_a_message_that_no_page_of_ours_sends_harms_nothing(page: Page) -> None:
+    page.run(PRINTS + "notebook_launcher(prints, args=(2000,), num_processes=1)")
+    page.take_until(lambda: page.panel)
+    for content in ({}, {"kind": "older"}, {"kind": "older", "a": "x", "r": None}, {"kind": "stop"}, {"kind": ["x"]}):
+        page.send(**content)
+    page.send(kind="older", id=1, a=5, r=99, s="../../etc/passwd", **{"from": -1, "to": 1 << 60})
+    page.take_until(lambda: page.of("older"))
+    assert page.of("older")[0]["spans"] == []
+
+
+def test_the_root_cause_comes_in_parts(page: Page) -> None:
+    code = """
+def fails(rank):
+    import time
+    time.sleep(0.2)
+    if rank == 1:
+        raise ValueError("no such class: 11")
+    time.sleep(60)
+notebook_launcher(fails, num_processes=2)
+"""
+    page.run(code)
+    page.take_until(lambda: page.part("failure"))
+    failure = page.part("failure")
+    assert (failure["rank"], failure["type"], failure["message"]) == (1, "ValueError", "no such class: 11")
+    assert failure["source"] == 'raise ValueError("no such class: 11")'
+    assert failure["where"].endswith(", line 5")
+    assert dict(page.part("ranks"))[1] == "failed"
+    assert "no such class: 11" in page.displays[-1]["text/html"]
+
+
+def test_stacks_come_to_the_page_while_the_cell_blocks(page: Page) -> None:
+    request = page.start(WAITS + "notebook_launcher(waits, num_processes=2)")
+    page.take_until(lambda: page.log(0) and page.log(1))
+    page.new_subshell()
+    launch = page.state["info"]["launch"]
+    page.send(kind="stacks", launch=launch)
+    page.take_until(lambda: page.part("stacks"))
+    ranks = dict(page.part("stacks")["ranks"])
+    assert sorted(ranks) == [0, 1]
+    assert "waits" in ranks[1]
+    page.send(kind="kill", launch=launch)
+    page.take_until(lambda: request in page.idle)
+
+
+def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> None:
+    code = PRINTS + "\nfor _ in range(30): notebook_launcher(prints, args=(200,), num_processes=1)"
+    page.run(code)
+    kernel = page.kernel
+    count = "len(__import__('ipywidgets').Widget.widgets)"
+    eventually(lambda: kernel.ask(count) <= 2 * 20, 10, lambda: kernel.ask(count))  # each has a layout
+    threads = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
+    eventually(lambda: kernel.ask(threads) == [], 10, lambda: kernel.ask(threads))
+    before = 10 + kernel.ask("len(__import__('os').listdir('/proc/self/fd'))")
+    kernel.run(code).check()
+    eventually(lambda: kernel.ask(threads) == [], 10, lambda: kernel.ask(threads))
+    # ipykernel gives each thread that sends a socket of its own, and collects those of ended threads by the clock
+    descriptors = "len(__import__('os').listdir('/proc/self/fd'))"
+    eventually(lambda: kernel.ask(descriptors) <= before, 30, lambda: kernel.ask(descriptors))
+
+
+def test_a_page_hears_of_a_launch_whose_ranks_are_silent(page: Page) -> None:
+    code = """
+def stops_itself():
+    import os, signal
+    os.kill(os.getpid(), signal.SIGSTOP)
+launch = notebook_launcher(stops_itself, num_processes=2, block=False)
+"""
+    page.run(code)
+    page.take_until(lambda: page.messages)
+    heard = len(page.messages)
+    page.take_until(lambda: len(page.messages) >= heard + 4)
+    gaps = [after[0] - before[0] for before, after in itertools.pairwise(page.messages)]
+    assert max(gaps) < 5  # a page that hears nothing for so long does not interrupt the kernel
+    page.kernel.run("launch.kill(); launch.wait()").check()
+
+
+def test_a_panel_keeps_no_result_alive(page: Page) -> None:
+    code = """
+import gc, weakref
+class Big: pass
+result = notebook_launcher(lambda: (Big(), print("x" * 5000)), num_processes=1)
+alive = weakref.ref(result[0][0])
+del result, _
+"""
+    page.run(code.replace("del result, _", "del result"))
+    assert page.kernel.ask("(gc.collect(), alive() is None)[1]")
+
+
+def test_an_anywidget_that_is_broken_leaves_the_text_view(tmp_path: Path) -> None:
+    (tmp_path / "anywidget.py").write_text("raise RuntimeError('broken')")
+    with running_kernel(NBLAUNCH_VIEW="auto", PYTHONPATH=str(tmp_path)) as kernel:
+        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
+        problem = "__import__('nblaunch.notebook.host').notebook.host._widget_problem"
+        eventually(lambda: kernel.ask(problem) == "RuntimeError: broken", 20, lambda: kernel.ask(problem))
+        assert "[rank 0] hello" in kernel.run("notebook_launcher(lambda: print('hello'), num_processes=1)").check().text
+
+
+def test_captured_output_is_text(page: Page) -> None:
+    page.kernel.run("%%capture said\nnotebook_launcher(lambda: print('hello'), num_processes=1)").check()
+    assert "[rank 0] hello" in page.kernel.ask("said.stdout")
+
+
+@pytest.mark.parametrize("view", ["text", "none"])
+def test_another_view_makes_no_panel(page: Page, view: str) -> None:
+    page.run(f"notebook_launcher(lambda: print('hello'), num_processes=1, view={view!r})")
+    assert page.panel == ""
+    assert page.displays == []
+
+
+def test_without_anywidget_the_text_view_serves() -> None:
+    hide = "import sys\nsys.modules['anywidget'] = None\n%load_ext nblaunch\nfrom nblaunch import notebook_launcher"
+    with running_kernel(NBLAUNCH_VIEW="auto") as kernel:
+        kernel.run(hide).check()
+        assert "[rank 0] hello" in kernel.run("notebook_launcher(lambda: print('hello'), num_processes=1)").check().text

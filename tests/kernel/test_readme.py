@@ -1,0 +1,31 @@
+"""The README's code runs, from top to bottom, in one kernel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.kernel.harness import running_kernel
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_every_python_block_of_the_readme_runs() -> None:
+    cells = blocks("python")
+    assert len(cells) > 5
+    with running_kernel() as kernel:
+        shown = [kernel.run(cell).check() for cell in cells]
+    printed = "\n".join(cell.stdout for cell in shown)
+    assert "[rank 1] 1 of 2 has 1.0" in printed
+    assert "rank 1: no such class: 11" in printed
+    assert shown[1].value == "1.0"
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    (commands,) = blocks("bash")
+    for script in re.findall(r"^bash (\S+)", commands, flags=re.MULTILINE):
+        assert (README.parent / script).is_file()

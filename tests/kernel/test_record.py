@@ -1,0 +1,65 @@
+"""What stays of a launch where no page shows a panel: nbclient, papermill, nbconvert."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import headless
+import papermill
+import pytest
+from nbconvert import HTMLExporter
+from nbformat import NotebookNode
+
+from tests.browser.lab import write_notebook
+from tests.kernel.page import WIDGET
+
+TRAINS = """
+%load_ext nblaunch
+from nblaunch import notebook_launcher, report
+def train(rank):
+    import time
+    for step in range(30):
+        report(step=step, accuracy=step / 30)
+        print("<b>step</b>", step)
+        time.sleep(0.02)
+notebook_launcher(train, num_processes=2);
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NBLAUNCH_VIEW", "auto")
+    path = tmp_path / "trains.ipynb"
+    write_notebook(path, TRAINS)
+    return path
+
+
+def _bundle(notebook: NotebookNode) -> dict[str, str]:
+    (output,) = [o for o in notebook.cells[0].outputs if o.output_type == "display_data"]
+    data: dict[str, str] = output.data
+    return data
+
+
+def test_a_notebook_run_without_a_page_holds_the_record_and_waits_for_nobody(path: Path) -> None:
+    begin = time.monotonic()
+    notebook = headless.execute(path)
+    assert time.monotonic() - begin < 60
+    bundle = _bundle(notebook)
+    assert WIDGET not in bundle
+    assert bundle["text/plain"].startswith("train: finished in")
+    assert "accuracy 0.9667" in bundle["text/plain"]
+    assert "&lt;b&gt;step&lt;/b&gt; 29" in bundle["text/html"]
+    assert "data:image/svg+xml" in bundle["text/html"]
+
+
+def test_nbconvert_shows_the_record(path: Path) -> None:
+    html, _ = HTMLExporter().from_notebook_node(headless.execute(path))
+    assert "0.9667" in html
+    assert "&lt;b&gt;step&lt;/b&gt; 29" in html
+    assert "data:image/svg+xml" in html
+
+
+def test_papermill_keeps_the_record(path: Path) -> None:
+    notebook = papermill.execute_notebook(str(path), str(path.with_name("out.ipynb")), progress_bar=False)
+    assert _bundle(notebook)["text/plain"].startswith("train: finished in")

@@ -1,0 +1,85 @@
+"""`%distributed stacks` and `Launch.stacks` in a real kernel: cells by their names, also while a cell blocks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.conftest import eventually
+from tests.kernel.harness import Kernel
+
+LONG = 30.0
+TRAIN = """\
+import time
+def train(rank):
+    (folder / f"ready{rank}").touch()
+    while not (folder / "leave").exists():
+        time.sleep(0.02)
+"""
+
+
+def ready(folder: Path) -> bool:
+    return all((folder / f"ready{rank}").exists() for rank in range(2))
+
+
+def test_stacks_lists_where_each_rank_of_each_launch_is(kernel: Kernel, folder: Path) -> None:
+    kernel.run(TRAIN).check()
+    kernel.run("job = notebook_launcher(train, num_processes=2, block=False, view='none')").check()
+    eventually(lambda: ready(folder), LONG)
+
+    shown = kernel.run("%distributed stacks").check()
+
+    assert re.match(r"<Launch .* of train: 2 ranks, running for \d+ s>\n", shown.stdout)
+    for rank in range(2):
+        assert re.search(
+            rf"\n\nrank {rank}\n  Main thread \(most recent call last\):\n"
+            r"    Cell In\[\d+\], line [45], in train\n      (while not|time\.sleep\(0\.02\))",
+            shown.stdout,
+        )
+    assert "nblaunch" not in shown.stdout
+    (folder / "leave").touch()
+    kernel.run("job.result()").check()
+    assert kernel.run("%distributed stacks").check().stdout == "no launch is running\n"
+
+
+def test_a_cell_that_blocks_can_be_asked_from_another_thread(kernel: Kernel, folder: Path) -> None:
+    """As a kernel's subshell does, where the panel's messages come."""
+    kernel.run(
+        "import threading, time\n"
+        "from nblaunch.launch.launch import live_launches\n"
+        "def ask():\n"
+        "    while not all((folder / f'ready{rank}').exists() for rank in range(2)): time.sleep(0.02)\n"
+        "    told.update(live_launches()[0].stacks())\n"
+        "    (folder / 'leave').touch()\n"
+        "told = {}\n"
+        "threading.Thread(target=ask, daemon=True).start()"
+    ).check()
+
+    body = "(folder / f'ready{rank}').touch()\nwhile not (folder / 'leave').exists(): time.sleep(0.02)"
+    kernel.run(f"%%distributed -n 2 --view none\n{body}").check()
+
+    told = kernel.ask("told")
+    assert sorted(told) == [0, 1]
+    assert all(re.search(r"\n  Cell In\[\d+\], line 3, in <module>\n    while not", text) for text in told.values())
+
+
+def test_a_timeout_names_the_cells_line(kernel: Kernel, folder: Path) -> None:
+    cell = kernel.run("%%distributed -n 2 --timeout 2\nimport time\ntime.sleep(60)")
+
+    places = r"(\n    rank \d was in Cell In\[\d+\], line 3: time\.sleep\(60\)){2}\nLogs: "
+    assert re.match(
+        rf"LaunchTimeoutError: Cell In\[\d+\] took longer than timeout=2 s and was stopped\.{places}", cell.error
+    )
+
+
+def test_a_cell_that_is_stuck_in_c_can_be_stopped_after_it_was_asked(kernel: Kernel, folder: Path) -> None:
+    source = (
+        "%%distributed -n 2 --background -o job --view none\nimport ctypes\n(folder / f'ready{rank}').touch()\n"
+        "mutex = ctypes.create_string_buffer(64)\nlibc = ctypes.PyDLL(None)\n"
+        "for _ in range(2): libc.pthread_mutex_lock(mutex)"
+    )
+    kernel.run(source).check()
+    eventually(lambda: ready(folder), LONG)
+
+    assert kernel.run("%distributed stacks").check().stdout.count("libc.pthread_mutex_lock(mutex)") == 2
+    assert kernel.run("%distributed stop").check().stdout == "stopped 1 launch\n"

@@ -1,0 +1,200 @@
+"""A call that cannot work is refused before anything starts, and the message names what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nblaunch import notebook_launcher
+from nblaunch.errors import ArgumentError, PayloadError
+from tests.conftest import marked_processes
+from tests.processes.conftest import Launcher
+
+LOCK = threading.Lock()
+
+
+@pytest.fixture
+def _nothing_starts() -> Iterator[None]:
+    """Assert that no process was started, and no log directory made."""
+    before = marked_processes()
+    yield
+    assert marked_processes() <= before
+    assert not Path(os.environ["NBLAUNCH_STATE_DIR"]).exists()
+
+
+pytestmark = pytest.mark.usefixtures("_nothing_starts")
+
+
+def train(lr: float, *, rank: int = 0, epochs: int = 1) -> float:
+    return lr * rank * epochs
+
+
+# ------------------------------------------------------------------ the call
+@pytest.mark.parametrize("value", [0, -1, "two", 2.5, True, 2.0, math.nan])
+def test_a_wrong_number_of_ranks_is_named(value: Any, launch: Launcher) -> None:
+    with pytest.raises(ArgumentError, match=rf"^num_processes={re.escape(repr(value))}: must be a whole number, at l"):
+        launch(train, (0.1,), num_processes=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(None, "a NoneType"), (train(0.1), "a float"), ("train", "a str"), ([train], "a list")]
+)
+def test_what_is_no_function_is_named(value: Any, kind: str, launch: Launcher) -> None:
+    with pytest.raises(ArgumentError, match=rf"^function={re.escape(repr(value)[:80])}: must be a function.* {kind}$"):
+        launch(value)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "why"),
+    [
+        ((), {}, "missing a required argument: 'lr'"),
+        ((0.1, 2), {}, "too many positional arguments"),
+        ((0.1,), {"momentum": 0.9}, "unexpected keyword argument 'momentum'"),
+        ((0.1,), {"lr": 0.2}, "multiple values for argument 'lr'"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_function_are_refused(
+    args: tuple[Any, ...], kwargs: dict[str, Any], why: str, launch: Launcher
+) -> None:
+    message = re.escape(f"args={args!r}, kwargs={kwargs!r} do not fit train: ") + f".*{re.escape(why)}"
+    with pytest.raises(ArgumentError, match=message):
+        launch(train, args, kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"args": "ab"}, r"args='ab': must be a tuple; for one argument write args=\(value,\)"),
+        ({"args": 3}, r"args=3: must be a tuple"),
+        ({"args": {"lr": 1}}, r"args=\{'lr': 1\}: must be a tuple"),
+        ({"kwargs": [("lr", 1)]}, r"kwargs=\[\('lr', 1\)\]: must be a dict of names and values"),
+        ({"kwargs": {1: 2}}, r"kwargs=\{1: 2\}: must be a dict of names and values"),
+        ({"device": "tpu"}, r"device='tpu': must be one of 'auto', 'cpu', 'cuda'"),
+        ({"device": ["cpu"]}, r"device=\['cpu'\]: must be one of"),
+        ({"backend": "smoke"}, r"backend='smoke': must be one of 'gloo', 'nccl'"),
+        ({"backend": "nccl", "device": "cpu"}, r"backend='nccl' needs GPUs.*use backend='gloo'"),
+        ({"start_method": "thread"}, r"start_method='thread': must be one of 'auto', 'forkserver', 'spawn', 'fork'"),
+        ({"threads_per_rank": 0}, r"threads_per_rank=0: must be a whole number, at least 1"),
+        ({"max_restarts": -1}, r"max_restarts=-1: must be a whole number, at least 0"),
+        ({"timeout": 0}, r"timeout=0: must be a number of seconds above 0"),
+        ({"timeout": "1m"}, r"timeout='1m': must be a number of seconds above 0"),
+        ({"stop_grace": math.inf}, r"stop_grace=inf: must be a number of seconds above 0"),
+        ({"mixed_precision": "fp4"}, r"mixed_precision='fp4': must be one of 'no', 'fp16', 'bf16', 'fp8'"),
+        ({"env": "A=1"}, r"env='A=1': must be a dict of strings"),
+        ({"env": {"A": 1}}, r"env=\{'A': 1\}: names and values must be strings"),
+        ({"env": {"RANK": "1"}}, r"env=\{'RANK': '1'\}: nblaunch sets this one for each rank"),
+        ({"view": "loud"}, r'view=\'loud\': use "auto", "text" or "none"'),
+        ({"num_nodes": 2}, r"num_nodes=2: nblaunch runs on one machine, so this must be 1; use torchrun for several"),
+        ({"node_rank": 1}, r"node_rank=1: nblaunch runs on one machine, so this must be 0"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_argument_is_named_with_its_value(arguments: dict[str, Any], message: str, start_method: str) -> None:
+    call = {"args": (0.1,), "num_processes": 2, "start_method": start_method, "view": "none", **arguments}
+    with pytest.raises(ArgumentError, match=message):
+        notebook_launcher(train, **call)
+
+
+def test_more_ranks_than_gpus_are_refused_with_what_to_do(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    message = r"num_processes=2, but 1 GPU is visible: use num_processes=1, or device='cpu', or backend='gloo'"
+    with pytest.raises(ArgumentError, match=message):
+        launch(train, (0.1,))
+
+
+def test_cuda_without_a_gpu_is_refused(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ArgumentError, match=r"device='cuda', but no GPU is visible.*use device='cpu'"):
+        launch(train, (0.1,), device="cuda")
+
+
+def test_an_argument_error_is_a_value_error_and_an_unsendable_one_a_type_error(launch: Launcher) -> None:
+    with pytest.raises(ValueError, match="num_processes=0"):
+        launch(train, (0.1,), num_processes=0)
+    with pytest.raises(TypeError, match="a thread lock"):
+        launch(_holding(threading.Lock()))
+
+
+# ------------------------------------------------------------------ what cannot be sent
+def _holding(thing: Any) -> Callable[[], Any]:
+    def train() -> Any:
+        return thing
+
+    return train
+
+
+def _with_default(thing: Any) -> Callable[..., Any]:
+    def train(value: Any = thing) -> Any:
+        return value
+
+    return train
+
+
+def _two_functions_deep(thing: Any) -> Callable[[], Any]:
+    def helper() -> Any:
+        return thing
+
+    def train() -> Any:
+        return helper()
+
+    return train
+
+
+def _by_a_global() -> Any:
+    with LOCK:
+        return None
+
+
+_by_a_global.__module__ = "__main__"  # so that it travels by value, as what a cell defines does
+
+
+class Loader:
+    def __init__(self, thing: Any) -> None:
+        self.parts = {"workers": [0, thing]}
+
+    def run(self) -> None: ...
+
+
+class Stubborn:
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("this one never travels")
+
+
+def a_generator() -> Iterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "message"),
+    [
+        (_by_a_global, (), r"`_by_a_global` uses `LOCK`, a thread lock, which cannot be sent to another process"),
+        (_holding(LOCK), (), r"train` uses `thing`, a thread lock, which"),
+        (_two_functions_deep(LOCK), (), r"train` uses `helper` uses `thing`, a thread lock, which"),
+        (_with_default(LOCK), (), r"a default value of `.*train`, a thread lock, which"),
+        (Loader(LOCK).run, (), r"`Loader.run`'s object.parts\['workers'\]\[1\], a thread lock, which"),
+        (train, (Loader(LOCK),), r"args\[0\].parts\['workers'\]\[1\], a thread lock, which"),
+        (train, ({"{": LOCK},), r"args\[0\]\['\{'\], a thread lock, which"),
+        (train, (a_generator(),), r"args\[0\], a generator, which"),
+        (train, (Stubborn(),), r"args\[0\], a tests\.\S+\.Stubborn, .*\(ZeroDivisionError: this one never travels\)"),
+    ],
+    ids=["global", "closure", "deep", "default", "method", "argument", "braces", "generator", "reduce-raises"],
+)
+def test_what_cannot_be_sent_is_named_by_its_path(
+    function: Callable[..., Any], args: tuple[Any, ...], message: str, launch: Launcher
+) -> None:
+    with pytest.raises(PayloadError, match=f"{message}.*: create it inside the function"):
+        launch(function, args)
+
+
+def test_an_open_file_among_keyword_arguments_is_named(launch: Launcher, tmp_path: Path) -> None:
+    with open(tmp_path / "data", "w") as file:
+        with pytest.raises(PayloadError, match=r"kwargs\['lr'\], an open file, which cannot be sent"):
+            launch(train, kwargs={"lr": file})

@@ -1,0 +1,301 @@
+"""Item 13: whichever process is killed, nothing of its launch survives 3 s, and the next launch works."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from nblaunch import Launch, LaunchResult, notebook_launcher
+from nblaunch.errors import RankDiedError, RankLostError
+from nblaunch.launch.start import servers
+from tests.conftest import eventually
+
+SURVIVES_AT_MOST = 3.0
+LONG = 60.0
+KINDS = ("rank", "worker", "subprocess", "session", "daemon")
+"""What `with_offspring` starts, besides its rank itself."""
+
+
+# ------------------------------------------------------------------ what ranks run
+def with_offspring(rank: int, folder: Path) -> None:
+    """Have a descendant of every kind, tell their pids, and wait in a collective that is never complete."""
+    tell(folder, rank, "rank", os.getpid())
+    tell(folder, rank, "reaper", os.getppid())
+    workers = start_worker()
+    tell(folder, rank, "worker", children(os.getpid())[0])
+    plain = subprocess.Popen(["sleep", "600"])
+    tell(folder, rank, "subprocess", plain.pid)
+    alone = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
+    tell(folder, rank, "session", alone.pid)
+    start_daemon(folder, rank)
+    if rank == 0:
+        dist.barrier()
+    time.sleep(600)
+    del workers, plain, alone
+
+
+def start_worker() -> Any:
+    """A loader with a live worker process, as the iterator that it lives with.
+
+    It sends no tensors: their files in the temporary folder outlive a worker that is killed.
+    """
+    workers = iter(DataLoader(range(10_000), num_workers=1, collate_fn=list))  # type: ignore[arg-type]  # it has a length and items
+    next(workers)
+    return workers
+
+
+def start_daemon(folder: Path, rank: int) -> None:
+    """A process that no group, session, parent or environment ties to its rank."""
+    middle = os.fork()
+    if middle == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.setsid()
+            tell(folder, rank, "daemon", os.getpid())
+            os.execve("/bin/sleep", ["sleep", "600"], {})
+        os._exit(0)
+    os.waitpid(middle, 0)
+
+
+def tell(folder: Path, rank: int, kind: str, pid: int) -> None:
+    (folder / f".{kind}{rank}").write_text(str(pid))
+    (folder / f".{kind}{rank}").rename(folder / f"{kind}{rank}")
+
+
+def hello(rank: int) -> str:
+    return f"hello from {rank}"
+
+
+# ------------------------------------------------------------------ processes
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Family:
+    """A launch of `with_offspring` over two ranks: where its pids are, and the pids."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def complete(self) -> bool:
+        return all((self.folder / f"{kind}{rank}").exists() for kind in KINDS for rank in range(2))
+
+    def pid(self, kind: str, rank: int = 0) -> int:
+        return int((self.folder / f"{kind}{rank}").read_text())
+
+    def pids(self) -> dict[str, int]:
+        return {f"{kind} of rank {rank}": self.pid(kind, rank) for kind in (*KINDS, "reaper") for rank in range(2)}
+
+    def living(self) -> list[str]:
+        return [name for name, pid in self.pids().items() if alive(pid)]
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Iterator[Family]:
+    family = Family(tmp_path / "family")
+    yield family
+    end_all(family)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Family]:
+    """A second launch at the same time."""
+    family = Family(tmp_path / "other")
+    yield family
+    end_all(family)
+
+
+def end_all(family: Family) -> None:
+    """After a test that failed: the daemon carries no mark, so nobody else would find it."""
+    for file in family.folder.glob("[!.]*[01]"):
+        pid = int(file.read_text())
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def begin(family: Family, start_method: str) -> Launch:
+    launch = notebook_launcher(
+        with_offspring,
+        kwargs={"folder": family.folder},
+        num_processes=2,
+        start_method=start_method,
+        block=False,
+        view="none",
+    )
+    assert isinstance(launch, Launch)
+    eventually(lambda: family.complete() or launch.done, LONG)
+    assert not launch.done, launch.result()
+    assert len(family.living()) == len(family.pids())
+    return launch
+
+
+def kill(pid: int) -> float:
+    """When it was killed."""
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def assert_gone(family: Family, killed: float) -> None:
+    left = killed + SURVIVES_AT_MOST - time.monotonic()
+    eventually(lambda: not family.living(), left, lambda: f"they survive: {family.living()}")
+
+
+def assert_next_launch_works(start_method: str) -> None:
+    result = notebook_launcher(hello, num_processes=2, start_method=start_method, view="none")
+    assert isinstance(result, LaunchResult)
+    assert list(result) == ["hello from 0", "hello from 1"]
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "beside a worker of the notebook"])
+def _beside_a_worker(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A DataLoader worker of the notebook's own, alive, with copies of the notebook's descriptors."""
+    if not request.param:
+        yield
+        return
+    servers.warm_up()  # the worker is to have a copy of its channel
+    workers = start_worker()
+    yield
+    workers._shutdown_workers()
+
+
+# ------------------------------------------------------------------ one victim each
+@pytest.mark.usefixtures("_beside_a_worker")
+def test_nothing_survives_the_fork_server(start_method: str, family: Family) -> None:
+    launch = begin(family, start_method)
+    server = servers._warm
+    assert server is not None
+
+    killed = kill(server.process.pid)
+
+    assert_gone(family, killed)
+    with pytest.raises(RankLostError, match=r"watched over the ranks of with_offspring was killed.*; launch again"):
+        launch.result()
+    assert_next_launch_works(start_method)
+
+
+def test_a_fork_server_that_was_killed_while_idle_is_replaced(start_method: str) -> None:
+    assert_next_launch_works(start_method)
+    server = servers._warm
+    assert server is not None
+
+    kill(server.process.pid)
+
+    assert_next_launch_works(start_method)
+    assert not alive(server.process.pid)
+
+
+@pytest.mark.usefixtures("_beside_a_worker")
+def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, family: Family, other: Family) -> None:
+    launch, other_launch = begin(family, start_method), begin(other, start_method)
+
+    killed = kill(family.pid("reaper"))
+
+    assert_gone(family, killed)
+    with pytest.raises(RankLostError, match="watched over the ranks"):
+        launch.result()
+    assert len(other.living()) == len(other.pids())
+    assert not other_launch.done
+    assert_next_launch_works(start_method)
+
+    killed = kill(other.pid("reaper"))
+    assert_gone(other, killed)
+    assert other_launch.wait(LONG)
+
+
+def test_nothing_survives_a_rank_in_a_collective(start_method: str, family: Family) -> None:
+    launch = begin(family, start_method)
+
+    killed = kill(family.pid("rank", 0))
+
+    assert_gone(family, killed)
+    with pytest.raises(RankDiedError, match="rank 0 was killed by SIGKILL before with_offspring returned"):
+        launch.result()
+    assert_next_launch_works(start_method)
+
+
+def test_nothing_survives_the_end_of_a_launch(start_method: str, family: Family) -> None:
+    launch = begin(family, start_method)
+
+    launch.kill()
+
+    assert launch.wait(LONG)
+    assert [name for name in family.living() if "reaper" not in name] == []  # it has said its last word, and leaves
+
+
+def test_a_launch_outlives_the_generation_of_its_fork_server(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that torch reads when it is imported needs a new server; the launch of the old one runs on."""
+    launch = begin(family, "forkserver")
+    old = servers._warm
+    assert old is not None
+
+    monkeypatch.setenv("TORCH_NBLAUNCH_TEST", "changed")
+    assert_next_launch_works("forkserver")
+
+    assert servers._warm is not old
+    assert old.alive()
+    assert family.living() == list(family.pids())
+    launch.kill()
+    assert launch.wait(LONG)
+    eventually(lambda: not old.alive(), LONG)
+
+
+# ------------------------------------------------------------------ the kernel itself
+def be_a_kernel(start_method: str, folders: list[str], with_worker: bool) -> None:
+    """In a process of its own: launch into each folder, and wait to be killed."""
+    servers.warm_up()
+    workers = start_worker() if with_worker else None
+    for folder in folders:
+        notebook_launcher(
+            with_offspring,
+            kwargs={"folder": Path(folder)},
+            num_processes=2,
+            start_method=start_method,
+            block=False,
+            view="none",
+        )
+    time.sleep(600)
+    del workers
+
+
+@pytest.fixture(params=[False, True], ids=["alone", "with a worker of its own"])
+def kernel(
+    request: pytest.FixtureRequest, start_method: str, family: Family, other: Family
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that launches twice, and has a DataLoader worker of its own."""
+    arguments = json.dumps([start_method, [str(family.folder), str(other.folder)], request.param])
+    code = (
+        "import json, sys; from tests.processes.test_deaths import be_a_kernel; be_a_kernel(*json.loads(sys.argv[1]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, arguments])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_nothing_survives_the_kernel(kernel: subprocess.Popen[bytes], family: Family, other: Family) -> None:
+    eventually(lambda: family.complete() and other.complete(), LONG)
+
+    killed = kill(kernel.pid)
+
+    assert_gone(family, killed)
+    assert_gone(other, killed)

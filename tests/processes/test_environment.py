@@ -1,0 +1,309 @@
+"""Ranks get the environment, folder, paths and limits that the notebook has now, and torchrun's variables."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import threadpoolctl
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nblaunch.launch.plan import usable_cpus
+from nblaunch.launch.start import servers
+from tests.conftest import eventually, marked_processes
+from tests.processes.conftest import Launcher
+
+
+# ------------------------------------------------------------------ what ranks run
+def environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def summed() -> float:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return float(total)
+
+
+def torchelastic() -> tuple[bool, str | None]:
+    return dist.is_torchelastic_launched(), os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def process() -> dict[str, Any]:
+    umask = os.umask(0)
+    os.umask(umask)
+    return {
+        "cwd": os.getcwd(),
+        "path": sys.path[:3],
+        "argv": sys.argv,
+        "umask": umask,
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "core": resource.getrlimit(resource.RLIMIT_CORE),
+    }
+
+
+def threads() -> tuple[int, set[int], str | None]:
+    """Of torch, of the BLAS libraries, and what the environment says."""
+    blas = {int(library["num_threads"]) for library in threadpoolctl.threadpool_info() if library["user_api"] == "blas"}
+    return torch.get_num_threads(), blas, os.environ.get("OMP_NUM_THREADS")
+
+
+def version_of_local_module() -> str:
+    import local_to_this_test  # type: ignore[import-not-found]  # written by the test
+
+    return str(local_to_this_test.VERSION)
+
+
+def train_on_many_threads() -> bool:
+    """OpenMP, which hangs for ever in a fork of a process that has used it."""
+    torch.set_num_threads(2)
+    a = torch.rand(200, 200, requires_grad=True)
+    (a @ a).sum().backward()
+    return a.grad is not None
+
+
+def oom_score() -> int:
+    return int(Path("/proc/self/oom_score_adj").read_text())
+
+
+def jit_is_on() -> bool:
+    """What torch has read from PYTORCH_JIT when it was imported."""
+    return bool(torch.jit._state._enabled.enabled)
+
+
+def matplotlib_backend() -> str | None:
+    return os.environ.get("MPLBACKEND")
+
+
+def fail_at_first(folder: str, rank: int) -> tuple[str | None, str | None]:
+    """Rank 1 fails the first two times, while rank 0 waits for it."""
+    attempts = Path(folder) / "attempts"
+    if rank == 1:
+        with open(attempts, "a") as file:
+            file.write("x")
+        if len(attempts.read_text()) < 3:
+            raise ConnectionResetError("not yet")
+    summed()
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+
+
+def server_pid() -> int:
+    """The fork server's, as ``%distributed status`` tells it."""
+    return int(servers.status().partition("pid ")[2].partition(",")[0])
+
+
+# ------------------------------------------------------------------ torchrun's variables
+def test_ranks_have_the_variables_that_torchrun_sets(launch: Launcher) -> None:
+    for rank, env in enumerate(launch(environment, num_processes=3)):
+        expected = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "GROUP_RANK": "0",
+            "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "ROLE_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1", "ROLE_NAME": "default",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        assert {name: env.get(name) for name in expected} == expected
+        assert 0 < int(env["MASTER_PORT"]) < 65536
+
+
+def test_libraries_recognise_a_launch_as_torchelastics_and_each_has_an_id(launch: Launcher) -> None:
+    first, second = list(launch(torchelastic)), list(launch(torchelastic))
+    assert first[0] == first[1]
+    assert first[0][0] is True
+    assert first[0][1] != second[0][1]
+
+
+def test_a_hostile_inherited_environment_changes_nothing(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = {
+        "RANK": "5", "LOCAL_RANK": "7", "WORLD_SIZE": "64", "GROUP_RANK": "3", "ROLE_RANK": "9",
+        "MASTER_ADDR": "10.255.255.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "another", "TORCHELASTIC_ERROR_FILE": "/nowhere/error.json",
+        "GLOO_SOCKET_IFNAME": "eth99", "NCCL_SOCKET_IFNAME": "eth99",
+    }  # fmt: skip
+    for name, value in hostile.items():
+        monkeypatch.setenv(name, value)
+    assert list(launch(summed)) == [2.0, 2.0]
+    for rank, env in enumerate(launch(environment)):
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert env["GLOO_SOCKET_IFNAME"] == "lo"
+        assert "TORCHELASTIC_ERROR_FILE" not in env
+        assert env["TORCHELASTIC_RUN_ID"] != "another"
+    assert os.environ["RANK"] == "5"
+
+
+# ------------------------------------------------------------------ the notebook as it is now
+def test_variables_are_the_notebooks_of_now_and_a_deleted_one_is_gone(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBTEST_A", "first")
+    assert [env["NBTEST_A"] for env in launch(environment)] == ["first", "first"]
+    monkeypatch.setenv("NBTEST_A", "second\nline = é")
+    assert [env["NBTEST_A"] for env in launch(environment)] == ["second\nline = é"] * 2
+    monkeypatch.delenv("NBTEST_A")
+    assert all("NBTEST_A" not in env for env in launch(environment))
+
+
+def test_a_variable_that_torch_reads_at_import_counts_in_the_next_launch(
+    launch: Launcher, start_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(launch(jit_is_on)) == [True, True]
+    before = server_pid()
+    monkeypatch.setenv("PYTORCH_JIT", "0")
+    assert list(launch(jit_is_on)) == [False, False]
+    assert (server_pid() != before) == (start_method == "forkserver")  # what is spawned reads it by itself
+    eventually(lambda: (before in marked_processes()) == (start_method == "spawn"), 10)
+
+
+def test_variables_of_another_launch_start_no_new_fork_server(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(environment)
+    before = server_pid()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    launch(environment)
+    assert server_pid() == before
+
+
+def test_variables_of_the_call_go_to_the_ranks_alone(launch: Launcher) -> None:
+    assert [env["NBTEST_B"] for env in launch(environment, env={"NBTEST_B": "x=y"})] == ["x=y", "x=y"]
+    assert "NBTEST_B" not in os.environ
+
+
+@pytest.fixture
+def _own_process_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder, a path, arguments, a umask and limits that the fork server did not start with."""
+    umask = os.umask(0o027)
+    core, files = resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, core[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] - 1, files[1]))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    yield
+    os.umask(umask)
+    resource.setrlimit(resource.RLIMIT_CORE, core)
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)
+
+
+@pytest.mark.usefixtures("_own_process_settings")
+def test_folder_path_arguments_umask_and_limits_are_the_notebooks_of_now(launch: Launcher) -> None:
+    here = process()
+    assert here["umask"] == 0o027
+    assert list(launch(process)) == [here, here]
+
+
+def test_a_folder_that_is_gone_stops_no_launch(
+    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert list(launch(summed)) == [2.0, 2.0]
+
+
+def test_a_local_module_that_is_edited_between_launches_is_seen_fresh(
+    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "local_to_this_test.py"
+    for version in ("one", "another"):  # of different lengths: Python tells a stale .pyc by time in seconds, and size
+        module.write_text(f"VERSION = {version!r}\n")
+        importlib.invalidate_caches()
+        assert list(launch(version_of_local_module)) == [version, version]
+
+
+def _openmp() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    a = torch.rand(300, 300)
+    assert (a @ a).shape == (300, 300)
+    torch.set_num_threads(before)
+
+
+def _backward() -> None:
+    nn.Linear(3, 1)(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("first", [_openmp, _backward, torch.cuda.is_available])
+def test_what_the_notebook_ran_before_harms_no_rank(first: Callable[[], Any], launch: Launcher) -> None:
+    first()
+    assert list(launch(train_on_many_threads)) == [True, True]
+
+
+def test_ranks_are_offered_to_the_out_of_memory_killer_before_the_notebook(launch: Launcher) -> None:
+    own = oom_score()
+    assert list(launch(oom_score)) == [min(1000, own + 500)] * 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "seen"),
+    [
+        ("module://matplotlib_inline.backend_inline", "module://nblaunch.ranks.figures"),
+        ("inline", "module://nblaunch.ranks.figures"),
+        ("svg", "svg"),
+    ],
+)
+def test_a_matplotlib_backend_that_needs_a_notebook_is_replaced(
+    backend: str, seen: str, launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPLBACKEND", backend)
+    assert list(launch(matplotlib_backend)) == [seen, seen]
+
+
+# ------------------------------------------------------------------ threads
+@pytest.fixture
+def _no_threads_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.mark.usefixtures("_no_threads_chosen")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_share_the_usable_cpus_as_threads(ranks: int, launch: Launcher) -> None:
+    share = max(1, usable_cpus() // ranks)
+    assert list(launch(threads, num_processes=ranks)) == [(share, {share}, str(share))] * ranks
+
+
+@pytest.mark.usefixtures("_no_threads_chosen")
+def test_the_calls_number_of_threads_counts(launch: Launcher) -> None:
+    assert list(launch(threads, threads_per_rank=3)) == [(3, {3}, "3")] * 2
+
+
+def test_the_users_own_omp_num_threads_counts_and_the_call_goes_before_it(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert list(launch(threads)) == [(3, {3}, "3")] * 2
+    assert list(launch(threads, threads_per_rank=2)) == [(2, {2}, "2")] * 2
+
+
+# ------------------------------------------------------------------ restarts
+def test_all_ranks_are_started_again_after_a_failure_and_that_is_said(
+    launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = launch(
+        fail_at_first,
+        (str(tmp_path),),
+        max_restarts=3,
+        view="text",
+    )
+    assert list(result) == [("2", "3")] * 2
+    shown = capsys.readouterr().out
+    for number in (1, 2):
+        assert f"rank 1: ConnectionResetError: not yet: restarting all ranks ({number} of 3)" in shown
+    assert "(3 of 3)" not in shown
+
+
+def test_a_failure_comes_up_when_no_restart_is_left(launch: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(ConnectionResetError, match=r"^not yet$"):
+        launch(fail_at_first, (str(tmp_path),), max_restarts=1)
+    assert (tmp_path / "attempts").read_text() == "xx"

@@ -1,0 +1,416 @@
+"""What failed first comes up in the notebook, as itself where that is possible and with a clear text where not."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import dataclasses
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nblaunch.errors import CollectiveError, NblaunchError, RankDiedError, RankError, RankRaisedError, ResultError
+from nblaunch.launch.failures import RankTraceback
+from tests.processes.conftest import Launcher
+
+SOON = 10.0
+"""Seconds; half a minute and more pass where something waits for what is stuck."""
+
+
+# ------------------------------------------------------------------ exceptions that ranks raise
+class TwoArgumentsError(Exception):
+    """It pickles, and does not unpickle."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+
+
+class HoldsALockError(Exception):
+    """It does not pickle."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+class SpeechlessError(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+class NotEvenAnExceptionError(BaseException):
+    """What `except Exception` does not catch."""
+
+
+class WithDetailsError(ValueError):
+    """An exception with more than its text."""
+
+    def __init__(self, text: str = "", details: dict[str, int] | None = None) -> None:
+        super().__init__(text)
+        self.details = details or {}
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """It lets nobody set an attribute, and so not even contextlib its traceback."""
+
+    code: int
+
+
+class OddDictError(Exception):
+    """Its pickle comes back as something else."""
+
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+# ------------------------------------------------------------------ what ranks run
+def raise_on_rank_1(error: Callable[[], BaseException], rank: int) -> None:
+    """Rank 1 raises, and the others wait for it in a collective."""
+    if rank == 1:
+        raise error()
+    dist.all_reduce(torch.ones(1))
+
+
+def recurse(rank: int, depth: int = 0) -> int:
+    return recurse(rank, depth + 1) + 1
+
+
+def chained(rank: int) -> None:
+    try:
+        os.environ["NO_SUCH_LAYER"]
+    except KeyError as error:
+        raise ValueError("no such layer") from error
+
+
+def die(way: str, rank: int) -> None:
+    """Rank 1 ends in some way of its own; rank 0 waits for it in a collective."""
+    if rank == 1:
+        sys.stdout.write("last words\n")
+        ENDS[way]()
+    dist.all_reduce(torch.ones(1))
+
+
+def _segfault() -> None:
+    ctypes.string_at(0)
+
+
+ENDS: dict[str, Callable[[], Any]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGSEGV": _segfault,
+    "SIGABRT": os.abort,
+    "SIGXCPU": lambda: os.kill(os.getpid(), signal.SIGXCPU),
+    "os._exit(0)": lambda: os._exit(0),
+    "os._exit(3)": lambda: os._exit(3),
+    "sys.exit()": sys.exit,
+    "sys.exit(0)": lambda: sys.exit(0),
+    "sys.exit(3)": lambda: sys.exit(3),
+    "sys.exit('m')": lambda: sys.exit("disk full"),
+    "SIGINT": lambda: os.kill(os.getpid(), signal.SIGINT),
+}
+
+
+def silent_death(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+
+
+def die_after_returning(rank: int) -> int:
+    if rank == 1:
+        atexit.register(os._exit, 7)
+    return rank
+
+
+def finish_early(rank: int) -> str:
+    if rank == 1:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+        return "never"
+    dist.all_reduce(torch.ones(1))
+    return "done"
+
+
+def return_unsendable(rank: int) -> Any:
+    return {"model": [1, threading.Lock()]} if rank == 1 else f"value of {rank}"
+
+
+class Vanishing:
+    """It leaves its rank, and cannot be rebuilt in the notebook."""
+
+    def __reduce__(self) -> Any:
+        return _appear, (os.getpid(),)
+
+
+def _appear(home: int) -> Any:
+    if os.getpid() != home:
+        raise LookupError("only in its rank")
+    return Vanishing()
+
+
+def return_vanishing(rank: int) -> Any:
+    return Vanishing() if rank == 0 else "survives"
+
+
+def raise_with_a_stuck_thread(rank: int) -> None:
+    threading.Thread(target=threading.Event().wait).start()
+    raise ValueError("before the thread")
+
+
+def raise_with_a_stuck_exit_function(rank: int) -> None:
+    atexit.register(threading.Event().wait)
+    raise ValueError("before the exit function")
+
+
+def raise_while_the_other_is_busy(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("early")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        pass
+
+
+def catch_the_echo_and_raise(rank: int) -> None:
+    """Rank 1 leaves; rank 0 turns the collective's error into its own, chained to it."""
+    if rank == 1:
+        raise LookupError("the first to fail")
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        raise ValueError("training failed") from error
+
+
+def _raised_by(launch: Launcher, *args: Any, **kwargs: Any) -> BaseException:
+    with pytest.raises(BaseException) as caught:  # noqa: PT011  # its type is what the tests look at
+        launch(*args, **kwargs)
+    return caught.value
+
+
+# ------------------------------------------------------------------ the user's exception
+def test_the_users_exception_comes_up_as_itself_with_its_rank_and_traceback(launch: Launcher) -> None:
+    with pytest.raises(WithDetailsError, match=r"^learning rate is NaN$") as caught:
+        launch(raise_on_rank_1, (lambda: WithDetailsError("learning rate is NaN", {"step": 7}),))
+    error: Any = caught.value
+    assert error.rank == 1
+    assert error.details == {"step": 7}
+    assert isinstance(error, ValueError)
+    assert isinstance(error.__cause__, RankTraceback)
+    told = str(error.__cause__)
+    assert "on rank 1:" in told
+    assert f'File "{__file__}", line' in told
+    assert "in raise_on_rank_1\n    raise error()" in told
+    assert told.rstrip().endswith("WithDetailsError: learning rate is NaN")
+    assert "nblaunch/ranks" not in told
+
+
+def test_the_chain_of_an_exception_is_in_its_traceback(launch: Launcher) -> None:
+    error = _raised_by(launch, chained)
+    assert isinstance(error, ValueError)
+    told = str(error.__cause__)
+    assert "KeyError: 'NO_SUCH_LAYER'" in told
+    assert "The above exception was the direct cause" in told
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
+def test_the_rank_that_raised_is_named_fifty_times_out_of_fifty(launch: Launcher) -> None:
+    for attempt in range(50):
+        with pytest.raises(WithDetailsError, match=f"^attempt {attempt}$") as caught:
+            launch(raise_on_rank_1, (lambda attempt=attempt: WithDetailsError(f"attempt {attempt}"),))
+        assert getattr(caught.value, "rank", None) == 1
+
+
+def test_the_rank_that_raised_is_named_among_four(launch: Launcher) -> None:
+    for _ in range(3):
+        with pytest.raises(WithDetailsError, match=r"^it was me$") as caught:
+            launch(raise_on_rank_1, (lambda: WithDetailsError("it was me"),), num_processes=4)
+        assert getattr(caught.value, "rank", None) == 1
+
+
+def test_an_echo_that_user_code_has_wrapped_does_not_hide_the_first_failure(launch: Launcher) -> None:
+    with pytest.raises(LookupError, match=r"^the first to fail$") as caught:
+        launch(catch_the_echo_and_raise)
+    assert getattr(caught.value, "rank", None) == 1
+
+
+def test_ranks_that_are_busy_are_stopped_when_one_fails(launch: Launcher) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"^early$"):
+        launch(raise_while_the_other_is_busy)
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (lambda: TwoArgumentsError(7, "bad"), "rank 1 raised .*TwoArgumentsError: 7: bad"),
+        (lambda: HoldsALockError("held"), "rank 1 raised .*HoldsALockError: held"),
+        (lambda: OddDictError("odd"), "rank 1 raised .*OddDictError: odd"),
+        (lambda: FrozenError(5), "rank 1 raised .*FrozenError: 5"),
+    ],
+    ids=["does-not-unpickle", "does-not-pickle", "unpickles-as-something-else", "takes-no-attributes"],
+)
+def test_an_exception_that_cannot_travel_is_told_by_its_type_and_text(
+    error: Callable[[], BaseException], message: str, launch: Launcher
+) -> None:
+    with pytest.raises(RankRaisedError, match=message) as caught:
+        launch(raise_on_rank_1, (error,))
+    assert caught.value.rank == 1
+    assert "raise error()" in str(caught.value.__cause__)
+    assert caught.value.log is not None
+    assert caught.value.log.is_file()
+
+
+def test_an_exception_whose_str_raises_comes_up_all_the_same(launch: Launcher) -> None:
+    error = _raised_by(launch, raise_on_rank_1, (SpeechlessError,))
+    assert isinstance(error, SpeechlessError)
+    assert getattr(error, "rank", None) == 1
+    assert "in raise_on_rank_1" in str(error.__cause__)
+
+
+def test_an_exception_that_is_no_exception_comes_up_as_itself(launch: Launcher) -> None:
+    with pytest.raises(NotEvenAnExceptionError, match=r"^all the way$") as caught:
+        launch(raise_on_rank_1, (lambda: NotEvenAnExceptionError("all the way"),))
+    assert getattr(caught.value, "rank", None) == 1
+
+
+def test_endless_recursion_is_a_recursion_error(launch: Launcher) -> None:
+    with pytest.raises(RecursionError, match="maximum recursion depth exceeded") as caught:
+        launch(recurse)
+    told = str(caught.value.__cause__)
+    assert "Previous line repeated" in told
+    assert len(told) < 20_000
+
+
+def test_the_notebook_shows_the_ranks_traceback_and_where_the_logs_are(launch: Launcher) -> None:
+    error: Any = _raised_by(launch, raise_on_rank_1, (lambda: WithDetailsError("shown"),))
+    lines = error._render_traceback_()
+    assert lines[:3] == ["WithDetailsError: shown", "", "On rank 1 of raise_on_rank_1:"]
+    assert any("raise error()" in line for line in lines)
+    assert lines[-1].startswith("Logs: ")
+    assert Path(lines[-1].removeprefix("Logs: ")).is_dir()
+
+
+# ------------------------------------------------------------------ ranks that die, or leave
+@pytest.mark.parametrize(
+    ("way", "status", "message"),
+    [
+        ("SIGKILL", -9, "rank 1 was killed by SIGKILL before die returned; most often the system ran out of memory"),
+        ("SIGTERM", -15, "rank 1 was killed by SIGTERM before die returned; another process ended it"),
+        ("SIGSEGV", -11, "rank 1 was killed by SIGSEGV before die returned; C code of a library crashed"),
+        ("SIGABRT", -6, "rank 1 was killed by SIGABRT before die returned; C code of a library gave up"),
+        ("SIGXCPU", -24, "rank 1 was killed by SIGXCPU before die returned; it used up its CPU time limit"),
+        ("os._exit(0)", 0, r"rank 1 left with status 0 before die returned \(os._exit, or C code that calls exit\)"),
+        ("os._exit(3)", 3, r"rank 1 left with status 3 before die returned"),
+        ("sys.exit()", 0, "rank 1 left by sys.exit with status 0 before die returned: return from the function"),
+        ("sys.exit(0)", 0, "rank 1 left by sys.exit with status 0 before die returned: return from the function"),
+        ("sys.exit(3)", 3, "rank 1 left by sys.exit with status 3 before die returned"),
+        ("sys.exit('m')", 1, r"rank 1 left by sys.exit with status 1 \(disk full\) before die returned"),
+    ],
+)
+def test_a_rank_that_dies_or_leaves_is_named_with_how(way: str, status: int, message: str, launch: Launcher) -> None:
+    with pytest.raises(RankDiedError, match=message) as caught:
+        launch(die, (way,))
+    assert caught.value.rank == 1
+    assert caught.value.returncode == status
+    assert caught.value.log is not None
+    assert str(caught.value.log) in str(caught.value)
+    assert caught.value.log.with_suffix(".out").read_text() == "last words\n"
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "os._exit(0)"])
+def test_a_dead_ranks_last_lines_are_shown(way: str, launch: Launcher) -> None:
+    with pytest.raises(RankDiedError, match=r"Its last lines:\n    last words\n"):
+        launch(die, (way,))
+
+
+def test_a_crash_in_c_shows_what_c_said_and_the_users_frames(launch: Launcher) -> None:
+    with pytest.raises(RankDiedError, match="rank 1 was killed by SIGSEGV") as caught:
+        launch(die, ("SIGSEGV",))
+    told = str(caught.value)
+    assert "Fatal Python error: Segmentation fault\n    Current thread" in told
+    assert re.search(rf'File "{re.escape(__file__)}", line \d+ in _segfault\n', told)
+    assert "nblaunch/ranks" not in told
+
+
+def test_a_rank_that_had_printed_nothing_says_so(launch: Launcher) -> None:
+    with pytest.raises(RankDiedError, match=r"rank 0 was killed by SIGKILL.*It had printed nothing"):
+        launch(silent_death)
+
+
+def test_an_interrupt_that_the_notebook_did_not_send_is_told(launch: Launcher) -> None:
+    with pytest.raises(RankDiedError, match=r"rank 1 was interrupted \(SIGINT\), and not by this notebook"):
+        launch(die, ("SIGINT",))
+
+
+def test_a_rank_that_dies_after_it_returned_is_a_failure(launch: Launcher) -> None:
+    with pytest.raises(RankDiedError, match="rank 1 left with status 7 after die_after_returning returned") as caught:
+        launch(die_after_returning)
+    assert caught.value.returncode == 7
+
+
+# ------------------------------------------------------------------ no primary failure
+def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher) -> None:
+    message = "rank 0 finished while rank 1 waited in all_reduce: every rank must make the same collective calls"
+    with pytest.raises(CollectiveError, match=message) as caught:
+        launch(finish_early)
+    assert caught.value.rank == 1
+    assert "dist.all_reduce(torch.ones(1))" in str(caught.value.__cause__)
+
+
+# ------------------------------------------------------------------ results that cannot come back
+def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_survive(launch: Launcher) -> None:
+    message = r"what rank 1 returned cannot come back: result\['model'\]\[1\], a thread lock"
+    with pytest.raises(ResultError, match=message) as caught:
+        launch(return_unsendable)
+    assert caught.value.rank == 1
+    assert caught.value.results == {0: "value of 0"}
+
+
+def test_a_result_that_cannot_be_rebuilt_is_named_by_rank_and_the_others_survive(launch: Launcher) -> None:
+    message = "what rank 0 returned cannot be rebuilt in the notebook: LookupError: only in its rank"
+    with pytest.raises(ResultError, match=message) as caught:
+        launch(return_vanishing)
+    assert caught.value.rank == 0
+    assert caught.value.results == {1: "survives"}
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+# ------------------------------------------------------------------ what hangs after the exception
+@pytest.mark.parametrize("function", [raise_with_a_stuck_thread, raise_with_a_stuck_exit_function])
+def test_an_exception_is_not_held_up_by_what_is_stuck_behind_it(
+    function: Callable[..., None], launch: Launcher
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=r"^before the"):
+        launch(function)
+    assert time.monotonic() - begin < SOON
+
+
+# ------------------------------------------------------------------ all of them
+def test_every_error_of_ours_can_be_caught_as_one() -> None:
+    ours = (ResultError, CollectiveError, RankDiedError, RankRaisedError)
+    assert all(issubclass(kind, RankError) and issubclass(kind, NblaunchError) for kind in ours)
+
+
+@pytest.mark.parametrize("start_method", ["fork"], indirect=True)
+def test_a_forked_ranks_exception_and_death_are_told_too(launch: Launcher) -> None:
+    with pytest.warns(UserWarning, match="start_method='fork'"):
+        with pytest.raises(WithDetailsError, match=r"^forked$"):
+            launch(raise_on_rank_1, (lambda: WithDetailsError("forked"),))
+    with pytest.warns(UserWarning, match="start_method='fork'"):
+        with pytest.raises(RankDiedError, match=re.escape("rank 1 left with status 0 before die returned")):
+            launch(die, ("os._exit(0)",))

@@ -1,0 +1,125 @@
+"""A fork server that cannot be started, dies in its imports or never gets through them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from nblaunch.errors import StartError
+from nblaunch.launch import start
+from nblaunch.launch.start import ForkServer, Servers, read_at_import
+from tests.conftest import eventually, marked_processes
+
+IN_ITS_IMPORT = {
+    "dies": "import os, sys; sys.stderr.write('no licence'); sys.stderr.flush(); os._exit(3)",
+    "hangs": "import time; time.sleep(600)",
+}
+
+
+@pytest.fixture
+def own() -> Iterator[Servers]:
+    """Servers of the test's own."""
+    servers = Servers()
+    yield servers
+    servers.stop()
+
+
+@pytest.fixture
+def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the fork server import a module of this text."""
+
+    def change(text: str) -> None:
+        (tmp_path / "preloaded_for_a_test.py").write_text(text)
+        paths = [*start.installed_path(), str(tmp_path)]
+        monkeypatch.setattr(start, "installed_path", lambda: paths)
+        monkeypatch.setattr(start, "_PRELOAD", ("preloaded_for_a_test",))
+
+    return change
+
+
+@pytest.mark.parametrize(("way", "reason"), [("dies", "no licence"), ("hangs", r"within 2 s \(exit status None\)")])
+def test_a_fork_server_that_does_not_get_ready_is_ended_and_ranks_are_spawned(
+    way: str, reason: str, own: Servers, preload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preload(IN_ITS_IMPORT[way])
+    if way == "hangs":
+        monkeypatch.setattr(start, "_READY_LIMIT", 2.0)
+    before = marked_processes()
+    message = f"cannot be used, so ranks are spawned, which is slower: the fork server did not start.*{reason}"
+    with pytest.warns(UserWarning, match=message) as said:
+        assert own.usable("forkserver") == "spawn"
+    assert [warning.filename for warning in said] == [__file__]
+    eventually(lambda: marked_processes() <= before, 5.0)
+    monkeypatch.setattr(start, "ForkServer", _not_again)
+    with pytest.warns(UserWarning, match=r"reload_ext nblaunch tries again"):
+        assert own.usable("forkserver") == "spawn"
+    assert own.status().startswith("fork server: not running; given up: the fork server did not start")
+
+
+def _not_again(preload: tuple[str, ...]) -> NoReturn:
+    raise AssertionError("it has been given up")
+
+
+@pytest.mark.parametrize("way", IN_ITS_IMPORT)
+def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
+    way: str, own: Servers, preload: Callable[[str], None]
+) -> None:
+    preload(IN_ITS_IMPORT[way])
+    own.warm_up()
+    own.reaper("spawn", "launch").channel.close()
+    assert own._bare is not None
+    assert own._bare.hello is not None
+
+
+def test_loading_the_extension_again_tries_a_fork_server_again(own: Servers, preload: Callable[[str], None]) -> None:
+    preload(IN_ITS_IMPORT["dies"])
+    with pytest.warns(UserWarning, match="no licence"):
+        own.usable("forkserver")
+    preload("fine = True")
+    own.warm_up()
+    assert own.usable("forkserver") == "forkserver"
+
+
+def test_a_change_of_what_is_read_at_import_tries_a_fork_server_again(
+    own: Servers, preload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preload("import os\nif 'OMP_DISPLAY_ENV' not in os.environ: os._exit(3)")
+    with pytest.warns(UserWarning, match="the fork server did not start"):
+        own.usable("forkserver")
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
+    assert own.usable("forkserver") == "forkserver"
+
+
+def test_a_variable_that_no_process_can_be_given_is_named(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOO_LONG", "x" * 200_000)
+    with pytest.raises(
+        StartError,
+        match=r"^the fork server could not be started: .*Argument list too long.*: the environment variable TOO_LONG "
+        r"has 200,000 characters: del os\.environ\['TOO_LONG'\]$",
+    ):
+        own.warm_up()
+
+
+def test_a_fork_server_needs_no_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> NoReturn:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    server = ForkServer(())
+    try:
+        assert server.ready().problem == ""
+    finally:
+        server.stop()
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(StartError, match=r"^the fork server could not be started: no usable temporary directory$"):
+        ForkServer(())
+
+
+def test_variables_that_openmp_and_the_c_library_read_once_belong_to_a_generation() -> None:
+    env = {"OMP_PROC_BIND": "1", "GLIBC_TUNABLES": "x", "MKL_CBWR": "2", "OMP_NUM_THREADS": "3", "EDITOR": "vi"}
+    assert sorted(read_at_import(env)) == ["GLIBC_TUNABLES", "MKL_CBWR", "OMP_PROC_BIND"]

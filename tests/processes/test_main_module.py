@@ -1,0 +1,98 @@
+"""What a rank does with functions and classes of ``__main__``, which only the notebook can import."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.harness import Kernel, running_kernel
+from tests.processes import in_main
+
+LIMIT = 110
+
+
+@functools.cache
+def outcomes(start_method: str, state: str) -> dict[str, str]:
+    """What came of each check of in_main.py: it runs once, as importing torch is most of its time."""
+    done = subprocess.run(
+        [sys.executable, in_main.__file__, start_method],
+        env={**os.environ, "NBLAUNCH_STATE_DIR": state, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, str] = json.loads(done.stdout)
+    return result
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in (*in_main.CHECKS, *in_main.AT_HOME)])
+def test_what_a_script_defines_works_on_ranks_and_back(check: str, start_method: str, state: str) -> None:
+    came = outcomes(start_method, state)[check]
+    assert came == "ok", came
+
+
+# ------------------------------------------------------------------ cells, which no file holds
+CELL = """
+import torch, io, pickle, multiprocessing
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+from nblaunch import notebook_launcher
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+class Squares(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return square(index)
+
+def square(number):
+    return number * number
+
+def run():
+    file = io.BytesIO()
+    torch.save(Net(), file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)) is Net
+    gathered = [None, None]
+    dist.all_gather_object(gathered, Net())
+    assert all(type(net) is Net for net in gathered)
+    pools = []
+    for method in ("fork", "spawn"):
+        with multiprocessing.get_context(method).Pool(1) as pool:
+            pools.append(pool.map(square, [3]))
+    batches = list(DataLoader(Squares(), batch_size=4, num_workers=1, multiprocessing_context="spawn"))
+    return pools, batches[0].tolist()
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with running_kernel() as running:
+        running.run(CELL).check()
+        running.run("from nblaunch.launch.start import servers; servers.warm_up()").check()  # it stays for both tests
+        yield running
+
+
+def test_what_a_cell_defines_can_be_saved_gathered_and_sent_to_children_of_a_rank(
+    kernel: Kernel, start_method: str
+) -> None:
+    launched = f"notebook_launcher(run, num_processes=2, start_method={start_method!r}, view='none')"
+    assert kernel.ask(f"list({launched})") == [([[9], [9]], [0, 1, 4, 9])] * 2

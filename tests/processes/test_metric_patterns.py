@@ -1,0 +1,164 @@
+"""Metrics of functions that only print, read out of their ranks' logs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tqdm import tqdm
+
+import nblaunch
+from nblaunch.errors import ArgumentError
+from nblaunch.launch.host import ScriptHost
+from nblaunch.launch.view import Controls, NullView, RankStatus
+from tests.conftest import eventually
+from tests.processes.conftest import Launcher
+
+EPOCH = r"epoch (?P<step>\d+): loss (?P<loss>[\d.]+)"
+ACCURACY = r"Accuracy: (?P<accuracy>[\d.]+)"
+LINES = 100_000
+
+
+# ------------------------------------------------------------------ what ranks run
+def train(rank: int) -> None:
+    for epoch in range(3):
+        print(f"epoch {epoch}: loss {1 / (epoch + 1)}")
+    print(f"\x1b[32mAccuracy: {90 + rank}.5%\x1b[0m", file=sys.stderr)
+
+
+def train_and_report(rank: int) -> None:
+    nblaunch.report(step=1, loss=7)
+    print("epoch 2: loss 0.5")
+
+
+def train_with_bars(rank: int) -> None:
+    for epoch in range(2):
+        bar = tqdm(range(50), desc=f"epoch {epoch}", mininterval=0)
+        for done in bar:
+            bar.set_description(f"epoch {epoch}: loss {epoch + done / 100}")
+    sys.stdout.write("Accuracy: 0.75")
+
+
+def flood(rank: int) -> None:
+    sys.stdout.write("".join(f"epoch {line}: loss {rank}.5 {'x' * 50}\n" for line in range(LINES)))
+
+
+def print_and_wait(folder: Path) -> None:
+    print("Accuracy: 0.5", flush=True)
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+
+
+def print_and_fail_once(rank: int) -> None:
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print(f"Accuracy: 0.{attempt}", flush=True)
+    if rank == 0 and attempt == 0:
+        raise ValueError("only the first time")
+
+
+def never_runs(folder: Path) -> None:
+    (folder / "ran").touch()
+
+
+class Impatient(NullView):
+    """Counts what it is told, and kills the launch once the ranks have returned."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.notes: list[str] = []
+        self._returned: set[int] = set()
+
+    def begun(self, controls: Controls, blocking: bool) -> None:
+        self._controls = controls
+
+    def ranks(self, changed: Sequence[RankStatus]) -> None:
+        self._returned |= {status.rank for status in changed if status.state == "returned"}
+        if len(self._returned) == 2:
+            self._controls.kill()
+
+    def reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
+        self.count += len(records)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+# ------------------------------------------------------------------ metrics
+def test_printed_metrics_are_in_the_result_with_rank_step_and_time(launch: Launcher) -> None:
+    begin = time.time()
+    metrics = launch(train, metric_patterns=[EPOCH, re.compile(ACCURACY)]).metrics
+    for rank in range(2):
+        own = [(report.step, dict(report.values)) for report in metrics if report.rank == rank]
+        assert own == [(n, {"loss": 1 / (n + 1)}) for n in range(3)] + [(None, {"accuracy": 90.5 + rank})]
+    assert all(begin <= report.time <= time.time() for report in metrics)
+    assert metrics.last == {"loss": pytest.approx(1 / 3), "accuracy": 90.5}
+
+
+def test_they_stand_beside_those_that_are_reported(launch: Launcher) -> None:
+    metrics = launch(train_and_report, metric_patterns=EPOCH).metrics
+    for rank in range(2):
+        assert sorted((r.step, r.values["loss"]) for r in metrics if r.rank == rank) == [(1, 7.0), (2, 0.5)]
+
+
+def test_of_a_progress_bar_the_last_state_counts_and_a_last_line_needs_no_end(launch: Launcher) -> None:
+    metrics = launch(train_with_bars, metric_patterns=[EPOCH, ACCURACY]).metrics
+    for rank in range(2):
+        own = [(report.step, dict(report.values)) for report in metrics if report.rank == rank]
+        assert sorted(own, key=str) == [(0, {"loss": 0.49}), (1, {"loss": 1.49}), (None, {"accuracy": 0.75})]
+
+
+def test_every_line_of_a_flood_is_searched(launch: Launcher) -> None:
+    metrics = launch(flood, metric_patterns=EPOCH).metrics
+    for rank in range(2):
+        own = [report for report in metrics if report.rank == rank]
+        assert [report.step for report in own] == list(range(LINES))
+        assert {report.values["loss"] for report in own} == {rank + 0.5}
+
+
+def test_who_kills_a_launch_does_not_wait_for_the_end_of_the_search(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = Impatient()
+    monkeypatch.setattr(ScriptHost, "view", lambda host, choice: view)
+    assert launch(flood, metric_patterns=EPOCH, block=False).wait(60.0)
+    assert view.notes == ["the logs were not searched for metrics to their end, as you interrupted it"]
+    assert 0 < view.count < 2 * LINES
+
+
+def test_they_are_shown_while_the_ranks_run(
+    launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def seen() -> bool:
+        shown.append(capsys.readouterr().out)
+        return all(f"[rank {rank}] accuracy 0.5\n" in "".join(shown) for rank in range(2))
+
+    running = launch(print_and_wait, (tmp_path,), metric_patterns=ACCURACY, view="text", block=False)
+    eventually(seen, 60.0, lambda: "".join(shown))
+    assert not running.done
+    (tmp_path / "go").touch()
+    assert len(running.result().metrics) == 2
+
+
+def test_of_restarts_the_last_attempt_counts(launch: Launcher) -> None:
+    metrics = launch(print_and_fail_once, metric_patterns=ACCURACY, max_restarts=1).metrics
+    assert sorted((report.rank, report.values["accuracy"]) for report in metrics) == [(0, 0.1), (1, 0.1)]
+
+
+def test_without_a_pattern_what_is_printed_is_no_metric(launch: Launcher) -> None:
+    assert len(launch(train).metrics) == 0
+
+
+def test_a_wrong_pattern_is_named_before_anything_starts(launch: Launcher, tmp_path: Path) -> None:
+    said = r"^metric_patterns='loss: \(': not a regular expression: missing \), unterminated subpattern at position 6$"
+    with pytest.raises(ArgumentError, match=said):
+        launch(never_runs, (tmp_path,), metric_patterns=["(?P<x>.)", "loss: ("])
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "state").exists()

@@ -1,0 +1,272 @@
+"""Metrics and progress that ranks report, and what they print: all of it reaches the result and the log files."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import nblaunch
+from nblaunch.launch.result import Report
+from tests.processes.conftest import Launcher
+
+FLOOD = 5_000_000
+
+
+# ------------------------------------------------------------------ what ranks run
+def report_some(rank: int) -> None:
+    for step in range(3):
+        nblaunch.report(step=step, loss=1.0 / (step + 1), accuracy=torch.tensor(0.5 * rank))
+    nblaunch.report(lr=1)
+
+
+def report_odd_numbers(rank: int) -> None:
+    nblaunch.report(nan=math.nan, inf=math.inf, count=True)
+
+
+def report_words(rank: int) -> None:
+    nblaunch.report(loss="low")  # type: ignore[arg-type]
+
+
+def report_and_die(rank: int) -> None:
+    nblaunch.report(step=1, loss=rank)
+    if rank == 1:
+        raise ValueError("after the report")
+
+
+class Reporting(Dataset[int]):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        nblaunch.report(step=index, seen=index)
+        os.write(1, f"worker read {index}\n".encode())
+        return index
+
+
+def report_in_workers(rank: int) -> list[int]:
+    return [int(batch) for batch in DataLoader(Reporting(), num_workers=1, multiprocessing_context="fork")]
+
+
+def with_progress(rank: int) -> list[int]:
+    return list(nblaunch.progress(range(5), desc="epoch"))
+
+
+def report_much(rank: int) -> None:
+    for step in range(2000):
+        nblaunch.report(step=step, loss=float(step))
+
+
+def write_everywhere(rank: int) -> None:
+    print("from print")
+    print("to stderr", file=sys.stderr)
+    sys.__stdout__.write("from __stdout__\n")  # type: ignore[union-attr]
+    os.write(1, b"from os.write\n")
+    libc = ctypes.CDLL(None)
+    libc.puts(b"from C")
+    libc.fflush(None)
+    subprocess.run("echo from a subprocess; echo its stderr >&2", shell=True, check=True)
+    child = multiprocessing.get_context("fork").Process(target=print, args=("from a child",), kwargs={"flush": True})
+    child.start()
+    child.join()
+
+
+def write_odd_bytes(rank: int) -> None:
+    os.write(1, b"caf\xc3")
+    os.write(1, b"\xa9 \xff\xfe \x00 nul\n")
+    os.write(2, bytes(range(256)) + b"\n")
+    print("\udcff lone surrogate")
+    sys.stdout.buffer.write(b"\xe2\x82")  # and an end in the middle of a character
+    sys.stdout.flush()
+
+
+def write_flood(rank: int) -> None:
+    os.write(1, b"begin ")
+    view = memoryview(b"x" * FLOOD)
+    while view:
+        view = view[os.write(1, view) :]
+    os.write(1, b" end")
+
+
+def print_many_lines(rank: int) -> None:
+    for number in range(100_000):
+        print(f"line {number}")
+
+
+def close_and_replace_streams(rank: int) -> str:
+    sys.stdout.close()
+    sys.stderr = None
+    os.write(1, b"still a file\n")
+    return "returned"
+
+
+def print_without_newline(rank: int) -> None:
+    print("no newline", end="")
+
+
+def print_then_vanish(rank: int) -> None:
+    print("a whole line")
+    if rank == 1:
+        os._exit(1)
+
+
+# ------------------------------------------------------------------ reports
+def test_every_report_is_in_the_metrics_with_its_rank_step_and_time(launch: Launcher) -> None:
+    begin = time.time()
+    metrics = launch(report_some).metrics
+    assert len(metrics) == 8
+    assert all(isinstance(report, Report) for report in metrics)
+    times = [report.time for report in metrics]
+    assert times == sorted(times)
+    assert begin <= times[0] <= times[-1] <= time.time()
+    for rank in range(2):
+        own = [(report.step, dict(report.values)) for report in metrics if report.rank == rank]
+        assert own[:3] == [(s, {"loss": 1.0 / (s + 1), "accuracy": 0.5 * rank}) for s in range(3)]
+        assert own[3] == (None, {"lr": 1.0})
+    assert metrics.last == {"loss": pytest.approx(1 / 3), "accuracy": 0.0, "lr": 1.0}
+    assert repr(metrics) == "Metrics(8 reports: loss 0.3333, accuracy 0, lr 1)"
+
+
+def test_metrics_are_a_table_for_pandas(launch: Launcher) -> None:
+    frame = launch(report_some).metrics.to_pandas()
+    assert list(frame.columns) == ["rank", "time", "step", "loss", "accuracy", "lr"]
+    assert len(frame) == 8
+    assert frame[frame["rank"] == 1]["accuracy"].max() == 0.5
+
+
+def test_the_result_shows_its_last_metrics(launch: Launcher) -> None:
+    assert repr(launch(report_some)).endswith(" s, loss 0.3333, accuracy 0, lr 1>")
+
+
+def test_numbers_that_json_has_no_word_for_are_kept(launch: Launcher) -> None:
+    values = launch(report_odd_numbers).metrics[0].values
+    assert math.isnan(values["nan"])
+    assert (values["inf"], values["count"]) == (math.inf, 1.0)
+
+
+def test_a_metric_that_is_no_number_is_named(launch: Launcher) -> None:
+    with pytest.raises(TypeError, match=r"^report\(loss='low'\): a metric is a number or a tensor of one element$"):
+        launch(report_words)
+
+
+def test_a_dataloader_worker_can_report_and_print(launch: Launcher) -> None:
+    result = launch(report_in_workers)
+    assert sorted((report.rank, report.step) for report in result.metrics) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [log.out.read_text() for log in result.logs] == ["worker read 0\nworker read 1\n"] * 2
+
+
+def test_reports_are_quick_and_none_is_lost_in_a_flood(launch: Launcher) -> None:
+    metrics = launch(report_much).metrics
+    for rank in range(2):
+        assert [report.step for report in metrics if report.rank == rank] == list(range(2000))
+
+
+def test_progress_iterates_and_is_no_metric(launch: Launcher) -> None:
+    result = launch(with_progress)
+    assert list(result) == [[0, 1, 2, 3, 4]] * 2
+    assert len(result.metrics) == 0
+    assert repr(result.metrics) == "Metrics(0 reports)"
+
+
+def test_reports_of_ranks_are_shown_while_they_run(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    launch(report_some, view="text")
+    shown = capsys.readouterr().out
+    assert "[rank 0] step 2: loss 0.3333, accuracy 0" in shown
+    assert "[rank 1] step 2: loss 0.3333, accuracy 0.5" in shown
+
+
+def test_outside_a_launch_reporting_does_nothing() -> None:
+    nblaunch.report(step=1, loss="not even looked at")  # type: ignore[arg-type]
+    bar = nblaunch.progress(iter([1, 2]), total=2)
+    assert len(bar) == 2
+    assert list(bar) == [1, 2]
+    with pytest.raises(TypeError, match="this progress has no length: give total="):
+        len(nblaunch.progress(iter([1, 2])))
+
+
+# ------------------------------------------------------------------ logs
+def test_all_that_a_rank_and_its_children_write_is_in_its_files(launch: Launcher) -> None:
+    for log in launch(write_everywhere).logs:
+        assert log.out.read_text().splitlines() == [
+            "from print",
+            "from __stdout__",
+            "from os.write",
+            "from C",
+            "from a subprocess",
+            "from a child",
+        ]
+        assert log.err.read_text().splitlines() == ["to stderr", "its stderr"]
+
+
+def test_bytes_that_are_no_text_are_kept_as_they_are_and_harm_nothing(
+    launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = launch(write_odd_bytes, view="text")
+    for log in result.logs:
+        assert log.out.read_bytes() == b"caf\xc3\xa9 \xff\xfe \x00 nul\n\\udcff lone surrogate\n\xe2\x82"
+        assert log.err.read_bytes() == bytes(range(256)) + b"\n"
+    shown = capsys.readouterr().out
+    assert "[rank 0] café \ufffd\ufffd  nul\n" in shown
+    assert "\x00" not in shown
+
+
+def test_five_megabytes_without_a_newline_are_kept_and_shown_shortened(
+    launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = launch(write_flood, view="text")
+    for log in result.logs:
+        kept = log.out.read_bytes()
+        assert len(kept) == FLOOD + len("begin  end")
+        assert (kept[:8], kept[-6:]) == (b"begin xx", b"xx end")
+    shown = capsys.readouterr().out
+    assert "[rank 0] begin xx" in shown
+    assert "left out" in shown
+    assert len(shown) < 200_000
+
+
+def test_a_hundred_thousand_lines_are_kept_and_their_first_and_last_shown(
+    launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = launch(print_many_lines, view="text")
+    for log in result.logs:
+        assert log.out.read_text() == "".join(f"line {number}\n" for number in range(100_000))
+    shown = capsys.readouterr().out
+    for rank, log in enumerate(result.logs):
+        assert f"[rank {rank}] line 0\n" in shown
+        assert f"[rank {rank}] line 99999\n" in shown
+        assert f"all of it is in {log.out}" in shown
+    assert len(shown) < 2_500_000
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [(close_and_replace_streams, "still a file\n"), (print_without_newline, "no newline")],
+)
+def test_whatever_a_function_does_to_its_streams_the_file_has_it(
+    function: Callable[..., Any], kept: str, launch: Launcher
+) -> None:
+    assert [log.out.read_text() for log in launch(function).logs] == [kept, kept]
+
+
+def test_what_a_rank_printed_before_it_died_is_shown(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(nblaunch.errors.RankDiedError, match="rank 1 left with status 1"):
+        launch(print_then_vanish, view="text")
+    shown = capsys.readouterr().out
+    assert "[rank 1] a whole line\n" in shown
+    assert "nblaunch: print_then_vanish failed after" in shown
+
+
+def test_reports_before_a_failure_are_shown(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"^after the report$"):
+        launch(report_and_die, view="text")
+    assert "[rank 1] step 1: loss 1" in capsys.readouterr().out

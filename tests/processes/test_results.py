@@ -1,0 +1,369 @@
+"""A function runs on every rank from the notebook's own state, and what it returns comes back."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import random
+import re
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from nblaunch import LaunchResult, notebook_launcher
+from tests.processes.conftest import Launcher
+
+
+# ------------------------------------------------------------------ what ranks run
+def where(rank: int, world_size: int, local_rank: int, device: torch.device) -> tuple[int, int, int, str]:
+    return rank, world_size, local_rank, str(device)
+
+
+def echo(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    return args, kwargs
+
+
+def tell_apart(rank: int, device: Any = "default", *, factor: int) -> tuple[int, str]:
+    return rank * factor, str(device)
+
+
+def summed(value: float) -> float:
+    total = torch.tensor([value * (dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return float(total)
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def __call__(self, rank: int) -> int:
+        return self.start + rank
+
+    def add(self, number: int, rank: int) -> int:
+        return self.start + number + rank
+
+
+def tensors() -> dict[str, Any]:
+    base = torch.arange(12, dtype=torch.float16).reshape(3, 4)
+    return {
+        "transposed": base.T,
+        "grad": torch.ones(2, dtype=torch.float64, requires_grad=True),
+        "bfloat16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+        "model": nn.Linear(2, 2),
+        "numpy": np.arange(3),
+    }
+
+
+class Secretive(nn.Linear):
+    """Its parameters cannot be listed."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        raise NotImplementedError
+
+
+def bias_of(model: nn.Linear) -> int:
+    return len(model.bias)
+
+
+def many_bytes(size: int, rank: int) -> bytes:
+    return bytes([rank]) * size
+
+
+def draws() -> tuple[float, float, list[float]]:
+    return random.random(), float(np.random.rand()), torch.rand(3).tolist()
+
+
+def torch_settings() -> dict[str, Any]:
+    return {
+        "dtype": torch.get_default_dtype(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
+    }
+
+
+def warn(category: type[Warning]) -> str:
+    try:
+        warnings.warn("have a look", category, stacklevel=1)
+    except Warning as raised:
+        return f"raised {type(raised).__name__}"
+    return "went on"
+
+
+def train_in_place(net: nn.Module, seen: list[int], untouched: dict[str, int]) -> int:
+    with torch.no_grad():
+        net.weight.add_(1.0)  # type: ignore[operator]
+    seen.append(1)
+    return len(untouched)
+
+
+def train_and_return(net: nn.Module) -> dict[str, Any]:
+    with torch.no_grad():
+        net.weight.add_(1.0)  # type: ignore[operator]
+    return net.state_dict()
+
+
+# ------------------------------------------------------------------ results and arguments
+def test_each_ranks_value_comes_back_in_the_order_of_ranks(launch: Launcher) -> None:
+    result = launch(where, num_processes=3)
+    assert isinstance(result, LaunchResult)
+    assert len(result) == 3
+    assert list(result) == [(rank, 3, rank, "cpu") for rank in range(3)]
+    assert result[1] == (1, 3, 1, "cpu")
+    assert result[-1][0] == 2
+    assert [rank for rank, *_ in result[1:]] == [1, 2]
+    with pytest.raises(IndexError, match="out of range"):
+        result[3]
+    assert 0 < result.duration < 60
+    assert re.fullmatch(r"<LaunchResult of where: 3 ranks, \d+\.\d\d s>", repr(result))
+    assert [log.out.name for log in result.logs] == ["rank0.out", "rank1.out", "rank2.out"]
+
+
+def test_arguments_and_keyword_arguments_reach_every_rank(launch: Launcher) -> None:
+    args, kwargs = (1, "two", [3.0], {"four": (4,)}), {"lr": 0.1, "name": "é"}
+    assert list(launch(echo, args, kwargs=kwargs)) == [(args, kwargs)] * 2
+
+
+def test_parameters_that_the_call_leaves_out_are_filled_in_and_its_own_are_kept(launch: Launcher) -> None:
+    assert list(launch(tell_apart, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
+    assert list(launch(tell_apart, (7, "mine"), kwargs={"factor": 10})) == [(70, "mine"), (70, "mine")]
+
+
+def test_the_ranks_form_a_group_that_is_ready(launch: Launcher) -> None:
+    assert list(launch(summed, (2.0,))) == [6.0, 6.0]
+
+
+def test_no_number_of_ranks_means_two_where_no_gpu_is_visible(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [rank for rank, *_ in launch(where, num_processes=None)] == [0, 1]
+
+
+def _a_lambda(start: int) -> Callable[..., int]:
+    return lambda rank: start + rank
+
+
+def _a_closure(start: int) -> Callable[..., int]:
+    def run(rank: int) -> int:
+        return start + rank
+
+    return run
+
+
+def _a_local_class(start: int) -> Callable[..., int]:
+    class Local(Counter):
+        def __call__(self, rank: int) -> int:
+            return super().__call__(rank)
+
+    return Local(start)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _a_lambda,
+        _a_closure,
+        _a_local_class,
+        Counter,
+        lambda start: functools.partial(Counter(start).add, 0),
+        lambda start: functools.partial(Counter.add, Counter(start), number=0),
+    ],
+    ids=["lambda", "closure", "local-class", "callable-object", "partial-of-bound-method", "partial-with-keyword"],
+)
+def test_whatever_can_be_called_can_be_launched(make: Callable[[int], Callable[..., int]], launch: Launcher) -> None:
+    assert list(launch(make(5))) == [5, 6]
+
+
+def test_a_function_that_does_not_tell_its_signature_can_be_launched(launch: Launcher) -> None:
+    assert list(launch(max, (3, 8))) == [8, 8]
+
+
+def test_tensors_models_and_arrays_come_back_as_they_were(launch: Launcher) -> None:
+    for back in launch(tensors):
+        expected = tensors()
+        assert torch.equal(back["transposed"], expected["transposed"])
+        assert back["transposed"].dtype == torch.float16
+        assert back["transposed"].stride() == expected["transposed"].stride()
+        assert back["grad"].requires_grad
+        assert back["grad"].dtype == torch.float64
+        assert torch.equal(back["bfloat16"], expected["bfloat16"])
+        assert back["empty"].shape == (0, 3)
+        assert np.array_equal(back["numpy"], expected["numpy"])
+        assert back["model"](torch.ones(1, 2)).shape == (1, 2)
+        back["transposed"].add_(1)  # it is writable
+        back["numpy"][0] = 7
+
+
+def test_a_result_of_many_megabytes_comes_back(launch: Launcher) -> None:
+    first, second = launch(many_bytes, (40_000_000,))
+    assert (len(first), len(second), first[-1], second[-1]) == (40_000_000, 40_000_000, 0, 1)
+
+
+def test_arguments_of_many_megabytes_reach_the_ranks(launch: Launcher) -> None:
+    sent = torch.arange(5_000_000, dtype=torch.float64)
+    assert list(launch(lambda values: values.sum().item(), (sent,))) == [sent.sum().item()] * 2
+
+
+def test_a_module_that_cannot_be_watched_is_used_all_the_same(launch: Launcher) -> None:
+    assert list(launch(bias_of, (Secretive(2, 3),))) == [3, 3]
+
+
+@pytest.mark.parametrize("start_method", ["fork"], indirect=True)
+def test_a_fork_of_the_notebook_warns_and_runs(launch: Launcher) -> None:
+    with pytest.warns(UserWarning, match="start_method='fork' copies a process with threads"):
+        result = launch(summed, (2.0,))
+    assert list(result) == [6.0, 6.0]
+
+
+def leave_files(folder: Path, rank: int) -> None:
+    """Leave a file at the exit by each way that Python has."""
+    atexit.register((folder / f"atexit{rank}").touch)
+    weakref.finalize(leave_files, (folder / f"finalize{rank}").touch)
+    Finalize(None, (folder / f"multiprocessing{rank}").touch, exitpriority=1)
+
+
+@pytest.mark.parametrize("start_method", ["fork"], indirect=True)
+def test_a_fork_of_the_notebook_leaves_the_notebooks_exit_to_it(launch: Launcher, tmp_path: Path) -> None:
+    """IPython's history saver, and what the user registered; what a rank registers is the rank's."""
+    notebooks = [(tmp_path / name).touch for name in ("the notebook's", "and its")]
+    atexit.register(notebooks[0])
+    Finalize(None, notebooks[1], exitpriority=1)
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads
+        worker.start()
+    try:
+        with pytest.warns(UserWarning, match="start_method='fork'"):
+            launch(leave_files, (tmp_path,))
+        assert worker.is_alive()
+    finally:
+        atexit.unregister(notebooks[0])
+        worker.kill()
+        worker.join()
+    kinds = ("atexit", "finalize", "multiprocessing")
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted(
+        ["state", *(f"{kind}{rank}" for kind in kinds for rank in (0, 1))]
+    )
+
+
+@pytest.mark.parametrize("start_method", ["fork"], indirect=True)
+def test_a_fork_of_the_notebook_is_refused_when_cuda_runs(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nblaunch.errors import StartError
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(StartError, match="start_method='fork': CUDA runs in the notebook, and no fork survives that"):
+        launch(where, device="cpu")
+
+
+# ------------------------------------------------------------------ what the notebook itself keeps
+@pytest.fixture
+def _not_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.launch.launch._told_of", set())
+
+
+@pytest.mark.usefixtures("_not_told_yet")
+def test_what_ranks_changed_and_did_not_return_is_told_once_with_the_fix(
+    launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, seen, untouched = nn.Linear(2, 2), [0], {"a": 1}
+    before = net.weight.clone()
+    for _ in range(2):
+        launch(train_in_place, (net, seen, untouched), view="text")
+    shown = capsys.readouterr().out
+    assert shown.count("the ranks changed `net`, which is a copy there: the notebook's own is as it was") == 1
+    assert "return it (of a module, net.state_dict()) and take it from the result" in shown
+    assert shown.count("the ranks changed `seen`") == 1
+    assert "`untouched`" not in shown
+    assert torch.equal(net.weight, before)
+    assert seen == [0]
+
+
+@pytest.mark.usefixtures("_not_told_yet")
+def test_nothing_is_told_of_a_model_whose_state_comes_back(
+    launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net = nn.Linear(2, 2)
+    result = launch(train_and_return, (net,), view="text")
+    assert torch.equal(result[0]["weight"], net.weight + 1)
+    assert "changed" not in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ the notebook's settings
+@pytest.fixture
+def _settings_restored() -> Iterator[None]:
+    dtype, matmul = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(matmul)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+def test_ranks_draw_what_the_notebook_would_draw_next_and_leave_it_where_it_was(launch: Launcher) -> None:
+    torch.manual_seed(11)
+    np.random.seed(12)
+    random.seed(13)
+    torch.rand(5), np.random.rand(), random.random()  # not right after a seed
+    from_ranks = list(launch(draws))
+    here = draws()
+    assert from_ranks == [here, here]
+
+
+def test_ranks_draw_on_when_the_notebook_has_drawn(launch: Launcher) -> None:
+    torch.manual_seed(11)
+    first = launch(draws)[0]
+    torch.rand(1)
+    assert launch(draws)[0][2] != first[2]
+
+
+@pytest.mark.usefixtures("_settings_restored")
+def test_ranks_start_from_the_notebooks_dtype_precision_and_determinism(launch: Launcher) -> None:
+    usual = torch_settings()
+    assert list(launch(torch_settings)) == [usual, usual]
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, True
+    changed = torch_settings()
+    assert all(changed[name] != usual[name] for name in usual)
+    assert list(launch(torch_settings)) == [changed, changed]
+
+
+@pytest.mark.parametrize(("action", "outcome"), [("error", "raised FutureWarning"), ("ignore", "went on")])
+def test_ranks_filter_warnings_as_the_notebook_does(action: Any, outcome: str, launch: Launcher) -> None:
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter(action, FutureWarning)
+        result = launch(warn, (FutureWarning,))
+    assert list(result) == [outcome] * 2
+
+
+# ------------------------------------------------------------------ coming from accelerate
+def test_a_call_written_for_accelerate_runs_and_says_what_it_does_not_need(start_method: str) -> None:
+    with pytest.warns(UserWarning, match="is not needed, and not used") as said:
+        result: Any = notebook_launcher(
+            where, (), 2, "bf16", "29501", "127.0.0.1", 0, 1, "c10d", "localhost:0", None, "job", 0, 0.5, "",
+            start_method=start_method, view="none",
+        )  # fmt: skip
+    assert [rank for rank, *_ in result] == [0, 1]
+    named = {str(warning.message).partition("=")[0] for warning in said}
+    assert named == {
+        "use_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "monitor_interval", "log_line_prefix_template",
+    }  # fmt: skip
+    assert all(warning.filename == __file__ for warning in said)

@@ -1,0 +1,207 @@
+"""What once went wrong, or could: races, processes that do not answer, views and disks that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch import notebook_launcher
+from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, RankDiedError, StartError
+from nblaunch.launch.start import servers
+from tests.conftest import eventually, marked_processes
+
+quiet: Callable[..., Any] = functools.partial(notebook_launcher, num_processes=2, view="none")
+
+
+def own_rank(rank: int) -> int:
+    return rank
+
+
+def wait_for_ever(folder: str, rank: int) -> None:
+    Path(folder, f"running{rank}").write_text(str(os.getppid()))
+    while True:
+        time.sleep(0.01)
+
+
+def begun(folder: Path, rank: int = 0) -> bool:
+    """Whether a rank of `wait_for_ever` has said that it runs, whole."""
+    file = folder / f"running{rank}"
+    return file.exists() and file.read_text() != ""
+
+
+def test_ranks_that_return_at_once_do_not_cut_off_those_that_still_connect() -> None:
+    for _ in range(20):
+        assert list(quiet(own_rank, num_processes=8)) == list(range(8))
+
+
+def test_a_reaper_that_does_not_answer_is_done_without(tmp_path: Path) -> None:
+    launch: Any = quiet(wait_for_ever, (str(tmp_path),), block=False)
+    eventually(lambda: begun(tmp_path), 30)
+    reaper = int((tmp_path / "running0").read_text())
+    ranks = marked_processes()
+    os.kill(reaper, signal.SIGSTOP)
+    launch.kill()
+    assert launch.wait(15)
+    eventually(lambda: reaper not in marked_processes(), 5)
+    assert reaper in ranks
+
+
+def test_a_fork_server_that_does_not_answer_is_replaced() -> None:
+    quiet(own_rank)
+    stopped = servers._warm
+    assert stopped is not None
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        assert list(quiet(own_rank)) == [0, 1]
+        assert servers._warm is not stopped
+    finally:
+        os.kill(stopped.process.pid, signal.SIGCONT)
+
+
+def leave_its_group(folder: str, rank: int) -> None:
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        time.sleep(60)
+        os._exit(0)
+    eventually(lambda: os.getpgid(child) == child, 10)
+    os.setpgid(0, child)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    wait_for_ever(folder, rank)
+
+
+def test_a_rank_that_moved_to_another_process_group_is_killed(tmp_path: Path, start_method: str) -> None:
+    launch: Any = quiet(leave_its_group, (str(tmp_path),), start_method=start_method, block=False)
+    eventually(lambda: begun(tmp_path, 0) and begun(tmp_path, 1), 60)
+    launch.kill()
+    assert launch.wait(5)
+
+
+def fail_to_save(folder: str, rank: int) -> None:
+    try:
+        wait_for_ever(folder, rank)
+    finally:
+        if rank == 1:
+            raise OSError("disk full: checkpoint not written")
+
+
+def test_what_goes_wrong_while_stopping_is_said(tmp_path: Path, start_method: str) -> None:
+    launch: Any = quiet(fail_to_save, (str(tmp_path),), start_method=start_method, block=False)
+    eventually(lambda: begun(tmp_path, 0) and begun(tmp_path, 1), 60)
+    launch.stop()
+    with pytest.raises(LaunchStoppedError, match=r"rank 1 raised OSError: disk full: checkpoint not written"):
+        launch.result()
+
+
+def save_too_long(folder: str, rank: int) -> None:
+    try:
+        wait_for_ever(folder, rank)
+    finally:
+        time.sleep(60)
+
+
+def test_a_checkpoint_that_was_cut_is_named(tmp_path: Path) -> None:
+    launch: Any = quiet(save_too_long, (str(tmp_path),), num_processes=1, stop_grace=0.5, block=False)
+    eventually(lambda: begun(tmp_path), 30)
+    launch.stop()
+    with pytest.raises(LaunchStoppedError, match=r"rank 0 was killed before its `finally` had ended"):
+        launch.result()
+
+
+def test_a_stdout_that_fails_ends_no_launch(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise ValueError("I/O operation on closed file")
+
+    with contextlib.redirect_stdout(Broken()):
+        result = quiet(print_and_return, num_processes=1, view="text")
+    assert list(result) == [7]
+    assert "nothing more of it is shown: ValueError" in caplog.text
+
+
+def print_and_return() -> int:
+    print("a line")
+    return 7
+
+
+def die_after_a_while() -> None:
+    time.sleep(1.0)
+    raise ValueError("again")
+
+
+def test_the_timeout_holds_for_all_attempts_together() -> None:
+    begin = time.monotonic()
+    with pytest.raises(LaunchTimeoutError, match=r"timeout=2 s"):
+        quiet(die_after_a_while, num_processes=1, timeout=2, max_restarts=9)
+    assert time.monotonic() - begin < 8
+
+
+def test_a_rank_that_cannot_be_started_says_why() -> None:
+    with pytest.raises(StartError, match=r"rank 0 could not be started: OSError: .*Argument list too long"):
+        quiet(own_rank, start_method="spawn", env={"HUGE": "x" * 200_000})
+
+
+def load_and_be_killed(rank: int) -> None:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    workers = iter(DataLoader(TensorDataset(torch.ones(10_000, 8)), num_workers=1))
+    next(workers)  # tensors travel by sockets in a temporary folder
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_a_killed_rank_leaves_no_temporary_folder_of_its_workers(start_method: str) -> None:
+    with pytest.raises(RankDiedError, match="rank 0 was killed by SIGKILL"):
+        quiet(load_and_be_killed, start_method=start_method)  # the fixture of every test looks for what is left
+
+
+def save_in_a_thread(folder: str) -> str:
+    def save() -> None:
+        time.sleep(1.5)
+        Path(folder, "saved").touch()
+
+    threading.Thread(target=save).start()
+    return "returned"
+
+
+def test_a_thread_of_a_rank_that_has_returned_may_finish(tmp_path: Path, start_method: str) -> None:
+    assert quiet(save_in_a_thread, (str(tmp_path),), num_processes=1, start_method=start_method)[0] == "returned"
+    assert (tmp_path / "saved").exists()
+
+
+def leave_shared_memory() -> str:
+    from multiprocessing.shared_memory import SharedMemory
+
+    return SharedMemory(create=True, size=100_000).name
+
+
+def test_shared_memory_that_a_rank_forgot_is_removed(start_method: str) -> None:
+    name = quiet(leave_shared_memory, num_processes=1, start_method=start_method)[0]
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_a_stdout_that_is_no_terminal_and_does_not_say_so_is_fine() -> None:
+    class Tee:
+        text = ""
+
+        def write(self, text: str) -> None:
+            self.text += text
+
+        def flush(self) -> None: ...
+
+    tee = Tee()
+    with contextlib.redirect_stdout(tee):  # type: ignore[type-var]  # what users put there is not always a TextIO
+        quiet(print_and_return, num_processes=1, view="text")
+    assert "[rank 0] a line" in tee.text

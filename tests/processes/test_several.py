@@ -1,0 +1,228 @@
+"""Launches that run in the background, side by side, from threads, and many of them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nblaunch import Launch, notebook_launcher
+from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, NestedLaunchError
+from nblaunch.launch.launch import live_launches
+from tests.conftest import eventually, marked_processes
+from tests.processes.conftest import Launcher
+
+LIMIT = 60.0
+
+
+# ------------------------------------------------------------------ what ranks run
+def wait_for(folder: str, rank: int) -> str:
+    """Say that this rank has begun, and wait for the file that says go."""
+    (Path(folder) / f"begun{rank}").touch()
+    eventually((Path(folder) / "go").exists, LIMIT)
+    return Path(folder).name
+
+
+def return_or_wait(folder: str, rank: int) -> str:
+    if rank > 0:
+        return wait_for(folder, rank)
+    (Path(folder) / "pid0").write_text(str(os.getpid()))
+    (Path(folder) / "begun0").touch()
+    return "early"
+
+
+def clean_up_after(folder: str, rank: int) -> None:
+    try:
+        wait_for(folder, rank)
+    finally:
+        (Path(folder) / f"cleaned{rank}").touch()
+
+
+def summed(value: float, rank: int) -> float:
+    total = torch.tensor([value + rank])
+    dist.all_reduce(total)
+    return float(total)
+
+
+def fail() -> None:
+    raise ValueError("in the background")
+
+
+def launch_again() -> None:
+    notebook_launcher(summed, (1.0,))
+
+
+def launch_in_a_child() -> str:
+    """A rank's own child is no place to launch from either."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        return str(pool.submit(_attempt_to_launch).result())
+
+
+def _attempt_to_launch() -> str:
+    try:
+        launch_again()
+    except NestedLaunchError as error:
+        return str(error)
+    return "launched"
+
+
+@pytest.fixture
+def begin(launch: Launcher, tmp_path: Path) -> Callable[..., Launch]:
+    """Start a function in the background, with a folder of its own name, and wait until its ranks have begun."""
+
+    def start(function: Callable[..., Any] = wait_for, name: str = "only", ranks: tuple[int, ...] = (0, 1)) -> Launch:
+        folder = tmp_path / name
+        folder.mkdir()
+        launched: Launch = launch(function, (str(folder),), block=False, stop_grace=10.0)
+        eventually(lambda: launched.done or all((folder / f"begun{rank}").exists() for rank in ranks), LIMIT)
+        return launched
+
+    return start
+
+
+# ------------------------------------------------------------------ in the background
+def test_a_launch_in_the_background_is_waited_for_and_gives_its_result(
+    begin: Callable[..., Launch], tmp_path: Path
+) -> None:
+    running = begin()
+    assert not running.wait(0.01)
+    assert [(launched, launched.done) for launched in live_launches()] == [(running, False)]
+    assert (running.name, running.world_size) == ("wait_for", 2)
+    assert f"<Launch {running.id} of wait_for: 2 ranks, running for" in repr(running)
+    (tmp_path / "only" / "go").touch()
+    assert running.wait(LIMIT)
+    assert running.done
+    assert list(running.result()) == ["only", "only"]
+    assert running.result() is running.result()
+    assert live_launches() == []
+    assert repr(running).endswith("2 ranks, finished>")
+    running.stop()  # too late, and harmless
+
+
+def test_a_failure_in_the_background_is_raised_by_result(launch: Launcher) -> None:
+    running = launch(fail, block=False)
+    assert running.wait(LIMIT)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^in the background$"):
+            running.result()
+    assert repr(running).endswith("2 ranks, failed>")
+
+
+def test_a_launch_that_is_stopped_cleans_up_and_keeps_what_ranks_had_returned(
+    begin: Callable[..., Launch], tmp_path: Path
+) -> None:
+    cleaning = begin(clean_up_after, "cleaning")
+    cleaning.stop()
+    with pytest.raises(LaunchStoppedError, match=r"clean_up_after was stopped after \d+\.\d s. Logs: "):
+        cleaning.result()
+    assert all((tmp_path / "cleaning" / f"cleaned{rank}").exists() for rank in range(2))
+    halfway = begin(return_or_wait, "halfway")
+    eventually(lambda: _has_ended(tmp_path / "halfway" / "pid0"), LIMIT)
+    halfway.stop()
+    with pytest.raises(LaunchStoppedError, match="return_or_wait was stopped") as caught:
+        halfway.result()
+    assert caught.value.results == {0: "early"}
+
+
+def _has_ended(pid_file: Path) -> bool:
+    """Whether the rank that wrote its pid there is gone."""
+    return not Path(f"/proc/{pid_file.read_text()}").exists()
+
+
+def test_a_launch_that_takes_longer_than_its_timeout_is_stopped(launch: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(LaunchTimeoutError, match=r"wait_for took longer than timeout=0.5 s and was stopped"):
+        launch(wait_for, (str(tmp_path),), timeout=0.5)
+
+
+# ------------------------------------------------------------------ side by side
+def test_launches_run_side_by_side_each_with_its_own_ranks(begin: Callable[..., Launch], tmp_path: Path) -> None:
+    names = ["first", "second", "third"]
+    running = [begin(name=name) for name in names]
+    assert not any(launched.done for launched in running)
+    assert live_launches() == running
+    for name in reversed(names):
+        (tmp_path / name / "go").touch()
+    assert [list(launched.result()) for launched in running] == [[name] * 2 for name in names]
+
+
+def test_stopping_one_launch_leaves_the_other_alone(begin: Callable[..., Launch], tmp_path: Path) -> None:
+    one, other = begin(name="one"), begin(name="other")
+    one.stop()
+    with pytest.raises(LaunchStoppedError, match="wait_for was stopped"):
+        one.result()
+    assert not other.done
+    (tmp_path / "other" / "go").touch()
+    assert list(other.result()) == ["other", "other"]
+
+
+def test_launches_can_be_made_from_threads(launch: Launcher) -> None:
+    results: dict[int, list[float]] = {}
+
+    def run(number: int) -> None:
+        results[number] = list(launch(summed, (float(number),)))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [2.0 * number + 1] * 2 for number in range(4)}
+
+
+# ------------------------------------------------------------------ not inside a rank
+def test_a_launch_inside_a_rank_is_refused(launch: Launcher) -> None:
+    with pytest.raises(NestedLaunchError, match=r"this is rank \d of a launch, and a rank cannot launch") as caught:
+        launch(launch_again)
+    assert "launch_again" in str(caught.value.__cause__)
+
+
+def test_a_launch_inside_a_ranks_child_is_refused(launch: Launcher) -> None:
+    for said in launch(launch_in_a_child):
+        assert "of a launch, and a rank cannot launch: call notebook_launcher in the notebook" in said
+
+
+# ------------------------------------------------------------------ many
+def _holdings() -> dict[str, int]:
+    """What this process holds that a leak would add to."""
+    gc.collect()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "processes": len(marked_processes()),
+        "temporary files": len(os.listdir(tempfile.gettempdir())),
+        "shared memory": len(os.listdir("/dev/shm")),
+    }
+
+
+def _memory() -> int:
+    """Resident bytes of this process and of its fork server."""
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in (os.getpid(), *marked_processes())]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
+def test_two_hundred_launches_leave_nothing_behind(launch: Launcher) -> None:
+    for _ in range(20):  # allocators and caches settle
+        launch(summed, (1.0,))
+    before, memory = _holdings(), _memory()
+    for number in range(200):
+        assert list(launch(summed, (float(number),))) == [2.0 * number + 1] * 2
+    eventually(lambda: _grown(before) == {}, 5.0, lambda: _grown(before))
+    assert _memory() - memory < 20 << 20
+    assert len(os.listdir(os.environ["NBLAUNCH_STATE_DIR"])) <= 51
+
+
+def _grown(before: dict[str, int]) -> dict[str, tuple[int, int]]:
+    return {name: (before[name], count) for name, count in _holdings().items() if count > before[name]}

@@ -1,0 +1,373 @@
+"""What each rank is doing: stacks of ranks that compute, wait, or are stuck, which go on as if nobody had asked."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from nblaunch import Launch, notebook_launcher
+from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
+from nblaunch.launch.view import NullView
+from tests.conftest import eventually
+
+LONG = 60.0
+"""Seconds that nothing here waits to the end of."""
+NAP = 2.0
+ONE_METHOD = pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
+"""For what happens in the kernel alone: it is the same for every start method, and spawn takes seconds."""
+METHODS = pytest.mark.parametrize(
+    "start_method",
+    [
+        "forkserver",
+        "spawn",
+        pytest.param("fork", marks=pytest.mark.filterwarnings("ignore:start_method='fork':UserWarning")),
+    ],
+    indirect=True,
+)
+
+
+# ------------------------------------------------------------------ what ranks run
+def ready(folder: Path, rank: int) -> None:
+    (folder / f"pid{rank}.new").write_text(str(os.getpid()))
+    (folder / f"pid{rank}.new").rename(folder / f"pid{rank}")
+
+
+def pid_of(folder: Path, rank: int) -> int:
+    return int((folder / f"pid{rank}").read_text())
+
+
+def be_in_many_places(rank: int, folder: Path) -> None:
+    """In C with the GIL; in a collective; in a loader's wait; in Python, with a thread beside: one rank each."""
+    if rank == 3:
+        threading.Thread(target=wait_beside, daemon=True).start()
+    ready(folder, rank)
+    if rank == 0:
+        lock_twice_with_the_gil()
+    elif rank == 1:
+        dist.barrier()
+    elif rank == 2:
+        next(iter(DataLoader(Never(), num_workers=1)))  # type: ignore[arg-type]  # it has what a loader needs
+    else:
+        count_up()
+
+
+def lock_twice_with_the_gil() -> None:
+    """Wait in C for ever, and let no other Python run; unlike a sleep, no signal ends it."""
+    mutex = ctypes.create_string_buffer(64)
+    libc = ctypes.PyDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+def count_up() -> None:
+    number = 0
+    while True:
+        number += 1
+
+
+def wait_beside() -> None:
+    threading.Event().wait()
+
+
+class Never:
+    """A dataset that brings nothing."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> None:
+        time.sleep(LONG)
+
+
+def nap(rank: int, folder: Path) -> tuple[float, bool]:
+    """Sleep in a thread too; how long the sleep took, and whether the thread's did."""
+    ends: list[float] = []
+
+    def beside() -> None:
+        begun = time.monotonic()
+        time.sleep(NAP)
+        ends.append(time.monotonic() - begun)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    ready(folder, rank)
+    begun = time.monotonic()
+    time.sleep(NAP)
+    slept = time.monotonic() - begun
+    thread.join()
+    return slept, NAP <= ends[0] < NAP + 1.0
+
+
+def wait(rank: int, folder: Path) -> None:
+    ready(folder, rank)
+    time.sleep(LONG)
+
+
+def go_through_signals(rank: int, folder: Path) -> int:
+    """Be what tools make of a process: a handler for SIGUSR1 and SIGUSR2, and faulthandler begun anew."""
+    import faulthandler
+
+    seen: list[int] = []
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, lambda number, frame: seen.append(number))
+    faulthandler.enable()
+    ready(folder, rank)
+    eventually(lambda: (folder / "leave").exists(), LONG)
+    return len(seen)
+
+
+def become_another_program(rank: int, folder: Path) -> None:
+    ready(folder, rank)
+    os.execvp("sleep", ["sleep", str(LONG)])
+
+
+def recurse(rank: int, folder: Path) -> None:
+    dig(300, rank, folder)
+
+
+def dig(depth: int, rank: int, folder: Path) -> None:
+    if depth:
+        dig(depth - 1, rank, folder)
+    else:
+        wait(rank, folder)
+
+
+# ------------------------------------------------------------------ how they are asked
+def begin(function: Callable[..., Any], folder: Path, start_method: str, ranks: int = 2, **options: Any) -> Launch:
+    """Launch a function of `folder` in the background."""
+    options = {"view": "none", **options}
+    launch = notebook_launcher(
+        function, kwargs={"folder": folder}, num_processes=ranks, start_method=start_method, block=False, **options
+    )
+    assert isinstance(launch, Launch)
+    return launch
+
+
+def begun(function: Callable[..., Any], folder: Path, start_method: str, ranks: int = 2, **options: Any) -> Launch:
+    """The same, with every rank where it is to be asked."""
+    launch = begin(function, folder, start_method, ranks, **options)
+    eventually(lambda: all((folder / f"pid{rank}").exists() for rank in range(ranks)) or launch.done, LONG)
+    assert not launch.done
+    return launch
+
+
+def end(launch: Launch) -> None:
+    launch.kill()
+    with pytest.raises(LaunchStoppedError):
+        launch.result()
+    assert launch.stacks() == {}
+
+
+def calls(text: str) -> list[str]:
+    """The functions of a rank's main thread, in the order of the text."""
+    return re.findall(r", in (\S+)", text.partition("\n\n")[0])
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def stopped(pids: Mapping[int, int]) -> bool:
+    return all(state_of(pid) == "T" for pid in pids.values())
+
+
+# ------------------------------------------------------------------ wherever they are
+@METHODS
+def test_ranks_tell_where_they_are_whatever_they_do(start_method: str, tmp_path: Path) -> None:
+    """In C with the GIL held, in a collective, waiting for a loader's worker, computing: one rank each."""
+    launch = begun(be_in_many_places, tmp_path, start_method, ranks=4)
+    expected = {0: "lock_twice_with_the_gil", 1: "barrier", 2: "_try_get_data", 3: "count_up"}
+    texts: dict[int, str] = {}
+
+    def look() -> bool:
+        texts.update(launch.stacks())
+        return all(place in calls(texts[rank]) for rank, place in expected.items())
+
+    eventually(look, LONG, lambda: texts)
+    for rank in range(4):
+        lines = texts[rank].splitlines()
+        assert lines[0] == "Main thread (most recent call last):"
+        assert re.fullmatch(rf'  File "{re.escape(__file__)}", line \d+, in be_in_many_places', lines[1])
+        assert "nblaunch/ranks" not in texts[rank]
+    assert texts[0].splitlines()[2] == "    lock_twice_with_the_gil()"
+    assert re.search(
+        r'Thread \S+( \(wait_beside\))? \(most recent call last\):\n  File ".*", line \d+, in wait_beside\n', texts[3]
+    )
+    assert re.search(r"Thread QueueFeederThread of a library \(most recent call last\):\n", texts[2])
+    end(launch)
+
+
+@METHODS
+def test_a_sleep_goes_on_as_if_nobody_had_asked(start_method: str, tmp_path: Path) -> None:
+    launch = begun(nap, tmp_path, start_method)
+
+    asked = [launch.stacks() for _ in range(5)]
+
+    assert all("nap" in calls(texts[rank]) for texts in asked for rank in (0, 1))
+    for slept, beside_too in launch.result():
+        assert NAP <= slept < NAP + 1.0
+        assert beside_too
+
+
+def test_a_launch_that_begins_can_be_asked_at_once(start_method: str, tmp_path: Path) -> None:
+    """No rank may be sent a signal that it has no handler for: that would end it."""
+    launch = begin(wait, tmp_path, start_method)
+
+    while not all((tmp_path / f"pid{rank}").exists() for rank in range(2)):
+        texts = launch.stacks(timeout=0.3)
+        assert set(texts) == {0, 1}
+        assert not launch.done
+    eventually(lambda: all("wait" in calls(text) for text in launch.stacks().values()), LONG)
+    end(launch)
+
+
+@ONE_METHOD
+def test_a_rank_that_cannot_answer_is_said_so_and_told_of_when_it_can(start_method: str, tmp_path: Path) -> None:
+    launch = begun(wait, tmp_path, start_method)
+    pids = {1: pid_of(tmp_path, 1)}
+    os.kill(pids[1], signal.SIGSTOP)
+    eventually(lambda: stopped(pids), LONG)
+
+    for _ in range(3):
+        texts = launch.stacks(timeout=0.5)
+        assert "wait" in calls(texts[0])
+        assert texts[1] == (
+            "no answer within 0.5 s: the process is stopped (SIGSTOP), or waits in the operating system"
+        )
+    os.kill(pids[1], signal.SIGCONT)
+
+    assert [calls(text) for text in launch.stacks().values()] == [["wait"], ["wait"]]
+    dumps = next((tmp_path / "state").glob("*/rank1.stacks")).read_text()
+    assert dumps.count(" in wait\n") <= 3  # the thread's and the signal's for the three times, one for the last
+    end(launch)
+
+
+def test_the_signals_of_other_tools_are_left_to_them(start_method: str, tmp_path: Path) -> None:
+    launch = begun(go_through_signals, tmp_path, start_method)
+
+    assert all("go_through_signals" in calls(text) for text in launch.stacks().values())
+    (tmp_path / "leave").touch()
+
+    assert list(launch.result()) == [0, 0]
+
+
+def test_a_rank_that_became_another_program_is_let_be(start_method: str, tmp_path: Path) -> None:
+    """The program has no handler, and would die of the signal."""
+    launch = begun(become_another_program, tmp_path, start_method)
+    pids = [pid_of(tmp_path, rank) for rank in range(2)]
+    eventually(lambda: all(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in pids), LONG)
+
+    eventually(lambda: launch.stacks(timeout=0.2) == {}, LONG)
+
+    assert not launch.done
+    end(launch)
+
+
+@ONE_METHOD
+def test_of_a_deep_recursion_the_latest_calls_are_told(start_method: str, tmp_path: Path) -> None:
+    launch = begun(recurse, tmp_path, start_method, ranks=1)
+
+    text = launch.stacks()[0]
+
+    assert text.splitlines()[1] == "  … older calls are left out …"
+    assert calls(text)[-2:] == ["dig", "wait"]
+    assert calls(text).count("dig") > 90
+    end(launch)
+
+
+# ------------------------------------------------------------------ who asks
+class Remembers(NullView):
+    """A view that keeps what it is shown, and who called."""
+
+    def __init__(self) -> None:
+        self.shown: list[Mapping[int, str]] = []
+        self.came = threading.Event()
+
+    def stacks(self, texts: Mapping[int, str]) -> None:
+        self.shown.append(texts)
+        self.came.set()
+
+
+@ONE_METHOD
+def test_a_view_is_shown_what_it_asked_for_and_nothing_else(
+    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = Remembers()
+    monkeypatch.setattr("nblaunch.launch.host.ScriptHost.view", lambda host, choice: view)
+    launch = begun(wait, tmp_path, start_method)
+
+    texts = launch.stacks()
+    assert view.shown == []
+    launch.ask_stacks()
+
+    assert view.came.wait(LONG)
+    assert view.shown == [texts]
+    end(launch)
+
+
+@ONE_METHOD
+def test_several_may_ask_at_once(start_method: str, tmp_path: Path) -> None:
+    launch = begun(wait, tmp_path, start_method)
+
+    with ThreadPoolExecutor(8) as askers:
+        answers = [asked.result(LONG) for asked in [askers.submit(launch.stacks) for _ in range(8)]]
+
+    assert all(answer == answers[0] for answer in answers)
+    assert set(answers[0]) == {0, 1}
+    end(launch)
+
+
+@ONE_METHOD
+def test_who_waits_as_the_launch_ends_hears_of_no_rank(start_method: str, tmp_path: Path) -> None:
+    launch = begun(wait, tmp_path, start_method)
+    pids = {rank: pid_of(tmp_path, rank) for rank in range(2)}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: stopped(pids), LONG)
+
+    with ThreadPoolExecutor(1) as asker:
+        asked = asker.submit(launch.stacks, LONG)
+        launch.kill()
+        assert asked.result(LONG / 2) == {}
+    end(launch)
+
+
+# ------------------------------------------------------------------ a launch that takes too long
+@ONE_METHOD
+def test_a_timeout_tells_where_the_ranks_were(start_method: str, tmp_path: Path) -> None:
+    launch = begun(wait, tmp_path, start_method, timeout=5.0)  # they must be there by then
+
+    with pytest.raises(LaunchTimeoutError) as raised:
+        launch.result()
+
+    head, *places, last = str(raised.value).splitlines()
+    assert head == "wait took longer than timeout=5 s and was stopped."
+    where = re.escape(f'"{__file__}", line ') + r"\d+: time\.sleep\(LONG\)"
+    assert re.fullmatch(rf"    rank 0 was in {where}\n    rank 1 was in {where}", "\n".join(places))
+    assert last.startswith("Logs: ")
+
+
+@ONE_METHOD
+def test_a_timeout_does_not_wait_long_for_ranks_that_do_not_answer(start_method: str, tmp_path: Path) -> None:
+    since = time.monotonic()
+    launch = begun(wait, tmp_path, start_method, timeout=5.0)
+    pids = {rank: pid_of(tmp_path, rank) for rank in range(2)}
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(LaunchTimeoutError, match=r"    rank 0 did not answer\n    rank 1 did not answer\nLogs: "):
+        launch.result()
+
+    assert time.monotonic() - since < 5.0 + 1.0 + 3.0 + 2.0  # asking, waiting for an acknowledgement, ending

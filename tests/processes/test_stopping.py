@@ -1,0 +1,395 @@
+"""Item 12: ranks that are stopped see one KeyboardInterrupt, get their time, and end whatever they do."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from nblaunch import Launch, notebook_launcher
+from nblaunch.channel import channel_pair
+from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
+from nblaunch.launch.launch import live_launches
+from nblaunch.ranks.bootstrap import _Voice
+from nblaunch.ranks.system import descendants
+from tests.conftest import eventually
+
+LONG = 60.0
+"""Seconds that nothing here waits to the end of."""
+STOP_LIMIT = 5.0
+"""Within so many seconds a rank that does not cooperate has ended."""
+
+
+# ------------------------------------------------------------------ what ranks run, and what they leave in files
+def note(folder: Path, name: str, rank: int, text: object = "") -> None:
+    """Write a file at once or not at all, so that whoever waits for it reads all of it."""
+    scratch = folder / f".{name}{rank}"
+    scratch.write_text(str(text))
+    scratch.rename(folder / f"{name}{rank}")
+
+
+def noted(folder: Path, name: str, ranks: int) -> bool:
+    return all((folder / f"{name}{rank}").exists() for rank in range(ranks))
+
+
+def read(folder: Path, name: str, rank: int) -> int:
+    return int((folder / f"{name}{rank}").read_text())
+
+
+def count_interrupts(rank: int, folder: Path) -> int:
+    """Count KeyboardInterrupts until the file "leave" is there; "beat" says how often it has looked."""
+    seen = beats = 0
+    note(folder, "pid", rank, os.getpid())
+    while not (folder / "leave").exists():
+        try:
+            time.sleep(0.02)
+            beats += 1
+            note(folder, "beat", rank, beats)
+        except KeyboardInterrupt:
+            seen += 1
+            note(folder, "seen", rank, seen)
+    return seen
+
+
+def write_checkpoint(rank: int, folder: Path, seconds: float) -> None:
+    """Wait to be interrupted, and write a checkpoint of ten parts in `finally`."""
+    note(folder, "ready", rank)
+    try:
+        time.sleep(LONG)
+    finally:
+        for part in range(10):
+            note(folder, "part", rank, part)
+            time.sleep(seconds / 10)
+        note(folder, "checkpoint", rank, "whole")
+
+
+def be_obstinate(rank: int, folder: Path) -> None:
+    """Ignore signals; be in C, with the GIL and without it; be under SIGSTOP; wait for other ranks: one rank each."""
+    note(folder, "pid", rank, os.getpid())
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(LONG)
+    elif rank == 1:
+        sum(range(10**13))
+    elif rank == 2:
+        lock_twice_in_c()
+    elif rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        dist.barrier()
+
+
+def lock_twice_in_c() -> None:
+    """Wait in C for ever; unlike a sleep, no signal ends it."""
+    mutex = ctypes.create_string_buffer(64)
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+def checkpoint_for_a_second(rank: int, folder: Path) -> None:
+    write_checkpoint(rank, folder, 1.0)
+
+
+def fail_in_the_checkpoint(rank: int, folder: Path) -> None:
+    try:
+        note(folder, "ready", rank)
+        time.sleep(LONG)
+    finally:
+        raise OSError("the checkpoint does not fit")
+
+
+def checkpoint_for_a_minute(rank: int, folder: Path) -> None:
+    write_checkpoint(rank, folder, LONG)
+
+
+def return_or_wait(rank: int, folder: Path) -> str:
+    note(folder, "pid", rank, os.getpid())
+    if rank == 1:
+        time.sleep(LONG)
+    return f"from rank {rank}"
+
+
+def fail_while_the_other_works(rank: int, folder: Path) -> None:
+    if rank == 1:
+        write_checkpoint(rank, folder, 1.0)
+    eventually(lambda: (folder / "ready1").exists(), LONG)
+    raise ValueError("rank 0 gives up")
+
+
+def load_in_workers(rank: int, folder: Path) -> None:
+    """Be interrupted while worker processes load, then take a while to leave."""
+    note(folder, "pid", rank, os.getpid())
+    interrupts = 0
+    try:
+        for _ in DataLoader(Slow(), num_workers=1, timeout=0):  # type: ignore[arg-type]  # it has what a loader needs
+            note(folder, "ready", rank)
+    except KeyboardInterrupt:
+        interrupts += 1
+    finally:
+        time.sleep(0.5)
+        note(folder, "seen", rank, interrupts)
+
+
+class Slow:
+    """A dataset."""
+
+    def __len__(self) -> int:
+        return 10_000
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(0.01)
+        return index
+
+
+def stick_beside_a_child(rank: int, folder: Path) -> None:
+    """Be stuck in C, with a child that has this process's signal handlers and is not stuck."""
+    note(folder, "pid", rank, os.getpid())
+    child = os.fork()
+    if child == 0:
+        try:
+            time.sleep(LONG)
+        finally:
+            os._exit(0)
+    note(folder, "child", rank, child)
+    lock_twice_in_c()
+
+
+def state_of(pid: int) -> str:
+    """The state letter of a process; empty when there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def begin(function: Callable[..., Any], folder: Path, start_method: str, ranks: int = 2, **options: Any) -> Launch:
+    """Launch a function of `folder` in the background."""
+    launch = notebook_launcher(
+        function, kwargs={"folder": folder}, num_processes=ranks, start_method=start_method, block=False, **options
+    )
+    assert isinstance(launch, Launch)
+    return launch
+
+
+def send_often(signum: int, pids: list[int]) -> None:
+    for _ in range(10):
+        for pid in pids:
+            os.kill(pid, signum)
+
+
+def seconds_to_end(launch: Launch, begun: float) -> float:
+    assert launch.wait(LONG)
+    return time.monotonic() - begun
+
+
+# ------------------------------------------------------------------ exactly once
+def test_each_rank_sees_one_keyboard_interrupt_however_many_sigints_come(start_method: str, tmp_path: Path) -> None:
+    launch = begin(count_interrupts, tmp_path, start_method)
+    eventually(lambda: noted(tmp_path, "beat", 2), LONG)
+    pids = [read(tmp_path, "pid", rank) for rank in range(2)]
+
+    send_often(signal.SIGINT, pids)  # as editors do, to every descendant of the kernel
+    launch.stop()
+    eventually(lambda: noted(tmp_path, "seen", 2), LONG)
+    send_often(signal.SIGINT, pids)
+    beats = [read(tmp_path, "beat", rank) for rank in range(2)]
+    eventually(lambda: all(read(tmp_path, "beat", rank) > beats[rank] + 2 for rank in range(2)), LONG)
+    (tmp_path / "leave").touch()
+
+    assert list(launch.result()) == [1, 1]
+
+
+def test_sigints_to_loader_workers_too_give_the_rank_one_interrupt(start_method: str, tmp_path: Path) -> None:
+    launch = begin(load_in_workers, tmp_path, start_method, ranks=1)
+    eventually(lambda: noted(tmp_path, "ready", 1), LONG)
+    pid = read(tmp_path, "pid", 0)
+
+    send_often(signal.SIGINT, [pid, *descendants(pid)])
+    launch.stop()
+
+    assert launch.wait(LONG)
+    assert read(tmp_path, "seen", 0) == 1
+
+
+# ------------------------------------------------------------------ time to finish
+def test_a_checkpoint_in_finally_is_written_whole(start_method: str, tmp_path: Path) -> None:
+    launch = begin(checkpoint_for_a_second, tmp_path, start_method)
+    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+
+    launch.stop()
+
+    with pytest.raises(LaunchStoppedError, match=r"checkpoint_for_a_second was stopped after .* Logs: "):
+        launch.result()
+    assert noted(tmp_path, "checkpoint", 2)
+
+
+def test_an_error_while_a_launch_stops_is_in_the_log(start_method: str, tmp_path: Path) -> None:
+    """The notebook raises the stop instead."""
+    launch = begin(fail_in_the_checkpoint, tmp_path, start_method)
+    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+
+    launch.stop()
+
+    with pytest.raises(LaunchStoppedError):
+        launch.result()
+    for rank in range(2):
+        (log,) = (tmp_path / "state").glob(f"*/rank{rank}.err")
+        assert "in fail_in_the_checkpoint" in log.read_text()
+        assert log.read_text().endswith("OSError: the checkpoint does not fit\n")
+
+
+def test_an_interrupt_as_a_rank_begins_to_speak_leaves_none_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocking it runs the handler of one that came just before, and that raises."""
+    block, handlers = signal.pthread_sigmask, [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
+
+    def with_one_before(how: int, signals: Any) -> Any:
+        before = block(how, signals)
+        if how == signal.SIG_BLOCK and signal.SIGINT in signals:
+            raise KeyboardInterrupt
+        return before
+
+    channel, other = channel_pair()
+    voice = _Voice(channel, 0)
+    monkeypatch.setattr(signal, "pthread_sigmask", with_one_before)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            voice.say("a word")
+        assert signal.SIGINT not in block(signal.SIG_BLOCK, ())
+    finally:
+        block(signal.SIG_UNBLOCK, {signal.SIGINT})
+        for number, handler in handlers:
+            signal.signal(number, handler)
+        channel.close()
+        other.close()
+
+
+def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: Path) -> None:
+    launch = begin(checkpoint_for_a_minute, tmp_path, start_method, stop_grace=1.0)
+    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+    begun = time.monotonic()
+
+    launch.stop()
+
+    assert 1.0 <= seconds_to_end(launch, begun) < STOP_LIMIT
+    assert noted(tmp_path, "part", 2)  # it had begun
+    assert not (tmp_path / "checkpoint0").exists()
+
+
+def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp_path: Path) -> None:
+    timeout = {"forkserver": 3.0, "spawn": 15.0}[start_method]  # it must have begun by then
+    launch = begin(checkpoint_for_a_second, tmp_path, start_method, timeout=timeout)
+    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+
+    with pytest.raises(LaunchTimeoutError, match=rf"checkpoint_for_a_second took longer than timeout={timeout:g} s"):
+        launch.result()
+    assert noted(tmp_path, "checkpoint", 2)
+
+
+def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_path: Path) -> None:
+    launch = begin(checkpoint_for_a_minute, tmp_path, start_method)
+    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+    launch.stop()
+    eventually(lambda: noted(tmp_path, "part", 2), LONG)
+    begun = time.monotonic()
+
+    launch.kill()
+
+    assert seconds_to_end(launch, begun) < 2.0
+    assert not (tmp_path / "checkpoint0").exists()
+
+
+def test_survivors_of_a_failing_rank_get_their_finally(start_method: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 0 gives up"):
+        begin(fail_while_the_other_works, tmp_path, start_method).result()
+
+    assert (tmp_path / "checkpoint1").read_text() == "whole"
+
+
+# ------------------------------------------------------------------ those that do not answer
+def test_ranks_that_cannot_be_interrupted_end_within_five_seconds(start_method: str, tmp_path: Path) -> None:
+    """Signals ignored, in C with and without the GIL, under SIGSTOP, in a collective: one rank each."""
+    launch = begin(be_obstinate, tmp_path, start_method, ranks=5)
+    eventually(lambda: noted(tmp_path, "pid", 5), LONG)
+    eventually(lambda: state_of(read(tmp_path, "pid", 3)) == "T", LONG)
+    begun = time.monotonic()
+
+    launch.stop()
+
+    assert seconds_to_end(launch, begun) < STOP_LIMIT
+    with pytest.raises(LaunchStoppedError, match="be_obstinate was stopped") as stopped:
+        launch.result()
+    assert stopped.value.results == {}
+
+
+def test_a_child_does_not_answer_for_its_rank(start_method: str, tmp_path: Path) -> None:
+    """A child has its rank's handlers: its answer to an editor's SIGINT would win a stuck rank 30 s."""
+    launch = begin(stick_beside_a_child, tmp_path, start_method, ranks=1)
+    eventually(lambda: noted(tmp_path, "child", 1), LONG)
+    begun = time.monotonic()
+
+    launch.stop()
+    send_often(signal.SIGINT, [read(tmp_path, "child", 0)])
+
+    assert seconds_to_end(launch, begun) < STOP_LIMIT
+
+
+def test_a_launch_that_is_stopped_as_it_starts_ends_at_once(start_method: str, tmp_path: Path) -> None:
+    begun = time.monotonic()
+    launch = begin(checkpoint_for_a_minute, tmp_path, start_method)
+
+    launch.stop()
+
+    assert seconds_to_end(launch, begun) < STOP_LIMIT
+    with pytest.raises(LaunchStoppedError, match="was stopped"):
+        launch.result()
+
+
+def test_an_interrupt_in_the_moment_of_the_start_leaves_no_launch(
+    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_and_be_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begin(checkpoint_for_a_minute, tmp_path, start_method)
+
+    assert live_launches() == []
+
+
+# ------------------------------------------------------------------ what is known afterwards
+def test_what_ranks_returned_before_the_stop_is_kept(start_method: str, tmp_path: Path) -> None:
+    launch = begin(return_or_wait, tmp_path, start_method)
+    eventually(lambda: noted(tmp_path, "pid", 2), LONG)
+    eventually(lambda: not state_of(read(tmp_path, "pid", 0)), LONG)
+
+    launch.stop()
+
+    with pytest.raises(LaunchStoppedError, match="was stopped") as stopped:
+        launch.result()
+    assert stopped.value.results == {0: "from rank 0"}
+
+
+def test_stopping_and_killing_a_launch_that_has_ended_does_nothing(start_method: str, tmp_path: Path) -> None:
+    (tmp_path / "leave").touch()
+    launch = begin(count_interrupts, tmp_path, start_method)
+    assert list(launch.result()) == [0, 0]
+
+    launch.stop()
+    launch.kill()
+
+    assert list(launch.result()) == [0, 0]

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Everything that must pass: lint, types, all tests. It first makes the environment and installs what tests need.
+#
+#   bash tests/run.sh [ARGUMENT...]   arguments go to pytest: bash tests/run.sh tests/unit -k plan
+#
+# notebooks/venv.sh says which variables choose the environment.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/../notebooks/venv.sh"
+
+install_chromium() {
+    local sudo=()
+    if command -v chromium > /dev/null; then return; fi
+    command -v apt-get > /dev/null || die "tests/browser needs \`chromium\` on the PATH, and there is no apt-get here to install it."
+    if [ "$(id -u)" -ne 0 ]; then
+        command -v sudo > /dev/null || die "tests/browser needs Debian's chromium: as root, run apt-get install chromium"
+        sudo=(sudo)
+    fi
+    say "Installing Debian's chromium for tests/browser"
+    ${sudo[@]+"${sudo[@]}"} apt-get update -qq
+    ${sudo[@]+"${sudo[@]}"} env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium > /dev/null
+}
+
+check() { say "» $*"; "$python" -m "$@"; }
+
+install_chromium
+use_venv test
+cd "$root"
+check ruff check .
+check ruff format --check .
+check mypy
+check pytest "$@"

@@ -1,0 +1,325 @@
+// Stop, kill and restart: what is sent when, and what is never done.
+import assert from "node:assert/strict";
+import test from "node:test";
+import { PanelState } from "../../../nblaunch/notebook/static/state.js";
+import { FakeClock, FakeKernel, FakeModel } from "./helpers.mjs";
+
+const VS_CODE = { wsUrl: "BOGUS_PVSC" };
+
+/** A panel whose launch runs. */
+function running({ info = {}, kernel = new FakeKernel(), manager = { kernel } } = {}) {
+  const clock = new FakeClock();
+  const model = new FakeModel({ info, manager });
+  const panel = new PanelState(model, clock);
+  panel.open();
+  model.deliver({ kind: "delta", seq: 1, now: 1, state: { name: "running" } });
+  model.sentMessages.length = 0;
+  return { clock, model, panel, kernel };
+}
+const state = (model, name, seq = 2) => model.deliver({ kind: "delta", seq, now: 2, state: { name } });
+
+test("a stop that is acknowledged interrupts nothing", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  assert.deepEqual(model.sentMessages, [{ kind: "stop", launch: "L1" }]);
+  clock.pass(699);
+  model.deliver({ kind: "ack", what: "stop", launch: "L1" });
+  clock.pass(60_000);
+  assert.deepEqual(kernel.calls, []);
+  assert.equal(panel.kernel.asked, "stop");
+});
+
+test("without an acknowledgement in 0.7 s the kernel is interrupted, once", () => {
+  const { clock, panel, kernel } = running();
+  panel.kernel.stop();
+  clock.pass(699);
+  assert.deepEqual(kernel.calls, []);
+  clock.pass(1);
+  assert.deepEqual(kernel.calls, ["interrupt"]);
+  clock.pass(60_000);
+  assert.deepEqual(kernel.calls, ["interrupt"]);
+});
+
+test("when an interrupt changes nothing the panel says which button to press", () => {
+  const { clock, model, panel } = running();
+  panel.kernel.stop();
+  clock.pass(5600);
+  assert.equal(panel.notice, "");
+  clock.pass(200);
+  assert.match(panel.notice, /has not stopped yet: use the notebook's Interrupt button/);
+  state(model, "stopping");
+  assert.equal(panel.notice, "");
+});
+
+test("the second click kills, by the same ways", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  model.deliver({ kind: "ack", what: "stop", launch: "L1" });
+  panel.kernel.stop();
+  assert.deepEqual(model.sentMessages, [{ kind: "stop", launch: "L1" }, { kind: "kill", launch: "L1" }]);
+  clock.pass(700);
+  assert.deepEqual(kernel.calls, ["interrupt"]);
+});
+
+test("where the launch is stopping already the first click kills", () => {
+  const { model, panel } = running();
+  state(model, "stopping");
+  panel.kernel.stop();
+  assert.deepEqual(model.kinds(), ["kill"]);
+});
+
+test("a click before the acknowledgement of the first kills as soon as that comes, once", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  clock.pass(300);
+  panel.kernel.stop();
+  panel.kernel.stop();
+  assert.deepEqual(model.kinds(), ["stop"]);
+  model.deliver({ kind: "ack", what: "stop", launch: "L1" });
+  assert.deepEqual(model.kinds(), ["stop", "kill"]);
+  model.deliver({ kind: "ack", what: "kill", launch: "L1" });
+  clock.pass(60_000);
+  assert.deepEqual(model.kinds(), ["stop", "kill"]);
+  assert.deepEqual(kernel.calls, []);
+});
+
+test("a click before the acknowledgement of the first is not lost on a kernel that never answers", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  clock.pass(300);
+  panel.kernel.stop();
+  clock.pass(399);
+  assert.deepEqual([model.kinds(), kernel.calls], [["stop"], []]);
+  clock.pass(1);
+  assert.deepEqual([model.kinds(), kernel.calls], [["stop", "kill"], ["interrupt"]]);
+  clock.pass(699);
+  assert.deepEqual(kernel.calls, ["interrupt"]);
+  clock.pass(1);
+  assert.deepEqual(kernel.calls, ["interrupt", "interrupt"]);
+  clock.pass(60_000);
+  assert.deepEqual([model.kinds().length, kernel.calls.length], [2, 2]);
+});
+
+test("a click too many is forgotten with the launch", () => {
+  const { clock, model, panel } = running();
+  panel.kernel.stop();
+  panel.kernel.stop();
+  state(model, "stopped");
+  clock.pass(60_000);
+  assert.deepEqual(model.kinds(), ["stop"]);
+  assert.equal(panel.kernel.again, false);
+});
+
+test("a stop that takes effect unacknowledged is no reason to interrupt, which would kill", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  clock.pass(600);
+  state(model, "stopping");
+  clock.pass(60_000);
+  assert.deepEqual(kernel.calls, []);
+});
+
+test("a late acknowledgement of the stop is none of the kill", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  clock.pass(700);
+  panel.kernel.stop();
+  model.deliver({ kind: "ack", what: "stop", launch: "L1" });
+  clock.pass(700);
+  assert.deepEqual(kernel.calls, ["interrupt", "interrupt"]);
+});
+
+test("an empty message says that the kernel runs our launch", () => {
+  const { clock, model, panel, kernel } = running();
+  for (let seq = 2; seq < 30; seq++) {
+    clock.pass(2000);
+    model.deliver({ kind: "delta", seq, now: 2 * seq });
+  }
+  panel.kernel.stop();
+  clock.pass(700);
+  assert.deepEqual(kernel.calls, ["interrupt"]);
+});
+
+test("in VS Code an interrupt_request goes over the control channel", () => {
+  const { clock, panel, kernel } = running();
+  kernel.serverSettings = VS_CODE;
+  panel.kernel.stop();
+  clock.pass(700);
+  const [message] = kernel.calls;
+  assert.equal(kernel.calls.length, 1);
+  assert.deepEqual({ ...message, header: { ...message.header, msg_id: "", date: "" } }, {
+    header: { msg_type: "interrupt_request", msg_id: "", session: "client", username: "", version: "5.3", date: "" },
+    parent_header: {}, metadata: {}, content: {}, channel: "control", buffers: [],
+  });
+  assert.ok(message.header.msg_id && !Number.isNaN(Date.parse(message.header.date)));
+});
+
+test("a stale panel interrupts nothing: the kernel may run a stranger's cell", () => {
+  const { clock, panel, kernel } = running();
+  clock.pass(4400);
+  panel.kernel.stop();
+  clock.pass(700);
+  assert.deepEqual(kernel.calls, []);
+  assert.match(panel.notice, /does not answer: use the notebook's Interrupt button/);
+});
+
+test("a background launch interrupts nothing", () => {
+  const { clock, panel, kernel } = running({ info: { blocking: false } });
+  panel.kernel.stop();
+  clock.pass(700);
+  assert.deepEqual(kernel.calls, []);
+  assert.match(panel.notice, /busy: it stops when the running cell ends, or run %distributed stop/);
+});
+
+test("a launch that has ended meanwhile interrupts nothing", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  clock.pass(600);
+  state(model, "finished");
+  clock.pass(60_000);
+  assert.deepEqual(kernel.calls, []);
+  panel.kernel.stop();
+  assert.deepEqual(model.kinds(), ["stop"]);
+});
+
+for (const [name, manager] of [
+  ["no widget manager", null],
+  ["no kernel", { kernel: null }],
+  ["a manager that throws", { get kernel() { throw new Error("no"); }, get context() { throw new Error("no"); } }],
+]) {
+  test(`with ${name} the panel says which buttons to press`, () => {
+    const { clock, panel } = running({ manager });
+    panel.kernel.stop();
+    clock.pass(700);
+    assert.match(panel.notice, /use the notebook's Interrupt button/);
+    panel.kernel.restart();
+    assert.match(panel.notice, /Use your editor's Restart button/);
+    assert.equal(panel.kernel.armed, false);
+    panel.dispose();
+  });
+}
+
+test("an interrupt that fails is told", async () => {
+  const kernel = new FakeKernel();
+  kernel.interrupt = () => Promise.reject(new Error("403"));
+  const { clock, panel } = running({ kernel });
+  panel.kernel.stop();
+  clock.pass(700);
+  await new Promise((resolve) => setImmediate(resolve));
+  assert.match(panel.notice, /could not be interrupted: use the notebook's Interrupt button/);
+});
+
+test("a closed comm is a kernel that does not answer", () => {
+  const { clock, model, panel, kernel } = running();
+  model.send = () => { throw new Error("closed"); };
+  panel.kernel.stop();
+  clock.pass(700);
+  assert.deepEqual(kernel.calls, ["interrupt"]);
+});
+
+test("an acknowledgement of another launch is not ours", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  model.deliver({ kind: "ack", what: "stop", launch: "L0" });
+  clock.pass(700);
+  assert.deepEqual(kernel.calls, ["interrupt"]);
+});
+
+test("done: the launch had ended, and the panel asks how", () => {
+  const { clock, model, panel, kernel } = running();
+  panel.kernel.stop();
+  model.deliver({ kind: "ack", what: "done", launch: "L1" });
+  assert.equal(panel.kernel.asked, "");
+  assert.deepEqual(model.sentMessages.at(-1), { kind: "resync", seq: 1, have: false });
+  clock.pass(1000);
+  assert.deepEqual(kernel.calls, []);
+});
+
+test("restart takes two clicks within three seconds, and opens no dialog of the session's", () => {
+  const session = [];
+  const kernel = new FakeKernel();
+  const manager = { kernel, context: { sessionContext: { restartKernel: () => session.push("restart") } } };
+  const { clock, panel } = running({ kernel, manager });
+  panel.kernel.restart();
+  assert.ok(panel.kernel.armed);
+  clock.pass(3000);
+  assert.ok(!panel.kernel.armed);
+  panel.kernel.restart();
+  clock.pass(2999);
+  panel.kernel.restart();
+  assert.deepEqual(session, ["restart"]);
+  assert.deepEqual(kernel.calls, []);
+  assert.ok(!panel.kernel.armed);
+});
+
+test("without a session the kernel itself restarts", () => {
+  const { panel, kernel } = running();
+  panel.kernel.restart();
+  panel.kernel.restart();
+  assert.deepEqual(kernel.calls, ["restart"]);
+});
+
+test("in VS Code restart points at the editor's button", () => {
+  const { panel, kernel } = running();
+  kernel.serverSettings = VS_CODE;
+  panel.kernel.restart();
+  panel.kernel.restart();
+  assert.deepEqual(kernel.calls, []);
+  assert.match(panel.notice, /Use your editor's Restart button/);
+});
+
+test("a restart that fails is told", async () => {
+  const kernel = new FakeKernel();
+  kernel.restart = () => Promise.reject(new Error("500"));
+  const { panel } = running({ kernel });
+  panel.kernel.restart();
+  panel.kernel.restart();
+  await new Promise((resolve) => setImmediate(resolve));
+  assert.match(panel.notice, /did not restart/);
+});
+
+for (const status of ["restarting", "autorestarting", "dead", "terminating"]) {
+  test(`when the kernel is ${status} the panel is a picture`, () => {
+    const { clock, model, panel, kernel } = running();
+    panel.kernel.stop();
+    kernel.status(status);
+    assert.equal(panel.active, false);
+    clock.pass(60_000);
+    assert.deepEqual(kernel.calls, []);
+    model.sentMessages.length = 0;
+    panel.kernel.stop();
+    panel.kernel.resync();
+    assert.deepEqual(model.sentMessages, []);
+    assert.equal(panel.elapsed, 1);
+    panel.kernel.restart();
+    assert.ok(panel.kernel.armed);
+  });
+}
+
+test("busy and idle are no end", () => {
+  const { panel, kernel } = running();
+  for (const status of ["busy", "idle", "unknown", "starting"]) kernel.status(status);
+  assert.ok(panel.active);
+});
+
+test("after it is disposed of nothing is left: no timer, no listener", () => {
+  const { clock, panel, kernel } = running();
+  panel.kernel.stop();
+  panel.kernel.restart();
+  panel.kernel.resync();
+  panel.dispose();
+  assert.equal(clock.timers.size, 0);
+  assert.equal(kernel.slots.size, 0);
+});
+
+test("stacks that do not come are told", () => {
+  const { clock, model, panel } = running();
+  panel.kernel.stacks();
+  assert.deepEqual(model.sentMessages, [{ kind: "stacks", launch: "L1" }]);
+  clock.pass(5000);
+  assert.match(panel.notice, /No stacks/);
+  panel.kernel.stacks();
+  model.deliver({ kind: "delta", seq: 2, now: 3, stacks: { t: 3, ranks: [[0, "here"]] } });
+  clock.pass(5000);
+  assert.equal(panel.notice, "");
+});

@@ -1,0 +1,177 @@
+import assert from "node:assert/strict";
+import test from "node:test";
+import { niceTicks, valueRange } from "../../../nblaunch/notebook/static/chart.js";
+import { bytesText, clockText, durationText, numberText } from "../../../nblaunch/notebook/static/format.js";
+import { Metric, MetricBook, metricDirection } from "../../../nblaunch/notebook/static/series.js";
+
+function metric(name, points) {
+  const made = new Metric(name);
+  for (const [rank, x, y] of points) made.push(rank, x, y);
+  return made;
+}
+
+test("the mean goes up to where the slowest rank is, and over what a rank left out", () => {
+  const table = metric("loss", [[0, 1, 1], [1, 1, 3], [0, 2, 2], [0, 3, 3], [1, 3, 5], [0, 4, 9]]).table();
+  assert.deepEqual(table.xs, [1, 2, 3, 4]);
+  assert.deepEqual(table.ranks, [0, 1]);
+  assert.deepEqual(table.columns, [[1, 2, 3, 9], [3, null, 5, null]]);
+  assert.deepEqual(table.mean, [2, 3, 4, null]);
+});
+
+test("ranks that report at different steps have a mean too", () => {
+  const { mean } = metric("loss", [[0, 1, 1], [1, 2, 3], [0, 3, 3], [1, 4, 5], [0, 5, 5]]).table();
+  assert.deepEqual(mean, [1, 2.5, 3.5, 4.5, null]);
+});
+
+test("a rank that joins later counts from there on", () => {
+  assert.deepEqual(metric("loss", [[0, 1, 1], [0, 2, 2], [1, 2, 4], [0, 3, 3], [1, 3, 5]]).table().mean, [1, 3, 4]);
+});
+
+test("a rank that stopped long before holds up no mean", () => {
+  const points = [[1, 1, 3]];
+  for (let x = 1; x <= 5; x++) points.push([0, x, 1]);
+  assert.deepEqual(metric("loss", points).table().mean, [2, 1, 1, 1, 1]);
+});
+
+test("latest is where the slowest rank is, and never better than the best", () => {
+  const made = metric("accuracy", [[0, 1, 0.1], [1, 1, 0.3], [0, 2, 0.9]]);
+  assert.equal(made.latest, 0.2);
+  assert.equal(made.best, 0.2);
+  assert.equal(made.table().xs[made.end], 1);
+});
+
+test("what is not finite is left out, and told where nothing else comes", () => {
+  const made = metric("loss", [[0, 1, 1], [1, 1, 3], [0, 2, null]]);
+  assert.equal(made.latest, 2);
+  assert.equal(made.diverged, false);
+  made.push(1, 2, NaN);
+  assert.equal(made.latest, 2);
+  assert.equal(made.diverged, true);
+  assert.equal(metric("x", [[0, 1, null]]).latest, null);
+});
+
+test("best goes by the name", () => {
+  const points = [[0, 1, 0.5], [0, 2, 0.9], [0, 3, 0.7]];
+  const best = (name) => {
+    const made = metric(name, points);
+    made.table();
+    return made.best;
+  };
+  assert.deepEqual(["accuracy", "loss", "lr"].map(best), [0.9, 0.5, null]);
+});
+
+test("best survives thinning", () => {
+  const made = new Metric("accuracy");
+  for (let i = 0; i < 10_000; i++) {
+    made.push(0, i, i === 3 ? 1 : 0.5);
+    if (i % 50 === 0) made.table();
+  }
+  assert.equal(made.best, 1);
+});
+
+test("names say which way is better", () => {
+  for (const name of ["accuracy", "val_acc", "acc1", "Top1 Accuracy", "f1", "val/f1", "mAP", "mIoU", "BLEU", "auc", "recall@5", "valAcc"]) assert.equal(metricDirection(name), 1, name);
+  for (const name of ["loss", "val_loss", "trainLoss", "perplexity", "mae", "RMSE", "val-mse", "error"]) assert.equal(metricDirection(name), -1, name);
+  for (const name of ["lr", "step_time", "__proto__", "mapped", "place", "throughput"]) assert.equal(metricDirection(name), 0, name);
+});
+
+test("accuracy first, then losses, then the rest by name", () => {
+  const book = new MetricBook();
+  book.add(["lr", "train_loss", "f1", "val_accuracy", "eval_loss", "epoch", "accuracy"].map((name) => [name, 0, 1, 1]));
+  assert.deepEqual(book.sorted().map((made) => made.name), ["accuracy", "val_accuracy", "f1", "eval_loss", "train_loss", "epoch", "lr"]);
+});
+
+test("names of a hostile kind are names", () => {
+  const book = new MetricBook();
+  book.add([["__proto__", 0, 1, 1], ["constructor", 0, 1, 2], ["<b>", 0, 1, 3]]);
+  assert.deepEqual(book.sorted().map((made) => [made.name, made.latest]), [["<b>", 3], ["__proto__", 1], ["constructor", 2]]);
+});
+
+test("a long series keeps its peaks: one odd point among 10,000 is the best", () => {
+  for (const [name, odd] of [["accuracy", 1], ["loss", -1]]) {
+    for (const at of [0, 1, 2, 3, 6001, 9998, 9999]) {
+      const made = new Metric(name);
+      for (let i = 0; i < 10_000; i++) for (const rank of [0, 1]) made.push(rank, i, i === at ? odd : i % 7 ? 0.5 + (i % 3) / 100 : NaN);
+      const { xs, mean } = made.table();
+      assert.ok(xs.length <= 2000 && xs.length > 700, String(xs.length));
+      assert.deepEqual([made.best, mean[xs.indexOf(at)]], [odd, odd], `${name} ${at}`);
+    }
+  }
+});
+
+test("peaks stay through every thinning, and all ranks keep the same steps", () => {
+  const made = new Metric("accuracy");
+  for (let i = 0; i < 300_000; i++) {
+    for (let rank = 0; rank < 2; rank++) made.push(rank, i, i === 70_001 ? 1 : ((i * 7919 + rank * 31) % 1000) / 2000);
+    if (i % 1500 === 0) made.thin();
+  }
+  const { xs, columns } = made.table();
+  assert.equal(made.best, 1);
+  assert.ok(xs.length <= 2002, String(xs.length));
+  assert.ok(columns.flat().every((y) => y !== null));
+});
+
+test("a series that never has a number is thinned too", () => {
+  const made = new Metric("loss");
+  for (let i = 0; i < 10_000; i++) made.push(0, i, null);
+  assert.ok(made.table().xs.length <= 2000);
+  assert.deepEqual([made.latest, made.best, made.diverged], [null, null, true]);
+});
+
+test("points are thinned as they come, before anyone draws them", () => {
+  const book = new MetricBook();
+  book.add(Array.from({ length: 9000 }, (_, i) => ["loss", 0, i, i === 4321 ? -1 : 1]));
+  const [made] = book.sorted();
+  assert.ok(made.ranks.get(0).xs.length <= 2000);
+  made.table();
+  assert.equal(made.best, -1);
+});
+
+test("a long series keeps at most 2,000 points, evenly, the first and the last among them", () => {
+  const made = new Metric("loss");
+  for (let i = 0; i < 50_000; i++) {
+    made.push(0, i, i);
+    made.push(1, i, i + 2);
+  }
+  const { xs, columns, mean } = made.table();
+  assert.ok(xs.length <= 2001 && xs.length > 700, String(xs.length));
+  assert.deepEqual([xs[0], xs.at(-1)], [0, 49_999]);
+  assert.deepEqual(columns[0], xs);
+  assert.ok(mean.every((y, i) => y === xs[i] + 1));
+  assert.ok(Math.max(...xs.slice(1).map((x, i) => x - xs[i])) < 128);
+});
+
+test("where steps go backwards points are numbered", () => {
+  const made = metric("loss", [[0, 10, 1], [0, 20, 2], [1, 10, 5], [0, 10, 3], [0, 20, 4]]);
+  assert.ok(made.byIndex);
+  assert.deepEqual(made.table().xs, [0, 1, 2, 3]);
+  assert.deepEqual(made.table().columns, [[1, 2, 3, 4], [5, null, null, null]]);
+});
+
+test("ticks are round", () => {
+  assert.deepEqual(niceTicks(0, 1, 5), [0, 0.2, 0.4, 0.6, 0.8, 1]);
+  assert.deepEqual(niceTicks(0.1, 0.85, 5), [0.2, 0.4, 0.6, 0.8]);
+  assert.deepEqual(niceTicks(-3, 3, 3), [-2, 0, 2]);
+  assert.deepEqual(niceTicks(1e-9, 3e-9, 2), [1e-9, 2e-9, 3e-9]);
+  assert.ok(niceTicks(0, 1e300, 5).length < 12);
+});
+
+test("a range has air, also around one value", () => {
+  assert.deepEqual(valueRange([[1, null], [2]]), [0.94, 2.06]);
+  assert.deepEqual(valueRange([[5]]), [4.5, 5.5]);
+  assert.deepEqual(valueRange([[0]]), [-1, 1]);
+  assert.deepEqual(valueRange([[null]]), [0, 1]);
+});
+
+test("what is no number is a dash, and never an error", () => {
+  assert.deepEqual([undefined, null, NaN, Infinity, -Infinity, "inf", "nan", "", " ", "ten", {}, [], true].map(numberText), Array(13).fill("–"));
+  assert.deepEqual(["10", "1e7", " 2.5 "].map(numberText), ["10", "1e+7", "2.5"]);
+  for (const text of [clockText, durationText, bytesText]) for (const value of [null, undefined, NaN, "inf", "10", {}]) assert.match(text(value), /^1?0/);
+});
+
+test("numbers as people read them", () => {
+  assert.deepEqual([0.98765, 12345, 1234.5, 0.0000123, 1.5e9, 3, -0.5, 0, null].map(numberText), ["0.9877", "12,345", "1235", "1.23e-5", "1.5e+9", "3", "-0.5", "0", "–"]);
+  assert.deepEqual([7, 725, 3723].map(clockText), ["0:07", "12:05", "1:02:03"]);
+  assert.deepEqual([0.123, 59.94, 60].map(durationText), ["0.1 s", "59.9 s", "1:00"]);
+  assert.deepEqual([0, 999, 1234, 1_234_567, 15_000_000_000].map(bytesText), ["0 B", "999 B", "1.2 kB", "1.2 MB", "15 GB"]);
+});

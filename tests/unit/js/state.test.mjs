@@ -1,0 +1,267 @@
+// Messages in, the state of the panel out; what is asked for when some are missing.
+import assert from "node:assert/strict";
+import test from "node:test";
+import { PanelState } from "../../../nblaunch/notebook/static/state.js";
+import { plainText } from "../../../nblaunch/notebook/static/line_order.js";
+import { bytes, FakeClock, FakeModel } from "./helpers.mjs";
+
+function opened(options = {}) {
+  const clock = new FakeClock();
+  const model = new FakeModel(options);
+  const panel = new PanelState(model, clock);
+  panel.open();
+  return { clock, model, panel };
+}
+const delta = (model, seq, rest = {}, data) => model.deliver({ kind: "delta", seq, now: seq, ...rest }, data);
+const logged = (panel) => panel.logs.view("all").lines.map((line) => (line.kind === "gap" ? `<${line.o}-${line.e}>` : plainText(line)));
+
+test("it asks for nothing where nothing was missed", () => {
+  const { clock, model } = opened();
+  clock.pass(60_000);
+  assert.deepEqual(model.sentMessages, []);
+});
+
+test("a page that was reloaded asks at once for what it has missed", () => {
+  const { model } = opened({ sent: 7 });
+  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 0, have: false }]);
+});
+
+test("it asks again after 2 s, then less and less often, until the snapshot comes", () => {
+  const { clock, model } = opened({ sent: 7 });
+  const asked = () => model.kinds().filter((kind) => kind === "resync").length;
+  clock.pass(1999);
+  assert.equal(asked(), 1);
+  clock.pass(1);
+  assert.equal(asked(), 2);
+  clock.pass(60_000);
+  assert.ok(asked() > 3 && asked() < 8, String(asked()));
+  model.deliver({ kind: "snapshot", seq: 8, now: 5 });
+  const before = asked();
+  clock.pass(60_000);
+  assert.equal(asked(), before);
+});
+
+test("a hole in the numbers asks once, and what came is shown meanwhile", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { state: { name: "running" } });
+  delta(model, 3, { ranks: [[1, "running"]] });
+  delta(model, 4, { ranks: [[0, "running"]] });
+  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, have: false }]);
+  assert.deepEqual([...panel.ranks], [[0, "running"], [1, "running"]]);
+  model.deliver({ kind: "snapshot", seq: 5, now: 5, state: { name: "finished", seconds: 4 }, ranks: [[0, "returned"], [1, "returned"]] });
+  delta(model, 6);
+  assert.equal(panel.seq, 6);
+  assert.equal(panel.elapsed, 4);
+  assert.equal(model.sentMessages.length, 1);
+});
+
+test("a message that comes twice counts once", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { metrics: [["loss", 0, 1, 2]] });
+  delta(model, 1, { metrics: [["loss", 0, 1, 2]] });
+  assert.equal(panel.metrics.sorted()[0].ranks.get(0).count, 1);
+});
+
+test("a snapshot replaces everything but the logs", () => {
+  const { model, panel } = opened();
+  delta(model, 1, {
+    metrics: [["loss", 0, 1, 2]], progress: [[0, "epoch", 1, 10, 1]], resources: [[0, 1, 1000, null, null]], notes: [[0, "note"]],
+    stacks: { t: 1, ranks: [] }, logs: [{ a: 1, r: 0, s: "out", o: 0, n: 2, t: 1 }],
+  }, "a\n");
+  model.deliver({ kind: "snapshot", seq: 2, now: 2, metrics: [["accuracy", 0, 1, 0.5]], notes: [[0, "note"]] });
+  assert.deepEqual(panel.metrics.sorted().map((metric) => metric.name), ["accuracy"]);
+  assert.deepEqual([panel.progress.size, panel.resources.size, panel.stacks], [0, 0, null]);
+  assert.deepEqual(logged(panel), ["note", "a"]);
+});
+
+test("after a snapshot logs may overlap or leave a gap", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { logs: [{ a: 1, r: 0, s: "out", o: 0, n: 4, t: 1 }] }, "a\nb\n");
+  model.deliver({ kind: "snapshot", seq: 3, now: 2 });
+  delta(model, 4, { logs: [{ a: 1, r: 0, s: "out", o: 2, n: 4, t: 1 }, { a: 1, r: 0, s: "out", o: 100, n: 2, t: 3 }] }, "b\nc\nz\n");
+  assert.deepEqual(logged(panel), ["a", "b", "c", "<6-100>", "z"]);
+});
+
+test("the elapsed time goes on between messages, and ends with the launch", () => {
+  const { clock, model, panel } = opened();
+  assert.equal(panel.elapsed, 0);
+  delta(model, 1, { now: 10, state: { name: "running" } });
+  clock.pass(2500);
+  assert.equal(panel.elapsed, 12.5);
+  delta(model, 2, { state: { name: "failed", seconds: 13.25 } });
+  clock.pass(9000);
+  assert.equal(panel.elapsed, 13.25);
+});
+
+test("older lines are asked for one at a time, and come into their place", () => {
+  const { clock, model, panel } = opened();
+  delta(model, 1, { logs: [{ a: 1, r: 1, s: "err", o: 6, n: 2, t: 1 }] }, "c\n");
+  const gap = panel.logs.view(1).lines[0];
+  panel.loadOlder(gap);
+  panel.loadOlder(gap);
+  assert.deepEqual(model.sentMessages, [{ kind: "older", id: 1, a: 1, r: 1, s: "err", from: 0, to: 6 }]);
+  assert.equal(gap.state, "loading");
+  model.deliver({ kind: "older", id: 1, a: 1, r: 1, s: "err", from: 2, to: 6, spans: [[4, 0.5]] }, "xx\n\n");
+  assert.deepEqual(logged(panel), ["<0-2>", "xx", "", "c"]);
+  panel.loadOlder(panel.logs.view(1).lines[0]);
+  clock.pass(10_000);
+  assert.match(panel.notice, /older lines did not come/);
+  assert.equal(panel.logs.view(1).lines[0].state, "");
+});
+
+test("it says whether it has lines: holes in what it has can be loaded", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { logs: [{ a: 1, r: 0, s: "out", o: 0, n: 2, t: 1 }] }, "a\n");
+  delta(model, 3, { logs: [{ a: 1, r: 0, s: "out", o: 10, n: 2, t: 1 }] }, "z\n");
+  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, have: true }]);
+  assert.deepEqual(logged(panel), ["a", "<2-10>", "z"]);
+});
+
+/** A panel with the gap 6-26 between two lines, and what comes unasked for it. */
+function withGap() {
+  const made = opened();
+  delta(made.model, 1, { logs: [{ a: 1, r: 0, s: "out", o: 0, n: 6, t: 1 }, { a: 1, r: 0, s: "out", o: 26, n: 4, t: 3 }] }, "first\nend\n");
+  const come = (from, text, rest = {}) => {
+    const spans = [[text.length, 2]];
+    made.model.deliver({ kind: "older", id: null, a: 1, r: 0, s: "out", from, to: from + text.length, spans, ...rest }, text);
+  };
+  return { ...made, come };
+}
+
+test("lines that come unasked fill the end of a gap, again and again", () => {
+  const { panel, come } = withGap();
+  come(20, "six 6\n");
+  assert.deepEqual(logged(panel), ["first", "<6-20>", "six 6", "end"]);
+  come(6, "two\nthree fou\n");
+  assert.deepEqual(logged(panel), ["first", "two", "three fou", "six 6", "end"]);
+});
+
+test("lines that come unasked and fit no gap are dropped", () => {
+  const { panel, come } = withGap();
+  come(10, "ab\n");
+  come(20, "six 6\n", { a: 2 });
+  come(20, "six 6\n", { r: 1 });
+  come(20, "six 6\n", { s: "err" });
+  come(0, "x".repeat(25) + "\n");
+  come(0, "first\n");
+  come(26, "end\n");
+  assert.deepEqual(logged(panel), ["first", "<6-26>", "end"]);
+});
+
+test("lines that come unasked disturb no request", () => {
+  const { clock, model, panel, come } = withGap();
+  const [, gap] = panel.logs.view(0).lines;
+  panel.loadOlder(gap);
+  come(20, "six 6\n");
+  assert.equal(gap.state, "loading");
+  const { id, from, to } = model.sentMessages.at(-1);
+  assert.deepEqual([from, to], [6, 26]);
+  model.deliver({ kind: "older", id, a: 1, r: 0, s: "out", from: 14, to, spans: [[12, 1.5]] }, "seven\nsix 6\n");
+  assert.deepEqual(logged(panel), ["first", "<6-14>", "seven", "six 6", "end"]);
+  assert.equal(gap.state, "");
+  clock.pass(60_000);
+  assert.equal(panel.notice, "");
+  panel.loadOlder(gap);
+  come(6, "one two\n");
+  model.deliver({ kind: "older", id: id + 1, a: 1, r: 0, s: "out", from: 6, to: 14, spans: [[8, 1.5]] }, "one two\n");
+  assert.deepEqual(logged(panel), ["first", "one two", "seven", "six 6", "end"]);
+  assert.equal(panel.requests.size, 0);
+});
+
+test("an answer of which all has come unasked leaves the gap to be asked for again", () => {
+  const { model, panel, come } = withGap();
+  const [, gap] = panel.logs.view(0).lines;
+  panel.loadOlder(gap);
+  come(20, "six 6\n");
+  model.deliver({ kind: "older", id: 1, a: 1, r: 0, s: "out", from: 20, to: 26, spans: [[6, 2]] }, "six 6\n");
+  assert.deepEqual(logged(panel), ["first", "<6-20>", "six 6", "end"]);
+  assert.ok(panel.logs.mayLoad(gap));
+});
+
+test("a bar whose total is no number that can be reached has none", () => {
+  const { model, panel } = opened();
+  const totals = [10, "10", 0, -1, null, "inf", NaN, Infinity, {}, true];
+  const known = totals.map((total, i) => {
+    delta(model, i + 1, { progress: [[0, "epoch", 1, total, 1]] });
+    return panel.progress.get(0).get("epoch").total;
+  });
+  assert.deepEqual(known, [10, 10, ...Array(8).fill(null)]);
+});
+
+test("an empty message is a sign of life and changes nothing that is drawn", () => {
+  const { clock, model, panel } = opened();
+  delta(model, 1, { state: { name: "running" } });
+  let told = 0;
+  panel.views.add(() => told++);
+  clock.pass(9000);
+  delta(model, 2);
+  assert.deepEqual([told, panel.seq, panel.heard, panel.elapsed], [0, 2, clock.time, 2]);
+  delta(model, 3, { metrics: 5 });
+  assert.equal(told, 1);
+});
+
+test("an answer that nobody waits for is dropped", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { logs: [{ a: 1, r: 0, s: "out", o: 6, n: 2, t: 1 }] }, "c\n");
+  model.deliver({ kind: "older", id: 9, a: 1, r: 0, s: "out", from: 0, to: 6, spans: [[6, 0.5]] }, "a\nb\n12");
+  assert.deepEqual(logged(panel), ["<0-6>", "c"]);
+});
+
+test("a new attempt clears the failure and the bars of the one before", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { state: { name: "running", attempt: 1 }, progress: [[0, "epoch", 1, 10, 1]], failure: { rank: 1, type: "E", message: "", others: [] } });
+  delta(model, 2, { state: { name: "running", attempt: 2 } });
+  assert.equal(panel.failure, null);
+  assert.equal(panel.progress.size, 0);
+});
+
+test("the memory that a rank used most is kept", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { resources: [[0, 1, 2000, null, null]] });
+  delta(model, 2, { resources: [[0, 0.1, 500, null, null]] });
+  assert.deepEqual(panel.resources.get(0), { cpu: 0.1, memory: 500, gpu: null, gpuMemory: null, peak: 2000 });
+});
+
+test("bars of one rank are bounded", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { progress: Array.from({ length: 100 }, (_, i) => [0, `bar ${i}`, 1, null, 1]) });
+  assert.deepEqual([...panel.progress.get(0).keys()], ["bar 97", "bar 98", "bar 99"]);
+});
+
+test("views are told of every change, and of none once they are gone", () => {
+  const { model, panel } = opened();
+  let told = 0;
+  const view = () => told++;
+  panel.views.add(view);
+  delta(model, 1, { state: { name: "running" } });
+  assert.ok(told > 0);
+  panel.views.delete(view);
+  const before = told;
+  delta(model, 2, { state: { name: "stopping" } });
+  assert.equal(told, before);
+});
+
+test("a message that makes no sense is told and breaks nothing", () => {
+  const { model, panel } = opened();
+  delta(model, 1, { metrics: 5 });
+  assert.match(panel.notice, /could not read a message/);
+  delta(model, 2, { ranks: [[0, "running"]] });
+  assert.equal(panel.ranks.get(0), "running");
+  model.deliver({ kind: "something new", seq: 3 });
+});
+
+test("buffers come as views or as whole buffers", () => {
+  const { panel } = opened();
+  const chunk = (o) => ({ kind: "delta", seq: o / 2 + 1, now: 1, logs: [{ a: 1, r: 0, s: "out", o, n: 2, t: 1 }] });
+  panel.receive(chunk(0), [new DataView(bytes("xxa\nxx").buffer, 2, 2)]);
+  panel.receive(chunk(2), [new Uint8Array(bytes("b\n")).buffer]);
+  assert.deepEqual(logged(panel), ["a", "b"]);
+});
+
+test("a widget without any information is a panel nevertheless", () => {
+  const model = new FakeModel();
+  model.state = {};
+  const panel = new PanelState(model, new FakeClock());
+  panel.open();
+  assert.equal(panel.state.name, "starting");
+});

@@ -1,0 +1,188 @@
+// The views of a panel, in a page that is none: what is drawn, and what stays when it is drawn anew.
+import assert from "node:assert/strict";
+import test from "node:test";
+import panel from "../../../nblaunch/notebook/static/panel.js";
+import { bytes, FakeModel } from "./helpers.mjs";
+import { fakePage } from "./dom.mjs";
+
+const page = fakePage();
+const SHOWN = 180; // pixels of the log: ten lines
+let launches = 0;
+
+/** A model whose launch runs, and views of it. */
+function opened(t, info = {}) {
+  const model = new FakeModel({ info: { launch: `views ${++launches}`, ...info } });
+  const end = panel.initialize({ model });
+  const closers = new Set();
+  t.after(() => {
+    for (const close of closers) close();
+    end();
+  });
+  let seq = 0;
+  const delta = (rest, data) => {
+    model.deliver({ kind: "delta", seq: ++seq, now: seq, ...rest }, data);
+    return page.draw();
+  };
+  const view = () => {
+    const host = page.host();
+    const close = panel.render({ model, el: host });
+    closers.add(close);
+    const log = host.one("nbl-log");
+    log.clientHeight = SHOWN;
+    page.resized();
+    page.draw();
+    return { host, log, close: () => (closers.delete(close), close()) };
+  };
+  delta({ state: { name: "running" } });
+  return { model, delta, view };
+}
+const numbered = (from, to) => Array.from({ length: to - from }, (_, i) => `line ${from + i}\n`).join("");
+const chunk = (text, rest = {}) => [{ logs: [{ a: 1, r: 0, s: "out", o: 0, n: bytes(text).length, t: 1, ...rest }] }, text];
+const rows = (host) => host.all("nbl-line").map((row) => row.textContent);
+const button = (host, text) => host.all("nbl-button").find((node) => node.textContent === text);
+const tab = (host, text) => host.all("nbl-tab").find((node) => node.textContent === text);
+const chosen = (host) => host.all("nbl-tab").find((node) => node.getAttribute("aria-selected") === "true").textContent;
+const FAILURE = { rank: 1, type: "ValueError", message: "no", where: "", source: "", traceback: "trace", others: ["rank 0: the same"], log: "" };
+
+/** Scroll as a reader does. */
+function scroll(log, top) {
+  log.scrollTop = top;
+  log.fire("scroll");
+}
+
+test("a part that cannot be drawn keeps no other from being drawn, and is told of once", (t) => {
+  const { model, delta, view } = opened(t);
+  const { host } = view();
+  delta({ stacks: { t: 1, ranks: [[0, "here"]] }, resources: [[0, { toString: null, valueOf: null }, 1000, null, null]] });
+  delta(...chunk("a\nb\n"));
+  assert.deepEqual(rows(host), ["[rank 0] a", "[rank 0] b"]);
+  assert.ok(!host.one("nbl-stacks").hidden);
+  assert.match(host.one("nbl-notice").textContent, /^A part of the panel could not be drawn: TypeError/);
+  model.deliver({ kind: "ack", what: "stop", launch: model.state.info.launch });
+  delta(...chunk("c\n", { o: 4 }));
+  assert.equal(host.one("nbl-notice").textContent, "");
+  assert.equal(rows(host).length, 3);
+});
+
+test("a second view of a launch that has ended shows what the first one showed", (t) => {
+  const { delta, view } = opened(t);
+  const first = view();
+  delta(...chunk(numbered(0, 100)));
+  delta({ failure: FAILURE, stacks: { t: 1, ranks: [[0, "here"]] } });
+  tab(first.host, "rank 0").fire("click");
+  scroll(first.log, 720);
+  const read = rows(first.host);
+  first.log.style.height = "400px";
+  page.resized();
+  button(first.host, "Close").fire("click");
+  const traceback = first.host.one("nbl-details");
+  traceback.removeAttribute("open");
+  traceback.fire("toggle");
+  delta({ state: { name: "failed", seconds: 5 } });
+  first.close();
+  const second = view();
+  delta({ notes: [[9, "the end"]] });
+  assert.equal(chosen(second.host), "rank 0");
+  assert.equal(second.log.scrollTop, 720);
+  assert.deepEqual(rows(second.host), read);
+  assert.equal(button(second.host, "Follow")?.textContent, "Follow");
+  assert.equal(second.log.style.height, "400px");
+  assert.ok(second.host.one("nbl-stacks").hidden);
+  assert.equal(second.host.one("nbl-details").open, false);
+  delta({ stacks: { t: 2, ranks: [[0, "there"]] } });
+  assert.ok(!second.host.one("nbl-stacks").hidden);
+});
+
+test("a second view has the search and its hit, whichever view goes first", (t) => {
+  const { delta, view } = opened(t);
+  const first = view();
+  delta(...chunk(numbered(0, 100)));
+  const input = first.host.one("nbl-find");
+  input.value = "Line 4";
+  input.fire("keydown", { key: "Enter" });
+  input.fire("keydown", { key: "Enter", shiftKey: true });
+  assert.equal(first.host.one("nbl-found").textContent, "10/11");
+  const second = view();
+  first.close();
+  assert.equal(second.host.one("nbl-find").value, "Line 4");
+  assert.equal(second.host.one("nbl-found").textContent, "10/11");
+  assert.deepEqual(second.host.all("nbl-hit").map((row) => row.textContent), ["[rank 0] line 48"]);
+  assert.equal(second.log.scrollTop, first.log.scrollTop);
+});
+
+test("lines that a reader has loaded are there for the next view, and go when that one follows", (t) => {
+  const { model, delta, view } = opened(t);
+  const first = view();
+  const late = numbered(1000, 11_000);
+  const early = numbered(0, 1000);
+  const at = bytes(early).length;
+  delta(...chunk(late, { o: at }));
+  tab(first.host, "rank 0").fire("click");
+  scroll(first.log, 0);
+  const { id, to } = model.sentMessages.findLast((message) => message.kind === "older");
+  model.deliver({ kind: "older", id, a: 1, r: 0, s: "out", from: 0, to, spans: [[to, 0.5]] }, numbered(0, 1001));
+  page.draw();
+  const count = (host) => host.one("nbl-lines").textContent;
+  assert.equal(count(first.host), "11,000 lines");
+  first.close();
+  delta({ ranks: [[0, "running"]] });
+  delta(...chunk("end\n", { o: at + bytes(late).length, t: 2 }));
+  const second = view();
+  assert.equal(count(second.host), "11,001 lines");
+  second.host.one("nbl-follow").fire("click");
+  page.draw();
+  delta({ ranks: [[0, "returned"]] });
+  assert.equal(count(second.host), "10,000 lines");
+});
+
+test("a second click is remembered, the second of a double click is not", (t) => {
+  const { model, view } = opened(t);
+  const { host } = view();
+  const stop = host.one("nbl-stop");
+  const { launch } = model.state.info;
+  model.sentMessages.length = 0;
+  stop.fire("click");
+  stop.fire("click", { detail: 2 });
+  model.deliver({ kind: "ack", what: "stop", launch });
+  assert.deepEqual(model.kinds(), ["stop"]);
+  stop.fire("click");
+  model.deliver({ kind: "ack", what: "kill", launch });
+  assert.deepEqual(model.kinds(), ["stop", "kill"]);
+});
+
+test("a sign of life draws nothing", (t) => {
+  const { delta, view } = opened(t);
+  view();
+  assert.equal(delta({}), 0);
+  assert.ok(delta({ ranks: [[0, "running"]] }) > 0);
+});
+
+test("lines that come unasked leave what is read where it is", (t) => {
+  const { model, delta, view } = opened(t);
+  const { host, log } = view();
+  delta(...chunk(numbered(0, 50)));
+  delta(...chunk(numbered(0, 50), { o: 1000, t: 3 }));
+  scroll(log, 70 * 18);
+  const first = () => rows(host)[Math.round(log.scrollTop / 18) - Number(host.one("nbl-window").style.transform.match(/\d+/)[0]) / 18];
+  const read = first();
+  const missing = "x\n".repeat(20);
+  model.deliver({ kind: "older", id: null, a: 1, r: 0, s: "out", from: 960, to: 1000, spans: [[40, 2]] }, missing);
+  page.draw();
+  assert.equal(first(), read);
+  assert.equal(log.scrollTop, 90 * 18);
+});
+
+test("the tab of a rank that failed comes into sight, once", (t) => {
+  const { delta, view } = opened(t, { world: 64 });
+  const { host } = view();
+  const strip = host.one("nbl-tabs");
+  Object.assign(strip, { clientWidth: 300, offsetLeft: 100 });
+  host.all("nbl-tab").forEach((node, i) => Object.assign(node, { offsetLeft: 100 + 30 * i, offsetWidth: 30 }));
+  delta({ ranks: [[0, "running"]] });
+  assert.equal(strip.scrollLeft, 0);
+  delta({ failure: { ...FAILURE, rank: 37 } });
+  assert.equal(strip.scrollLeft, 30 * 38 - 40);
+  strip.scrollLeft = 0;
+  delta({ failure: { ...FAILURE, rank: 37 } });
+  assert.equal(strip.scrollLeft, 0);
+});

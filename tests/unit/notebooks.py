@@ -1,0 +1,53 @@
+"""A made-up notebook: names that are defined as cells define them, and the host that launches ask."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nblaunch.launch.host import register
+from nblaunch.launch.view import NullView, View
+
+
+class Notebook:
+    """A host whose cells share one dict of names, of a module called ``__main__``."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        self.labels: dict[str, str] = {}
+
+    def run(self, source: str) -> dict[str, Any]:
+        """Run a cell; the notebook's names."""
+        number = len(self.labels) + 1
+        filename = f"<made-up cell {number}>"
+        self.labels[filename] = f"Cell In[{number}]"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        exec(compile(source, filename, "exec"), self.names)
+        return self.names
+
+    def view(self, choice: str) -> View:
+        return NullView()
+
+    def cell_label(self, filename: str) -> str:
+        return self.labels.get(filename, "")
+
+    def cuda_cell(self) -> str:
+        return ""
+
+    def notebook_names(self) -> dict[str, Any]:
+        return self.names
+
+
+@contextmanager
+def open_notebook() -> Iterator[Notebook]:
+    """A notebook that launches are made from while it is open."""
+    notebook = Notebook()
+    register(notebook)
+    try:
+        yield notebook
+    finally:
+        register(None)
+        for filename in notebook.labels:
+            linecache.cache.pop(filename, None)

@@ -1,0 +1,183 @@
+"""Reading a %%distributed cell: its names, its lines."""
+
+from __future__ import annotations
+
+import traceback
+from types import SimpleNamespace
+
+import pytest
+from IPython.core.error import UsageError
+from IPython.core.inputtransformer2 import TransformerManager
+
+from nblaunch.messages import Cell
+from nblaunch.notebook.cells import make_cell, names_used
+
+
+class Shell:
+    """What reading a cell asks of IPython's shell."""
+
+    execution_count = 7
+
+    def transform_cell(self, body: str) -> str:
+        return TransformerManager().transform_cell(body)
+
+
+def cell_of(body: str) -> Cell:
+    return make_cell(Shell(), body, None)
+
+
+PROVIDED = ("rank", "device", "display", "In", "open", "__name__")
+NOTEBOOK = dict.fromkeys((*"abcfxy", "Net", "model", "total", "json", *PROVIDED))
+
+
+def used(body: str) -> str:
+    return " ".join(names_used(cell_of(body), NOTEBOOK))
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        # reads and assignments
+        ("a + b", "a b"),
+        ("a = 1", ""),
+        ("a = a + 1", "a"),
+        ("a, b = b, 2", "b"),
+        ("a: int = b", "b"),
+        ("for a in b: pass", "b"),
+        ("with f(a) as c: pass", "a f"),
+        ("a[0] = 1", "a"),
+        ("a.b = 1", "a"),
+        ("unknown + a", "a"),
+        ("import json", ""),
+        ("import json as a", ""),
+        ("(a := b)", "b"),
+        ("print(f'{a:{b}}')", "a b"),
+        ("match a:\n    case [b, *c]: pass", "a"),
+        ("try: f()\nexcept a as b: pass", "a f"),
+        # changed in place
+        ("a += 1", "a"),
+        ("a -= b", "a b"),
+        ("a[0] += 1", "a"),
+        ("del a", "a"),
+        ("del (a, b[0])", "a b"),
+        ("def f():\n    global total\n    total += 1", "total"),
+        ("def f():\n    global total\n    del total", "total"),
+        ("def f():\n    total = 0\n    total += 1", ""),
+        ("def f(total):\n    total += 1\n    del total", ""),
+        ("class A:\n    total += 1", "total"),
+        # attributes and keywords are no names
+        ("a.model.json", "a"),
+        ("f(model=1, x=a)", "a f"),
+        ("'model {x}'", ""),
+        # functions
+        ("def f(x): return x + a", "a"),
+        ("def f(x=a): return x", "a"),
+        ("def f(x: a) -> b: pass", "a b"),
+        ("@f\ndef a(): pass", "f"),
+        ("def f():\n    a = 1\n    return a", ""),
+        ("def f():\n    a = 1\n    def g(): return a + b\n    return g", "b"),
+        ("def f():\n    def g():\n        def h(): return a\n        return h", "a"),
+        ("def f():\n    global a\n    return a", "a"),
+        ("def f():\n    global a\n    a = 1", ""),
+        ("def f():\n    x = 1\n    def g():\n        nonlocal x\n        x += y", "y"),
+        ("lambda x: x + a", "a"),
+        ("lambda a=b: a", "b"),
+        # comprehensions
+        ("[x for x in a if x > b]", "a b"),
+        ("{x: y for x, y in a}", "a"),
+        ("[[y for y in x] for x in a]", "a"),
+        ("(f(x) for x in a)", "a f"),
+        ("def f(): return [a for b in c]", "a c"),
+        # classes
+        ("class A(Net):\n    x = a", "Net a"),
+        ("class A:\n    a = a", "a"),
+        ("class A:\n    def go(self): return model", "model"),
+        ("class A:\n    x = 1\n    def go(self): return x", "x"),
+        ("class A(metaclass=f): pass", "f"),
+        # notebook syntax
+        ("%time f(a, model.b)", "a b f model"),
+        ("y = %timeit f(a)", "a f"),
+        ("!echo {a} $b c", "a b"),
+        ("y = !ls {model.x}", "model x"),
+        ("!echo $HOME", ""),
+        ("a?", "a"),
+        # what a rank has of its own
+        ("rank + device; display(In); open(a); __name__", "a"),
+        ("", ""),
+    ],
+)
+def test_the_names_that_a_cell_uses(body: str, names: str) -> None:
+    assert used(body) == names
+
+
+# ------------------------------------------------------------------ lines
+def line_of_error(body: str) -> int:
+    """The line that a traceback of the cell names."""
+    cell = cell_of(body)
+    try:
+        exec(
+            compile(cell.source, cell.filename, "exec"), {"get_ipython": lambda: SimpleNamespace(run_line_magic=print)}
+        )
+    except ZeroDivisionError as error:
+        line = traceback.extract_tb(error.__traceback__)[-1].lineno
+        assert line is not None
+        return line
+    raise AssertionError("it did not raise")
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        ("1/0\n", 2),
+        ("a = 1\n1/0", 3),
+        ("\n\n1/0", 4),
+        ("   \n\t\n\n1/0", 5),
+        ("\na = 1\n\n1/0\n\n", 5),
+        ("    a = 1\n    1/0", 3),
+        ("%time 1\n1/0", 3),
+        ("def f():\n    return 1/0\n\nf()", 3),
+        ('text = """\n\n"""\n1/0', 5),
+    ],
+)
+def test_lines_are_counted_from_the_magics_own(body: str, line: int) -> None:
+    assert line_of_error(body) == line
+
+
+def test_a_cell_carries_the_notebooks_name_for_it_and_its_ranks() -> None:
+    cell = make_cell(Shell(), "1", (0, 2))
+    assert (cell.filename, cell.label, cell.ranks) == ("<distributed cell 7>", "Cell In[7]", (0, 2))
+
+
+# ------------------------------------------------------------------ cells that cannot be run
+@pytest.mark.parametrize(
+    "body", ["await f()", "async with a: pass", "async for x in a: pass", "x = [y async for y in a]"]
+)
+def test_awaiting_at_the_top_is_refused_with_the_substitute(body: str) -> None:
+    with pytest.raises(UsageError, match=r"a rank has no event loop; use asyncio\.run\(\.\.\.\) in the cell"):
+        cell_of(body)
+
+
+def test_awaiting_inside_a_function_is_fine() -> None:
+    assert used("import asyncio\nasync def g(): return await f()\nasyncio.run(g())") == "f"
+
+
+def test_a_syntax_error_is_one_with_its_line() -> None:
+    with pytest.raises(SyntaxError, match="invalid syntax") as caught:
+        cell_of("a = 1\nb = = 2")
+    assert (caught.value.lineno, caught.value.filename) == (3, "<distributed cell 7>")
+
+
+@pytest.mark.parametrize(
+    ("source", "used"),
+    [
+        ("model = build()\nmodel.train()\n", ["build"]),
+        ("if rank:\n    model = 1\nmodel\n", ["model"]),
+        ("model = model.half()\nmodel\n", ["model"]),
+        ("def f():\n    return model\nmodel = 1\nf()\n", ["model"]),
+        ("import model\nmodel.x\n", []),
+        ("model: int\nmodel\n", ["model"]),
+    ],
+)
+def test_a_name_that_the_cell_binds_before_it_reads_it_is_its_own(source: str, used: list[str]) -> None:
+    cell = Cell(source, "<cell>", "")
+    assert names_used(cell, {"model": 1, "build": 2}) == used

@@ -1,0 +1,127 @@
+"""Noticing what a rank changed and did not return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nblaunch.ranks.changes import fingerprints, unreturned
+
+
+def noticed(value: Any, change: Callable[[Any], object], result: Callable[[Any], object] = lambda value: None) -> bool:
+    """Whether a change of something that is called `it` is to be told of."""
+    watched = {"it": value, "untouched": [1]}
+    before = fingerprints(watched)
+    change(value)
+    names = unreturned(watched, before, result(value))
+    assert names in ((), ("it",))
+    return bool(names)
+
+
+def trained(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+
+
+def used(model: Any) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def module() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([1], lambda it: it.append(2)),
+        ([1, 2], lambda it: it.reverse()),
+        ([1], lambda it: it.__setitem__(0, "one")),
+        ({"a": 1}, lambda it: it.update(b=2)),
+        ({"a": 1}, lambda it: it.update(a="other")),
+        ({"a": 1}, lambda it: it.clear()),
+        ({1}, lambda it: it.add(2)),
+        (module(), trained),
+        (nn.BatchNorm1d(2), lambda it: it(torch.ones(3, 2))),
+        (nn.Linear(2, 2), lambda it: it.load_state_dict(nn.Linear(2, 2).state_dict())),
+        (nn.LazyLinear(2), used),
+    ],
+)
+def test_a_change_is_noticed(value: Any, change: Callable[[Any], object]) -> None:
+    assert noticed(value, change)
+
+
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ([1, 2], len),
+        ({"a": 1}, lambda it: it["a"]),
+        (module(), used),
+        (module(), lambda it: it.state_dict()),
+        (module(), lambda it: it.requires_grad_(False)),
+    ],
+)
+def test_use_without_change_is_not(value: Any, change: Callable[[Any], object]) -> None:
+    assert not noticed(value, change)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda it: it,
+        lambda it: (1, it),
+        lambda it: {"model": [it]},
+    ],
+)
+@pytest.mark.parametrize("value", [[1], {"a": 1}, {1}])
+def test_what_is_returned_itself_is_no_loss(value: Any, result: Callable[[Any], object]) -> None:
+    assert not noticed(value, lambda it: it.clear(), result)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda it: it,
+        lambda it: it.state_dict(),
+        lambda it: {name: tensor.clone() for name, tensor in it.state_dict().items()},
+        lambda it: {f"module.{name}": tensor for name, tensor in it.state_dict().items()},
+        lambda it: {"epoch": 3, "state": it.state_dict()},
+        lambda it: [it[0].weight],
+        lambda it: it[0].weight.detach()[0],
+    ],
+)
+def test_a_module_may_be_returned_as_its_state_or_its_tensors(result: Callable[[Any], object]) -> None:
+    assert not noticed(module(), trained, result)
+
+
+@pytest.mark.parametrize("result", [lambda it: 0.97, lambda it: {"accuracy": 0.9}, lambda it: [torch.ones(2)]])
+def test_another_result_does_not_bring_a_module_back(result: Callable[[Any], object]) -> None:
+    assert noticed(module(), trained, result)
+
+
+def test_a_module_made_in_inference_mode_is_watched_without_harm() -> None:
+    with torch.inference_mode():
+        frozen = nn.Linear(2, 2)
+    assert not noticed(frozen, lambda it: None)
+
+
+def test_a_result_that_holds_itself_is_gone_through_once() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    assert noticed([1], lambda it: it.append(2), lambda it: loop)
+
+
+def test_sparse_tensors_in_a_result_harm_nothing() -> None:
+    assert noticed(module(), trained, lambda it: [torch.ones(2, 2).to_sparse()])
+
+
+def test_a_sparse_buffer_of_a_module_harms_nothing() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(2).to_sparse())
+    assert noticed(model, trained, lambda it: [torch.ones(2)])
+    assert not noticed(model, trained, lambda it: [it.weight])

@@ -1,0 +1,228 @@
+"""A launch's metrics as numbers, and as pictures."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch.launch.text_view import number
+from nblaunch.notebook.charts import (
+    MEAN_COLOUR,
+    MOST_LINES,
+    Point,
+    colour_of,
+    data_uri,
+    decimated,
+    direction,
+    line_chart,
+    mean_of,
+    summarise,
+)
+
+DETERMINISTIC = settings(derandomize=True, deadline=None)
+SVG = "{http://www.w3.org/2000/svg}"
+NAN, INF = math.nan, math.inf
+ANY_FLOAT = st.floats() | st.sampled_from([0.0, 1e308, -1e308, 5e-324, 1e16, 1e16 + 2])
+POINTS = st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=30)
+
+
+def chart(series: dict[int, list[Point]], title: str = "loss") -> ET.Element:
+    return ET.fromstring(line_chart(series, mean_of(series), title))
+
+
+def strokes(svg: ET.Element, colour: str) -> list[list[Point]]:
+    """The lines drawn in a colour, in pixels."""
+    drawn = []
+    for path in svg.iter(f"{SVG}path"):
+        if path.get("stroke") == colour:
+            for stroke in (path.get("d") or "").split("M")[1:]:
+                drawn.append([(float(x), float(y)) for x, y in (pair.split() for pair in stroke.split("L"))])
+    return drawn
+
+
+def labels(svg: ET.Element) -> list[str]:
+    return [text.text or "" for text in svg.iter(f"{SVG}text")]
+
+
+# ------------------------------------------------------------------ numbers
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, "up") for name in ("accuracy", "val_accuracy", "Acc", "top-1 acc", "acc@5", "F1", "f1_macro", "mAP")),
+        *((name, "up") for name in ("trainAccuracy", "AUC", "BLEU", "IoU", "score")),
+        *((name, "down") for name in ("loss", "valLoss", "eval/loss", "RMSE", "error", "accuracy_loss", "perplexity")),
+        *((name, "") for name in ("lr", "images/s", "accelerate", "glossy", "", "γ")),
+    ],
+)
+def test_the_words_of_a_name_say_whether_more_is_better(name: str, expected: str) -> None:
+    assert direction(name) == expected
+
+
+def test_accuracies_come_first_then_losses_then_the_others_by_name() -> None:
+    names = ["lr", "val_loss", "Grad", "loss", "f1", "accuracy"]
+    summaries = summarise({name: {0: [(0, 1.0)]} for name in names})
+    assert [summary.name for summary in summaries] == ["accuracy", "f1", "loss", "val_loss", "Grad", "lr"]
+
+
+def test_a_metric_without_a_point_is_not_there() -> None:
+    assert summarise({}) == []
+    assert summarise({"loss": {}, "lr": {0: [], 1: []}}) == []
+
+
+def test_the_mean_is_over_the_ranks_at_the_same_x() -> None:
+    assert mean_of({0: [(0, 1.0), (1, 3.0)], 1: [(1, 5.0), (0, 2.0)]}) == ((0, 1.5), (1, 4.0))
+
+
+def test_where_fewer_than_half_of_the_ranks_have_come_there_is_no_mean() -> None:
+    series = {0: [(0, 1.0), (1, 1.0), (2, 9.0)], 1: [(0, 3.0), (1, 3.0)], 2: [(0, 5.0)]}
+    assert mean_of(series) == ((0, 3.0), (1, 2.0))
+
+
+def test_the_latest_and_the_best_are_the_means() -> None:
+    ranks = {0: [(1, 0.5), (2, 0.9), (3, 0.7)], 1: [(1, 0.5), (2, 0.7), (3, 0.7)]}
+    accuracy, loss, other = summarise({"accuracy": ranks, "loss": ranks, "other": ranks})
+    assert accuracy.latest == 0.7
+    assert accuracy.best == pytest.approx(0.8)
+    assert (loss.latest, loss.best) == (0.7, 0.5)
+    assert (other.latest, other.best) == (0.7, None)
+    assert not accuracy.differs
+
+
+def test_ranks_that_share_no_x_have_no_mean_but_a_latest_and_a_best() -> None:
+    series = {rank: [(10 * rank + step, float(rank + step)) for step in range(3)] for rank in range(3)}
+    (loss,) = summarise({"loss": series})
+    assert (loss.mean, loss.latest, loss.best) == ((), 3.0, 0.0)
+    assert loss.by_rank == {0: 2.0, 1: 3.0, 2: 4.0}
+    assert loss.differs
+
+
+def test_a_loss_that_is_no_number_any_more_says_so_and_keeps_its_best() -> None:
+    (loss,) = summarise({"loss": {0: [(0, 2.0), (1, 1.0), (2, NAN)], 1: [(0, 2.0), (1, 1.0), (2, 1.0)]}})
+    assert math.isnan(loss.latest)
+    assert loss.best == 1.0
+    (lost,) = summarise({"loss": {0: [(0, NAN), (1, INF)], 1: [(0, NAN), (1, INF)]}})
+    assert (lost.latest, lost.best, lost.differs) == (INF, None, False)
+
+
+def test_only_ranks_with_a_point_count() -> None:
+    (loss,) = summarise({"loss": {0: [(0, 2.0)], 1: []}})
+    assert (loss.latest, loss.by_rank) == (2.0, {0: 2.0})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.96716, "0.9672"),
+        (60000, "60,000"),
+        (1234.56, "1,234.6"),
+        (1e-5, "1e-05"),
+        (3.0, "3"),
+        (NAN, "nan"),
+        (-INF, "-inf"),
+    ],
+)
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+# ------------------------------------------------------------------ fewer points
+def test_a_short_line_stays_as_it_is() -> None:
+    points = [(float(i), NAN if i == 3 else 1.0) for i in range(300)]
+    assert decimated(points) == points
+
+
+def test_a_long_line_keeps_its_ends_its_extremes_and_its_gaps() -> None:
+    points = [(float(i), math.sin(i)) for i in range(20_000)]
+    points[777], points[12_345], points[15_000] = (777.0, 50.0), (12_345.0, -50.0), (15_000.0, NAN)
+    kept = decimated(points)
+    assert 100 <= len(kept) <= 300
+    assert {points[0], points[-1], points[777], points[12_345], points[15_000]} <= set(kept)
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+
+
+@DETERMINISTIC
+@given(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=200), st.integers(5, 60))
+def test_a_line_never_has_more_points_than_asked_for(points: list[Point], most: int) -> None:
+    kept = decimated(points, most)
+    assert len(kept) <= most
+    drawable = [y for x, y in points if abs(x) < 1e300 and abs(y) < 1e300]
+    left = [y for x, y in kept if abs(x) < 1e300 and abs(y) < 1e300]
+    assert not drawable or (min(left), max(left)) == (min(drawable), max(drawable))
+
+
+# ------------------------------------------------------------------ pictures
+def test_each_rank_has_a_line_of_its_own_colour_and_the_mean_lies_on_top() -> None:
+    svg = chart({0: [(0, 0.0), (1, 1.0)], 1: [(0, 2.0), (1, 3.0)]})
+    (first,), (second,), (mean,) = (strokes(svg, colour) for colour in (colour_of(0), colour_of(1), MEAN_COLOUR))
+    assert [x for x, _ in first] == [x for x, _ in second] == [x for x, _ in mean]
+    for lower, between, upper in zip(first, mean, second, strict=True):
+        assert lower[1] > between[1] > upper[1]  # SVG counts downwards
+    assert list(svg)[-1].get("stroke") == MEAN_COLOUR
+
+
+def test_the_axes_have_round_numbers() -> None:
+    svg = chart({0: [(0, 0.31), (400, 0.97)]})
+    assert labels(svg) == ["0.4", "0.6", "0.8", "0", "100", "200", "300", "400"]
+
+
+def test_a_point_that_is_no_number_leaves_a_gap_and_the_axis_goes_on() -> None:
+    svg = chart({0: [(0, 1.0), (1, 2.0), (2, NAN), (3, 2.0), (4, 3.0), (5, INF), (10, NAN)]})
+    first, second = strokes(svg, MEAN_COLOUR)
+    assert (len(first), len(second)) == (2, 2)
+    assert second[-1][0] < 200
+    assert "10" in labels(svg)
+
+
+def test_a_point_alone_is_a_dot() -> None:
+    ((start, end),) = strokes(chart({0: [(3, 0.5)]}), MEAN_COLOUR)
+    assert start == end
+
+
+def test_of_many_ranks_the_band_is_drawn_that_they_lie_in() -> None:
+    series = {rank: [(float(x), float(rank)) for x in range(500)] for rank in range(MOST_LINES + 1)}
+    svg = chart(series)
+    (band,) = [path for path in svg.iter(f"{SVG}path") if path.get("fill-opacity")]
+    heights = {float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", band.get("d") or "")}
+    assert heights == {8.0, 132.0}
+    assert len(strokes(svg, MEAN_COLOUR)) == 1
+
+
+@pytest.mark.parametrize("values", [(0.5, 0.5), (0.0, 5e-324), (1e16, 1e16 + 2), (1.0, 1.0 + 1e-15), (-1e299, 1e299)])
+def test_values_that_hardly_differ_or_differ_enormously_are_drawn(values: tuple[float, float]) -> None:
+    svg = chart({0: [(0, values[0]), (1, values[1])]})
+    ((start, end),) = strokes(svg, MEAN_COLOUR)
+    assert start[1] >= end[1]
+    assert len(labels(svg)) >= 4
+
+
+def test_a_chart_of_nothing_is_an_empty_one() -> None:
+    assert strokes(chart({}), MEAN_COLOUR) == []
+    assert [y for stroke in strokes(chart({0: [(0, NAN)]}), MEAN_COLOUR) for y in stroke] == []
+
+
+@DETERMINISTIC
+@given(st.dictionaries(st.integers(0, 20), POINTS, max_size=20), st.text() | st.just("]]></title><script>"))
+def test_whatever_is_drawn_is_well_formed_and_within_the_picture(series: dict[int, list[Point]], title: str) -> None:
+    svg = chart(series, title)
+    assert {element.tag for element in svg.iter()} <= {f"{SVG}{name}" for name in ("svg", "title", "path", "text")}
+    for path in svg.iter(f"{SVG}path"):
+        numbers = [float(text) for text in re.findall(r"-?(?:nan|inf|[\d.]+)", path.get("d") or "")]
+        assert all(0 <= value <= 340 for value in numbers)
+    assert "nan" not in "".join(labels(svg))
+
+
+def test_a_long_run_is_drawn_in_a_few_kilobytes() -> None:
+    series = {rank: [(float(x), math.sin(x * rank)) for x in range(20_000)] for rank in range(8)}
+    assert len(line_chart(series, mean_of(series), "loss")) < 30_000
+
+
+def test_a_data_uri_holds_the_document() -> None:
+    head, _, data = data_uri("<svg>é</svg>").partition(",")
+    assert head == "data:image/svg+xml;base64"
+    assert base64.b64decode(data).decode() == "<svg>é</svg>"

@@ -1,0 +1,250 @@
+"""The rules of the house: who may import whom, what importing costs, which errors there are."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import nblaunch
+from nblaunch import errors
+
+PACKAGE = Path(nblaunch.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SHARED = ("nblaunch.errors", "nblaunch.messages", "nblaunch.channel", "nblaunch.pickling", "nblaunch.calls")
+NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")
+
+
+class Import(NamedTuple):
+    """One import statement's target, and the function that it stands in (empty at the top)."""
+
+    target: str
+    function: str
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    return done.stdout.strip()
+
+
+def room_of(module: Path) -> str:
+    """``ranks``, ``launch``, ``notebook``, or ``shared`` for what stands beside them."""
+    parts = module.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else "shared"
+
+
+def imports_of(module: Path) -> list[Import]:
+    """Every import of a module, but for those that only type checkers read."""
+    return list(_imports(ast.parse(module.read_text()), ""))
+
+
+def _imports(node: ast.AST, function: str) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, function) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            yield from (Import(_target(child.module or "", alias.name), function) for alias in child.names)
+        else:
+            inside = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
+            yield from _imports(child, inside)
+
+
+def _target(module: str, name: str) -> str:
+    """The module that ``from module import name`` reads, where it is one of ours."""
+    inner = PACKAGE.parent.joinpath(*module.split("."), name)
+    is_module = module.startswith("nblaunch") and (inner.with_suffix(".py").is_file() or inner.is_dir())
+    return f"{module}.{name}" if is_module else module
+
+
+def is_within(target: str, rooms: tuple[str, ...]) -> bool:
+    return any(target == room or target.startswith(f"{room}.") for room in rooms)
+
+
+def modules_in(room: str) -> list[Path]:
+    found = [module for module in MODULES if room_of(module) == room and module != PACKAGE / "__init__.py"]
+    assert found
+    return found
+
+
+# ------------------------------------------------------------------ the namespace
+def test_all_is_the_namespace() -> None:
+    assert sorted(nblaunch.__all__) == list(nblaunch.__all__) == dir(nblaunch)
+    assert python(
+        "from nblaunch import *; print(*sorted(n for n in dir() if n[:2] != '__' or n in ('__version__',)))"
+    ) == (" ".join(sorted(nblaunch.__all__)))
+
+
+@pytest.mark.parametrize("name", nblaunch.__all__)
+def test_every_public_name_is_there_and_explains_itself(name: str) -> None:
+    thing = getattr(nblaunch, name)
+    assert thing is getattr(nblaunch, name)
+    assert isinstance(thing, str) or thing.__doc__
+
+
+def test_a_name_that_there_is_not_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'nblaunch' has no attribute 'launch_everything'"):
+        nblaunch.launch_everything  # noqa: B018  # the look-up is the test
+
+
+# ------------------------------------------------------------------ what importing costs
+HEAVY = ("torch", "numpy", "cloudpickle", *NOTEBOOKS_OWN)
+
+
+@pytest.mark.parametrize(
+    "code", ["import nblaunch", "from nblaunch import notebook_launcher", "import nblaunch.ranks.report"]
+)
+def test_importing_loads_no_torch_and_no_ipython(code: str) -> None:
+    loaded = python(f"{code}; import sys; print(*sorted({{name.partition('.')[0] for name in sys.modules}}))").split()
+    assert not {"torch", *NOTEBOOKS_OWN}.intersection(loaded)
+
+
+def test_importing_the_package_alone_loads_nothing_heavy() -> None:
+    loaded = python("import nblaunch, sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))").split()
+    assert not set(HEAVY).intersection(loaded)
+
+
+def test_importing_takes_less_than_a_tenth_of_a_second() -> None:
+    """The issue's own limit; of five runs the best, as the machine may be busy."""
+    code = "import time; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"
+    assert min(float(python(code.format("import nblaunch"))) for _ in range(5)) < 0.1
+
+
+# ------------------------------------------------------------------ import directions
+def wrong_in(room: str, is_right: Callable[[Path, Import], bool]) -> list[str]:
+    """The imports of a room that are not as they should be."""
+    return [
+        f"{module.name}: {found.target}"
+        for module in modules_in(room)
+        for found in imports_of(module)
+        if is_within(found.target, ("nblaunch", *NOTEBOOKS_OWN)) and not is_right(module, found)
+    ]
+
+
+def test_what_the_rooms_share_imports_no_room() -> None:
+    assert wrong_in("shared", lambda module, found: is_within(found.target, SHARED)) == []
+
+
+def test_ranks_import_what_is_shared_and_their_own_room_alone() -> None:
+    assert wrong_in("ranks", lambda module, found: is_within(found.target, (*SHARED, "nblaunch.ranks"))) == []
+
+
+def test_launch_reaches_into_ranks_only_where_the_kernel_becomes_a_reaper() -> None:
+    def is_right(module: Path, found: Import) -> bool:
+        becomes_a_reaper = (module.name, found.function) == ("start.py", "fork_kernel")
+        return (
+            is_within(found.target, (*SHARED, "nblaunch.launch"))
+            or found.target == "nblaunch"
+            or (becomes_a_reaper and is_within(found.target, ("nblaunch.ranks",)))
+        )
+
+    assert wrong_in("launch", is_right) == []
+
+
+def test_the_kernel_imports_what_its_child_needs_before_it_forks() -> None:
+    """Another thread may hold an import's lock at the fork, and in the child nobody would release it."""
+    assert (
+        python(
+            "import os, sys; from nblaunch.launch import start\n"
+            "os.fork = lambda: sys.exit(print('nblaunch.ranks.bootstrap' in sys.modules, start._fork_lock.locked()))\n"
+            "start.fork_kernel(None)"
+        )
+        == "True True"
+    )
+
+
+def test_the_notebooks_room_leaves_ranks_alone() -> None:
+    assert wrong_in("notebook", lambda module, found: not is_within(found.target, ("nblaunch.ranks",))) == []
+
+
+def test_the_package_itself_imports_its_rooms_only_when_asked() -> None:
+    ours = [found for found in imports_of(PACKAGE / "__init__.py") if is_within(found.target, ("nblaunch",))]
+    assert ours
+    assert all(found.function for found in ours)
+
+
+def test_torch_is_never_imported_at_the_top_of_a_module() -> None:
+    for module in MODULES:
+        assert not [found for found in imports_of(module) if is_within(found.target, ("torch",)) and not found.function]
+
+
+def test_a_rank_never_loads_ipython() -> None:
+    names = [f"nblaunch.ranks.{module.stem}" for module in modules_in("ranks") if module.stem != "__init__"]
+    loaded = python(f"import {', '.join(names)}; import sys; print(*sys.modules)").split()
+    assert set(names) <= set(loaded)
+    assert not [name for name in loaded if is_within(name, (*NOTEBOOKS_OWN, "nblaunch.launch", "nblaunch.notebook"))]
+
+
+def test_there_are_no_other_rooms_yet() -> None:
+    assert {room_of(module) for module in MODULES} == {"shared", "ranks", "launch", "notebook"}
+    assert importlib.util.find_spec("nblaunch.training") is None
+
+
+# ------------------------------------------------------------------ habits
+def test_the_package_does_not_print() -> None:
+    trees = {module.name: ast.walk(ast.parse(module.read_text())) for module in MODULES}
+    assert [
+        name for name, tree in trees.items() for node in tree if isinstance(node, ast.Name) and node.id == "print"
+    ] == []
+
+
+def test_every_module_explains_itself() -> None:
+    assert [module for module in MODULES if not ast.get_docstring(ast.parse(module.read_text()))] == []
+
+
+# ------------------------------------------------------------------ the tree of errors
+class Branch(NamedTuple):
+    """A line of the tree: a class, the class above it, and the builtin that it also is."""
+
+    name: str
+    above: str
+    builtin: str
+
+
+def drawn() -> list[Branch]:
+    """The tree in the docstring of errors.py."""
+    branches: list[Branch] = []
+    stack: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"    ([│├└─ ]*)(\w+)(?: \((\w+)\))?", line)
+        if match is not None:
+            depth, name, builtin = len(match[1]), match[2], match[3] or ""
+            stack = [entry for entry in stack if entry[0] < depth]
+            branches.append(Branch(name, stack[-1][1] if stack else "Exception", builtin))
+            stack.append((depth, name))
+    return branches
+
+
+def test_every_error_is_in_the_tree_of_the_docstring() -> None:
+    defined = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert [branch.name for branch in drawn()].count("NblaunchError") == 1
+    assert {branch.name for branch in drawn()} == defined
+
+
+@pytest.mark.parametrize("branch", drawn(), ids=lambda branch: branch.name)
+def test_an_error_stands_where_the_tree_has_it(branch: Branch) -> None:
+    kind: type[Exception] = getattr(errors, branch.name)
+    assert [base.__name__ for base in kind.__bases__] == [branch.above, *filter(None, [branch.builtin])]
+    assert kind.__doc__
+
+
+@pytest.mark.parametrize("kind", [errors.RankError, errors.RankDiedError, errors.CollectiveError, errors.ResultError])
+def test_an_error_of_a_rank_carries_the_rank_and_its_log(kind: type[errors.RankError]) -> None:
+    error = kind("it failed", 3, Path("/logs/rank3.err"))
+    assert (str(error), error.rank, error.log) == ("it failed", 3, Path("/logs/rank3.err"))
+    assert (kind("it failed").rank, kind("it failed").log) == (-1, None)
+
+
+def test_a_stopped_launch_carries_what_came_back() -> None:
+    assert errors.LaunchStoppedError("stopped", {1: "one"}).results == {1: "one"}
+    assert errors.LaunchStoppedError("stopped").results == {}

@@ -1,0 +1,183 @@
+"""Stopping ranks, on a made-up clock."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch.launch.ladder import Due, Ladder, Reason
+
+BEGUN = 100.0
+GRACE = 30.0
+REASONS: list[Reason] = ["user", "failure", "timeout"]
+
+
+class Stop:
+    """The stopping of some ranks, asked at times after its beginning."""
+
+    def __init__(self, ranks: int = 1, reason: Reason = "user", grace: float = GRACE) -> None:
+        self.ladder = Ladder(reason, BEGUN, grace)
+        self.live = list(range(ranks))
+        self.running = set(self.live)
+        self.leaving: set[int] = set()
+
+    def at(self, seconds: float) -> list[Due]:
+        return self.ladder.due(BEGUN + seconds, self.live, self.running, self.leaving)
+
+    def answers(self, rank: int) -> None:
+        self.ladder.answered.add(rank)
+
+
+def interrupts(*ranks: int) -> list[Due]:
+    return [Due(rank, signal.SIGINT, group=False) for rank in ranks]
+
+
+def kills(*ranks: int) -> list[Due]:
+    return [Due(rank, signal.SIGKILL, group=True) for rank in ranks]
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_each_running_rank_is_interrupted_once(reason: Reason) -> None:
+    stop = Stop(3, reason)
+    assert stop.at(0) == interrupts(0, 1, 2)
+    assert stop.at(0) == stop.at(0.1) == stop.at(0.2) == []
+
+
+@pytest.mark.parametrize(("reason", "patience"), [("user", 3.0), ("timeout", 3.0), ("failure", 0.3)])
+def test_a_rank_that_does_not_answer_is_killed_with_its_group(reason: Reason, patience: float) -> None:
+    stop = Stop(2, reason)
+    assert stop.at(0) == interrupts(0, 1)
+    assert stop.at(patience - 0.01) == []
+    assert stop.at(patience + 0.01) == kills(0, 1)
+    assert stop.at(patience + 5) == []
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_rank_that_answers_has_the_whole_grace(reason: Reason) -> None:
+    stop = Stop(2, reason)
+    stop.at(0)
+    stop.answers(1)
+    assert stop.at(GRACE - 0.01) == kills(0)
+    assert stop.at(GRACE) == kills(1)
+
+
+def test_a_grace_shorter_than_the_patience_holds_for_all() -> None:
+    stop = Stop(2, grace=0.5)
+    stop.at(0)
+    stop.answers(0)
+    assert stop.at(0.4) == []
+    assert stop.at(0.5) == kills(0, 1)
+
+
+def test_a_second_interrupt_kills_now_also_those_that_answered() -> None:
+    stop = Stop(2)
+    stop.at(0)
+    stop.answers(0)
+    stop.ladder.kill()
+    assert stop.at(0.1) == kills(0, 1)
+
+
+def test_a_kill_asked_for_at_once_interrupts_nobody() -> None:
+    stop = Stop(2)
+    stop.ladder.kill()
+    assert stop.at(0) == kills(0, 1)
+
+
+def test_a_rank_whose_function_has_not_begun_is_killed_at_once() -> None:
+    stop = Stop(2)
+    stop.running = {1}
+    assert stop.at(0) == [*kills(0), *interrupts(1)]
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_rank_that_is_leaving_is_not_interrupted_and_has_a_second(reason: Reason) -> None:
+    stop = Stop(2, reason)
+    stop.leaving = {0}
+    stop.answers(1)
+    assert stop.at(0) == interrupts(1)
+    assert stop.at(0.99) == []
+    assert stop.at(1.0) == kills(0)
+
+
+def test_a_rank_that_leaves_after_a_long_checkpoint_still_has_its_second() -> None:
+    stop = Stop()
+    stop.at(0)
+    stop.answers(0)
+    assert stop.at(20) == []
+    stop.leaving = {0}
+    assert stop.at(20.1) == stop.at(21.0) == []
+    assert stop.at(21.2) == kills(0)
+
+
+def test_leaving_does_not_outlast_the_grace() -> None:
+    stop = Stop()
+    stop.at(0)
+    stop.answers(0)
+    stop.leaving = {0}
+    assert stop.at(GRACE - 0.1) == []
+    assert stop.at(GRACE) == kills(0)
+
+
+def test_a_rank_that_has_ended_gets_nothing() -> None:
+    stop = Stop(3)
+    stop.live = [1]
+    assert stop.at(0) == interrupts(1)
+
+
+def test_the_countdown_is_shown_once_a_rank_has_answered() -> None:
+    stop = Stop(2)
+    assert stop.ladder.countdown(BEGUN + 1) == "stopping"
+    stop.answers(0)
+    assert stop.ladder.countdown(BEGUN + 1.2) == "stopping: 29 s left for checkpoints; interrupt again to kill now"
+    assert stop.ladder.countdown(BEGUN + 99).startswith("stopping: 0 s left")
+    stop.ladder.kill()
+    assert stop.ladder.countdown(BEGUN + 2) == "stopping"
+
+
+# ------------------------------------------------------------------ whatever happens
+RANKS = 3
+Happening = tuple[str, int, float]
+happenings = st.lists(
+    st.tuples(
+        st.sampled_from(["answer", "begin", "leave", "end", "kill", "nothing"]),
+        st.integers(0, RANKS - 1),
+        st.floats(0, 5),
+    ),
+    max_size=25,
+)
+
+
+@given(st.sampled_from(REASONS), st.floats(0.0, 40.0), st.sets(st.integers(0, RANKS - 1)), happenings)
+@settings(derandomize=True, deadline=None, max_examples=400)
+def test_no_rank_gets_two_interrupts_nor_anything_after_its_kill(
+    reason: Reason, grace: float, running: set[int], happens: Sequence[Happening]
+) -> None:
+    stop = Stop(RANKS, reason, grace)
+    stop.running = set(running)
+    sent: dict[int, list[int]] = {rank: [] for rank in range(RANKS)}
+    now = 0.0
+    for what, rank, seconds in happens:
+        now += seconds
+        match what:
+            case "answer":
+                stop.answers(rank)
+            case "begin":
+                stop.running.add(rank)
+            case "leave":
+                stop.leaving.add(rank)
+            case "end":
+                stop.live = [other for other in stop.live if other != rank]
+            case "kill":
+                stop.ladder.kill()
+        for due in stop.at(now):
+            assert due.rank in stop.live
+            assert due.group == (due.signum == signal.SIGKILL)
+            sent[due.rank].append(due.signum)
+    stop.at(now + grace)
+    for rank, signals in sent.items():
+        assert signals in ([], [signal.SIGINT], [signal.SIGKILL], [signal.SIGINT, signal.SIGKILL])
+        assert rank not in stop.live or rank in stop.ladder.killed, "it must end when the grace is over"

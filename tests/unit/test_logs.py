@@ -1,0 +1,447 @@
+"""The files of a launch: made, followed, pruned."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch.errors import StartError
+from nblaunch.launch import logs
+from nblaunch.launch.logs import LaunchFiles, Piece, RankLogs, Spool, Tail, last_lines, prune, state_root
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(tmp_path / "launches"))
+    return state_root()
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "rank0.out"
+
+
+@pytest.fixture
+def tail(log: Path) -> Iterator[Tail]:
+    tail = Tail(log)
+    yield tail
+    tail.close()
+
+
+def append(path: Path, data: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+def past_launches(count: int, size: int = 0) -> list[Path]:
+    made = []
+    for number in range(count):
+        files = LaunchFiles.create(f"id{number}")
+        append(files.out(0), b"x" * size)
+        files.close()
+        made.append(files.directory)
+    return made
+
+
+# ------------------------------------------------------------------ directories
+def test_the_state_root_is_this_users_alone(root: Path) -> None:
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    assert state_root() == root
+
+
+def test_the_state_root_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NBLAUNCH_STATE_DIR", "here")
+    assert state_root() == tmp_path / "here"
+
+
+def test_without_the_variable_the_state_root_is_the_platforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBLAUNCH_STATE_DIR", raising=False)
+    monkeypatch.setattr(platformdirs, "user_state_path", lambda name: tmp_path / name)
+    assert state_root() == tmp_path / "nblaunch" / "launches"
+
+
+@pytest.fixture
+def _no_home(tmp_path: Path) -> Iterator[None]:
+    """A user whose state directory cannot be made, and temporary files of the test's own."""
+    (tmp_path / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:  # undone before it is looked for temporary files that are left
+        patch.delenv("NBLAUNCH_STATE_DIR", raising=False)
+        patch.setattr(platformdirs, "user_state_path", lambda name: tmp_path / "file" / name)
+        patch.setattr(tempfile, "tempdir", str(tmp_path))
+        patch.setattr(logs, "_told_of_temporary", False)
+        yield
+
+
+@pytest.mark.usefixtures("_no_home")
+def test_without_a_home_the_state_root_is_a_temporary_one_and_that_is_said_once(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="logs of launches go to .*: set NBLAUNCH_STATE_DIR"):
+        root = state_root()
+    assert root == state_root() == tmp_path / f"nblaunch-{os.getuid()}"
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+
+
+@pytest.mark.usefixtures("_no_home")
+@pytest.mark.parametrize("kind", ["open to all", "a link"])
+def test_a_temporary_root_that_others_may_have_made_is_refused(tmp_path: Path, kind: str) -> None:
+    root = tmp_path / f"nblaunch-{os.getuid()}"
+    if kind == "a link":
+        root.symlink_to(tmp_path)
+    else:
+        root.mkdir()
+        root.chmod(0o777)
+    with pytest.raises(StartError, match=r"it is not this user's alone.*: set NBLAUNCH_STATE_DIR to a directory of"):
+        state_root()
+
+
+def test_a_state_root_of_the_users_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(tmp_path / "file"))
+    with pytest.raises(StartError, match=r"^NBLAUNCH_STATE_DIR='.*file' cannot hold the logs of launches: .*exists"):
+        state_root()
+
+
+def test_what_cannot_be_read_is_no_reason_not_to_launch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's launch, in a directory that several share."""
+    first, *_ = past_launches(3, size=10)
+
+    def refuse(directory: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "not yours", str(directory))
+
+    monkeypatch.setattr(logs, "_sizes", {})
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    prune(keep=2)
+    monkeypatch.undo()
+    assert not first.exists()
+
+
+def test_a_state_root_that_cannot_be_listed_is_no_reason_not_to_launch(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path) -> Any:
+        raise PermissionError(errno.EACCES, "not yours", str(directory))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    prune()
+
+
+def test_a_launch_has_a_directory_of_its_own(root: Path) -> None:
+    files = LaunchFiles.create("abc")
+    try:
+        assert files.directory.parent == root
+        assert files.directory.name.endswith("Z-abc")
+        assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
+        names = [files.out(1).name, files.err(1).name, files.spool(1).name]
+        assert names == ["rank1.out", "rank1.err", "rank1.spool"]
+        assert files._live is not None
+        assert not os.get_inheritable(files._live)
+    finally:
+        files.close()
+        files.close()
+
+
+def test_attempts_of_one_launch_have_different_directories(root: Path) -> None:
+    assert len(set(past_launches(20))) == 20
+    first, second = LaunchFiles.create("same"), LaunchFiles.create("same")
+    assert first.directory != second.directory
+    first.close()
+    second.close()
+
+
+def test_a_directory_that_is_pruned_while_it_is_made_is_made_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = logs._lock
+    removed: list[Path] = []
+
+    def pruned_meanwhile(directory: Path) -> int | None:
+        if not removed:
+            removed.append(directory)
+            shutil.rmtree(directory)
+        return lock(directory)
+
+    monkeypatch.setattr(logs, "_lock", pruned_meanwhile)
+    files = LaunchFiles.create("abc")
+    assert files.directory != removed[0]
+    assert (files.directory / "live").exists()
+    files.close()
+
+
+def test_a_lock_on_a_file_that_was_replaced_does_not_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = past_launches(1)[0]
+    flock = fcntl.flock
+
+    def replaced_meanwhile(fd: int, operation: int) -> None:
+        flock(fd, operation)
+        (directory / "live").unlink()
+        (directory / "live").touch()
+
+    monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
+    assert logs._lock(directory) is None
+
+
+def test_without_locks_a_launch_works_and_is_never_pruned(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    files = LaunchFiles.create("abc")
+    assert "will not be pruned: its file system has no locks" in caplog.text
+    files.close()
+    prune(keep=0)
+    assert files.directory.exists()
+
+
+# ------------------------------------------------------------------ pruning
+def test_the_oldest_launches_are_pruned(root: Path) -> None:
+    made = past_launches(5)
+    prune(keep=5)
+    assert sorted(root.iterdir()) == made
+    prune(keep=2)
+    assert sorted(root.iterdir()) == made[3:]
+
+
+def test_launches_are_pruned_by_size(root: Path) -> None:
+    made = past_launches(5, size=1000)
+    prune(most_bytes=2500)
+    assert sorted(root.iterdir()) == made[3:]
+
+
+def test_a_live_launch_is_not_pruned(root: Path) -> None:
+    live = LaunchFiles.create("live")
+    append(live.out(0), b"x" * 1000)
+    made = past_launches(2)
+    prune(keep=1, most_bytes=500)
+    assert sorted(root.iterdir()) == [live.directory, made[1]]
+    live.close()
+    prune(keep=1)
+    assert sorted(root.iterdir()) == [made[1]]
+
+
+def test_the_size_of_a_live_launch_is_not_remembered(root: Path) -> None:
+    live = LaunchFiles.create("live")
+    prune()
+    append(live.out(0), b"x" * 1000)
+    live.close()
+    prune(most_bytes=500)
+    assert list(root.iterdir()) == []
+
+
+def test_a_copy_of_the_lock_in_a_forked_process_keeps_nothing_alive(root: Path) -> None:
+    files = LaunchFiles.create("abc")
+    assert files._live is not None
+    copy = os.dup(files._live)
+    files.close()
+    prune(keep=0)
+    os.close(copy)
+    assert not files.directory.exists()
+
+
+def test_what_is_not_ours_stays(root: Path, tmp_path: Path) -> None:
+    ours = past_launches(1)[0]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (root / "notes.txt").write_text("mine")
+    (root / "20240101-photos").mkdir()
+    (root / "20240101T000000000000Z-file").write_text("not a directory")
+    (root / "20240101T000000000000Z-link").symlink_to(elsewhere)
+    foreign = sorted(path for path in root.iterdir() if path != ours)
+    prune(keep=0)
+    assert sorted(root.iterdir()) == foreign
+    assert elsewhere.exists()
+
+
+def test_two_kernels_prune_at_once(root: Path) -> None:
+    made = past_launches(60, size=10)
+    barrier = threading.Barrier(4)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            prune(keep=10)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    prune(keep=10)
+    assert errors == []
+    assert sorted(root.iterdir()) == made[50:]
+
+
+# ------------------------------------------------------------------ tails
+def test_a_tail_waits_for_its_file(log: Path, tail: Tail) -> None:
+    assert tail.read(100) is None
+    append(log, b"")
+    assert tail.read(100) is None
+    append(log, b"one\ntw")
+    assert tail.read(100) == Piece(b"one\ntw")
+    assert tail.read(100) is None
+    append(log, b"o\n")
+    assert tail.read(100) == Piece(b"o\n")
+
+
+def test_a_tail_holds_one_descriptor_that_no_child_gets(log: Path, tail: Tail) -> None:
+    append(log, b"x")
+    tail.read(100)
+    first = tail._fd
+    append(log, b"y")
+    tail.read(100)
+    assert first is not None
+    assert tail._fd == first
+    assert not os.get_inheritable(first)
+    tail.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first)
+
+
+def test_a_flood_is_cut_at_line_ends(log: Path, tail: Tail) -> None:
+    append(log, b"".join(b"line %04d\n" % number for number in range(1000)))
+    piece = tail.read(1000)
+    assert piece is not None
+    assert piece.head.startswith(b"line 0000\n")
+    assert piece.head.endswith(b"\n")
+    assert piece.tail.startswith(b"line ")
+    assert piece.tail.endswith(b"line 0999\n")
+    assert len(piece.head) + len(piece.tail) + piece.skipped_bytes == 10_000
+    assert piece.skipped_lines == piece.skipped_bytes // 10 == 900
+
+
+def test_a_flood_without_line_ends_is_cut_anywhere(log: Path, tail: Tail) -> None:
+    append(log, b"x" * 10_000)
+    assert tail.read(1000) == Piece(b"x" * 250, 0, 9000, b"x" * 750)
+
+
+def test_a_huge_flood_is_not_read_to_count_its_lines(log: Path, tail: Tail) -> None:
+    append(log, b"begin\n")
+    os.truncate(log, 70 << 20)  # a hole: it takes no room
+    append(log, b"\nend\n")
+    piece = tail.read(1000)
+    assert piece is not None
+    assert piece.skipped_lines == -1
+    assert piece.skipped_bytes > 69 << 20
+
+
+def test_a_file_that_shrinks_is_followed_from_its_new_end(log: Path, tail: Tail) -> None:
+    append(log, b"a long first part\n")
+    tail.read(100)
+    os.truncate(log, 3)
+    assert tail.read(100) is None
+    append(log, b"next\n")
+    assert tail.read(100) == Piece(b"next\n")
+
+
+def test_a_file_that_shrinks_while_it_is_read_gives_what_is_left(
+    log: Path, tail: Tail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(log, b"0123456789")
+    monkeypatch.setattr(tail, "_appended", lambda: (0, 99))
+    tail._fd = os.open(log, os.O_RDONLY)
+    assert tail.read(100) == Piece(b"0123456789")
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.text("ab\n", max_size=80), max_size=6), st.integers(8, 64))
+def test_a_tail_gives_the_ends_and_counts_the_middle(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str], limit: int
+) -> None:
+    log = tmp_path_factory.mktemp("tail") / "rank0.out"
+    tail = Tail(log)
+    for part in parts:
+        data = part.encode()
+        append(log, data)
+        piece = tail.read(limit)
+        if not data:
+            assert piece is None
+            continue
+        assert piece is not None
+        middle = data[len(piece.head) : len(data) - len(piece.tail)]
+        assert data == piece.head + middle + piece.tail
+        assert (piece.skipped_bytes, piece.skipped_lines) == (len(middle), middle.count(b"\n"))
+        assert len(piece.head) + len(piece.tail) <= limit
+        assert bool(middle) == (len(data) > limit)
+    tail.close()
+
+
+# ------------------------------------------------------------------ spools
+def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.spool"
+    spool = Spool(path)
+    assert spool.read() == []
+    append(path, b'{"step": 1}\n{"step"')
+    assert spool.read() == [{"step": 1}]
+    append(path, b": 2}\n" + json.dumps({"metrics": {"loss": float("inf")}}).encode() + b"\n")
+    assert spool.read() == [{"step": 2}, {"metrics": {"loss": float("inf")}}]
+    assert spool.read() == []
+    spool.close()
+
+
+def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "rank0.spool"
+    append(path, b"not json\n[1]\n\xff\n" + b"[" * 100_000 + b'\n{"step": 1}\n')
+    spool = Spool(path)
+    with caplog.at_level(logging.WARNING):
+        assert spool.read() == [{"step": 1}]
+    assert spool.malformed == 4
+    assert "holds a line that is no report: b'not json'" in caplog.text
+    append(path, b"x" * ((1 << 20) + 1))
+    assert spool.read() == []
+    assert spool.malformed == 5
+    append(path, b'\n{"step": 2}\n')
+    assert spool.read() == [{"step": 2}]
+    spool.close()
+
+
+# ------------------------------------------------------------------ the end of a log
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", ""),
+        (b"one\ntwo\n", "one\ntwo"),
+        (b"a\nb\nc\nd", "b\nc\nd"),
+        (b" 10%|#\r 20%|##\nb", " 20%|##\nb"),
+        (b"\x1b[31mred\x1b[0m\0\xff\x07\ttab", "red\ufffd\ttab"),
+        ("\x9b31m é".encode(), "31m é"),
+    ],
+)
+def test_last_lines(log: Path, data: bytes, text: str) -> None:
+    append(log, data)
+    assert last_lines(log, count=3) == text
+
+
+def test_last_lines_reads_the_end_alone(log: Path) -> None:
+    append(log, b"a" * 100 + b"\nsecond\nthird\n")
+    assert last_lines(log, most_bytes=20) == "second\nthird"
+    append(log, b"b" * 100)
+    assert last_lines(log, most_bytes=20) == "b" * 20
+
+
+def test_last_lines_of_no_file(log: Path) -> None:
+    assert last_lines(log) == ""
+
+
+def test_rank_logs(log: Path) -> None:
+    rank = RankLogs(log, log.with_suffix(".err"))
+    assert rank.text() == ""
+    append(log, "é\n".encode() + b"\xff")
+    assert rank.text() == "é\n\ufffd"
+    assert repr(rank) == f"RankLogs({str(log)!r}, 'rank0.err')"

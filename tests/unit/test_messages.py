@@ -1,0 +1,275 @@
+"""What crosses a process: the framing of messages, descriptors that travel, blobs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch import channel, messages
+from nblaunch.channel import Channel, channel_pair, read_blob, write_blob
+from nblaunch.messages import Done, Interrupted, Running, Source
+
+DETERMINISTIC = settings(derandomize=True, deadline=None)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    here, there = channel_pair()
+    other = Channel(there)
+    yield here, other
+    here.close()
+    other.close()
+
+
+def frame_of(message: object) -> bytes:
+    """The bytes that a channel sends for a message."""
+    here, there = channel_pair()
+    here.send(message)
+    here.sock.shutdown(socket.SHUT_WR)
+    with there, there.makefile("rb") as stream:
+        data = stream.read()
+    here.close()
+    return data
+
+
+def drained(channel: Channel) -> list[object]:
+    return [message for message, _ in channel.drain()]
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------ framing
+@pytest.mark.parametrize(
+    "message", [Running(1), Done(0, 123, ("model",)), Source("text", "Cell In[3]"), ("any", {"plain": [1, None]})]
+)
+def test_a_message_arrives_equal(ends: tuple[Channel, Channel], message: object) -> None:
+    here, there = ends
+    here.send(message)
+    assert there.receive() == (message, [])
+
+
+def test_many_messages_at_once_arrive_in_order(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    for rank in range(100):
+        here.send(Running(rank))
+    there.poll()
+    assert drained(there) == [Running(rank) for rank in range(100)]
+    assert drained(there) == []
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5), st.lists(st.integers(1, 40), min_size=1, max_size=8))
+@DETERMINISTIC
+def test_reads_may_cut_the_stream_anywhere(bodies: list[bytes], cuts: list[int]) -> None:
+    stream = b"".join(map(frame_of, bodies))
+    channel, there = channel_pair()
+    got: list[object] = []
+    with there:
+        position = 0
+        while position < len(stream):
+            size = cuts[position % len(cuts)]
+            there.sendall(stream[position : position + size])
+            position += size
+            channel.poll()
+            got += drained(channel)
+    channel.close()
+    assert got == bodies
+
+
+def test_a_message_is_not_given_out_before_its_last_byte(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    data = frame_of(Interrupted(3))
+    here.sock.sendall(data[:-1])
+    there.poll()
+    assert drained(there) == []
+    here.sock.sendall(data[-1:])
+    there.poll()
+    assert drained(there) == [Interrupted(3)]
+
+
+def test_a_message_larger_than_the_sockets_buffer_arrives_whole(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    message = os.urandom(5_000_000)
+    sender = threading.Thread(target=here.send, args=(message,))
+    sender.start()
+    received = there.receive()
+    sender.join()
+    assert received == (message, [])
+
+
+def test_looking_without_news_does_not_wait(ends: tuple[Channel, Channel]) -> None:
+    _, there = ends
+    there.poll()
+    assert drained(there) == []
+    assert not there.closed
+
+
+# ------------------------------------------------------------------ the other end is gone
+def test_the_end_of_the_other_side_is_noticed_after_its_last_message(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    here.send(Running(0))
+    here.close()
+    assert there.receive() == (Running(0), [])
+    assert there.receive() is None
+    assert there.closed
+    there.poll()
+    assert there.closed
+
+
+def test_half_a_message_from_a_side_that_died_is_no_message(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    here.sock.sendall(frame_of(Running(0))[:-1])
+    here.close()
+    assert there.receive() is None
+
+
+def test_sending_to_nobody_is_an_os_error(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    there.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        here.send(Running(0))
+
+
+# ------------------------------------------------------------------ descriptors
+def test_descriptors_travel_with_their_own_message(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    for number in range(3):
+        blob = write_blob(b"blob %d" % number)
+        here.send(number, [blob] * number)
+        os.close(blob)
+    for number in range(3):
+        received = there.receive()
+        assert received is not None
+        message, fds = received
+        assert (message, len(fds)) == (number, number)
+        for fd in fds:
+            assert bytes(read_blob(fd)) == b"blob %d" % number
+            os.close(fd)
+
+
+def test_a_descriptor_of_a_message_that_comes_in_pieces_waits_for_it(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    message = os.urandom(3_000_000)
+    read, write = os.pipe()
+    sender = threading.Thread(target=here.send, args=(message, [read]))
+    sender.start()
+    received = there.receive()
+    sender.join()
+    assert received is not None
+    assert received[0] == message
+    for fd in (*received[1], read, write):
+        os.close(fd)
+    assert len(received[1]) == 1
+
+
+def test_programs_that_users_start_do_not_inherit_what_travelled(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    blob = write_blob(b"")
+    here.send("blob", [blob])
+    received = there.receive()
+    assert received is not None
+    assert [os.get_inheritable(fd) for fd in (blob, *received[1])] == [False, False]
+    for fd in (blob, *received[1]):
+        os.close(fd)
+
+
+def test_closing_a_channel_closes_what_nobody_took(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    blob = write_blob(b"")
+    here.send("blob", [blob])
+    there.poll()
+    arrived = list(there._fds)
+    assert len(arrived) == 1
+    there.close()
+    assert not is_open(arrived[0])
+    assert is_open(blob), "the sender's own stays the sender's"
+    os.close(blob)
+
+
+def test_reading_a_message_never_runs_what_users_sent(ends: tuple[Channel, Channel]) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return pytest.fail, ("the message's reader rebuilt it",)
+
+    here, there = ends
+    here.send(messages.Failed(0, 0, "exception", "Bomb", "", "", pickled=pickle.dumps(Bomb())))
+    received = there.receive()
+    assert received is not None
+    assert isinstance(received[0], messages.Failed)
+
+
+# ------------------------------------------------------------------ blobs
+@pytest.mark.parametrize("data", [b"", b"x", bytearray(b"abc"), memoryview(b"abcdef")[::1], os.urandom(3_000_000)])
+def test_a_blob_reads_as_it_was_written(data: bytes | bytearray | memoryview) -> None:
+    fd = write_blob(data)
+    view = read_blob(fd)
+    os.close(fd)
+    assert view == data
+    assert view.readonly
+
+
+def test_an_array_that_is_not_of_bytes_is_written_as_its_bytes() -> None:
+    fd = write_blob(memoryview(b"abcdefgh").cast("I"))
+    assert bytes(read_blob(fd)) == b"abcdefgh"
+    os.close(fd)
+
+
+def test_a_sealed_blob_cannot_be_changed() -> None:
+    fd = write_blob(b"data")
+    for change in (lambda: os.write(fd, b"x"), lambda: os.ftruncate(fd, 1), lambda: os.ftruncate(fd, 9)):
+        with pytest.raises(PermissionError, match="Operation not permitted"):
+            change()
+    assert bytes(read_blob(fd)) == b"data"
+    os.close(fd)
+
+
+def test_without_anonymous_memory_a_blob_is_an_unlinked_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    fd = write_blob(b"data")
+    assert os.fstat(fd).st_nlink == 0
+    assert bytes(read_blob(fd)) == b"data"
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+
+
+def test_a_blob_that_cannot_be_written_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    create = os.memfd_create
+
+    def noted(*args: Any) -> int:
+        made.append(create(*args))
+        return made[-1]
+
+    def full(fd: int, data: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "memfd_create", noted)
+    monkeypatch.setattr(channel, "_write_all", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_blob(b"data")
+    assert not is_open(made[0])
+
+
+def test_every_message_is_plain_frozen_and_slotted() -> None:
+    kinds = [kind for kind in vars(messages).values() if isinstance(kind, type) and hasattr(kind, "__match_args__")]
+    ours = [kind for kind in kinds if kind.__module__ == messages.__name__]
+    assert len(ours) > 15
+    for kind in ours:
+        assert getattr(kind, "__dataclass_params__").frozen, kind  # noqa: B009  # of no type that mypy knows
+        assert "__slots__" in vars(kind), kind
+    assert sys.modules[messages.__name__].PROTOCOL >= 1

@@ -1,0 +1,129 @@
+"""The panel's JavaScript and style sheet: its own tests, run by Node, and what holds for the files as a whole."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+from pathlib import Path
+from random import Random
+
+import pytest
+from playwright._impl._driver import compute_driver_executable
+
+from nblaunch.launch.lines import LineAssembler
+from nblaunch.notebook import widget
+
+STATIC = Path(widget.__file__).parent / "static"
+HERE = Path(__file__).parent / "js"
+NAMES = (STATIC / "order.txt").read_text().split()
+MODULES = [name for name in NAMES if name.endswith(".js")]
+IMPORT = re.compile(r'import \{ [\w, ]+ \} from "\./([\w.]+)";')
+
+
+def node(*arguments: str | Path, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the Node that Playwright brings."""
+    command = [compute_driver_executable()[0], *map(str, arguments)]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=100)
+
+
+def source(name: str) -> str:
+    return (STATIC / name).read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------ the logic
+@pytest.mark.parametrize("path", sorted(HERE.glob("*.test.mjs")), ids=lambda path: path.name.partition(".")[0])
+def test_javascript(path: Path) -> None:
+    done = node("--test", "--test-reporter=spec", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^ℹ pass [1-9]", done.stdout, re.MULTILINE), done.stdout
+
+
+TOKENS = [
+    *(b"a", b"bc ", b"\n", b"\n", b"\t", b"x" * 2100, b"\xff", b"\xe2", b"\xf0\x9f", b"\0"),
+    *("é".encode(), "😀".encode(), "…".encode()),
+    *(b"\r", b"\r\n", b"\b", b"\x1b[K", b"\x1b[1K", b"\x1b[2K", b"\x07", b"\x1b[12C", b"\x1b[?25l", b"\x1b(0"),
+    *(b"\x1b", b"[", b"]", b"0;", b"31m", b"\\", b"\x1b[31m", b"\x1b[0m", b"\x1b[1;48;2;1;2;3m", b"\x1b[7;38:5:9m"),
+]
+
+
+def test_its_lines_are_those_of_the_text_view() -> None:
+    random = Random(7)
+    streams = [[random.choice(TOKENS) for _ in range(random.randrange(40))] for _ in range(400)]
+    encoded = [[base64.b64encode(piece).decode() for piece in stream] for stream in streams]
+    done = node(HERE / "assemble.mjs", text=json.dumps(encoded))
+    assert done.returncode == 0, done.stderr
+    lines: list[list[str]] = json.loads(done.stdout)
+    assert len(lines) == len(streams)
+    for stream, found in zip(streams, lines, strict=True):
+        assembler = LineAssembler()
+        expected = [line for piece in stream for line in assembler.feed(piece)] + assembler.finish()
+        assert found == expected, stream
+
+
+# ------------------------------------------------------------------ the files
+def test_all_of_it_is_small() -> None:
+    assert len(widget.script().encode()) + len(widget.style().encode()) < 120_000
+    assert sum(len(source(name).encode()) for name in NAMES) < 150_000  # with comments, which are not sent
+
+
+def test_every_file_is_sent() -> None:
+    assert sorted(NAMES) == sorted(path.name for path in STATIC.iterdir() if path.suffix in (".js", ".css"))
+
+
+def test_what_is_sent_is_one_module(tmp_path: Path) -> None:
+    bundle = tmp_path / "panel.mjs"
+    bundle.write_text(widget.script(), encoding="utf-8")
+    done = node("--check", bundle)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(?:import|export).*$", widget.script(), re.MULTILINE) == [
+        "export default { initialize, render };"
+    ]
+
+
+def test_what_is_sent_names_every_thing_once() -> None:
+    tops = re.findall(r"^(?:async )?(?:function|class|const|let) (\w+)", widget.script(), re.MULTILINE)
+    assert len(tops) > 50
+    assert len(tops) == len(set(tops))
+
+
+def test_a_module_comes_after_those_that_it_imports() -> None:
+    for place, name in enumerate(MODULES):
+        imports = [line for line in source(name).splitlines() if line.startswith("import ")]
+        for line in imports:
+            match = IMPORT.fullmatch(line)
+            assert match is not None, f"{name}: {line}"
+            assert match[1] in MODULES[:place], f"{name}: {line}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_reaches_out_or_makes_markup_of_text(name: str) -> None:
+    text = source(name)
+    code = re.sub(r"/\*.*?\*/|^\s*//.*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not re.search(r"https?:|//\w+\.\w", code)
+    assert not re.search(r"\b(?:innerHTML|outerHTML|insertAdjacentHTML|setHTMLUnsafe|srcdoc|DOMParser)\b", code)
+    assert not re.search(r"\beval\b|\bnew Function\b|document\.write|\bfetch\b|XMLHttpRequest|\bconsole\b", code)
+    assert text.count("\n") < 310
+
+
+def selectors(css: str) -> list[str]:
+    plain = re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL)
+    found = [part.strip() for rule in re.findall(r"([^{};]+)\{", plain) for part in rule.split(",")]
+    return [part for part in found if not re.match(r"@|50%$", part)]
+
+
+def test_the_style_sheet_touches_nothing_else_on_the_page() -> None:
+    found = selectors(source("panel.css"))
+    assert len(found) > 80
+    for selector in found:
+        assert re.search(r"\.nbl-", selector.split()[0]), selector
+        assert all(name.startswith("nbl-") for name in re.findall(r"\.([\w-]+)", selector)), selector
+    assert not re.search(r"url\(|@import|https?:", source("panel.css"))
+
+
+def test_every_class_of_the_style_sheet_is_used() -> None:
+    script = widget.script()
+    names = set(re.findall(r"\.(nbl-[a-z0-9-]+)", source("panel.css")))
+    computed = re.compile(r"nbl-(?:fg|bg)-(?:\d+|ink|paper)|nbl-r\d")
+    assert [name for name in names if not (computed.fullmatch(name) or re.search(rf"\b{name}\b(?!-)", script))] == []

@@ -1,0 +1,206 @@
+"""How a launch stands, part by part, and what the page is told of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nblaunch.launch.resources import Usage
+from nblaunch.launch.view import Failure, LaunchInfo, Outcome, RankStatus
+from nblaunch.notebook.state import PanelState, Series, thinned
+
+INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
+FAILURE = Failure(
+    1, "ValueError", "no", "Cell In[3], line 4", "raise", "Traceback", ("rank 0: reset",), "/logs/rank1.err"
+)
+
+
+@pytest.fixture
+def state() -> PanelState:
+    state = PanelState(2)
+    state.started(INFO)
+    state.delta()
+    return state
+
+
+def report(state: PanelState, rank: int, /, step: int | None = None, **metrics: Any) -> None:
+    state.reported(rank, [{"time": 0.0, "step": step, "metrics": metrics}])
+
+
+def bar(desc: str, done: int, total: int | None = 10) -> dict[str, Any]:
+    return {"progress": desc, "done": done, "total": total, "seconds": 1.0}
+
+
+def test_only_what_has_changed_is_told_and_once(state: PanelState) -> None:
+    assert state.delta() == {}
+    state.ranks_stand([RankStatus(1, "running", 77)])
+    delta = state.delta()
+    assert delta["ranks"] == [[1, "running"]]
+    assert delta["state"]["name"] == "running"
+    assert not state.is_changed
+    assert state.delta() == {}
+
+
+def test_the_processes_of_ranks_that_live_are_known(state: PanelState) -> None:
+    state.ranks_stand([RankStatus(0, "running", 70), RankStatus(1, "running", 71)])
+    state.ranks_stand([RankStatus(0, "returned", 70)])
+    assert state.pids == {1: 71}
+
+
+def test_metrics_are_points_by_step_or_by_their_number(state: PanelState) -> None:
+    report(state, 0, step=5, loss=0.5)
+    report(state, 0, loss=0.25)
+    report(state, 1, loss=math.nan)
+    assert state.delta()["metrics"] == [["loss", 0, 5.0, 0.5], ["loss", 0, 1.0, 0.25], ["loss", 1, 0.0, None]]
+
+
+def test_a_burst_of_points_is_told_whole(state: PanelState) -> None:
+    for step in range(30):
+        for rank in (0, 1):
+            report(state, rank, step=step, a=1.0, b=2.0, c=3.0, d=4.0)
+    points = state.delta()["metrics"]
+    while state.is_changed:
+        points += state.delta()["metrics"]
+    assert len(points) == 30 * 2 * 4
+    assert [x for name, rank, x, _ in points if (name, rank) == ("c", 1)] == list(range(30))
+
+
+def test_of_very_many_points_at_once_some_are_told_and_the_ends(state: PanelState) -> None:
+    for step in range(10_000):
+        report(state, 0, step=step, loss=1.0 / (step + 1))
+    messages = []
+    while state.is_changed:
+        messages.append(state.delta()["metrics"])
+    assert max(map(len, messages)) <= 300
+    points = [point for message in messages for point in message]
+    assert len(points) <= 3000
+    assert points[0][3] == 1.0  # the extremes are among them
+    assert points[-1][2] == 9999
+    assert [x for _, _, x, _ in points] == sorted(x for _, _, x, _ in points)
+
+
+def test_a_long_series_is_thinned_and_keeps_its_ends() -> None:
+    series = Series()
+    for step in range(100_001):
+        series.add(float(step), float(step))
+    xs = [x for x, _ in series.points]
+    assert 500 < len(xs) <= 2000
+    assert xs[0] < 200
+    assert xs[-1] == 100_000.0
+    assert xs == sorted(xs)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 777, 9_998, 9_999])
+def test_the_best_of_ten_thousand_is_kept(odd: int) -> None:
+    series = Series()
+    for step in range(10_000):
+        series.add(None, 0.99 if step == odd else 0.01 if step == odd + 1 else 0.5)
+    assert max(y for _, y in series.points) == 0.99
+    assert odd == 9_999 or min(y for _, y in series.points) == 0.01
+
+
+@given(st.lists(st.floats(width=16), min_size=1, max_size=300), st.integers(1, 50))
+def test_thinned_points_are_some_of_them_in_order_and_the_last(values: list[float], most: int) -> None:
+    points = [(float(at), value) for at, value in enumerate(values)]
+    kept = thinned(points, most)
+    assert len(kept) <= max(most, 1)
+    assert kept[-1] is points[-1]
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    assert {id(point) for point in kept} <= {id(point) for point in points}
+
+
+def test_a_rank_has_its_latest_bars(state: PanelState) -> None:
+    for desc in ("one", "two", "three", "four"):
+        state.reported(0, [bar(desc, 1)])
+    state.reported(0, [bar("two", 2)])
+    assert state.delta()["progress"] == [
+        [0, "three", 1, 10, 1.0],
+        [0, "four", 1, 10, 1.0],
+        [0, "two", 2, 10, 1.0],
+    ]
+
+
+def test_resources_that_stay_the_same_are_told_once(state: PanelState) -> None:
+    state.used([Usage(0, 0.501, 1000, None, None)])
+    assert state.delta()["resources"] == [[0, 0.5, 1000, None, None]]
+    state.used([Usage(0, 0.499, 1000, None, None)])
+    assert not state.is_changed
+
+
+def test_the_countdown_shows_that_it_is_stopping(state: PanelState) -> None:
+    state.counts_down("stopping: 29 s left")
+    told = state.delta()["state"]
+    assert (told["name"], told["countdown"]) == ("stopping", "stopping: 29 s left")
+    state.counts_down("stopping: 29 s left")
+    assert not state.is_changed
+    state.ended(Outcome("stopped", 3.0, "stopped"))
+    state.counts_down("stopping: 28 s left")
+    assert (state.state["name"], state.state["countdown"]) == ("stopped", "")
+
+
+def test_the_end_brings_the_root_cause_and_marks_its_rank(state: PanelState) -> None:
+    state.ranks_stand([RankStatus(0, "running", 70), RankStatus(1, "running", 71)])
+    state.ended(Outcome("failed", 3.2109, "rank 1: ValueError: no", FAILURE))
+    delta = state.delta()
+    assert delta["ranks"] == [[0, "ended"], [1, "failed"]]
+    assert delta["failure"]["where"] == "Cell In[3], line 4"
+    assert delta["state"]["seconds"] == 3.211
+    assert state.pids == {}
+
+
+def test_another_attempt_begins_anew_but_keeps_what_was_reported(state: PanelState) -> None:
+    report(state, 0, loss=1.0)
+    state.reported(0, [bar("", 3)])
+    state.ranks_stand([RankStatus(0, "failed", 70)])
+    state.started(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again"), 1))
+    delta = state.delta()
+    assert delta["ranks"] == [[0, "starting"], [1, "starting"]]
+    assert (delta["state"]["attempt"], delta["state"]["log_dir"]) == (1, "/again")
+    assert state.series["loss"][0].count == 1
+
+
+def test_a_snapshot_is_all_of_it(state: PanelState) -> None:
+    report(state, 0, step=1, loss=1.0)
+    state.reported(1, [bar("epoch", 3)])
+    state.noted(1.5, "restarting")
+    state.stacks_are(2.0, {0: "in train"})
+    state.delta()
+    whole = state.snapshot()
+    assert whole["metrics"] == [["loss", 0, 1.0, 1.0]]
+    assert whole["progress"] == [[1, "epoch", 3, 10, 1.0]]
+    assert whole["notes"] == [(1.5, "restarting")]
+    assert whole["stacks"]["ranks"] == [[0, "in train"]]
+    assert whole["failure"] is None
+    assert len(whole["ranks"]) == 2
+    assert state.delta() == {}
+
+
+@pytest.mark.parametrize("total", [math.inf, math.nan, "10", -3, 0, None])
+def test_a_bar_whose_end_is_no_number_has_none(state: PanelState, total: Any) -> None:
+    state.reported(0, [bar("x", 1, total)])
+    assert state.delta()["progress"] == [[0, "x", 1, None, 1.0]]
+
+
+def test_a_page_that_comes_anew_gets_a_bounded_number_of_points(state: PanelState) -> None:
+    for number in range(40):
+        for rank in (0, 1):
+            for step in range(1000):
+                report(state, rank, step, **{f"m{number}": float(step == 500)})
+    points = state.snapshot()["metrics"]
+    assert len(points) <= 2000
+    assert len({(name, rank) for name, rank, _, _ in points}) == 80
+    assert sum(y == 1.0 for _, _, _, y in points) == 80  # each series' best
+    assert not state.is_changed
+
+
+def test_a_user_who_invents_metrics_without_end_does_not_fill_the_memory(state: PanelState) -> None:
+    for number in range(1000):
+        report(state, 0, None, **{f"m{number}": 1.0})
+    assert len(state.series) == 100
+    assert len(state.notes) == 1
+    assert "more than 100 metrics" in state.notes[0][1]

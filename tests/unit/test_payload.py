@@ -1,0 +1,334 @@
+"""What a launch sends: its calls checked, its parts named, its sources and settings along."""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import random
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy.random
+import pytest
+import torch
+
+from nblaunch import pickling
+from nblaunch.errors import ArgumentError, PayloadError
+from nblaunch.launch.payload import for_cell, for_function, name_of, serialise, sources_in
+from nblaunch.messages import Cell, Payload, Settings, Source
+from tests.unit.notebooks import Notebook, open_notebook
+
+FIX = ": create it inside the function, or send what it is made from"
+LOCK = "import threading; lock = threading.Lock()\n"
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    with open_notebook() as opened:
+        yield opened
+
+
+def arrived(payload: Payload) -> Payload:
+    """The payload as a rank gets it."""
+    return pickling.loads(serialise(payload)[0])
+
+
+def cell_of(source: str) -> Cell:
+    return Cell(source, "<distributed cell 7>", "Cell In[7]")
+
+
+def train(data: object, rank: int) -> None: ...
+
+
+# ------------------------------------------------------------------ wrong arguments
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (None, "function=None: must be a function, and this is a NoneType"),
+        ("train", "function='train': must be a function, and this is a str"),
+        (3, "function=3: must be a function, and this is an int"),
+        ([train], "must be a function, and this is a list"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        for_function(function, (), None)
+
+
+@pytest.mark.parametrize("args", [5, "data", b"data", None, {"data": 1}, {1}, torch.ones(1), (n for n in range(2))])
+def test_args_must_be_a_tuple_or_list(args: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^args=(.|\n)*: must be a tuple; for one argument write args=\(value,\)$"):
+        for_function(train, args, None)
+
+
+@pytest.mark.parametrize("kwargs", [5, [("data", 1)], {1: 2}, "data"])
+def test_kwargs_must_be_names_and_values(kwargs: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"^{re.escape(f'kwargs={kwargs!r}: must be a dict of names and values')}$"):
+        for_function(train, (), kwargs)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "why"),
+    [
+        ((), None, "missing a required argument: 'data'"),
+        ((1, 2, 3), {}, "too many positional arguments"),
+        ((1,), {"lr": 0.1}, "got an unexpected keyword argument 'lr'"),
+        ((1,), {"data": 1}, "multiple values for argument 'data'"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_shown_with_the_function_and_pythons_reason(
+    args: Any, kwargs: Any, why: str
+) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"args={args}, kwargs={kwargs or {}} do not fit train: {why}")):
+        for_function(train, args, kwargs)
+
+
+def test_a_huge_wrong_argument_is_cut_short() -> None:
+    with pytest.raises(ArgumentError, match="do not fit train") as caught:
+        for_function(train, ("x" * 10_000, 2, 3), None)
+    assert len(str(caught.value)) < 500
+
+
+# ------------------------------------------------------------------ what can be launched
+class Callable_:  # noqa: N801  # the object is what is called
+    def __call__(self, rank: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "name"),
+    [
+        (train, ([1],), "train"),
+        (functools.partial(train, 1), (), "train"),
+        (functools.partial(print, end=""), ("a",), "print"),
+        (print, ("hello",), "print"),
+        (max, [1, 2], "max"),
+        (dict, (), "dict"),
+        (Callable_(), (), "Callable_"),
+        (Callable_, (), "Callable_"),
+        (torch.nn.Linear(2, 2), (torch.ones(2),), "Linear"),
+        (random.Random(1).random, (), "Random.random"),
+    ],
+)
+def test_whatever_can_be_called_can_be_sent(function: Callable[..., Any], args: Any, name: str) -> None:
+    payload = for_function(function, args, None)
+    back = arrived(payload)
+    assert callable(back.function)
+    assert len(back.args) == len(args)
+    assert name_of(function) == name
+
+
+def test_lambdas_and_cells_have_names_for_messages() -> None:
+    assert name_of(lambda: 0).endswith("<lambda>")
+    assert name_of(cell_of("1")) == "Cell In[7]"
+    assert name_of(Cell("1", "f", "")) == "the cell"
+
+
+def test_the_anchor_and_every_shipped_function_share_one_dict_of_globals(notebook: Notebook) -> None:
+    names = notebook.run("rate = 1\ndef helper(): return rate\ndef train(): return helper()")
+    back = arrived(for_function(names["train"], (), None))
+    assert back.function.__globals__ is back.anchor.__globals__
+    assert back.function.__globals__["helper"].__globals__ is back.anchor.__globals__
+    back.anchor.__globals__["rate"] = 5
+    assert back.function() == 5
+    assert names["rate"] == 1
+
+
+def test_a_cells_names_travel_in_that_dict_too(notebook: Notebook) -> None:
+    notebook.run("rate = 1\nunused = 2\ndef helper(): return rate")
+    back = arrived(for_cell(cell_of("rate = 7; helper()"), ["helper", "rate"]))
+    exec(back.function.source, back.anchor.__globals__)
+    assert back.anchor.__globals__["helper"]() == 7
+    assert "unused" not in back.anchor.__globals__
+    assert notebook.names["rate"] == 1
+
+
+def test_a_cell_that_uses_no_name_can_be_sent(notebook: Notebook) -> None:
+    assert arrived(for_cell(cell_of("1 + 1"), [])).function == cell_of("1 + 1")
+
+
+def test_mains_names_travel_for_pickle_to_find(notebook: Notebook) -> None:
+    names = notebook.run("class Net: pass\ndef train(): return Net()")
+    back = arrived(for_function(names["train"], (), None))
+    assert {"Net", "train"} <= set(back.main)
+    assert back.main["train"] is back.function
+    assert type(back.function()) is back.main["Net"]
+
+
+def test_arguments_and_what_is_watched_are_the_same_objects_in_the_rank(notebook: Notebook) -> None:
+    names = notebook.run("seen = []\ndef train(data): seen.append(data)")
+    back = arrived(for_function(names["train"], ([1],), None))
+    assert back.watched["data"] is back.args[0]
+    assert back.watched["seen"] is back.function.__globals__["seen"]
+
+
+# ------------------------------------------------------------------ which part cannot be sent
+@pytest.mark.parametrize(
+    ("source", "args", "path"),
+    [
+        ("def train(): return lock", "()", "`train` uses `lock`"),
+        ("def helper(): return lock\ndef train(): helper()", "()", "`train` uses `helper` uses `lock`"),
+        ("def make(mutex):\n    def train(): return mutex\n    return train\ntrain = make(lock)", "()", "uses `mutex`"),
+        ("def train(*xs): pass", "(1, lock)", "args[1]"),
+        ("def train(*xs): pass", "([0, {'a': (lock,)}],)", "args[0][1]['a'][0]"),
+        ("class Net: pass\nnet = Net(); net.guard = lock\ndef train(x): pass", "(net,)", "args[0].guard"),
+        ("def train(x=lock): pass", "()", "a default value of `train`"),
+        ("class Runner:\n    def go(self): pass\nr = Runner(); r.held = lock; train = r.go", "()", "'s object.held"),
+    ],
+)
+def test_the_part_that_cannot_be_sent_is_named_with_the_fix(
+    notebook: Notebook, source: str, args: str, path: str
+) -> None:
+    names = notebook.run(LOCK + source)
+    payload = for_function(names["train"], eval(args, names), None)
+    with pytest.raises(PayloadError, match=re.escape(f"{path}, a thread lock, which cannot be sent")) as caught:
+        serialise(payload)
+    assert str(caught.value).endswith(FIX)
+    assert isinstance(caught.value, TypeError)
+
+
+def test_a_keyword_argument_that_cannot_be_sent_is_named() -> None:
+    with pytest.raises(PayloadError, match=re.escape("kwargs['data'], a thread lock")):
+        serialise(for_function(train, (), {"data": threading.Lock()}))
+
+
+def test_a_cells_name_that_cannot_be_sent_is_named(notebook: Notebook) -> None:
+    notebook.run(LOCK + "held = [lock]")
+    with pytest.raises(PayloadError, match=re.escape("the cell uses `held`[0], a thread lock")):
+        serialise(for_cell(cell_of("held"), ["held"]))
+
+
+def test_a_global_that_only_shares_its_name_with_an_attribute_is_not_sent(notebook: Notebook) -> None:
+    names = notebook.run(LOCK + "data = [lock]\nmodel = [lock]\ndef train(batch): return batch.data, batch.model")
+    assert arrived(for_function(names["train"], (1,), None)).watched == {}
+
+
+# ------------------------------------------------------------------ sources
+def test_the_cells_that_shipped_functions_stand_in_travel_with_their_labels(notebook: Notebook) -> None:
+    notebook.run("def helper():\n    raise ValueError\n")
+    names = notebook.run("def train():\n    helper()\n")
+    data, sources = serialise(for_function(names["train"], (), None))
+    assert sources == {
+        "<made-up cell 1>": Source("def helper():\n    raise ValueError\n", "Cell In[1]"),
+        "<made-up cell 2>": Source("def train():\n    helper()\n", "Cell In[2]"),
+    }
+    assert pickling.loads(data).sources == sources
+
+
+def test_a_distributed_cell_brings_its_own_source_and_its_helpers(notebook: Notebook) -> None:
+    notebook.run("def helper(): pass")
+    _, sources = serialise(for_cell(cell_of("helper()"), ["helper"]))
+    assert sources["<distributed cell 7>"] == Source("helper()", "Cell In[7]")
+    assert sources["<made-up cell 1>"].label == "Cell In[1]"
+
+
+def test_without_serialising_the_functions_own_cell_is_known(notebook: Notebook) -> None:
+    names = notebook.run("def train(): pass")
+    assert sources_in(for_function(names["train"], (), None)) == {
+        "<made-up cell 1>": Source("def train(): pass", "Cell In[1]")
+    }
+    assert sources_in(for_function(print, (), None)) == {}
+    assert sources_in(for_cell(cell_of("1"), [])) == {"<distributed cell 7>": Source("1", "Cell In[7]")}
+
+
+def test_a_cell_whose_text_is_lost_is_left_out(notebook: Notebook) -> None:
+    names = notebook.run("def train(): pass")
+    linecache.cache.clear()
+    assert serialise(for_function(names["train"], (), None))[1] == {}
+
+
+# ------------------------------------------------------------------ watched
+def test_modules_and_containers_that_the_function_names_are_watched(notebook: Notebook) -> None:
+    names = notebook.run(
+        "import torch\n"
+        "model, seen, table, chosen = torch.nn.Linear(1, 1), [], {}, set()\n"
+        "unused, number, text, pair = [], 3, 'x', (1, 2)\n"
+        "def train(data, lr): return model, seen, table, chosen, number, text, pair"
+    )
+    payload = for_function(names["train"], ([1],), {"lr": 0.1})
+    assert set(payload.watched) == {"model", "seen", "table", "chosen", "data"}
+
+
+def test_variables_of_enclosing_functions_are_watched(notebook: Notebook) -> None:
+    names = notebook.run(
+        "def make():\n    seen = []\n    def train(): seen.append(1)\n    return train\ntrain = make()"
+    )
+    assert set(for_function(names["train"], (), None).watched) == {"seen"}
+
+
+def test_what_a_method_names_is_watched(notebook: Notebook) -> None:
+    names = notebook.run("seen = []\nclass Runner:\n    def go(self): seen.append(1)")
+    assert set(for_function(names["Runner"]().go, (), None).watched) == {"seen"}
+
+
+def test_a_cell_watches_the_containers_that_it_uses(notebook: Notebook) -> None:
+    notebook.run("seen, number, unused = [], 1, []")
+    assert for_cell(cell_of("seen; number"), ["number", "seen"]).watched == {"seen": []}
+
+
+# ------------------------------------------------------------------ settings
+@pytest.fixture
+def torchs_settings_restored() -> Iterator[None]:
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    generator = torch.get_rng_state()
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision(precision)
+    torch._C._set_deterministic_algorithms(False)
+    torch.set_rng_state(generator)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+
+
+def settings_now() -> Settings:
+    return for_function(print, (), None).settings
+
+
+def test_the_notebooks_random_states_travel() -> None:
+    settings = arrived(for_function(print, (), None)).settings
+    assert settings.python_rng == random.getstate()
+    assert numpy.array_equal(settings.numpy_rng[1], numpy.random.get_state()[1])  # type: ignore[index]  # the legacy tuple
+    assert settings.torch_rng == bytes(torch.get_rng_state().tolist())
+
+
+def test_torchs_settings_travel(torchs_settings_restored: None) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    torch._C._set_deterministic_algorithms(True, warn_only=True)  # the public one imports half of torch's compiler
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.manual_seed(12)
+    settings = settings_now()
+    assert (settings.default_dtype, settings.matmul_precision) == ("float64", "high")
+    assert settings.deterministic == (True, True)
+    assert settings.cudnn == (True, False)
+    assert settings.torch_seed == 12
+
+
+def test_a_seed_that_nobody_set_is_not_set_in_the_ranks(torchs_settings_restored: None) -> None:
+    torch.default_generator.manual_seed(67280421310721)
+    assert settings_now().torch_seed is None
+
+
+def test_what_the_notebook_has_not_loaded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    settings = settings_now()
+    assert (settings.torch_rng, settings.numpy_rng, settings.default_dtype) == (None, None, None)
+
+
+def test_the_filters_of_warnings_travel_with_their_categories_by_name() -> None:
+    """Whatever a category is: a rank must not import IPython because the notebook's filters name it."""
+
+    class Local(UserWarning):
+        held = threading.Lock()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a message", UserWarning)
+        warnings.filterwarnings("ignore", category=Local)
+        filters = arrived(for_function(print, (), None)).settings.warning_filters or ()
+    assert ("ignore", ("builtins", "UserWarning")) in [(f.action, f.category) for f in filters]
+    assert "a message" in [f.message.pattern for f in filters if isinstance(f.message, re.Pattern)]
+    assert (__name__, Local.__qualname__) in [f.category for f in filters]

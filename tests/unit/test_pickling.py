@@ -1,0 +1,242 @@
+"""What users define travels by value, and what cannot travel is named part by part."""
+
+from __future__ import annotations
+
+import functools
+import io
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nblaunch import pickling
+from nblaunch.pickling import Found, UnsendableError, describe, dump, explain, late, loads, names_of
+from nblaunch.ranks import stand_ins
+from tests.unit.notebooks import Notebook, open_notebook
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    with open_notebook() as opened:
+        yield opened
+
+
+def sent(obj: Any) -> Any:
+    return loads(dump(lambda found: obj))
+
+
+def found_in(obj: Any) -> Found:
+    notes: list[Found] = []
+
+    def build(found: Found) -> Any:
+        notes.append(found)
+        return obj
+
+    dump(build)
+    return notes[0]
+
+
+# ------------------------------------------------------------------ there and back
+def test_a_function_of_a_cell_travels_with_its_globals(notebook: Notebook) -> None:
+    names = notebook.run("rate = 3\nhelper = lambda x: x * rate\ndef train(x): return helper(x) + 1")
+    train = sent(names["train"])
+    names["rate"] = 100
+    assert train(2) == 7
+
+
+def test_closures_classes_and_defaults_travel(notebook: Notebook) -> None:
+    names = notebook.run(
+        "def make(n):\n"
+        "    class Net:\n"
+        "        size = n\n"
+        "        def twice(self, by=n): return by * 2\n"
+        "    return Net\n"
+        "Net = make(4)"
+    )
+    net = sent(names["Net"]())
+    assert (net.size, net.twice()) == (4, 8)
+
+
+def test_an_object_of_a_cells_class_comes_back_as_that_class(notebook: Notebook) -> None:
+    names = notebook.run("class Net: pass")
+    assert type(sent(names["Net"]())) is names["Net"]
+
+
+def test_what_is_sent_twice_arrives_once() -> None:
+    shared = [1]
+    first, second = sent((shared, {"again": shared}))
+    assert first is second["again"]
+
+
+def test_tensors_and_parameters_travel() -> None:
+    parameter = torch.nn.Parameter(torch.arange(3.0))
+    arrived = sent({"p": parameter, "t": torch.eye(2)})
+    assert isinstance(arrived["p"], torch.nn.Parameter)
+    assert torch.equal(arrived["p"], parameter)
+    assert torch.equal(arrived["t"], torch.eye(2))
+
+
+@pytest.mark.parametrize("parameter", [False, True])
+def test_a_cuda_tensor_is_rebuilt_on_the_host_in_the_notebook(parameter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBLAUNCH_RANK", raising=False)
+    tensor = pickling.to_own_device(torch.ones(2), parameter, True)
+    assert tensor.device.type == "cpu"
+    assert tensor.requires_grad
+    assert isinstance(tensor, torch.nn.Parameter) == parameter
+
+
+class InteractiveShell:
+    """By its name IPython's, of which an instance would be one for the whole test run."""
+
+    def get_ipython(self) -> None: ...
+
+
+def test_the_notebooks_shell_is_replaced_by_the_ranks_own() -> None:
+    assert sent({"get_ipython": InteractiveShell().get_ipython})["get_ipython"] is stand_ins.get_ipython
+
+
+# ------------------------------------------------------------------ notes
+def test_main_names_are_noted_by_qualified_name(notebook: Notebook) -> None:
+    names = notebook.run("class Net: pass\ndef helper(): return Net()\ndef train(): return helper()")
+    assert found_in(names["train"]).main == {name: names[name] for name in ("train", "helper", "Net")}
+
+
+def test_lambdas_and_local_functions_have_no_name_that_main_could_resolve(notebook: Notebook) -> None:
+    names = notebook.run("def make():\n    def inner(): pass\n    return inner, lambda: 0\npair = make()")
+    assert found_in(names["pair"]).main == {}
+
+
+def test_library_classes_are_not_mains() -> None:
+    assert found_in([torch.nn.Linear, functools.partial, Path]).main == {}
+
+
+def test_files_that_only_linecache_knows_are_noted(notebook: Notebook) -> None:
+    notebook.run("def helper(): pass")
+    names = notebook.run("def train(): helper()")
+    assert found_in(names["train"]).files == set(notebook.labels)
+
+
+def test_a_late_dict_is_filled_after_everything_before_it(notebook: Notebook) -> None:
+    names = notebook.run("def train(): pass")
+    data = dump(lambda found: (names["train"], late(lambda: {"seen": sorted(found.main)})))
+    assert loads(data)[1] == {"seen": ["train"]}
+
+
+# ------------------------------------------------------------------ names that a function uses
+def test_attributes_are_not_globals_that_a_function_uses(notebook: Notebook) -> None:
+    names = notebook.run(
+        "data = [1]\nmodel = [2]\nlr = 0.1\nseen = 0\n"
+        "def train(batch):\n"
+        "    global seen\n"
+        "    import json as data\n"
+        "    seen = batch.model\n"
+        "    return [lr for _ in batch.data]"
+    )
+    assert set(names_of(names["train"])) == {"lr", "seen"}
+
+
+def test_variables_of_enclosing_functions_are_used_names(notebook: Notebook) -> None:
+    names = notebook.run(
+        "def make():\n"
+        "    bound, model = 1, 2\n"
+        "    def train(): return bound, model, late\n"
+        "    early = train\n"
+        "    if False: late = 1\n"
+        "    return early\n"
+        "train = make()"
+    )
+    assert names_of(names["train"]) == {"bound": 1, "model": 2}
+
+
+def test_the_body_of_a_local_class_uses_globals(notebook: Notebook) -> None:
+    names = notebook.run("size = 3\ndef train():\n    class Net:\n        width = size\n    return Net")
+    assert names_of(names["train"])["size"] == 3
+
+
+# ------------------------------------------------------------------ which part cannot be sent
+LOCK = "import threading; lock = threading.Lock()\n"
+BECAUSE = ", a thread lock, which cannot be sent to another process (TypeError: cannot pickle '_thread.lock' object)"
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ("def train(): return lock", "`train` uses `lock`"),
+        ("def helper(): return lock\ndef train(): return helper()", "`train` uses `helper` uses `lock`"),
+        ("def make(inner):\n    def f(): return inner\n    return f\ntrain = make(lock)", "`train` uses `inner`"),
+        ("def train(): return [lock for _ in range(2)]", "`train` uses `lock`"),
+        ("def train(): return lambda: lock", "`train` uses `lock`"),
+        ("def train(x=lock): pass", "a default value of `train`"),
+        ("def train(*, x=lock): pass", "a default value of `train`"),
+        ("config = {'a': [1, {'b{}': lock}]}\ndef train(): return config", "`train` uses `config`['a'][1]['b{}']"),
+        ("train = [0, lock]", "`train`[1]"),
+        ("train = (1, {2: lock})", "`train`[1][2]"),
+        ("class Holder: pass\ntrain = Holder(); train.inner = Holder(); train.inner.held = lock", "`train`.inner.held"),
+        ("class Runner:\n    def go(self): pass\nr = Runner(); r.held = lock\ntrain = r.go", "`train`'s object.held"),
+        ("class Net:\n    def forward(self): return lock\ntrain = Net", "`train`.forward uses `lock`"),
+        ("import functools\ntrain = functools.partial(print, 1, lock)", "`train`'s args[1]"),
+        ("import functools\ntrain = functools.partial(print, end=lock)", "`train`'s keywords['end']"),
+        ("import functools\ndef f(): return lock\ntrain = functools.partial(f)", "`train`'s function uses `lock`"),
+        ("train = lock", "`train`"),
+    ],
+)
+def test_the_part_that_cannot_be_sent_is_named(notebook: Notebook, source: str, path: str) -> None:
+    reason = explain(notebook.run(LOCK + source)["train"], "`train`")
+    assert isinstance(reason, UnsendableError)
+    assert (str(reason), reason.path) == (path + BECAUSE, path)
+
+
+def test_what_can_be_sent_needs_no_explanation(notebook: Notebook) -> None:
+    assert explain(notebook.run("def train(): return 1")["train"], "train") is None
+
+
+def test_an_attribute_of_the_same_name_as_an_unsendable_global_is_not_blamed(notebook: Notebook) -> None:
+    names = notebook.run(LOCK + "import _thread\nother = _thread.allocate_lock()\ndef train(x): return x.lock, other")
+    reason = explain(names["train"], "`train`")
+    assert reason is not None
+    assert reason.path == "`train` uses `other`"
+
+
+def test_an_object_that_holds_itself_is_explained_all_the_same() -> None:
+    loop: list[Any] = [threading.Lock()]
+    loop.insert(0, loop)
+    reason = explain(loop, "loop")
+    assert reason is not None
+    assert str(reason).startswith("loop")
+
+
+def test_a_reduce_that_raises_is_quoted() -> None:
+    class Stubborn:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("I stay here\nsecond line")
+
+    reason = explain({"key": Stubborn()}, "args[0]")
+    assert str(reason) == (
+        "args[0]['key'], a tests.unit.test_pickling.Stubborn, which cannot be sent to another process "
+        "(RuntimeError: I stay here)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (threading.Lock, "a thread lock"),
+        (threading.RLock, "a thread lock"),
+        (lambda: open(__file__), "an open file"),
+        (lambda: open(__file__, "rb"), "an open file"),
+        (io.BytesIO, "an open file"),
+        (lambda: (n for n in range(3)), "a generator"),
+        (socket.socket, "a socket.socket"),
+        (lambda: 3, "an int"),
+        (lambda: "train", "a str"),
+        (lambda: None, "a NoneType"),
+    ],
+)
+def test_things_are_described_in_their_users_words(make: Callable[[], Any], words: str) -> None:
+    thing = make()
+    assert describe(thing) == words
+    getattr(thing, "close", lambda: None)()

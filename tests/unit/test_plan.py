@@ -1,0 +1,381 @@
+"""What a launch is to be, on made-up machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from nblaunch.errors import ArgumentError, NblaunchError
+from nblaunch.launch import plan as plans
+from nblaunch.launch.plan import Machine, Plan, make_plan, this_machine, usable_cpus
+
+NO_QUOTA = 1_000_000
+
+
+def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -> Machine:
+    return Machine(gpus, cpus, platform, env)
+
+
+def planned(on: Machine | None = None, **arguments: Any) -> Plan:
+    return make_plan(on or machine(), **arguments)
+
+
+# ------------------------------------------------------------------ arguments that are wrong
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *(("num_processes", value, "must be a whole number, at least 1") for value in (0, -1, "two", 2.5, True, [2])),
+        *(("max_restarts", value, "must be a whole number, at least 0") for value in (-1, 1.0, "1", None, False)),
+        *(("threads_per_rank", value, "must be a whole number, at least 1") for value in (0, -4, 1.5, "4", True)),
+        *(
+            ("timeout", value, "must be a number of seconds above 0")
+            for value in (0, -1.0, "10", True, float("inf"), float("nan"))
+        ),
+        *(("stop_grace", value, "must be a number of seconds above 0") for value in (0, None, "30", float("inf"))),
+        *(("device", value, "must be one of 'auto', 'cpu', 'cuda'") for value in ("gpu", "cuda:0", None, 0)),
+        *(("backend", value, "must be one of 'gloo', 'nccl',") for value in ("glo", "", 1)),
+        *(
+            ("start_method", value, "must be one of 'auto', 'forkserver', 'spawn', 'fork'")
+            for value in ("forked", None, 3)
+        ),
+        *(("mixed_precision", value, "must be one of 'no', 'fp16', 'bf16', 'fp8'") for value in ("half", None, True)),
+        *(("env", value, "must be a dict of strings") for value in ("A=1", [("A", "1")], 7)),
+    ],
+)
+def test_a_wrong_argument_is_named_with_its_value(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{re.escape(f'{name}={value!r}: {says}')}"):
+        planned(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"BATCH": 32}, "env={'BATCH': 32}: names and values must be strings"),
+        ({"BATCH": None}, "env={'BATCH': None}: names and values must be strings"),
+        ({5: "a"}, "env={5: 'a'}: names and values must be strings"),
+        ({"": "a"}, "env={'': 'a'}: the system allows no such variable (empty, = or NUL)"),
+        ({"A=B": "a"}, "env={'A=B': 'a'}: the system allows no such variable"),
+        ({"A\0": "a"}, r"env={'A\x00': 'a'}: the system allows no such variable"),
+        ({"A": "a\0"}, r"env={'A': 'a\x00'}: the system allows no such variable"),
+        ({"RANK": "3"}, "env={'RANK': '3'}: nblaunch sets this one for each rank"),
+        ({"MASTER_PORT": "1"}, "env={'MASTER_PORT': '1'}: nblaunch sets this one for each rank"),
+        ({"TORCHELASTIC_RUN_ID": "x"}, "env={'TORCHELASTIC_RUN_ID': 'x'}: nblaunch sets this one for each rank"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_named_by_the_variable(env: dict[Any, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        planned(env={"FINE": "1", **env})
+
+
+def test_an_argument_error_is_a_value_error_and_ours() -> None:
+    with pytest.raises(ValueError, match="num_processes=0") as caught:
+        planned(num_processes=0)
+    assert isinstance(caught.value, NblaunchError)
+
+
+def test_numpys_integers_are_numbers_of_processes() -> None:
+    assert planned(num_processes=numpy.int64(3)).world_size == 3
+
+
+def test_windows_gets_one_sentence_that_points_to_wsl() -> None:
+    with pytest.raises(ArgumentError, match=r"^nblaunch runs on Linux and macOS; on Windows, .* inside WSL 2$"):
+        planned(machine(platform="win32"))
+
+
+# ------------------------------------------------------------------ ranks, devices, backend
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "ranks", "devices", "backend"),
+    [
+        (0, {}, 2, ["cpu", "cpu"], "gloo"),
+        (0, {"num_processes": 3}, 3, ["cpu"] * 3, "gloo"),
+        (4, {}, 4, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"], "cpu:gloo,cuda:nccl"),
+        (4, {"num_processes": 2}, 2, ["cuda:0", "cuda:1"], "cpu:gloo,cuda:nccl"),
+        (4, {"device": "cpu"}, 2, ["cpu", "cpu"], "gloo"),
+        (4, {"device": "cuda", "num_processes": 1}, 1, ["cuda:0"], "cpu:gloo,cuda:nccl"),
+        (2, {"backend": "nccl"}, 2, ["cuda:0", "cuda:1"], "nccl"),
+        (1, {"num_processes": 3, "backend": "gloo"}, 3, ["cuda:0"] * 3, "gloo"),
+        (2, {"num_processes": 3, "backend": "gloo"}, 3, ["cuda:0", "cuda:1", "cuda:0"], "gloo"),
+        (1, {"num_processes": 3, "device": "cpu"}, 3, ["cpu"] * 3, "gloo"),
+    ],
+)
+def test_ranks_devices_and_backend_follow_the_gpus(
+    gpus: int, arguments: dict[str, Any], ranks: int, devices: list[str], backend: str
+) -> None:
+    plan = planned(machine(gpus), **arguments)
+    assert (plan.world_size, plan.backend) == (ranks, backend)
+    assert [plan.device_of(rank) for rank in range(ranks)] == devices
+
+
+def test_more_ranks_than_open_files_are_refused() -> None:
+    small = Machine(0, 8, "linux", {}, open_files=1024)
+    assert planned(small, num_processes=194).world_size == 194
+    with pytest.raises(
+        ArgumentError,
+        match=r"^num_processes=256 needs about 1,330 open files, and the limit is 1,024 \(ulimit -n\): raise it",
+    ):
+        planned(small, num_processes=256)
+
+
+def test_this_machines_limit_of_open_files_is_the_one_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_NOFILE: (512, 4096)}[kind])
+    assert this_machine().open_files == 512
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert this_machine().open_files == 1 << 20
+
+
+def test_a_machines_own_gpu_backend_stands_in_for_nccl() -> None:
+    assert planned(Machine(2, 8, "linux", {}, gpu_backend="xccl")).backend == "cpu:gloo,cuda:xccl"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "message"),
+    [
+        (
+            1,
+            {"num_processes": 3},
+            "num_processes=3, but 1 GPU is visible: use num_processes=1, or device='cpu', or backend='gloo' to let "
+            "ranks share a GPU",
+        ),
+        (2, {"num_processes": 3, "device": "cuda"}, "num_processes=3, but 2 GPUs are visible: use num_processes=2, or"),
+        (1, {"num_processes": 2, "backend": "nccl"}, "num_processes=2, but 1 GPU is visible"),
+        (0, {"device": "cuda"}, "device='cuda', but no GPU is visible (CUDA_VISIBLE_DEVICES?): use device='cpu'"),
+        (0, {"backend": "nccl"}, "backend='nccl' needs GPUs, and the device is 'cpu': use backend='gloo'"),
+        (4, {"backend": "nccl", "device": "cpu"}, "backend='nccl' needs GPUs, and the device is 'cpu'"),
+    ],
+)
+def test_what_the_gpus_do_not_allow_is_refused_with_the_ways_out(
+    gpus: int, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        planned(machine(gpus), **arguments)
+
+
+def test_a_rank_meets_the_others_on_loopback() -> None:
+    world = planned(machine(2, cpus=4)).world(1, port=4242)
+    assert (world.master_addr, world.master_port) == ("127.0.0.1", 4242)
+    assert (world.backend, world.device, world.threads) == ("cpu:gloo,cuda:nccl", "cuda:1", 2)
+
+
+# ------------------------------------------------------------------ start methods
+@pytest.mark.parametrize(
+    ("platform", "asked", "method"),
+    [
+        ("linux", "auto", "forkserver"),
+        ("linux", "forkserver", "forkserver"),
+        ("linux", "spawn", "spawn"),
+        ("linux", "fork", "fork"),
+        ("darwin", "auto", "spawn"),
+        ("darwin", "spawn", "spawn"),
+        ("darwin", "fork", "fork"),
+    ],
+)
+def test_the_start_method_suits_the_platform(platform: str, asked: str, method: str) -> None:
+    assert planned(machine(platform=platform), start_method=asked).method == method
+
+
+def test_the_fork_server_is_refused_where_forking_is_unsafe() -> None:
+    with pytest.raises(ArgumentError, match=r"^start_method='forkserver': .* Linux only; use start_method='spawn'$"):
+        planned(machine(platform="darwin"), start_method="forkserver")
+
+
+# ------------------------------------------------------------------ threads
+@pytest.mark.parametrize(
+    ("cpus", "ranks", "inherited", "arguments", "threads"),
+    [
+        (8, 2, {}, {}, 4),
+        (8, 3, {}, {}, 2),
+        (2, 8, {}, {}, 1),
+        (8, 2, {"OMP_NUM_THREADS": "3"}, {}, 3),
+        (8, 2, {"OMP_NUM_THREADS": " 3 "}, {}, 3),
+        (8, 2, {"OMP_NUM_THREADS": "5,2"}, {}, 5),
+        (8, 2, {"OMP_NUM_THREADS": "0"}, {}, 4),
+        (8, 2, {"OMP_NUM_THREADS": "many"}, {}, 4),
+        (8, 2, {"OMP_NUM_THREADS": "²"}, {}, 4),
+        (8, 2, {"OMP_NUM_THREADS": ""}, {}, 4),
+        (8, 2, {"OMP_NUM_THREADS": "3"}, {"threads_per_rank": 7}, 7),
+        (8, 2, {}, {"env": {"OMP_NUM_THREADS": "6"}}, 6),
+        (8, 2, {"OMP_NUM_THREADS": "3"}, {"env": {"OMP_NUM_THREADS": "6"}}, 6),
+    ],
+)
+def test_threads_are_the_callers_or_the_users_or_a_share_of_the_cpus(
+    cpus: int, ranks: int, inherited: dict[str, Any], arguments: dict[str, Any], threads: int
+) -> None:
+    plan = planned(machine(cpus=cpus, **inherited), num_processes=ranks, **arguments)
+    assert plan.threads == threads
+    assert plan.environment(0, 1, "id", 0)["OMP_NUM_THREADS"] == str(threads)
+
+
+# ------------------------------------------------------------------ environment
+HOSTILE: dict[str, Any] = {
+    "RANK": "5",
+    "LOCAL_RANK": "5",
+    "WORLD_SIZE": "99",
+    "NODE_RANK": "3",
+    "MASTER_ADDR": "10.255.255.1",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "False",
+    "TORCHELASTIC_RUN_ID": "another",
+    "TORCHELASTIC_ERROR_FILE": "/tmp/another",
+    "GLOO_SOCKET_IFNAME": "eth9",
+    "NCCL_SOCKET_IFNAME": "eth9",
+    "NBLAUNCH_RANK": "5",
+    "NBLAUNCH_LAUNCH_ID": "another",
+}
+
+
+def test_nothing_of_another_launchs_environment_reaches_a_rank() -> None:
+    environment = planned(machine(**HOSTILE, HOME="/home/me")).environment(1, 4242, "the-id", 0)
+    assert not {name for name, value in HOSTILE.items() if environment.get(name) == value}
+    assert "NODE_RANK" not in environment
+    assert "TORCHELASTIC_ERROR_FILE" not in environment
+    assert environment["HOME"] == "/home/me"
+
+
+def test_a_hostile_environment_makes_the_same_plan_as_a_clean_one() -> None:
+    assert planned(machine(**HOSTILE)) == planned(machine())
+
+
+def test_the_tests_own_state_directory_reaches_ranks() -> None:
+    assert planned(machine(NBLAUNCH_STATE_DIR="/state")).env["NBLAUNCH_STATE_DIR"] == "/state"
+
+
+def test_every_variable_of_torchrun_is_set() -> None:
+    environment = planned(num_processes=4, max_restarts=2).environment(3, 4242, "the-id", 1)
+    assert {
+        "RANK": "3",
+        "LOCAL_RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": "3",
+        "ROLE_WORLD_SIZE": "4",
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4242",
+        "TORCHELASTIC_RUN_ID": "the-id",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items() <= environment.items()
+
+
+@pytest.mark.parametrize(("platform", "interface"), [("linux", "lo"), ("darwin", "lo0")])
+def test_ranks_talk_over_loopback_unless_the_call_says_otherwise(platform: str, interface: str) -> None:
+    on = machine(platform=platform)
+    assert planned(on).env["GLOO_SOCKET_IFNAME"] == planned(on).env["NCCL_SOCKET_IFNAME"] == interface
+    assert planned(on, env={"GLOO_SOCKET_IFNAME": "eth0"}).env["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("backend", "seen"),
+    [
+        ("inline", "module://nblaunch.ranks.figures"),
+        ("module://matplotlib_inline.backend_inline", "module://nblaunch.ranks.figures"),
+        ("module://ipympl.backend_nbagg", "module://nblaunch.ranks.figures"),
+        ("widget", "module://nblaunch.ranks.figures"),
+        ("agg", "agg"),
+        ("svg", "svg"),
+    ],
+)
+def test_a_backend_that_only_a_kernel_can_draw_with_is_replaced(backend: str, seen: str) -> None:
+    assert planned(machine(MPLBACKEND=backend)).env["MPLBACKEND"] == seen
+
+
+def test_the_calls_own_variables_come_last() -> None:
+    plan = planned(machine(A="1", MPLBACKEND="inline"), env={"A": "2", "B": "3", "MPLBACKEND": "svg"})
+    assert {"A": "2", "B": "3", "MPLBACKEND": "svg"}.items() <= plan.env.items()
+
+
+@pytest.mark.parametrize(("precision", "seen"), [("no", None), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8")])
+def test_mixed_precision_is_told_to_accelerate(precision: str, seen: str | None) -> None:
+    assert planned(mixed_precision=precision).env.get("ACCELERATE_MIXED_PRECISION") == seen
+
+
+def test_limits_are_kept_as_given() -> None:
+    plan = planned(timeout=5, stop_grace=0.5, max_restarts=numpy.int32(2))
+    assert (plan.timeout, plan.stop_grace, plan.max_restarts) == (5.0, 0.5, 2)
+    assert planned().timeout is None
+
+
+# ------------------------------------------------------------------ usable CPUs
+class Cgroups:
+    """A made-up /sys/fs/cgroup."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "cgroup"
+        self.root.mkdir()
+        self.membership = folder / "membership"
+        self.membership.write_text("0::/\n")
+
+    def holds(self, file: str, text: str) -> None:
+        path = self.root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def quota(self) -> int:
+        return plans._cgroup_quota(self.root, self.membership)
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path) -> Cgroups:
+    return Cgroups(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [
+        ("400000 100000\n", 4),
+        ("150000 100000\n", 1),
+        ("20000 100000\n", 1),
+        ("max 100000\n", NO_QUOTA),
+        ("", NO_QUOTA),
+        ("nonsense\n", NO_QUOTA),
+    ],
+)
+def test_a_quota_counts_in_whole_cpus(cgroups: Cgroups, text: str, cpus: int) -> None:
+    cgroups.holds("cpu.max", text)
+    assert cgroups.quota() == cpus
+
+
+def test_the_least_quota_on_the_way_to_the_root_counts(cgroups: Cgroups) -> None:
+    cgroups.membership.write_text("12:cpuset:/elsewhere\n0::/pod/notebook\n")
+    cgroups.holds("pod/notebook/cpu.max", "800000 100000")
+    cgroups.holds("pod/cpu.max", "300000 100000")
+    cgroups.holds("cpu.max", "max 100000")
+    cgroups.holds("elsewhere/cpu.max", "100000 100000")
+    assert cgroups.quota() == 3
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("250000\n", 2), ("-1\n", NO_QUOTA)])
+def test_the_first_version_of_cgroups_is_read_too(cgroups: Cgroups, quota: str, cpus: int) -> None:
+    cgroups.membership.write_text("4:cpu,cpuacct:/\n")
+    cgroups.holds("cpu/cpu.cfs_quota_us", quota)
+    cgroups.holds("cpu/cpu.cfs_period_us", "100000\n")
+    assert cgroups.quota() == cpus
+
+
+def test_no_cgroups_at_all_is_no_quota(cgroups: Cgroups) -> None:
+    cgroups.membership.unlink()
+    assert cgroups.quota() == NO_QUOTA
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [(1, 1), (NO_QUOTA, len(os.sched_getaffinity(0)))])
+def test_usable_cpus_are_the_affinitys_or_the_quotas(monkeypatch: pytest.MonkeyPatch, quota: int, cpus: int) -> None:
+    monkeypatch.setattr(plans, "_cgroup_quota", lambda root, membership: quota)
+    assert usable_cpus() == cpus
+
+
+def test_this_machine_is_seen_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_VARIABLE_OF_NOW", "1")
+    here = this_machine()
+    assert here.env["A_VARIABLE_OF_NOW"] == "1"
+    assert here.cpus == usable_cpus()
+    monkeypatch.delenv("A_VARIABLE_OF_NOW")
+    assert "A_VARIABLE_OF_NOW" not in this_machine().env

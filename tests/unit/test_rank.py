@@ -1,0 +1,72 @@
+"""Where a rank stands, from what is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nblaunch.channel import channel_pair
+from nblaunch.launch.logs import Spool
+from nblaunch.launch.patterns import PrintedMetrics
+from nblaunch.launch.rank import Rank
+from nblaunch.messages import Done, Failed, RankExited
+
+DONE = Done(1, 5)
+CRASHED = RankExited(1, -9, 7)
+LEFT = RankExited(1, 0, 7)
+
+
+def failed(collective: str = "") -> Failed:
+    return Failed(1, 5, "exception", "ValueError", "no", "", collective=collective)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    here, there = channel_pair()
+    rank = Rank(1, here, {}, Spool(tmp_path / "spool"), PrintedMetrics(()))
+    yield rank
+    rank.close()
+    there.close()
+
+
+def test_a_rank_goes_from_starting_to_running_to_returned(rank: Rank) -> None:
+    assert rank.state(()) == "starting"
+    rank.running = True
+    assert rank.state(()) == "running"
+    rank.done = DONE
+    assert rank.state(()) == "running"  # its process may have threads of its own to wait for
+    rank.exited = LEFT
+    assert rank.state(()) == "returned"
+
+
+def test_a_rank_that_is_asked_to_end_is_stopping_and_then_has_ended(rank: Rank) -> None:
+    rank.running = True
+    assert rank.state({1}) == "stopping"
+    rank.exited = CRASHED
+    assert rank.state({1}) == "ended"
+
+
+def test_a_rank_that_returns_all_the_same_has_returned(rank: Rank) -> None:
+    rank.done, rank.exited = DONE, LEFT
+    assert rank.state({1}) == "returned"
+
+
+@pytest.mark.parametrize("asked", [(), {0, 2}])
+def test_a_rank_that_raises_or_dies_of_itself_has_failed(rank: Rank, asked: set[int]) -> None:
+    rank.failed = failed()
+    assert rank.state(asked) == "failed"
+    rank.failed, rank.exited = None, CRASHED
+    assert rank.state(asked) == "failed"
+
+
+def test_an_error_out_of_a_collective_is_an_echo_of_anothers(rank: Rank) -> None:
+    rank.failed = failed(collective="all_reduce")
+    assert rank.state(()) == "ended"
+
+
+def test_a_rank_that_has_called_exec_listens_no_more(rank: Rank) -> None:
+    assert rank.listens
+    rank.channel.close()
+    assert not rank.listens

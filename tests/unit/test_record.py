@@ -1,0 +1,411 @@
+"""What stays of a launch in a saved notebook."""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch.launch.view import Failure
+from nblaunch.notebook.record import RankTail, Record, as_html, as_text
+
+DETERMINISTIC = settings(derandomize=True, deadline=None)
+LOGS = "/logs/20261121-train"
+ACCURACY = {rank: [(float(epoch), 0.9 + epoch / 100 + rank / 1000) for epoch in range(5)] for rank in range(2)}
+FINISHED = Record(
+    name="train",
+    state="finished",
+    seconds=12.34,
+    message="",
+    world_size=2,
+    device="cpu",
+    ended_at=1_795_254_000.0,
+    metrics={"loss": {0: [(0, 2.0), (1, 1.0)], 1: [(0, 2.0), (1, 1.0)]}, "accuracy": ACCURACY},
+    tails=[RankTail(rank, (f"hello from {rank}", "bye"), False, f"{LOGS}/rank{rank}.out") for rank in range(2)],
+    notes=[],
+    failure=None,
+    log_dir=LOGS,
+)
+FAILURE = Failure(
+    rank=1,
+    type_name="ValueError",
+    message="no such class: 12",
+    where="Cell In[3], line 4",
+    source="loss = criterion(logits, labels)",
+    traceback="Traceback (most recent call last):\n  Cell In[3], line 4, in train\nValueError: no such class: 12\n",
+    others=("rank 0: RuntimeError: Connection closed by peer",),
+    log=f"{LOGS}/rank1.err",
+)
+FAILED = replace(FINISHED, state="failed", message="rank 1: ValueError", failure=FAILURE)
+
+HEX = "#[0-9a-f]{3,6}"
+RGBA = r"rgba\(\d+,\d+,\d+,0?\.\d+\)"
+LENGTHS = r"(\d+px|0|auto)( (\d+px|0|auto))*"
+SURVIVES = {
+    "background": f"transparent|{HEX}|{RGBA}",
+    "border": f"1px solid {RGBA}",
+    "border-collapse": "collapse",
+    "border-left": f"4px solid {HEX}",
+    "border-radius": LENGTHS,
+    "color": HEX,
+    "cursor": "pointer",
+    "display": "block|inline-block",
+    "font-family": "monospace",
+    "font-size": LENGTHS,
+    "font-style": "italic",
+    "font-weight": "bold",
+    "height": "auto",
+    "line-height": r"\d\.\d",
+    "margin": LENGTHS,
+    "margin-bottom": LENGTHS,
+    "margin-top": LENGTHS,
+    "max-width": "100%",
+    "opacity": r"0\.\d",
+    "overflow-wrap": "break-word",
+    "overflow-x": "auto",
+    "padding": LENGTHS,
+    "text-align": "right",
+    "text-decoration": "underline",
+    "vertical-align": "top",
+    "white-space": "pre-wrap|nowrap",
+    "width": LENGTHS,
+}
+"""Of the styles that JupyterLab 4.6 leaves in a notebook that it does not trust, those used here."""
+TAGS = {*("div", "b", "span", "pre", "code", "details", "summary", "img")} | {
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "td",
+    "th",
+}
+ATTRIBUTES = {
+    "div": {"style", "class"},
+    "img": {"style", "src", "alt", "width", "height"},
+    "details": {"style", "open"},
+    "table": {"style", "cellpadding"},
+}
+HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(1)> ' ]]> &amp; $x$ \ud800\x00\x9b\ufffe"
+
+
+class Page(HTMLParser):
+    """A page that holds only what is allowed in it: tags in pairs, attributes and styles."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.text = ""
+        self.images: list[ET.Element] = []
+        self.alts: list[str] = []
+        self.styles: set[str] = set()
+        self.open: list[str] = []
+        """The text of each part that is unfolded from the start."""
+        self._stack: list[str] = []
+        self._opened: list[int] = []
+        self.feed(html)
+        self.close()
+        assert self._stack == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        assert tag in TAGS
+        assert {name for name, _ in attributes} <= ATTRIBUTES.get(tag, {"style"})
+        values = dict(attributes)
+        for style in filter(None, (values.get("style") or "").split(";")):
+            name, _, value = style.partition(":")
+            assert re.fullmatch(SURVIVES[name], value), style
+            self.styles.add(style)
+        if tag == "img":
+            self._image(values)
+        else:
+            assert ("class" in values) == (not self._stack)
+            self._stack.append(tag)
+            self._opened.append(len(self.text) if "open" in values else -1)
+
+    def _image(self, values: dict[str, str | None]) -> None:
+        head, _, data = (values["src"] or "").partition(",")
+        assert head == "data:image/svg+xml;base64"
+        self.images.append(ET.fromstring(base64.b64decode(data)))
+        self.alts.append(values["alt"] or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._stack.pop() == tag
+        start = self._opened.pop()
+        if start >= 0:
+            self.open.append(self.text[start:])
+        self.text += "\n" if tag in ("div", "summary", "pre", "tr") else " " if tag in ("td", "th") else ""
+
+    def handle_data(self, data: str) -> None:
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]", data)
+        self.text += data
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(data)
+
+    def handle_decl(self, decl: str) -> None:
+        raise AssertionError(decl)
+
+    def handle_pi(self, data: str) -> None:
+        raise AssertionError(data)
+
+    def unknown_decl(self, data: str) -> None:
+        raise AssertionError(data)
+
+
+def page(record: Record) -> Page:
+    return Page(as_html(record))
+
+
+def tail_of(*lines: str, more: bool = False) -> Record:
+    return replace(FINISHED, metrics={}, world_size=1, tails=[RankTail(0, lines, more, f"{LOGS}/rank0.out")])
+
+
+# ------------------------------------------------------------------ how it went
+def test_the_page_says_first_how_it_went() -> None:
+    shown = page(FINISHED).text
+    assert re.match(r"train ✓ finished in 12\.3 s · 2 ranks · cpu · 2026-11-2\d \d\d:\d\d\n", shown)
+    assert shown.rstrip().endswith(f"logs: {LOGS}")
+
+
+def test_the_text_says_first_how_it_went() -> None:
+    assert as_text(FINISHED).splitlines() == [
+        "train: finished in 12.3 s · 2 ranks · cpu",
+        "accuracy 0.9405 (best 0.9405); rank 0: 0.94, 1: 0.941",
+        "loss 1 (best 1)",
+        "[rank 0] hello from 0",
+        "[rank 0] bye",
+        "[rank 1] hello from 1",
+        "[rank 1] bye",
+        f"logs: {LOGS}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "expected"),
+    [
+        ("running", 3.0, "running for 3.0 s"),
+        ("stopped", 75.2, "stopped after 1 min 15 s"),
+        ("failed", 59.99, "failed after 60.0 s"),
+        ("finished", 3960.0, "finished in 1 h 06 min"),
+        ("finished", math.inf, "finished in inf s"),
+        ("lost", 1.0, "lost after 1.0 s"),
+    ],
+)
+def test_each_state_says_how_long_it_took(state: str, seconds: float, expected: str) -> None:
+    record = replace(FINISHED, state=state, seconds=seconds, world_size=1, ended_at=math.nan)
+    assert as_text(record).startswith(f"train: {expected} · 1 rank · cpu\n")
+    assert f"{expected} · 1 rank · cpu\n" in page(record).text
+
+
+def test_what_nblaunch_had_to_say_is_kept() -> None:
+    record = replace(FINISHED, state="stopped", message="stopped by the button", notes=["restarting (1 of 3)"])
+    for shown in (page(record).text, as_text(record)):
+        assert "stopped by the button" in shown
+        assert "restarting (1 of 3)" in shown
+
+
+# ------------------------------------------------------------------ what failed
+def test_a_failure_is_on_top_with_its_rank_message_and_line_and_then_the_traceback() -> None:
+    for shown in (page(FAILED).text, as_text(FAILED)):
+        parts = ["rank 1 failed: ValueError", "no such class: 12", "Cell In[3], line 4", FAILURE.source, "Traceback"]
+        parts += ["ValueError: no such class: 12", "Connection closed by peer", "accuracy", "hello from"]
+        found = [shown.index(part) for part in parts[:-4]]
+        found += [shown.index(part, found[-1]) for part in parts[-4:]]
+        assert found == sorted(found)
+    assert "rank 1: ValueError" not in page(FAILED).text  # the one line that the launch gives is not said twice
+
+
+def test_the_traceback_and_the_log_of_the_rank_that_failed_are_unfolded_and_come_first() -> None:
+    shown = page(FAILED)
+    traceback, log = shown.open
+    assert "Cell In[3], line 4, in train" in traceback
+    assert "hello from 1" in log
+    assert shown.text.index("hello from 1") < shown.text.index("hello from 0")
+
+
+def test_a_failure_that_was_no_ranks_and_has_no_traceback() -> None:
+    failure = Failure(-1, "RankLostError", "the reaper was killed", "", "", "", (), LOGS)
+    record = replace(FAILED, failure=failure)
+    assert "the launch failed: RankLostError" in page(record).text
+    assert "the launch failed: RankLostError: the reaper was killed\n" in as_text(record)
+    assert page(record).open == []
+
+
+def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
+    traceback = "\n".join(["Traceback:", *(f"  frame {i} {'x' * 90}" for i in range(1000)), "ValueError: it"])
+    record = replace(FAILED, failure=replace(FAILURE, traceback=traceback))
+    for shown in (page(record).text, as_text(record)):
+        assert shown.index("Traceback:") < shown.index("frame 1 ") < shown.index("frame 999 ")
+        assert "frame 500 " not in shown
+    assert re.search(r"frame \d+ x+\n… \d+ lines left out …\n  frame", page(record).text)
+
+
+# ------------------------------------------------------------------ what it measured
+def test_each_metric_has_its_numbers_and_a_chart_that_is_also_words() -> None:
+    shown = page(FINISHED)
+    assert shown.text.index("accuracy 0.9405 best 0.9405") < shown.text.index("loss 1 best 1")
+    assert [image.findtext("{http://www.w3.org/2000/svg}title") for image in shown.images] == ["accuracy", "loss"]
+    assert shown.alts[0] == "chart of accuracy: latest 0.9405, best 0.9405, mean of 2 ranks"
+
+
+def test_where_ranks_differ_there_is_a_table() -> None:
+    assert "latest accuracy \nmean 0.9405 \nrank 0 0.94 \nrank 1 0.941 \n" in page(FINISHED).text
+    same = replace(FINISHED, metrics={"loss": FINISHED.metrics["loss"]})
+    assert "latest values" not in page(same).text
+
+
+def test_a_metric_with_one_point_is_a_number_without_a_chart() -> None:
+    shown = page(replace(FINISHED, metrics={"images": {0: [(0, 60000.0)]}, "lost": {0: [(0, math.nan), (1, 1.0)]}}))
+    assert shown.images == []
+    assert "images 60,000\n" in shown.text
+
+
+def test_a_loss_that_is_no_number_any_more_is_shown_in_red() -> None:
+    html = as_html(replace(FINISHED, metrics={"loss": {0: [(0, 2.0), (1, 1.0), (2, math.nan)]}}))
+    assert re.search(r'color:#d64a3f">nan</span>', html)
+
+
+def test_no_more_than_twelve_charts_and_the_rest_as_numbers() -> None:
+    shown = page(replace(FINISHED, metrics={f"m{i:02}": {0: [(0, 0.0), (1, float(i))]} for i in range(60)}))
+    assert len(shown.images) == 12
+    assert "m23 23\nand 36 more metrics\n" in shown.text
+
+
+def test_a_launch_that_measured_and_said_nothing() -> None:
+    record = replace(FINISHED, metrics={}, tails=[RankTail(0, (), False, f"{LOGS}/rank0.out")], log_dir="")
+    assert page(record).text.split("\n")[1:] == ["rank 0 printed nothing", "", "", ""]
+    assert as_text(record) == "train: finished in 12.3 s · 2 ranks · cpu"
+
+
+# ------------------------------------------------------------------ what the ranks said
+def test_the_last_lines_are_kept_and_where_the_others_are() -> None:
+    shown = page(tail_of(*(f"line {i}" for i in range(30)), more=True)).text
+    assert "… more before in rank0.out\nline 10\nline 11\n" in shown
+    assert "\nline 29\n" in shown
+    assert "line 9\n" not in shown
+
+
+def test_lines_that_are_folded_away_show_the_last_of_them() -> None:
+    assert "rank 0 bye\nhello from 0\nbye\n" in page(FINISHED).text
+
+
+def test_colours_are_kept_as_styles_and_the_text_has_none() -> None:
+    record = tail_of("\x1b[1;31mERROR\x1b[0m \x1b[38;5;15;4mwhite\x1b[0m \x1b[37;41mFATAL\x1b[0m end")
+    html = as_html(record)
+    assert '<span style="font-weight:bold;color:#c9443a">ERROR</span> <span' in html
+    assert re.search(r'<span style="color:#fff;background:#c9443a">FATAL</span> end\n', html)
+    assert "[rank 0] ERROR white FATAL end\n" in as_text(record)
+
+
+@pytest.mark.parametrize(
+    "colour", ["38;5;15", "38;2;255;255;255", "38;5;16", "38;2;0;0;0", "38;5;226", "38;5;255", "97"]
+)
+def test_no_colour_is_lost_on_a_white_or_a_black_page(colour: str) -> None:
+    found = re.search(r'color:#(..)(..)(..)">x</span>', as_html(tail_of(f"\x1b[{colour}mx")))
+    assert found
+    red, green, blue = ((int(part, 16) / 255) ** 2.2 for part in found.groups())
+    light = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    assert 1.05 / (light + 0.05) > 2.9  # WCAG's contrast to white
+    assert (light + 0.05) / 0.05 > 2.9  # and to black
+
+
+@pytest.mark.parametrize("colour", ["38", "38;5", "38;2;1", "48;7;1", "38;5;;;;", "7777", "58;5;1", ";;", "38:5:9:9:9"])
+def test_a_colour_that_is_none_changes_nothing(colour: str) -> None:
+    assert re.search(r"\bx\b", page(tail_of(f"\x1b[{colour}mx")).text)
+
+
+def test_a_line_with_a_colour_for_each_letter_is_shown_without_them() -> None:
+    assert f"\n{'ab' * 150}\n" in "\n" + page(tail_of("\x1b[31ma\x1b[32mb" * 150)).text
+    assert "color:" not in as_html(tail_of("\x1b[31ma\x1b[32mb" * 150)).split("<pre")[1]
+
+
+# ------------------------------------------------------------------ hostile, and huge
+def hostile(text: str) -> Record:
+    """A record that says `text` wherever it can say something."""
+    return Record(
+        name=text,
+        state="failed",
+        seconds=1.0,
+        message=text,
+        world_size=2,
+        device=text,
+        ended_at=1e300,
+        metrics={text: {0: [(0, 0.0), (1, 1.0)], 1: [(0, 0.0), (1, 2.0)]}, text + "2": {0: [(0, 0.0)]}},
+        tails=[RankTail(rank, (text, f"\x1b[31m{text}"), True, text) for rank in range(2)],
+        notes=[text],
+        failure=Failure(1, text, text, text, text, text, (text,), text),
+        log_dir=text,
+    )
+
+
+def test_what_a_rank_says_cannot_become_a_tag() -> None:
+    shown = page(hostile(HOSTILE)).text
+    assert shown.count("<img src=x onerror=alert(1)>") >= 10
+    as_text(hostile(HOSTILE)).encode()
+
+
+@DETERMINISTIC
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=()))
+        | st.sampled_from([HOSTILE, "\x1b[3", "1m", "\x1b]0;", "\n", "\r", '"', "<", "&", "]]>"])
+    ).map("".join)
+)
+def test_whatever_a_rank_says_the_page_stays_whole(text: str) -> None:
+    page(hostile(text))
+    plain = as_text(hostile(text))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", plain)
+    assert len(plain.encode()) <= 8192
+
+
+LONG = "é<&" * 400_000
+COLOURFUL = "\x1b[31ma\x1b[32mb" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks"),
+    [
+        *((LONG, ranks) for ranks in (1, 16, 64)),
+        *((COLOURFUL, ranks) for ranks in (1, 64)),
+        *((line * 500_000, 64) for line in ("'&", "x\n", "\0", "\x1b", "😀")),
+    ],
+    ids=lambda value: repr(value)[:10],
+)
+def test_the_size_is_bounded_whatever_it_holds(line: str, ranks: int) -> None:
+    noise = {rank: [(float(x), math.sin(x * x) + rank) for x in range(300)] for rank in range(min(ranks, 64))}
+    record = replace(
+        hostile(line),
+        tails=[RankTail(rank, (line,) * 30, True, line) for rank in range(ranks)],
+        notes=[line] * 100,
+        metrics={f"{i}{line[:1000]}": noise for i in range(60)},
+        failure=replace(FAILURE, message=line, where=line, source=line, traceback=line * 3, others=(line,) * ranks),
+    )
+    html = as_html(record)
+    sizes = len(html.encode()), len(as_text(record).encode())
+    assert sizes[0] <= 150_000
+    assert sizes[1] <= 8192
+    assert len(Page(html).images) == 12
+
+
+def test_of_a_thousand_ranks_the_first_are_kept() -> None:
+    tails = [RankTail(rank, (f"from {rank}",), False, "") for rank in reversed(range(1000))]
+    series = {rank: [(float(x), float(rank)) for x in range(10)] for rank in range(1000)}
+    html = as_html(replace(FINISHED, world_size=1000, tails=tails, metrics={"loss": series}))
+    assert len(html.encode()) <= 150_000
+    assert "from 63\n" in Page(html).text
+    assert "from 64\n" not in Page(html).text
+    assert "and 936 more ranks\n" in Page(html).text
+
+
+def test_of_many_ranks_each_keeps_a_few_lines() -> None:
+    tails = [RankTail(rank, tuple(f"{rank}: line {i} {'x' * 50}" for i in range(30)), False, "") for rank in range(64)]
+    shown = page(replace(FAILED, world_size=64, tails=tails, failure=replace(FAILURE, rank=50))).text
+    for rank in range(64):
+        assert f"\n{rank}: line 29 xxx" in shown
+    assert shown.index("50: line 29") < shown.index("0: line 29 ")
+    assert "the last lines of 63 ranks" in shown

@@ -1,0 +1,112 @@
+"""What a launch gives back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch import LaunchResult
+from nblaunch.launch.logs import RankLogs
+from nblaunch.launch.result import Metrics, Report
+
+LOGS = [RankLogs(Path(f"/logs/rank{rank}.out"), Path(f"/logs/rank{rank}.err")) for rank in range(3)]
+REPORTS = [
+    Report(0, 1.0, 1, {"loss": 0.9, "accuracy": 0.1}),
+    Report(1, 2.0, 1, {"loss": 0.8}),
+    Report(0, 3.0, 2, {"loss": 0.7}),
+    Report(1, 4.0, None, {"loss": 0.6, "lr": 0.01}),
+]
+
+
+def result_of(*values: Any, reports: Sequence[Report] = (), name: str = "train") -> LaunchResult:
+    return LaunchResult(name, values, Metrics(reports), LOGS[: len(values)], 1.2345)
+
+
+# ------------------------------------------------------------------ the values
+def test_a_result_is_the_sequence_of_return_values_by_rank() -> None:
+    result = result_of("a", None, "c")
+    assert isinstance(result, Sequence)
+    assert (len(result), result[0], result[2], result[-1], result[1:]) == (3, "a", "c", "c", (None, "c"))
+    assert list(result) == ["a", None, "c"]
+    assert list(reversed(result)) == ["c", None, "a"]
+    assert ("a" in result, result.index("c"), result.count(None)) == (True, 2, 1)
+
+
+def test_a_rank_that_there_is_not_is_an_index_error() -> None:
+    with pytest.raises(IndexError, match="out of range"):
+        result_of("a")[1]
+
+
+def test_logs_and_duration_stand_beside_the_values() -> None:
+    result = result_of(1, 2)
+    assert result.logs[1].err == Path("/logs/rank1.err")
+    assert len(result.logs) == 2
+    assert result.duration == 1.2345
+
+
+@pytest.mark.parametrize(
+    ("values", "reports", "text"),
+    [
+        ([1], [], "<LaunchResult of train: 1 rank, 1.23 s>"),
+        ([1, 2], REPORTS[:1], "<LaunchResult of train: 2 ranks, 1.23 s, loss 0.9, accuracy 0.1>"),
+        (["x" * 10_000, 2], [], "<LaunchResult of train: 2 ranks, 1.23 s>"),
+    ],
+)
+def test_the_repr_is_short(values: list[Any], reports: list[Report], text: str) -> None:
+    assert repr(result_of(*values, reports=reports)) == text
+
+
+def test_the_repr_of_many_metrics_is_short_too() -> None:
+    many = [Report(0, 1.0, None, {f"metric{n}": n / 3 for n in range(100)})]
+    assert repr(Metrics(many)) == (
+        "Metrics(1 report: metric0 0, metric1 0.3333, metric2 0.6667, metric3 1, metric4 1.333, metric5 1.667, …)"
+    )
+
+
+# ------------------------------------------------------------------ metrics
+def test_metrics_are_in_the_order_of_time_whatever_rank_they_come_from() -> None:
+    shuffled = random.Random(1).sample(REPORTS, len(REPORTS))
+    metrics = Metrics(shuffled)
+    assert list(metrics) == REPORTS
+    assert (len(metrics), metrics[-1], metrics[:2]) == (4, REPORTS[3], REPORTS[:2])
+
+
+def test_reports_of_the_same_moment_keep_the_order_of_their_rank() -> None:
+    same = [Report(0, 1.0, step, {}) for step in range(5)]
+    assert [report.step for report in Metrics(same)] == [0, 1, 2, 3, 4]
+
+
+def test_metrics_are_made_of_what_ranks_spooled() -> None:
+    spooled: dict[int, list[dict[str, Any]]] = {
+        1: [{"time": 2.0, "step": None, "metrics": {"loss": 0.5}}],
+        0: [{"time": 1.0, "step": 3, "metrics": {"loss": 0.7}}],
+    }
+    assert list(Metrics.of(spooled)) == [Report(0, 1.0, 3, {"loss": 0.7}), Report(1, 2.0, None, {"loss": 0.5})]
+
+
+def test_last_is_the_latest_value_of_the_lowest_rank_that_reported_it() -> None:
+    assert Metrics(REPORTS).last == {"loss": 0.7, "accuracy": 0.1, "lr": 0.01}
+    assert Metrics([]).last == {}
+
+
+def test_the_repr_tells_the_number_of_reports_and_the_last_values() -> None:
+    assert repr(Metrics([])) == "Metrics(0 reports)"
+    assert repr(Metrics(REPORTS)) == "Metrics(4 reports: loss 0.7, lr 0.01, accuracy 0.1)"
+
+
+def test_pandas_gets_a_row_for_each_report_and_a_column_for_each_metric() -> None:
+    frame = Metrics(REPORTS).to_pandas()
+    assert list(frame.columns) == ["rank", "time", "step", "loss", "accuracy", "lr"]
+    assert list(frame["rank"]) == [0, 1, 0, 1]
+    assert frame["loss"].tolist() == [0.9, 0.8, 0.7, 0.6]
+    assert frame["lr"].isna().tolist() == [True, True, True, False]
+    assert frame["step"].isna().tolist() == [False, False, False, True]
+
+
+def test_pandas_gets_the_fixed_columns_where_nothing_was_reported() -> None:
+    frame = Metrics([]).to_pandas()
+    assert (list(frame.columns), len(frame)) == (["rank", "time", "step"], 0)

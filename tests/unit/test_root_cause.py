@@ -1,0 +1,70 @@
+"""The root cause in parts, as a view shows it: the user's own line out of a rank's traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nblaunch.errors import RankDiedError
+from nblaunch.launch.failures import RankTraceback, describe
+
+IN_A_CELL = """on rank 1:
+Traceback (most recent call last):
+  Cell In[3], line 12, in train
+    loss = step(model)
+  Cell In[2], line 4, in step
+    return F.nll_loss(x, y)
+           ^^^^^^^^^^^^^^^^
+  File "/env/lib/python3.11/site-packages/torch/nn/functional.py", line 3000, in nll_loss
+    return torch._C._nn.nll_loss(input)
+ValueError: no such class: 11"""
+IN_A_MODULE = """on rank 0:
+Traceback (most recent call last):
+  File "/home/me/model.py", line 7, in forward
+    return self.layer(x)
+  File "/env/lib/python3.11/site-packages/torch/nn/linear.py", line 1, in forward
+    return F.linear(x)
+RuntimeError: shapes"""
+
+
+def raised(traceback: str, rank: int = 1) -> Exception:
+    error: Exception = ValueError("no such class: 11")
+    error.rank = rank  # type: ignore[attr-defined]  # as launches set it
+    error.__cause__ = RankTraceback(traceback)
+    return error
+
+
+def test_the_cells_last_line_is_told_and_not_the_librarys() -> None:
+    failure = describe(raised(IN_A_CELL), None)
+    assert (failure.rank, failure.type_name, failure.message) == (1, "ValueError", "no such class: 11")
+    assert (failure.where, failure.source) == ("Cell In[2], line 4", "return F.nll_loss(x, y)")
+    assert failure.traceback.startswith("Traceback (most recent call last):")
+    assert failure.traceback.endswith("ValueError: no such class: 11")
+
+
+def test_without_a_cell_it_is_the_users_own_file() -> None:
+    failure = describe(raised(IN_A_MODULE), None)
+    assert (failure.where, failure.source) == ("/home/me/model.py, line 7", "return self.layer(x)")
+
+
+@pytest.mark.parametrize("traceback", ["on rank 1:\nValueError: no such class: 11", "on rank 1:", ""])
+def test_without_a_line_of_the_users_there_is_none(traceback: str) -> None:
+    failure = describe(raised(traceback), None)
+    assert (failure.where, failure.source) == ("", "")
+
+
+def test_a_line_whose_text_is_not_known_is_told_without() -> None:
+    failure = describe(
+        raised('on rank 1:\n  Cell In[1], line 2, in f\n  File "/x/site-packages/a.py", line 1, in g'), None
+    )
+    assert (failure.where, failure.source) == ("Cell In[1], line 2", "")
+
+
+def test_a_rank_that_died_has_its_log() -> None:
+    failure = describe(RankDiedError("rank 2 was killed", 2, Path("/logs/rank2.err")), None)
+    assert (failure.rank, failure.log, failure.traceback) == (2, "/logs/rank2.err", "")
+
+
+def test_an_error_of_nobody_has_no_rank() -> None:
+    assert describe(RuntimeError("no server"), None).rank == -1

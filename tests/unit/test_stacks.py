@@ -1,0 +1,337 @@
+"""Stacks as faulthandler writes them, and as the notebook is told of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import nblaunch
+from nblaunch.launch.commands import Commands
+from nblaunch.launch.stacks import Frame, Stack, Stacks, Teller, parse
+from nblaunch.launch.view import NullView
+from nblaunch.messages import Source
+from nblaunch.ranks.stacks import WHOLE, dump
+
+RANKS = str(Path(nblaunch.__file__).parent / "ranks")
+LIBRARY = f"{sysconfig.get_path('stdlib')}/site-packages/torch/distributed/distributed_c10d.py"
+CELL = "/tmp/ipykernel_7/123.py"
+MAIN = "0x00007f0000000001"
+TEXT = "import torch.distributed as dist\ndef train(rank):\n    for step in range(10):\n        dist.barrier()\n"
+SOURCES = {CELL: Source(TEXT, "Cell In[3]")}
+DUMP = f"""\
+Thread 0x00007f0000000003 (most recent call first):
+  File "{threading.__file__}", line 331 in wait
+  File "{threading.__file__}", line 629 in wait
+  File "/venv/lib/python3.12/site-packages/tqdm/_monitor.py", line 60 in run
+  File "{threading.__file__}", line 1045 in _bootstrap_inner
+  File "{threading.__file__}", line 1002 in _bootstrap
+
+Thread 0x00007f0000000002 [loader] (most recent call first):
+  File "/home/me/load.py", line 8 in load
+  File "{threading.__file__}", line 982 in run
+  File "{threading.__file__}", line 1045 in _bootstrap_inner
+  File "{threading.__file__}", line 1002 in _bootstrap
+
+Current thread {MAIN} (most recent call first):
+  Garbage-collecting
+  File "{LIBRARY}", line 4818 in barrier
+  File "{CELL}", line 4 in train
+  File "{RANKS}/run.py", line 31 in call
+  File "{RANKS}/bootstrap.py", line 150 in _work
+  File "{RANKS}/bootstrap.py", line 130 in _serve
+  File "{RANKS}/reaper.py", line 150 in fork
+  File "{RANKS}/forkserver.py", line 40 in main
+  File "<string>", line 1 in <module>
+"""
+
+
+# ------------------------------------------------------------------ reading
+def test_a_dump_is_read_with_the_oldest_call_first() -> None:
+    *_, main = parse(DUMP)
+
+    assert [stack.thread[-1] for stack in parse(DUMP)] == ["3", "2", "1"]
+    assert main.frames[0] == Frame("<string>", 1, "<module>")
+    assert main.frames[-2:] == (Frame(CELL, 4, "train"), Frame(LIBRARY, 4818, "barrier"))
+
+
+@pytest.mark.parametrize("dump", ["", "\n", 'File "', "Fatal Python error: Aborted\n", '  File "x.py", line 1 in f\n'])
+def test_what_is_no_dump_has_no_threads(dump: str) -> None:
+    assert parse(dump) == []
+
+
+def test_a_dump_that_is_cut_anywhere_is_read_as_far_as_it_goes() -> None:
+    for end in range(len(DUMP)):
+        stacks = parse(DUMP[:end])
+        assert Teller(SOURCES).tell(stacks, MAIN).count("(most recent call last)") == len(stacks)
+
+
+def test_names_that_are_not_ascii_are_as_they_were() -> None:
+    dump = rf"""Thread {MAIN} (most recent call first):
+  File "/tmp/gr\xf6\xdfe \u2207.py", line ??? in \U0001d453
+"""
+    assert parse(dump) == [Stack(MAIN, (Frame("/tmp/größe ∇.py", 0, "\U0001d453"),))]
+
+
+def test_calls_that_were_left_out_are_told_of() -> None:
+    stacks = parse(f'Thread {MAIN} (most recent call first):\n  File "{CELL}", line 4 in train\n  ...\n')
+
+    assert stacks[0].cut
+    assert Teller(SOURCES).tell(stacks, MAIN).splitlines()[1] == "  … older calls are left out …"
+
+
+# ------------------------------------------------------------------ telling
+def test_a_stack_reads_as_a_traceback_from_the_users_function_on() -> None:
+    text, *_ = Teller(SOURCES).tell(parse(DUMP), MAIN).split("\n\n")
+
+    assert text.splitlines() == [
+        "Main thread (most recent call last):",
+        "  Cell In[3], line 4, in train",
+        "    dist.barrier()",
+        f'  File "{LIBRARY}", line 4818, in barrier',
+    ]
+
+
+def test_the_users_threads_come_before_those_of_libraries() -> None:
+    _, users, librarys = Teller(SOURCES).tell(parse(DUMP), MAIN).split("\n\n")
+
+    assert users == ('Thread loader (most recent call last):\n  File "/home/me/load.py", line 8, in load')
+    assert librarys.startswith("Thread 0x00007f0000000003 of a library (most recent call last):\n")
+    assert "_bootstrap" not in librarys
+
+
+@pytest.mark.parametrize(
+    ("frames", "where"),
+    [
+        ([(CELL, 4, "train"), (LIBRARY, 9, "barrier")], "Cell In[3], line 4: dist.barrier()"),
+        ([(CELL, 3, "train"), ("/home/me/load.py", 2, "f")], "Cell In[3], line 3: for step in range(10):"),
+        ([("/home/me/load.py", 2, "f"), (LIBRARY, 9, "barrier")], '"/home/me/load.py", line 2'),
+        ([(LIBRARY, 9, "init"), (LIBRARY, 8, "connect")], f'"{LIBRARY}", line 8'),
+        ([(CELL, 99, "train")], "Cell In[3], line 99"),
+        ([(CELL, 0, "train")], "Cell In[3], line ?"),
+        ([], "C code that no Python called"),
+    ],
+)
+def test_where_a_rank_is_is_the_users_own_line(frames: list[tuple[str, int, str]], where: str) -> None:
+    stacks = [Stack("0x2", (Frame(CELL, 1, "other"),)), Stack(MAIN, tuple(Frame(*frame) for frame in frames))]
+
+    assert Teller(SOURCES).where(stacks, MAIN) == where
+
+
+def test_a_cell_without_a_name_is_named_by_its_file() -> None:
+    stack = Stack(MAIN, (Frame(CELL, 4, "train"),))
+
+    assert Teller({CELL: Source(TEXT, "")}).tell([stack], MAIN).splitlines()[1:] == [
+        f'  File "{CELL}", line 4, in train',
+        "    dist.barrier()",
+    ]
+
+
+def test_a_line_that_was_edited_is_told_as_it_is_now(tmp_path: Path) -> None:
+    module = tmp_path / "mine.py"
+    stack = Stack(MAIN, (Frame(str(module), 1, "f"),))
+    for text in ("first()", "second_and_longer()"):
+        module.write_text(text + "\n")
+        assert Teller({}).tell([stack], MAIN).splitlines()[-1] == f"    {text}"
+
+
+def test_a_rank_in_our_own_code_tells_that() -> None:
+    stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/bootstrap.py", 9, "_serve")))
+
+    assert "bootstrap.py" in Teller(SOURCES).tell([stack], MAIN)
+
+
+def test_a_thread_without_python_code_is_told_so() -> None:
+    assert Teller({}).tell(parse(f"Thread {MAIN} (most recent call first):\n  <no Python frame>\n"), MAIN) == (
+        "Main thread (most recent call last):\n  no Python code"
+    )
+
+
+# ------------------------------------------------------------------ asking
+class Asking:
+    """`Stacks` over files and pipes that the test makes, with the signals that it sends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.commands, self.sent = folder, Commands(), list[tuple[int, int]]()
+        self.pipes: dict[int, int] = {}
+        self.stacks = Stacks(
+            folder, SOURCES, self.commands, NullView(), lambda rank, signum: self.sent.append((rank, signum))
+        )
+
+    def register(self, rank: int) -> None:
+        pipe = self.folder / f"rank{rank}.ask"
+        os.mkfifo(pipe)
+        self.pipes[rank] = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+        head = {"signal": 47, "pipe": str(pipe), "main": MAIN}
+        (self.folder / f"rank{rank}.stacks").write_text(json.dumps(head) + "\n")
+
+    def asked(self, rank: int) -> int:
+        """How often a rank was asked since the last call."""
+        try:
+            return len(os.read(self.pipes[rank], 100))
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        self.stacks.close()
+        self.commands.close()
+        for pipe in self.pipes.values():
+            os.close(pipe)
+
+    def write(self, rank: int, text: str) -> None:
+        with open(self.folder / f"rank{rank}.stacks", "a") as file:
+            file.write(text)
+
+    def look_until(self, done: Callable[[], bool], *living: int) -> None:
+        while not done():  # the test's own limit of time ends it
+            self.stacks.look(living)
+
+
+@pytest.fixture
+def asking(tmp_path: Path) -> Iterator[Asking]:
+    asking = Asking(tmp_path)
+    yield asking
+    asking.close()
+
+
+def test_a_rank_that_is_not_ready_is_asked_when_it_is(asking: Asking) -> None:
+    asked = asking.commands.want_stacks(60.0)
+    asking.register(0)
+    for _ in range(3):
+        asking.stacks.look([0, 1])
+    assert asking.asked(0) == 1
+
+    asking.register(1)
+    asking.stacks.look([0, 1])
+    assert (asking.asked(0), asking.asked(1)) == (0, 1)
+
+    for rank in (0, 1):
+        asking.write(rank, DUMP + WHOLE)
+    asking.look_until(asked.done, 0, 1)
+    assert sorted(asked.result()) == [0, 1]
+
+
+def test_a_rank_that_does_not_answer_is_sent_the_signal_once_and_asked_no_more(asking: Asking) -> None:
+    asking.register(0)
+    for within in (0.1, 0.1, 0.1):
+        asked = asking.commands.want_stacks(within)
+        asking.look_until(asked.done, 0)
+        assert asked.result()[0].startswith("no answer within 0.1 s: the process is stopped (SIGSTOP), or waits in")
+
+    assert (asking.asked(0), asking.sent) == (1, [(0, 47)])
+
+    asking.write(0, DUMP)  # it goes on, and answers what it was asked long ago
+    asked = asking.commands.want_stacks(60.0)
+    asking.stacks.look([0])
+    assert asking.asked(0) == 1
+    asking.write(0, DUMP + DUMP.replace("line 4 in train", "line 3 in train") + WHOLE)
+    asking.look_until(asked.done, 0)
+    assert asked.result()[0].count("Main thread") == 1
+    assert "Cell In[3], line 3, in train" in asked.result()[0]
+
+
+def test_a_rank_that_answers_is_sent_no_signal(asking: Asking) -> None:
+    asking.register(0)
+    asked = asking.commands.want_stacks(60.0)
+    asking.stacks.look([0])
+    asking.write(0, DUMP + WHOLE)
+    asking.look_until(asked.done, 0)
+
+    assert asking.sent == []
+
+
+def test_what_a_rank_says_of_itself_is_read_as_faulthandlers_words_are() -> None:
+    """With one thread more: its names are not ASCII, and it is 200 calls deep."""
+    ready, leave = threading.Event(), threading.Event()
+
+    def grüße(depth: int) -> None:
+        if depth:
+            grüße(depth - 1)
+        ready.set()
+        leave.wait()
+
+    thread = threading.Thread(target=grüße, args=(200,), name="a ∇ [loader]")
+    thread.start()
+    assert ready.wait(60.0)
+    pool = ThreadPoolExecutor(1)  # in a rank another thread than the main one answers
+    text = pool.submit(dump).result().encode("ascii", "backslashreplace").decode()
+    leave.set()
+    thread.join()
+    pool.shutdown()
+
+    (found,) = [stack for stack in parse(text) if stack.name == "a ∇ [loader]"]
+    assert int(found.thread, 16) == thread.ident
+    assert (len(found.frames), found.cut) == (100, True)
+    assert [frame.function for frame in found.frames[-3:]] == ["grüße", "wait", "wait"]
+    assert any(stack.name == "MainThread" and not stack.cut for stack in parse(text))
+    assert text.endswith(WHOLE)
+
+
+def test_a_dump_is_taken_when_it_is_whole(asking: Asking) -> None:
+    asked = asking.commands.want_stacks(60.0)
+    asking.register(0)
+    asking.stacks.look([0])
+    for begin in range(0, len(DUMP), 100):
+        asking.write(0, DUMP[begin : begin + 100])
+        asking.stacks.look([0])
+        assert not asked.done()
+
+    asking.look_until(asked.done, 0)
+
+    assert asked.result() == {0: Teller(SOURCES).tell(parse(DUMP), MAIN)}
+
+
+def test_a_rank_that_starts_too_slowly_is_said_to_start(asking: Asking) -> None:
+    asked = asking.commands.want_stacks(0.05)
+
+    asking.look_until(asked.done, 0)
+
+    assert asked.result() == {0: "it is still starting, and has run no Python code of this launch"}
+    assert asking.sent == []
+
+
+def test_a_rank_that_ended_after_its_answer_is_told_of_and_one_before_is_not(asking: Asking) -> None:
+    asked = asking.commands.want_stacks(60.0)
+    for rank in (0, 1, 2):
+        asking.register(rank)
+    asking.stacks.look([0, 1, 2])
+    for rank in (0, 1):
+        asking.write(rank, DUMP)
+    asking.look_until(lambda: asking.stacks._ranks[0].dump is not None, 0, 1, 2)
+
+    asking.look_until(asked.done, 1)
+
+    assert sorted(asked.result()) == [0, 1]
+
+
+def test_an_ask_that_comes_while_others_are_answered_is_answered_next(asking: Asking) -> None:
+    asking.register(0)
+    first = asking.commands.want_stacks(60.0)
+    asking.stacks.look([0])
+    second = asking.commands.want_stacks(60.0)
+
+    asking.write(0, DUMP)
+    asking.look_until(first.done, 0)
+    assert not second.done()
+    asking.stacks.look([0])
+    assert asking.asked(0) == 2
+    asking.write(0, DUMP)
+
+    asking.look_until(second.done, 0)
+
+
+def test_who_asks_when_all_is_over_hears_of_no_rank(asking: Asking) -> None:
+    waiting, underway = asking.commands.want_stacks(60.0), asking.commands.want_stacks(60.0)
+    asking.stacks.look([0])
+    late = asking.commands.want_stacks(60.0)
+
+    asking.stacks.close()
+    asking.commands.close()
+
+    assert [asked.result(0) for asked in (waiting, underway, late, asking.commands.want_stacks(1.0))] == [{}] * 4

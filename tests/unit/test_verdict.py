@@ -1,0 +1,238 @@
+"""Who failed first, and whose error is only an echo of that."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch.launch.ladder import Ladder, Reason
+from nblaunch.launch.verdict import RankEnd, Verdict, judge
+from nblaunch.messages import Done, Failed, RankExited
+
+Kind = Literal["exception", "exit", "interrupt", "result"]
+
+
+def seconds(at: float) -> int:
+    return int(at * 1e9)
+
+
+def exited(status: int, at: float) -> RankExited:
+    return RankExited(0, status, seconds(at))
+
+
+def failed(at: float, kind: Kind = "exception", collective: str = "", status: int = 0) -> Failed:
+    return Failed(0, seconds(at), kind, "ValueError", "text", "traceback", collective=collective, status=status)
+
+
+# What may become of a rank; its number is given later.
+def returned(at: float = 1.0, status: int = 0) -> RankEnd:
+    return RankEnd(0, Done(0, seconds(at)), None, exited(status, at + 0.1))
+
+
+def raised(at: float = 1.0, kind: Kind = "exception", **more: Any) -> RankEnd:
+    return RankEnd(0, None, failed(at, kind, **more), exited(1, at + 0.1))
+
+
+def echoed(at: float = 1.0, collective: str = "all_reduce") -> RankEnd:
+    return raised(at, collective=collective)
+
+
+def died(at: float = 1.0, status: int = -signal.SIGKILL) -> RankEnd:
+    return RankEnd(0, None, None, exited(status, at))
+
+
+def vanished() -> RankEnd:
+    return RankEnd(0, None, None, None)
+
+
+def ranks(*ends: RankEnd) -> list[RankEnd]:
+    return [replace(end, rank=rank) for rank, end in enumerate(ends)]
+
+
+def stopping(
+    at: float, reason: Reason = "user", interrupted: Sequence[int] = (0, 1), killed: Sequence[int] = ()
+) -> Ladder:
+    return Ladder(reason, at, 30.0, interrupted=set(interrupted), killed=set(killed))
+
+
+def headline(verdict: Verdict) -> tuple[str, str, int]:
+    cause = verdict.cause
+    return verdict.state, "" if cause is None else cause.kind, -1 if cause is None else cause.rank
+
+
+@pytest.mark.parametrize(
+    ("ends", "ladder", "expected"),
+    [
+        pytest.param([returned(), returned()], None, ("finished", "", -1), id="all return"),
+        pytest.param([returned(), raised()], None, ("failed", "exception", 1), id="one raises"),
+        pytest.param([raised(2.0), raised(1.0)], None, ("failed", "exception", 1), id="the first by time counts"),
+        pytest.param([echoed(1.0), raised(2.0)], None, ("failed", "exception", 1), id="primary beats earlier echo"),
+        pytest.param([raised(1.0), echoed(2.0)], None, ("failed", "exception", 0), id="primary beats later echo"),
+        pytest.param([died(2.0), echoed(1.0)], None, ("failed", "died", 0), id="death beats echo"),
+        pytest.param([echoed(3.0), echoed(2.0)], None, ("failed", "exception", 1), id="echoes alone: the first"),
+        pytest.param([returned(), died()], None, ("failed", "died", 1), id="killed by a signal"),
+        pytest.param([returned(), died(status=0)], None, ("failed", "died", 1), id="left early with status 0"),
+        pytest.param([returned(), died(status=7)], None, ("failed", "died", 1), id="left early with status 7"),
+        pytest.param([raised(kind="exit"), returned()], None, ("failed", "exit", 0), id="sys.exit"),
+        pytest.param([raised(kind="result"), returned()], None, ("failed", "result", 0), id="result cannot travel"),
+        pytest.param([returned(), returned(status=3)], None, ("failed", "died", 1), id="done, then status 3"),
+        pytest.param([returned(), returned(status=-11)], None, ("failed", "died", 1), id="done, then SIGSEGV"),
+        pytest.param([returned(1.0), echoed(2.0)], None, ("failed", "collective", 1), id="waits for a finished rank"),
+        pytest.param([echoed(1.0), returned(2.0)], None, ("failed", "exception", 0), id="failed before the other left"),
+        pytest.param([raised(kind="interrupt"), returned()], None, ("failed", "interrupt", 0), id="SIGINT of others"),
+        pytest.param(
+            [raised(5.1, "interrupt"), raised(5.2, "interrupt")], stopping(5.0), ("stopped", "", -1), id="stopped"
+        ),
+        pytest.param([died(8.0), died(8.0)], stopping(5.0, killed=(0, 1)), ("stopped", "", -1), id="killed by us"),
+        pytest.param(
+            [died(5.0), died(5.0)], stopping(5.0, interrupted=(), killed=(0, 1)), ("stopped", "", -1), id="at once"
+        ),
+        pytest.param([raised(5.3), echoed(5.2)], stopping(5.0), ("stopped", "", -1), id="errors of our interrupt"),
+        pytest.param(
+            [raised(5.1, "interrupt"), returned(4.0)], stopping(5.0), ("stopped", "", -1), id="one had returned"
+        ),
+        pytest.param([returned(5.1), returned(5.2)], stopping(5.0), ("finished", "", -1), id="stopped too late"),
+        pytest.param(
+            [returned(4.0, -9), returned(4.0)], stopping(5.0, killed=(0,)), ("finished", "", -1), id="would not leave"
+        ),
+        pytest.param([raised(5.1, "interrupt")] * 2, stopping(5.0, "timeout"), ("stopped", "", -1), id="out of time"),
+        pytest.param(
+            [raised(4.9), died(5.4)],
+            stopping(5.0, "failure", interrupted=(1,), killed=(1,)),
+            ("failed", "exception", 0),
+            id="the survivors of a failure are ours",
+        ),
+        pytest.param(
+            [echoed(4.9), died(5.4)],
+            stopping(5.0, "failure", interrupted=(1,), killed=(1,)),
+            ("failed", "exception", 0),
+            id="an echo that nothing explains",
+        ),
+        pytest.param(
+            [raised(4.9), raised(5.1, "interrupt")],
+            stopping(5.0),
+            ("failed", "exception", 0),
+            id="a failure before the stop",
+        ),
+        pytest.param(
+            [died(4.9), raised(5.1, "interrupt")], stopping(5.0), ("failed", "died", 0), id="a death before the stop"
+        ),
+        pytest.param(
+            [raised(4.99, "interrupt"), raised(5.1, "interrupt")],
+            stopping(5.0),
+            ("stopped", "", -1),
+            id="an editor's interrupt came before ours",
+        ),
+        pytest.param(
+            [raised(4.98, "interrupt"), echoed(4.99)],
+            stopping(5.0, interrupted=()),
+            ("stopped", "", -1),
+            id="an editor's interrupt, and its echo",
+        ),
+        pytest.param(
+            [raised(4.9, "interrupt"), raised(5.1, "interrupt")],
+            stopping(5.0, "failure", interrupted=(1,)),
+            ("failed", "interrupt", 0),
+            id="another's interrupt of one rank",
+        ),
+    ],
+)
+def test_the_ending_is_judged(ends: list[RankEnd], ladder: Ladder | None, expected: tuple[str, str, int]) -> None:
+    assert headline(judge(ranks(*ends), ladder, lost=False)) == expected
+
+
+def test_the_cause_carries_how_its_rank_ended() -> None:
+    ends = ranks(returned(), raised(2.0))
+    cause = judge(ends, None, lost=False).cause
+    assert cause is not None
+    assert (cause.end, cause.time_ns) == (ends[1], seconds(2.0))
+
+
+def test_a_collective_names_the_rank_that_had_finished() -> None:
+    cause = judge(ranks(echoed(3.0), returned(4.0), returned(2.0)), None, lost=False).cause
+    assert cause is not None
+    assert (cause.kind, cause.rank, cause.finished_rank) == ("collective", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        pytest.param([vanished(), vanished()], ("failed", "lost", -1), id="the reaper died, and all with it"),
+        pytest.param([returned(), vanished()], ("failed", "lost", -1), id="one had returned"),
+        pytest.param([raised(), vanished()], ("failed", "exception", 0), id="one had failed before"),
+        pytest.param([echoed(), vanished()], ("failed", "lost", -1), id="an echo of that"),
+        pytest.param([returned(), returned()], ("finished", "", -1), id="all had returned and left"),
+    ],
+)
+def test_the_loss_of_the_reaper_is_the_cause_where_nothing_else_is(
+    ends: list[RankEnd], expected: tuple[str, str, int]
+) -> None:
+    assert headline(judge(ranks(*ends), None, lost=True)) == expected
+
+
+def test_a_done_message_without_an_exit_is_no_success() -> None:
+    end = replace(returned(), exited=None)
+    assert headline(judge(ranks(end), None, lost=True)) == ("failed", "lost", -1)
+
+
+PRIMARIES = [raised, died, lambda at: raised(at, "exit"), lambda at: raised(at, "result"), lambda at: died(at, 0)]
+
+
+@given(
+    st.sampled_from(PRIMARIES),
+    st.lists(st.sampled_from([echoed, returned]), min_size=1, max_size=4),
+    st.data(),
+)
+@settings(derandomize=True, deadline=None)
+def test_a_primary_failure_is_the_headline_whatever_the_order_of_ranks_and_times(
+    primary: Any, others: list[Any], data: st.DataObject
+) -> None:
+    times = data.draw(st.permutations([1.0 + n for n in range(len(others) + 1)]))
+    ends = [primary(times[0]), *(other(at) for other, at in zip(others, times[1:], strict=True))]
+    order = data.draw(st.permutations(range(len(ends))))
+    verdict = judge(ranks(*(ends[i] for i in order)), None, lost=False)
+    assert headline(verdict)[0] == "failed"
+    assert headline(verdict)[2] == order.index(0)
+
+
+@given(st.lists(st.sampled_from([raised, died, echoed, returned]), min_size=1, max_size=4), st.data())
+@settings(derandomize=True, deadline=None)
+def test_the_numbering_of_ranks_does_not_change_the_verdict(kinds: list[Any], data: st.DataObject) -> None:
+    ends = [kind(1.0 + n) for n, kind in enumerate(kinds)]
+    order = data.draw(st.permutations(range(len(ends))))
+    plain, shuffled = judge(ranks(*ends), None, lost=False), judge(ranks(*(ends[i] for i in order)), None, lost=False)
+    assert plain.state == shuffled.state
+    if plain.cause is not None and shuffled.cause is not None:
+        assert plain.cause.kind == shuffled.cause.kind
+        assert plain.cause.rank == order[shuffled.cause.rank]
+
+
+@given(
+    st.lists(
+        st.sampled_from([lambda at: raised(at, "interrupt"), raised, died, echoed, returned]), min_size=2, max_size=4
+    ),
+    st.lists(st.floats(5.0, 9.0), min_size=4, max_size=4),
+    st.sampled_from(["user", "timeout"]),
+)
+@settings(derandomize=True, deadline=None)
+def test_what_follows_our_own_signals_is_never_the_headline(
+    kinds: list[Any], times: list[float], reason: Reason
+) -> None:
+    ends = ranks(*(kind(at) for kind, at in zip(kinds, times, strict=False)))
+    everyone = range(len(ends))
+    verdict = judge(ends, stopping(5.0, reason, interrupted=everyone), lost=False)
+    assert verdict.cause is None
+    assert verdict.state == ("finished" if all(end.done for end in ends) else "stopped")
+
+
+def test_every_order_of_a_failure_and_its_echoes_gives_the_failure() -> None:
+    for order in itertools.permutations([raised(2.0), echoed(1.0), echoed(3.0)]):
+        verdict = judge(ranks(*order), None, lost=False)
+        assert headline(verdict) == ("failed", "exception", order.index(raised(2.0)))

@@ -1,0 +1,467 @@
+"""What a launch shows: text below Jupyter's limits, and the host that picks the view."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nblaunch.errors import ArgumentError
+from nblaunch.launch.host import Host, ScriptHost, host, register, view_choice
+from nblaunch.launch.logs import Piece
+from nblaunch.launch.text_view import TextView, plain_writer
+from nblaunch.launch.view import LaunchInfo, LogPiece, NullView, Outcome, View
+
+Stream = Literal["out", "err"]
+INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
+FINISHED = Outcome("finished", 3.21, "")
+
+
+class Cell:
+    """A cell's output: every message with its time, and what a reader sees."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now = 100.0
+        self.messages: list[tuple[float, Stream, str]] = []
+        self.view = TextView(self._write, clock=lambda: self.now, **options)
+        self.view.started(INFO)
+
+    def _write(self, text: str, stream: Stream) -> None:
+        assert text
+        self.messages.append((self.now, stream, text))
+
+    def prints(self, text: str | bytes, rank: int = 0, stream: Stream = "out") -> None:
+        data = text if isinstance(text, bytes) else text.encode()
+        self.view.logs([LogPiece(rank, stream, Piece(data))])
+
+    def reports(self, rank: int = 0, *, at: float = 0.0, step: int | None = None, **metrics: float) -> None:
+        self.view.reports(rank, [{"time": at, "step": step, "metrics": metrics}])
+
+    def passes(self, seconds: float = 0.4) -> None:
+        self.now += seconds
+        self.view.tick()
+
+    def text(self, stream: Stream = "out") -> str:
+        return "".join(text for _, at, text in self.messages if at == stream)
+
+    def screen(self, stream: Stream = "out") -> list[str]:
+        """The lines that a reader sees now, the status line too where there is one."""
+        rows = []
+        for row in self.text(stream).split("\n"):
+            shown = ""
+            for part in row.split("\r"):
+                shown = part + shown[len(part) :]
+            rows.append(shown.rstrip())
+        return rows if rows[-1] else rows[:-1]
+
+
+@pytest.fixture
+def cell() -> Cell:
+    return Cell()
+
+
+# ------------------------------------------------------------------ lines
+def test_the_first_output_is_shown_at_once_with_its_rank(cell: Cell) -> None:
+    cell.prints("hello\nworld\n", rank=1)
+    assert cell.messages == [(100.0, "out", "[rank 1] hello\n[rank 1] world\n")]
+
+
+def test_nothing_is_written_before_there_is_something(cell: Cell) -> None:
+    cell.passes()
+    cell.view.finished(FINISHED)
+    assert cell.messages == []
+
+
+def test_what_follows_is_gathered_and_shown_in_order(cell: Cell) -> None:
+    cell.prints("a\n")
+    for rank in (1, 0, 1):
+        cell.now += 0.05
+        cell.prints(f"from {rank}\n", rank=rank)
+    assert len(cell.messages) == 1
+    cell.passes(0.06)
+    assert cell.messages[1:] == [(cell.now, "out", "[rank 1] from 1\n[rank 0] from 0\n[rank 1] from 1\n")]
+
+
+def test_stderr_is_shown_as_stderr(cell: Cell) -> None:
+    cell.view.logs([LogPiece(0, "out", Piece(b"a\n")), LogPiece(0, "err", Piece(b"b\n"))])
+    assert [(stream, text) for _, stream, text in cell.messages] == [("out", "[rank 0] a\n"), ("err", "[rank 0] b\n")]
+
+
+def test_stderr_is_shown_as_stdout_where_that_is_wanted() -> None:
+    cell = Cell(show_err_as_err=False)
+    cell.view.logs([LogPiece(0, "err", Piece(b"b\n")), LogPiece(0, "out", Piece(b"a\n"))])
+    assert cell.messages == [(100.0, "out", "[rank 0] b\n[rank 0] a\n")]
+
+
+def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
+    cell.prints("<b>{x} %s [rank 9] \x1b]0;title\x07\x1b[2J \x1b[31mred\n")
+    cell.view.reports(0, [{"progress": "a\r\nb\x1b[2J", "done": 1, "total": 2, "seconds": 0}])
+    cell.passes()
+    assert cell.screen() == [
+        "[rank 0] <b>{x} %s [rank 9]  \x1b[31mred\x1b[0m",
+        "[rank 0] a b [2J: 1/2 50%",
+    ]
+
+
+def test_the_rest_of_a_line_is_shown_at_the_end(cell: Cell) -> None:
+    cell.prints("no line end")
+    cell.view.finished(FINISHED)
+    assert cell.screen() == ["[rank 0] no line end"]
+
+
+def test_another_attempt_begins_new_lines_and_new_logs(cell: Cell) -> None:
+    cell.prints("cut off")
+    cell.view.note("restarting (1 of 3)")
+    cell.view.started(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again")))
+    cell.passes()
+    cell.view.logs([LogPiece(0, "out", Piece(b"", 5, 50, b"end\n"))])
+    cell.view.finished(FINISHED)
+    assert cell.screen() == [
+        "nblaunch: restarting (1 of 3)",
+        "[rank 0] cut off",
+        "[rank 0] … 5 lines (50 bytes) left out here; all of it is in /again/rank0.out …",
+        "[rank 0] end",
+        "nblaunch: train finished after 3.2 s",
+    ]
+
+
+# ------------------------------------------------------------------ floods
+def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) -> None:
+    cell.prints("".join(f"line {number:06}\n" for number in range(100_000)), rank=1)
+    lines = cell.screen()
+    at = next(index for index, line in enumerate(lines) if "left out" in line)
+    left = 100_000 - len(lines) + 1
+    assert lines[0] == "[rank 1] line 000000"
+    assert lines[-1] == "[rank 1] line 099999"
+    size = f"{left * 12 / 1e6:.1f} MB"
+    assert lines[at] == f"[rank 1] … {left:,} lines ({size}) left out here; all of it is in /logs/rank1.out …"
+    assert 100 < at < len(lines) - at
+    assert len(cell.text().encode()) < 49 << 10
+
+
+@pytest.mark.parametrize(
+    ("lines", "size", "told"),
+    [(7, 1000, "7 lines (1.0 KB)"), (1, 20, "1 line (20 bytes)"), (-1, 1_234_567_890, "1.2 GB"), (0, 99, "99 bytes")],
+)
+def test_what_was_not_even_read_is_counted(cell: Cell, lines: int, size: int, told: str) -> None:
+    cell.view.logs([LogPiece(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))])
+    assert cell.screen("err") == [
+        "[rank 0] first",
+        "[rank 0] cut",
+        f"[rank 0] … {told} left out here; all of it is in /logs/rank0.err …",
+        "[rank 0] last",
+    ]
+
+
+def test_a_flood_of_one_rank_does_not_hide_another(cell: Cell) -> None:
+    flood = LogPiece(0, "out", Piece(b"noise\n" * 100_000))
+    cell.view.logs([flood, LogPiece(1, "out", Piece(b"signal\n")), flood, LogPiece(1, "err", Piece(b"trouble\n"))])
+    assert "[rank 1] signal\n" in cell.text()
+    assert cell.text("err") == "[rank 1] trouble\n"
+    assert cell.text().count("left out here") == 1
+
+
+def test_after_two_megabytes_it_counts_and_shows_the_end(cell: Cell) -> None:
+    total = 0
+    while len(cell.text()) < 2_000_000:
+        cell.prints("x" * 39 + "\n" * 1 + "y" * 39 + "\n")
+        cell.prints(b"z\n" * 20_000)
+        total += 20_002
+        cell.now += 0.2
+    written = len(cell.text())
+    for number in range(1000):
+        cell.prints(f"late {number}\n")
+        cell.passes()
+    told = cell.text()[written:]
+    assert re.fullmatch(r"nblaunch: 2.0 MB shown; from here on output goes to the logs in /logs alone\n", told)
+    cell.view.note("restarting")
+    cell.view.finished(FINISHED)
+    end = cell.screen()[-23:]
+    assert end[0] == "nblaunch: restarting"
+    assert re.fullmatch(r"\[rank 0\] … [\d,]+ lines \(.+\) left out here; all of it is in /logs/rank0.out …", end[1])
+    assert end[2:] == [f"[rank 0] late {number}" for number in range(980, 1000)] + [
+        "nblaunch: train finished after 3.2 s"
+    ]
+    left = sum(int(count.replace(",", "")) for count in re.findall(r"… ([\d,]+) lines", cell.text()))
+    assert left + len(re.findall(r"\] [xyzl]", cell.text())) == total + 1000
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.floats(0, 0.3),
+        st.integers(0, 2),
+        st.sampled_from(["out", "err"]),
+        st.integers(0, 3000),
+        st.sampled_from(["", "é" * 40, "x" * 3000]),
+        st.booleans(),
+    ),
+    max_size=40,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=50)
+@given(_STEPS)
+def test_it_stays_below_jupyters_limits_and_loses_no_line(
+    steps: Sequence[tuple[float, int, Stream, int, str, bool]],
+) -> None:
+    cell = Cell()
+    printed: dict[tuple[int, Stream], int] = {(0, "out"): 0}
+    for pause, rank, stream, count, text, partial in steps:
+        before = printed.get((rank, stream), 0)
+        printed[rank, stream] = before + count
+        lines = [f"{number}{text}\n" for number in range(before, before + count)]
+        cell.prints("".join(lines), rank, stream)
+        cell.view.countdown(f"{cell.now} s left" if partial else "")
+        cell.passes(pause)
+    for begin, _, _ in cell.messages:
+        second = [text for at, _, text in cell.messages if begin <= at < begin + 1]
+        assert len(second) <= 10
+        assert sum(len(text.encode()) for text in second) < 256_000
+    cell.view.finished(FINISHED)
+    for (rank, stream), count in printed.items():
+        lines = [line for line in cell.screen(stream) if line.startswith(f"[rank {rank}] ")]
+        left = [re.search(r"… ([\d,]+) line.* left out here; all of it is in /logs/rank", line) for line in lines]
+        shown = [int(found[0]) for line in lines if (found := re.search(r"(?<=^\[rank .\] )\d+", line))]
+        assert len(shown) + sum(int(found[1].replace(",", "")) for found in left if found) == count
+        assert shown == sorted(set(shown))
+
+
+# ------------------------------------------------------------------ what is in flux
+def test_a_partial_line_is_shown_below_and_redrawn(cell: Cell) -> None:
+    cell.prints("done\n 10%|#")
+    assert cell.screen() == ["[rank 0] done", "[rank 0] 10%|#"]
+    cell.prints("\r 20%|##")
+    assert len(cell.messages) == 1
+    cell.passes()
+    assert cell.screen() == ["[rank 0] done", "[rank 0] 20%|##"]
+    cell.prints("\r100%\nnext\n", stream="out")
+    cell.passes()
+    assert cell.screen() == ["[rank 0] done", "[rank 0] 100%|##", "[rank 0] next"]
+
+
+def test_the_status_is_cleared_in_the_message_that_brings_lines(cell: Cell) -> None:
+    cell.prints("abc")
+    cell.passes()
+    cell.prints("def\n")
+    blank = " " * len("[rank 0] abc")
+    assert cell.messages[-1][2] == f"\r{blank}\r[rank 0] abcdef\n"
+
+
+def test_a_shorter_status_covers_a_longer_one(cell: Cell) -> None:
+    cell.view.countdown("a long text")
+    cell.passes()
+    cell.view.countdown("short")
+    cell.passes()
+    cell.view.countdown("")
+    assert [text for _, _, text in cell.messages] == ["\ra long text", "\rshort      ", "\r     \r"]
+
+
+def test_the_status_is_redrawn_only_when_it_changed(cell: Cell) -> None:
+    cell.prints("abc")
+    for _ in range(50):
+        cell.passes(0.05)
+    assert len(cell.messages) == 1
+
+
+def test_stderr_lines_come_between_the_old_status_and_the_new(cell: Cell) -> None:
+    cell.prints("abc")
+    cell.passes()
+    cell.prints("warning\n", stream="err")
+    assert [(stream, text.strip(" \r\n")) for _, stream, text in cell.messages[1:]] == [
+        ("out", ""),
+        ("err", "[rank 0] warning"),
+        ("out", "[rank 0] abc"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"progress": "epoch 1", "done": 45, "total": 100, "seconds": 3.65}, "epoch 1: 45/100 45% 12.3 it/s"),
+        ({"progress": "", "done": 0, "total": 100, "seconds": 0.0}, "0/100 0%"),
+        ({"progress": "", "done": 50_000, "total": None, "seconds": 10}, "50000 5,000 it/s"),
+        ({"progress": "", "done": 1, "total": 3, "seconds": 20.0}, "1/3 33% 0.05 it/s"),
+    ],
+)
+def test_progress_is_shown_below(cell: Cell, record: dict[str, Any], text: str) -> None:
+    cell.view.reports(0, [record])
+    assert cell.screen() == [f"[rank 0] {text}"]
+
+
+def test_progress_that_is_complete_is_no_longer_in_flux(cell: Cell) -> None:
+    for done in (1, 2):
+        cell.view.reports(0, [{"progress": "", "done": done, "total": 2, "seconds": 1.0}])
+        cell.passes()
+    assert cell.screen() == []
+
+
+def test_of_many_ranks_three_are_shown(cell: Cell) -> None:
+    cell.view.logs([LogPiece(rank, "out", Piece(f"{rank}".encode() * 60)) for rank in range(8)])
+    (status,) = cell.screen()
+    assert status.endswith("…  … and 5 more")
+    assert re.findall(r"\[rank \d\]", status) == ["[rank 0]", "[rank 1]", "[rank 2]"]
+    assert len(status) <= 120
+
+
+def test_one_ranks_status_shows_all_that_moves(cell: Cell) -> None:
+    cell.prints("bar", stream="err")
+    cell.view.reports(0, [{"progress": "epoch", "done": 1, "total": 2, "seconds": 0}])
+    cell.passes()
+    assert cell.screen() == ["[rank 0] bar · epoch: 1/2 50%"]
+
+
+def test_the_countdown_takes_the_place_of_the_rest(cell: Cell) -> None:
+    cell.prints("bar")
+    cell.view.countdown("stopping: 27 s left for checkpoints; interrupt again to kill now")
+    cell.passes()
+    assert cell.screen() == ["stopping: 27 s left for checkpoints; interrupt again to kill now"]
+
+
+def test_in_a_terminal_the_status_fits_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    cell = Cell(is_terminal=True)
+    cell.prints("x" * 100)
+    assert cell.screen() == ["[rank 0] " + "x" * 29 + "…"]
+
+
+def test_without_a_status_only_lines_are_written() -> None:
+    cell = Cell(status=False)
+    cell.prints("done\n 10%|#")
+    cell.view.countdown("stopping")
+    cell.passes()
+    cell.view.finished(FINISHED)
+    assert cell.text() == "[rank 0] done\n[rank 0]  10%|#\n"
+
+
+# ------------------------------------------------------------------ metrics
+def test_few_reports_are_lines(cell: Cell) -> None:
+    for step in range(30):
+        cell.reports(step=step, at=1000.0 + step, accuracy=0.94444, loss=0.18332)
+        cell.passes(1.0)
+    assert cell.screen() == [f"[rank 0] step {step}: accuracy 0.9444, loss 0.1833" for step in range(30)]
+
+
+def test_a_flood_of_reports_goes_to_the_status(cell: Cell) -> None:
+    for step in range(1000):
+        cell.reports(step=step, at=1000.0 + step / 100, loss=1 / (step + 1))
+        cell.passes(0.01)
+    cell.passes()
+    lines = cell.screen()
+    assert lines[:10] == [line for line in lines if line.startswith("[rank 0] step")][:10]
+    assert lines[10:] == ["[rank 0] step 999: loss 0.001"]
+    cell.reports(step=1000, at=1030.0, loss=0.5)
+    cell.passes()
+    assert cell.screen()[10:] == ["[rank 0] step 1000: loss 0.5"]
+    assert cell.text().endswith("\n")
+    cell.view.finished(FINISHED)
+    assert cell.screen()[11:] == ["[rank 0] loss 0.5 (1,001 reports)"]
+
+
+def test_each_ranks_last_metrics_are_shown_at_the_end(cell: Cell) -> None:
+    cell.reports(1, loss=0.5)
+    cell.reports(0, step=1, loss=0.25)
+    cell.reports(0, accuracy=0.9711, samples=1_000_000, big=12345.678, tiny=1e-5, nan=float("nan"))
+    cell.view.finished(FINISHED)
+    assert cell.screen()[-2:] == [
+        "[rank 0] loss 0.25, accuracy 0.9711, samples 1,000,000, big 12,345.7, tiny 1e-05, nan nan (2 reports)",
+        "[rank 1] loss 0.5 (1 report)",
+    ]
+
+
+# ------------------------------------------------------------------ the end
+@pytest.mark.parametrize("state", ["stopped", "failed"])
+def test_a_launch_that_does_not_finish_says_so_in_one_line(cell: Cell, state: Literal["stopped", "failed"]) -> None:
+    cell.prints("bar")
+    cell.view.countdown("stopping")
+    cell.view.finished(Outcome(state, 3.21, "ValueError: no"))
+    assert cell.screen() == ["[rank 0] bar", f"nblaunch: train {state} after 3.2 s"]
+
+
+def test_the_null_view_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    view: View = NullView()
+    view.started(INFO)
+    view.logs([LogPiece(0, "out", Piece(b"a\n"))])
+    view.reports(0, [])
+    view.note("note")
+    view.countdown("stopping")
+    view.tick()
+    view.finished(FINISHED)
+    assert capsys.readouterr() == ("", "")
+
+
+# ------------------------------------------------------------------ writers and hosts
+@pytest.fixture
+def no_host() -> Iterator[None]:
+    register(None)
+    yield
+    register(None)
+
+
+def test_the_plain_writer_follows_sys_stdout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = plain_writer()
+    write("to out\n", "out")
+    write("to err\n", "err")
+    assert capsys.readouterr() == ("to out\n", "to err\n")
+    other = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", other)
+    write("elsewhere\n", "out")
+    assert other.getvalue() == "elsewhere\n"
+
+
+def test_the_plain_writer_manages_a_terminal_that_is_not_utf8(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    plain_writer()("é …\n", "out")
+    assert raw.getvalue() == b"? ?\n"
+
+
+def test_a_script_gets_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBLAUNCH_VIEW", raising=False)
+    for choice in ("auto", "text"):
+        view = ScriptHost().view(choice)
+        view.logs([LogPiece(0, "out", Piece(b"line\npartial"))])
+        assert capsys.readouterr().out == "[rank 0] line\n"
+    assert isinstance(ScriptHost().view("none"), NullView)
+
+
+def test_a_script_has_no_cells() -> None:
+    script = ScriptHost()
+    assert (script.cell_label("script.py"), script.cuda_cell(), script.notebook_names()) == ("", "", None)
+
+
+@pytest.mark.parametrize(
+    ("choice", "variable", "chosen"),
+    [("auto", "", "auto"), ("auto", "none", "none"), ("auto", "text", "text"), ("text", "none", "text")],
+)
+def test_the_variable_overrides_auto_alone(
+    choice: str, variable: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBLAUNCH_VIEW", variable)
+    assert view_choice(choice) == chosen
+
+
+def test_an_unknown_view_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_VIEW", "loud")
+    with pytest.raises(ArgumentError, match='view=\'panels\': use "auto", "text" or "none"'):
+        ScriptHost().view("panels")
+    with pytest.raises(ArgumentError, match="NBLAUNCH_VIEW='loud': use"):
+        ScriptHost().view("auto")
+
+
+@pytest.mark.usefixtures("no_host")
+def test_a_host_can_be_registered() -> None:
+    assert isinstance(host(), ScriptHost)
+    mine: Host = ScriptHost()
+    register(mine)
+    assert host() is mine
+    register(None)
+    assert host() is not mine
