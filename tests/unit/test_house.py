@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import subprocess
 import sys
@@ -173,9 +172,11 @@ def test_the_package_itself_imports_its_rooms_only_when_asked() -> None:
     assert all(found.function for found in ours)
 
 
-def test_torch_is_never_imported_at_the_top_of_a_module() -> None:
+def test_only_the_training_room_imports_torch_at_the_top_of_a_module() -> None:
     for module in MODULES:
-        assert not [found for found in imports_of(module) if is_within(found.target, ("torch",)) and not found.function]
+        if room_of(module) != "training":
+            torchs = [found for found in imports_of(module) if is_within(found.target, ("torch",))]
+            assert not [found for found in torchs if not found.function]
 
 
 def test_a_rank_never_loads_ipython() -> None:
@@ -185,9 +186,17 @@ def test_a_rank_never_loads_ipython() -> None:
     assert not [name for name in loaded if is_within(name, (*NOTEBOOKS_OWN, "nblaunch.launch", "nblaunch.notebook"))]
 
 
+def test_the_training_room_needs_only_what_is_shared_and_report() -> None:
+    def is_right(module: Path, found: Import) -> bool:
+        launches = module.name == "distribute.py" and found.function and found.target == "nblaunch"
+        rooms = (*SHARED, "nblaunch.training", "nblaunch.ranks.report")
+        return is_within(found.target, rooms) or bool(launches)
+
+    assert wrong_in("training", is_right) == []
+
+
 def test_there_are_no_other_rooms_yet() -> None:
-    assert {room_of(module) for module in MODULES} == {"shared", "ranks", "launch", "notebook"}
-    assert importlib.util.find_spec("nblaunch.training") is None
+    assert {room_of(module) for module in MODULES} == {"shared", "ranks", "launch", "notebook", "training"}
 
 
 # ------------------------------------------------------------------ habits

@@ -1,0 +1,81 @@
+"""Checkpoints on disk: written whole or not at all, found again, and the random states that make a resume exact."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_NAME = re.compile(r"step-(\d+)\.pt")
+
+
+def write(state: Mapping[str, Any], path: Path) -> None:
+    """Save so that a reader finds the whole file or none, and a write that is cut short leaves nothing.
+
+    Args:
+        state: What ``torch.load(..., weights_only=True)`` reads: tensors, numbers, strings, and nests of them.
+        path: Where; its folder is made where it is missing.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(scratch, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `write` saved, on the CPU. Nothing in the file is executed."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of an optimizer step belongs."""
+    return folder / f"step-{step}.pt"
+
+
+def found(folder: Path) -> list[Path]:
+    """A folder's checkpoints, the latest step last; empty where there is no such folder."""
+    steps = {int(match[1]): path for path in folder.glob("step-*.pt") if (match := _NAME.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps)]
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a write left that was killed in the middle."""
+    for scratch in folder.glob(".step-*.pt.*"):
+        scratch.unlink()
+
+
+def random_states() -> dict[str, Any]:
+    """Where this rank's generators stand: torch's, its GPU's, Python's, and NumPy's where it is loaded."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), *rest]
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Put the generators where `random_states` found them."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "numpy" in states:
+        import numpy
+
+        name, keys, *rest = states["numpy"]
+        numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))

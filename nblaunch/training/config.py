@@ -1,0 +1,107 @@
+"""What a Trainer is told: `TrainConfig`, checked when it is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from nblaunch.errors import ArgumentError
+
+SCHEDULES = ("linear", "cosine")
+_AT_LEAST = {
+    "nprocs": 1,
+    "epochs": 0,
+    "batch_size": 1,
+    "accumulation": 1,
+    "num_workers": 0,
+    "warmup": 0,
+    "checkpoint_every": 1,
+    "keep": 1,
+    "log_every": 1,
+    "early_stop": 1,
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train.
+
+    Attributes:
+        nprocs: Ranks. Default: one per visible GPU, without GPUs 2. With 1 nothing is launched.
+        epochs: Passes over the training data, in all: a resumed run does what is left of them.
+        batch_size: Samples of one batch on one rank, where `Trainer.fit` is given a dataset.
+        accumulation: Batches whose gradients make one optimizer step.
+        clip: The largest norm of all gradients together. Default: no limit.
+        mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
+        schedule: Of the learning rate: ``"linear"`` or ``"cosine"`` down to zero after `warmup` steps, or a function
+            ``(optimizer, steps) -> LRScheduler``, stepped after each of so many optimizer steps. Default: constant.
+        warmup: Optimizer steps in which the learning rate of a named schedule rises from zero.
+        checkpoint_dir: Where checkpoints go. Default: none are written.
+        checkpoint_every: Optimizer steps between two checkpoints, besides the one after each epoch.
+        keep: How many of the latest checkpoints stay.
+        resume: True: go on from the latest checkpoint in the folder. False: train anew, and replace what is there.
+        seed: Of the order of samples and everything random in the ranks.
+        log_every: Optimizer steps between two reports of the loss.
+        early_stop: End after so many epochs in which `monitor` did not improve. Default: never.
+        monitor: The figure of an epoch that `early_stop` watches. Default: ``valid_loss``, without validation ``loss``.
+        higher_is_better: Whether `monitor` improves by rising.
+        num_workers: Of the DataLoaders that `Trainer.fit` makes of datasets.
+        compute_setup: ``"auto"``, ``"cpu"`` or ``"gpu"``.
+
+    Raises:
+        ArgumentError: A value that cannot be; the message names it.
+    """
+
+    nprocs: int | None = None
+    epochs: int = 1
+    batch_size: int = 32
+    accumulation: int = 1
+    clip: float | None = None
+    mixed_precision: str = "no"
+    schedule: str | Callable[[Optimizer, int], LRScheduler] | None = None
+    warmup: int = 0
+    checkpoint_dir: str | Path | None = None
+    checkpoint_every: int | None = None
+    keep: int = 2
+    resume: bool = True
+    seed: int = 0
+    log_every: int = 10
+    early_stop: int | None = None
+    monitor: str | None = None
+    higher_is_better: bool = False
+    num_workers: int = 0
+    compute_setup: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            optional = type(self).__dataclass_fields__[name].default is None
+            if value is None and optional:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ArgumentError(f"{name}={value!r}: use a whole number of at least {least}")
+        if self.clip is not None and not self.clip > 0:
+            raise ArgumentError(f"clip={self.clip!r}: use a norm above 0, or None for no limit")
+        if isinstance(self.schedule, str) and self.schedule not in SCHEDULES:
+            raise ArgumentError(
+                f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}, or a function (optimizer, steps)"
+            )
+
+    def make_schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
+        """The learning rate's schedule over so many optimizer steps; None for a constant one."""
+        if self.schedule is None:
+            return None
+        if callable(self.schedule):
+            return self.schedule(optimizer, steps)
+        return LambdaLR(optimizer, lambda step: self._factor(step, steps))
+
+    def _factor(self, step: int, steps: int) -> float:
+        if step < self.warmup:
+            return step / self.warmup
+        done = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
+        return 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,107 @@
+"""Where this process stands among its ranks: in a launch, under torchrun, or alone.
+
+Everything is read when it is asked for, so that objects made in the notebook are right in the ranks that they are
+sent to.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from nblaunch.ranks.report import current
+
+T = TypeVar("T")
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun sets. With fewer of them (a leftover in a notebook's environment) a process is alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process's place."""
+
+    rank: int
+    """From 0 to `size` - 1, over all machines."""
+    local_rank: int
+    """On this machine."""
+    size: int
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are other ranks."""
+        return self.size > 1
+
+
+def world() -> World:
+    """Where this process stands: by its process group, else by its launch, else by torchrun's variables, else alone."""
+    context = current()
+    if has_group():
+        rank = dist.get_rank()
+        local_rank = context.local_rank if context else int(os.environ.get("LOCAL_RANK", rank))
+        return World(rank, local_rank, dist.get_world_size())
+    if context is not None:
+        return World(context.rank, context.local_rank, context.world_size)
+    if all(name in os.environ for name in _RENDEZVOUS):
+        rank = int(os.environ["RANK"])
+        return World(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+    return World(0, 0, 1)
+
+
+def has_group() -> bool:
+    """Whether this process has a default process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def ensure_group(backend: str | None = None) -> None:
+    """Make the default group, where there are other ranks and no group yet (under torchrun; in a launch it is ready).
+
+    Args:
+        backend: As ``init_process_group`` takes it. Default: gloo on the CPU, nccl (with gloo for CPU tensors) on GPUs.
+    """
+    if world().is_shared and not has_group():
+        dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
+
+
+def own_device(setup: str = "auto") -> torch.device:
+    """The device that this rank computes on.
+
+    Args:
+        setup: ``"cpu"``, ``"gpu"``, or ``"auto"``: in a launch the launch's own, else CUDA where there is a GPU.
+
+    Raises:
+        RuntimeError: A GPU is asked for, and none is visible.
+    """
+    context = current()
+    if setup == "cpu":
+        return torch.device("cpu")
+    if setup == "auto" and context is not None:
+        return torch.device(context.device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", world().local_rank % torch.cuda.device_count())
+    if setup == "gpu":
+        raise RuntimeError('compute_setup="gpu", but no GPU is visible: use compute_setup="auto" or "cpu"')
+    return torch.device("cpu")
+
+
+def collective_device() -> torch.device:
+    """Where a tensor must be for the default group's collectives: the CPU if they can, else this rank's GPU."""
+    if not has_group() or "cpu:" in dist.get_backend_config():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def exchange(value: T) -> list[T]:
+    """Everybody's value, by rank. A collective; any object that pickles.
+
+    ``torch.distributed.all_gather_object``, and without other ranks the value alone.
+    """
+    if not world().is_shared:
+        return [value]
+    ensure_group()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
