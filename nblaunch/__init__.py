@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from nblaunch.launch.launcher import notebook_launcher
     from nblaunch.launch.result import LaunchResult
     from nblaunch.ranks.report import progress, report
+    from nblaunch.training.accelerator import Accelerator
 
 __version__ = "0.1.0"
-__all__ = ["Launch", "LaunchResult", "__version__", "notebook_launcher", "progress", "report"]
+__all__ = ["Accelerator", "Launch", "LaunchResult", "__version__", "notebook_launcher", "progress", "report"]
 
 _ROOMS = {
+    "Accelerator": "nblaunch.training.accelerator",
     "Launch": "nblaunch.launch.launch",
     "LaunchResult": "nblaunch.launch.result",
     "notebook_launcher": "nblaunch.launch.launcher",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import pickle
 import tarfile
@@ -21,12 +20,11 @@ import mnist_or_digits
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mnist_or_digits import DIGITS_IN_TEST_SET, SOURCE_VARIABLE
 from numpy.typing import NDArray
 from torchvision.datasets import CIFAR10
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-_CHECKSUMS = "checksums.json"
+_CHECKSUMS = "md5sums.txt"
 
 
 class ColouredDigits(CIFAR10):  # type: ignore[misc]  # torchvision ships no types
@@ -58,7 +56,8 @@ class ColouredDigits(CIFAR10):  # type: ignore[misc]  # torchvision ships no typ
 
     def _read_checksums(self, root: Path) -> None:
         file = root / self.base_folder / _CHECKSUMS
-        sums = json.loads(file.read_text()) if file.is_file() else {}
+        lines = file.read_text().splitlines() if file.is_file() else []
+        sums = {name: md5 for md5, name in (line.split() for line in lines if len(line.split()) == 2)}
         self.train_list, self.test_list = (
             [[name, sums.get(name, "missing")] for name, _ in files]
             for files in (CIFAR10.train_list, CIFAR10.test_list)
@@ -82,9 +81,9 @@ def prepare(folder: str | os.PathLike[str] = "data") -> tuple[type[CIFAR10], Pat
         ValueError: The environment variable ``NBLAUNCH_QUICKSTART_DATA`` is neither ``auto`` (the default)
             nor ``digits`` (never look for the network).
     """
-    source = os.environ.get(SOURCE_VARIABLE, "auto")
+    source = os.environ.get(mnist_or_digits.SOURCE_VARIABLE, "auto")
     if source not in ("auto", "digits"):
-        raise ValueError(f'{SOURCE_VARIABLE}={source!r}: use "auto" or "digits"')
+        raise ValueError(f'{mnist_or_digits.SOURCE_VARIABLE}={source!r}: use "auto" or "digits"')
     root = Path(folder)
     if source == "auto" and _have_cifar(root):
         print("Data: CIFAR-10, 50,000 training and 10,000 test images")
@@ -130,7 +129,7 @@ def _write_digits(root: Path) -> None:
     train_images, test_images, train_labels, test_labels = train_test_split(
         _colour(torch.from_numpy(digits.images)),
         digits.target,
-        test_size=DIGITS_IN_TEST_SET,
+        test_size=mnist_or_digits.DIGITS_IN_TEST_SET,
         stratify=digits.target,
         random_state=0,
     )
@@ -145,8 +144,8 @@ def _write_digits(root: Path) -> None:
         for (name, _), (images, labels) in zip(CIFAR10.train_list + CIFAR10.test_list, batches, strict=True):
             _write(folder / name, {"data": images.reshape(len(images), -1), "labels": labels.tolist()})
         _write(folder / CIFAR10.meta["filename"], {CIFAR10.meta["key"]: NAMES})
-        sums = {file.name: hashlib.md5(file.read_bytes()).hexdigest() for file in folder.iterdir()}
-        (folder / _CHECKSUMS).write_text(json.dumps(sums))
+        sums = [f"{hashlib.md5(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(folder.iterdir())]
+        (folder / _CHECKSUMS).write_text("".join(sums))
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:

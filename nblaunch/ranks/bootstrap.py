@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from nblaunch import pickling
 from nblaunch.channel import Channel, read_blob, write_blob
 from nblaunch.messages import Done, Failed, Interrupted, Leaving, Payload, RankSpec, Running, StartRank, Task
-from nblaunch.ranks import environment, failure, main_module, process_group, run, stacks, stand_ins
+from nblaunch.ranks import environment, failure, main_module, process_group, run, stacks, stand_ins, watch
 from nblaunch.ranks.report import Context, enter
 
 LoadPayload = Callable[[list[int]], Payload]
@@ -40,10 +40,10 @@ def prepare() -> None:
 
     environment.find_blas()
     process_group.find_backends()
-    _forget_finalizers()
+    forget_finalizers()
 
 
-def _forget_finalizers() -> None:
+def forget_finalizers() -> None:
     """Let no rank undo at its exit what the preload set up: torch takes 25 ms to deregister its operators."""
     registry: dict[weakref.finalize[..., object], object] = getattr(weakref.finalize, "_registry", {})
     for finalizer in registry:
@@ -53,7 +53,7 @@ def _forget_finalizers() -> None:
 def _forget_the_notebooks_exit() -> None:
     """Leave to the notebook what it will do at its own exit: save its history, end its workers, remove its files."""
     atexit._clear()
-    _forget_finalizers()
+    forget_finalizers()
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # this rank's own need it anew
     util: Any = multiprocessing.util  # typeshed leaves out what follows
     util._finalizer_registry.clear()  # as multiprocessing does in its own children
@@ -149,6 +149,8 @@ def _work(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice
         environment.set_threads(task.world.threads)
         _set_device(task.world.device)
         process_group.join(task.world, spec.rank, spec.world_size)
+        if spec.world_size > 1:
+            watch.install()
         payload = load()
         _set_the_scene(payload)
         environment.apply_settings(payload.settings)

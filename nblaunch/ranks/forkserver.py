@@ -25,6 +25,9 @@ from nblaunch.ranks import bootstrap, process_group, reaper, system
 
 _LOOK_EVERY = 0.5
 """Seconds between looks at the kernel where the system has no pidfd."""
+_SOON = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+"""Imported in idle moments, in steps that a launch may come between: the first optimizer or DistributedDataParallel of
+a process imports torch._dynamo, which takes longer than torch itself, and then no rank has to."""
 _LAST_LAUNCHES = 2.0
 """Seconds that reapers get to end their launches when the kernel has gone, before they are ended too."""
 
@@ -41,7 +44,7 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     system.become_subreaper()
     channel = Channel(socket.socket(fileno=fd))
     channel.send(_hello(preload))
-    server = _Server(channel, kernel)
+    server = _Server(channel, kernel, _SOON if preload else ())
     try:
         server.serve()
     except BaseException:  # noqa: BLE001  # the kernel reads it and starts another; reapers see this one's end
@@ -61,9 +64,25 @@ def _hello(preload: tuple[str, ...]) -> Hello:
     except BaseException:  # noqa: BLE001  # an import that calls sys.exit must be told of too
         problem = f"importing {', '.join(preload)} failed:\n{traceback.format_exc()}"
     problem = problem or _unfit()
+    _settle()
+    return Hello(PROTOCOL, os.getpid(), preload, problem, time.monotonic() - begin)
+
+
+def _settle() -> None:
+    """Keep what is imported out of the collector's way: it would write to every page that ranks share."""
     gc.collect()
     gc.freeze()
-    return Hello(PROTOCOL, os.getpid(), preload, problem, time.monotonic() - begin)
+
+
+def _import_soon(names: tuple[str, ...]) -> Iterator[None]:
+    """Import one module at each step; one that cannot be imported is left to the ranks."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:  # noqa: BLE001  # whatever a module raises: its ranks will say so if they need it
+            traceback.print_exc()
+            return
+        yield
 
 
 def _unfit() -> str:
@@ -77,11 +96,12 @@ def _unfit() -> str:
 
 
 class _Server:
-    def __init__(self, channel: Channel, kernel: int) -> None:
+    def __init__(self, channel: Channel, kernel: int, soon: tuple[str, ...]) -> None:
         self.channel = channel
         self.kernel = kernel
         self.reapers: set[int] = set()
-        self.tidying: Iterator[object] | None = system.collapse_heap()
+        self.unfit = ""
+        self.tidying: Iterator[object] | None = self.tidy(soon)
         self.children = system.ChildWatch()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
@@ -108,6 +128,14 @@ class _Server:
             self.collect()
         self.end()
 
+    def tidy(self, soon: tuple[str, ...]) -> Iterator[None]:
+        """What makes later launches faster, a step for each idle moment."""
+        yield from _import_soon(soon)
+        bootstrap.forget_finalizers()
+        self.unfit = _unfit() if soon else ""
+        _settle()
+        yield from system.collapse_heap()
+
     def patience(self) -> float | None:
         """Seconds to wait for something to do: none while there is tidying left for idle moments."""
         if self.tidying:
@@ -117,6 +145,8 @@ class _Server:
     def fork_reaper(self, control: int) -> None:
         watched = [self.kernel, os.getpid()]
         try:
+            if self.unfit:
+                raise OSError(f'{self.unfit}. Use start_method="spawn"')
             pid = os.fork()
         except OSError as error:
             with socket.socket(fileno=control) as sock:

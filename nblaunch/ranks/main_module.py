@@ -6,13 +6,17 @@ Without it pickle, torch.save, all_gather_object and multiprocessing fail on eve
 
 from __future__ import annotations
 
+import builtins
+import copyreg
+import io
 import sys
 import types
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from nblaunch import pickling
+import cloudpickle
 
 
 def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -32,22 +36,56 @@ def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:
     _teach_multiprocessing()
 
 
+# ------------------------------------------------------------------ children that start afresh
+_complete: weakref.WeakSet[type] = weakref.WeakSet()
+"""Classes of ``__main__`` that this process has sent, or has received whole."""
+
+
 def _teach_multiprocessing() -> None:
     """Let children that start afresh (spawn, forkserver: DataLoader workers too) get cell-defined things by value."""
     ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign, assignment]  # pickle's own hook
 
 
 def _by_value(self: ForkingPickler, obj: Any) -> Any:
-    if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
-        return _rebuild, (pickling.dump(lambda found: obj),)
+    """As cloudpickle does it, but within the pickle at hand, where objects that meet again stay the same object."""
+    if isinstance(obj, (type, types.FunctionType)):
+        if obj.__module__ != "__main__":
+            nameless = obj.__module__ == "builtins" and not hasattr(builtins, obj.__qualname__)  # such as code's type
+            return _cloudpickler(self).reducer_override(obj) if nameless else NotImplemented
+        make, made_of, state, items, entries, set_state = _cloudpickler(self).reducer_override(obj)
+        if isinstance(obj, type):
+            _complete.add(obj)
+            set_state = _set_class_state
+        return _make, (make, made_of, obj.__qualname__), state, items, entries, set_state
+    kind = type(obj)
+    if kind in _INSIDE and kind not in self.dispatch_table:
+        return cloudpickle.Pickler.dispatch_table[kind](obj)
     return NotImplemented
 
 
-def _rebuild(data: bytes) -> Any:
-    """In the child: rebuild a class or function of ``__main__``, and let the child's own ``__main__`` know it."""
+_INSIDE = set(cloudpickle.Pickler.dispatch_table) - set(copyreg.dispatch_table) - {io.TextIOWrapper, memoryview}
+"""What functions and classes are made of, such as code and cells; a file would be copied, and its user not know."""
+
+
+def _cloudpickler(pickler: Any) -> Any:
+    """The one of this pickle: functions that share their globals here share them in the child, by its notes."""
+    if not hasattr(pickler, "nblaunch"):
+        pickler.nblaunch = cloudpickle.Pickler(io.BytesIO())
+    return pickler.nblaunch
+
+
+def _make(make: Callable[..., Any], made_of: tuple[Any, ...], name: str) -> Any:
+    """In the child: begin a class or function of ``__main__``, and let the child's own ``__main__`` know it."""
     _teach_multiprocessing()
-    obj = pickling.loads(data)
+    obj = make(*made_of)
     main = sys.modules["__main__"]
-    if not hasattr(main, obj.__qualname__):
-        setattr(main, obj.__qualname__, obj)
+    if name.isidentifier() and not hasattr(main, name):
+        setattr(main, name, obj)
     return obj
+
+
+def _set_class_state(obj: type, state: Any) -> None:
+    """Complete a class, once: where it came from it is complete, and its methods use what is there."""
+    if obj not in _complete:
+        _complete.add(obj)
+        cloudpickle.cloudpickle._class_setstate(obj, state)

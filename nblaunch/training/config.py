@@ -87,7 +87,7 @@ class TrainConfig:
                 raise ArgumentError(f"{name}={value!r}: use a whole number of at least {least}")
         if self.clip is not None and not self.clip > 0:
             raise ArgumentError(f"clip={self.clip!r}: use a norm above 0, or None for no limit")
-        if isinstance(self.schedule, str) and self.schedule not in SCHEDULES:
+        if self.schedule is not None and not callable(self.schedule) and self.schedule not in SCHEDULES:
             raise ArgumentError(
                 f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}, or a function (optimizer, steps)"
             )

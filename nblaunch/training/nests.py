@@ -25,16 +25,17 @@ def to_device(
             dtype); everything else, such as strings, numbers and None, stays as it is.
         device: Where to.
         dtype: For floating-point tensors of any shape; complex ones take the complex type that matches it
-            (float64: complex128, float32: complex64). A complex dtype: floats take its real part's type. Integers and
-            booleans keep theirs. Default: types stay.
+            (float64: complex128, float32 and bfloat16: complex64). A complex dtype: floats take its real part's
+            type. Integers and booleans keep theirs. Default: types stay.
         non_blocking: As ``Tensor.to`` takes it.
     """
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(device, dtype=_dtype_for(value, dtype), non_blocking=non_blocking)
+            return value.to(device, dtype=dtype_for(value, dtype), non_blocking=non_blocking)
         if isinstance(value, PackedSequence):
-            return value.to(device, dtype=_dtype_for(value.data, dtype), non_blocking=non_blocking)
+            packed: Any = value  # its annotations leave a device out
+            return packed.to(device, dtype=dtype_for(packed.data, dtype), non_blocking=non_blocking)
         return value.to(device) if moves_itself(value) else value
 
     return map_nest(move, batch)
@@ -46,7 +47,7 @@ def map_nest(change: Callable[[Any], Any], nest: Any) -> Any:
     Containers are lists, deques, tuples, mappings (dict and its subclasses, UserDict and its) and dataclass instances;
     one with a method ``to`` of its own is a leaf, but for mappings. The nest itself is not altered.
     """
-    if not _is_container(nest):
+    if not is_container(nest):
         return change(nest)
     before = dict(children(nest))
     after = {key: map_nest(change, value) for key, value in before.items()}
@@ -57,7 +58,7 @@ def map_nest(change: Callable[[Any], Any], nest: Any) -> Any:
 
 def leaves(nest: Any) -> Iterator[Any]:
     """Each thing in the nest that is no container, in order."""
-    if not _is_container(nest):
+    if not is_container(nest):
         yield nest
         return
     for _, value in children(nest):
@@ -89,7 +90,8 @@ def moves_itself(value: Any) -> bool:
     return not isinstance(value, type) and callable(getattr(value, "to", None))
 
 
-def _is_container(value: Any) -> bool:
+def is_container(value: Any) -> bool:
+    """Whether `map_nest` goes into a thing."""
     if isinstance(value, Mapping):
         return True
     is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -113,9 +115,12 @@ def _rebuilt(container: Any, parts: dict[Any, Any]) -> Any:
     return clone
 
 
-def _dtype_for(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+def dtype_for(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The type that `dtype`, asked for a batch or a module, means for this tensor; None: its own."""
     if dtype is None:
         return None
     if tensor.is_floating_point():
         return dtype.to_real()
-    return dtype.to_complex() if tensor.is_complex() else None
+    if tensor.is_complex():  # half of complex64's operations are missing for a complex pair of bfloat16
+        return torch.complex64 if dtype is torch.bfloat16 else dtype.to_complex()
+    return None

@@ -74,6 +74,10 @@ class Trainer:
         metrics: Mapping[str, Metric] | None = None,
         callbacks: Sequence[object] = (),
     ) -> None:
+        if config is not None and not isinstance(config, TrainConfig):
+            raise ArgumentError(f"config={config!r}: use a TrainConfig")
+        if loss_fn is None and type(self).compute_loss is Trainer.compute_loss:
+            raise ArgumentError("loss_fn=None: give a loss function, or override compute_loss(self, model, batch)")
         self.model = model
         self.optimizer = optimizer
         self.config = config or TrainConfig()
@@ -90,10 +94,6 @@ class Trainer:
         )
         self._standing = _Standing()
         self._running = Mean()
-        if loss_fn is None and type(self).compute_loss is Trainer.compute_loss:
-            raise ArgumentError("loss_fn=None: give a loss function, or override compute_loss(self, model, batch)")
-        if config is not None and not isinstance(config, TrainConfig):
-            raise ArgumentError(f"config={config!r}: use a TrainConfig")
 
     @property
     def epoch(self) -> int:
@@ -111,7 +111,7 @@ class Trainer:
         return self._standing.history
 
     def compute_loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Any]:
-        """The loss of a batch, a mean over its samples; with the model's output too, for metrics. Made to be overridden.
+        """The loss of a batch, a mean over its samples, with the model's output too, for metrics. Override it freely.
 
         Here a batch is ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
         """

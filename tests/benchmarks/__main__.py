@@ -1,8 +1,9 @@
-"""Launch times and log streaming side by side, each contender in a real kernel of its own, in one run.
+"""Launch times, log streaming and training side by side, each contender in a real kernel of its own, in one run.
 
-Medians of the launch times, with ratios to accelerate; of many printed lines one run each.
+Medians of the launch times, with ratios to accelerate; of many printed lines one run each; training as training.py has
+it.
 
-Usage: python -m tests.benchmarks [--rounds 11] [--lines 100000] [--quick] [--json FILE]
+Usage: python -m tests.benchmarks [--only launch,lines,training] [--rounds 11] [--lines 100000] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from tests.benchmarks import streaming
+from tests.benchmarks import streaming, training
 from tests.benchmarks.contenders import BASELINE, CONTENDERS
 from tests.kernel.harness import Kernel, running_kernel
 
@@ -32,22 +35,57 @@ Times = dict[str, dict[str, list[float]]]
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
+    """Measure, print the tables, write the JSON."""
+    options = _options()
+    figures: dict[str, Any] = {"machine": machine()}
+    for part in options.only:
+        figures |= PARTS[part](options)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1))
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11, help="measurements of each; the median counts")
+    parser.add_argument("--only", type=_parts, default=list(PARTS), help="some of launch,lines,training")
+    parser.add_argument("--rounds", type=int, default=11, help="measurements of each launch; the median counts")
     parser.add_argument("--lines", type=int, default=100_000, help="lines that each of two ranks prints")
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it runs, not how fast")
     parser.add_argument("--json", type=Path, help="write every measurement here")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def _parts(text: str) -> list[str]:
+    named = text.split(",")
+    if unknown := set(named) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+    return named
+
+
+def _launch(options: argparse.Namespace) -> dict[str, Any]:
     times = measure(1 if options.quick else options.rounds)
     loading = import_time()
     print(table(times, loading))
+    return {"seconds": times, "import": loading}
+
+
+def _lines(options: argparse.Namespace) -> dict[str, Any]:
     lines = 1000 if options.quick else options.lines
     streamed = streaming.measure(lines)
     print("", streaming.table(streamed, lines), sep="\n")
-    if options.json:
-        figures = {"machine": machine(), "seconds": times, "import": loading, "lines": [asdict(s) for s in streamed]}
-        options.json.write_text(json.dumps(figures, indent=1))
+    return {"lines": [asdict(s) for s in streamed]}
+
+
+def _training(options: argparse.Namespace) -> dict[str, Any]:
+    figures = training.measure(options.quick)
+    print("", training.table(figures), "", f"({machine()})", sep="\n")
+    return {"training": figures.as_json()}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "launch": _launch,
+    "lines": _lines,
+    "training": _training,
+}
 
 
 def measure(rounds: int) -> Times:

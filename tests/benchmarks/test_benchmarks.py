@@ -1,10 +1,21 @@
 """The benchmark's code runs. Its figures are nobody's assertion."""
 
+import argparse
+import json
+
 import pytest
 
-from tests.benchmarks import streaming
-from tests.benchmarks.__main__ import import_time, machine, measure, table
+from nblaunch.launch.rendezvous import Rendezvous
+from tests.benchmarks import streaming, training
+from tests.benchmarks.__main__ import _parts, import_time, machine, measure, table
 from tests.benchmarks.contenders import CONTENDERS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libuv_met() -> None:
+    """From its first loop on libuv keeps a pipe in this process, which is no leak of the test that comes first."""
+    with Rendezvous(1):
+        pass
 
 
 @pytest.mark.timeout(400)  # eight fresh interpreters import torch on two cores, twice
@@ -23,3 +34,23 @@ def test_the_streaming_benchmark_receives_every_way() -> None:
     assert printed.pop("nblaunch, to /dev/null") == 0
     assert all(lines >= 600 for lines in printed.values())
     assert all(way.name in streaming.table(streamed, 300) for way in streamed)
+
+
+@pytest.mark.timeout(240)
+def test_the_training_benchmark_trains_alike_and_counts_right() -> None:
+    figures = training.measure(quick=True)
+    trained = [runs[0] for runs in figures.loops.values()]
+    assert {each.threads for each in trained} == {training.THREADS}
+    assert all(each.loss == pytest.approx(trained[0].loss, rel=1e-4) for each in trained)  # the same program
+    exact, padded = figures.evaluations
+    assert (exact.samples, padded.samples) == (10_000, 10_002)  # three ranks of 3,334 each
+    text = training.table(figures)
+    assert all(name in text for name in figures.loops)
+    assert "all_reduce_dict | 1 |" in text
+    assert json.loads(json.dumps(figures.as_json()))["evaluations"][0]["samples"] == 10_000
+
+
+def test_a_part_is_asked_for_by_its_name() -> None:
+    assert _parts("training,launch") == ["training", "launch"]
+    with pytest.raises(argparse.ArgumentTypeError, match="speed: there are launch, lines, training"):
+        _parts("launch,speed")

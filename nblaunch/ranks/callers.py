@@ -1,0 +1,55 @@
+"""Which lines of the user's program led here, past those of libraries: torch's, a progress bar's, our own."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import warnings
+from pathlib import Path
+from types import FrameType
+
+_LIBRARIES = (
+    str(Path(__file__).parents[1]) + os.sep,
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+    "<frozen ",
+)
+
+
+def users_lines(most: int) -> list[tuple[str, int]]:
+    """(file, line number) of the user's calls that led here, the innermost first."""
+    return [(frame.f_code.co_filename, frame.f_lineno) for frame in _frames() if _is_users(frame)][:most]
+
+
+def users_text() -> str:
+    """The line of the user's program that led here; empty where its source is not to be had."""
+    innermost = users_lines(1)
+    return linecache.getline(*innermost[0]) if innermost else ""
+
+
+def package_outside(module: str) -> str:
+    """The top name of the module that called `module`, such as ``accelerate``; empty if it has none."""
+    names = [str(frame.f_globals.get("__name__")) for frame in _frames()]
+    outside = [name for name in names if name not in (__name__, module)]
+    return outside[0].partition(".")[0] if outside else ""
+
+
+def warn(message: str) -> None:
+    """Warn at the user's line: `nblaunch.errors.warn` knows only our own package's from it."""
+    levels = [level for level, frame in enumerate(_frames(), 0) if _is_users(frame)]
+    warnings.warn(message, stacklevel=levels[0] if levels else 2)
+
+
+def _frames() -> list[FrameType]:
+    """This function's own, its caller's, and all that led there."""
+    frames: list[FrameType] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)

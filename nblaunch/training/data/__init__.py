@@ -1,0 +1,21 @@
+"""Data for ranks: every sample exactly once, an order of its own for each epoch, and passes that can be resumed."""
+
+from __future__ import annotations
+
+from nblaunch.training.data.balanced import ClassBalancedBatchSampler
+from nblaunch.training.data.loader import ShardedLoader
+from nblaunch.training.data.prefetch import Prefetcher
+from nblaunch.training.data.samplers import DistributedWeightedSampler, ExactDistributedSampler
+from nblaunch.training.data.sharding import shard
+from nblaunch.training.data.wrappers import DistributedBatchSamplerWrapper, DistributedSamplerWrapper
+
+__all__ = [
+    "ClassBalancedBatchSampler",
+    "DistributedBatchSamplerWrapper",
+    "DistributedSamplerWrapper",
+    "DistributedWeightedSampler",
+    "ExactDistributedSampler",
+    "Prefetcher",
+    "ShardedLoader",
+    "shard",
+]

@@ -1,0 +1,256 @@
+"""`ShardedLoader`: a DataLoader of which each rank gets its part."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from nblaunch.errors import warn
+from nblaunch.training.data.batches import Share, rounds, with_last
+from nblaunch.training.data.epochs import Progress
+from nblaunch.training.data.orders import Source, epochs_of, source_of, with_epoch
+from nblaunch.training.data.streams import Reader, collated
+from nblaunch.training.seeding import checked_seed, default_seed, derived_generator
+from nblaunch.training.world import World, world
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Note(NamedTuple):
+    """What there is to know of a batch beside its content."""
+
+    is_padding: bool
+    is_last: bool
+
+
+class _Indices:
+    """What torch's loader reads in place of the user's sampler; it notes what it was asked for, in order."""
+
+    def __init__(self) -> None:
+        self._shares: Iterable[Share] = ()
+        self._notes: deque[_Note] = deque()
+
+    def load(self, shares: Iterable[Share]) -> deque[_Note]:
+        """The next pass reads these; gives where it notes them."""
+        self._shares, self._notes = shares, deque()
+        return self._notes
+
+    def __iter__(self) -> Iterator[Any]:
+        return _noted(self._shares, self._notes)  # bound now: another pass may begin before this one is read
+
+
+def _noted(shares: Iterable[Share], notes: deque[_Note]) -> Iterator[Any]:
+    for share, is_last in with_last(shares):
+        notes.append(_Note(share.is_padding, is_last))
+        yield share.items
+
+
+class _Plan(NamedTuple):
+    """One epoch of one rank, kept so that a peek and the pass after it run the user's sampler once."""
+
+    key: tuple[World, int, int]
+    shares: list[Share]
+
+
+class ShardedLoader(DataLoader[T_co]):
+    """A DataLoader of which each rank gets its part; `shard` makes it. Without other ranks it gives the whole.
+
+    **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so
+    that all ranks know one order, whatever the state of their random generators, which are left as they were. (So a
+    ``generator`` that the loader was given is lent that seed too: choose another order by `seed`.) The order is cut
+    into chunks of ``batch_size`` × world size; rank r takes the r-th part of each, so that a batch gathered by rank is
+    in order. The last chunk is divided evenly; if it holds fewer samples than there are ranks, the one before gives it
+    some. Hence each sample comes exactly once *and* every rank has as many batches. Where that cannot be (batches of
+    one sample, or fewer samples than ranks) a rank repeats one sample, and `is_padding` says so. With ``drop_last``
+    only whole chunks come. The batches of a user's own batch sampler are dealt out whole, see `deal_batches`. A loader
+    whose sampler shards already (such as torch's ``DistributedSampler``) keeps its parts; only its epochs are set.
+
+    **Iterable datasets.** The same, but that rank 0 reads and sends, or each rank reads everything: see ``dispatch``
+    in `shard`. While rank 0 sends, every rank must iterate: a look at the first batch by one rank alone waits for the
+    others. A dataset that picks its own rank's part must not be sharded again.
+
+    **Epochs.** A pass that was taken to its end advances `epoch`, so each has an order of its own; a look by
+    ``next(iter(loader))`` or a pass that is broken off does not, and begins anew. Your own `set_epoch`, here or on
+    your sampler, wins.
+
+    **Workers.** Unlike a plain loader's they are seeded from (seed, epoch, rank): no two ranks draw the same
+    augmentations, and a run repeats. (Persistent workers are seeded once, when they start.)
+
+    Rank and world size are read when it is iterated, so one made in a notebook is right in the ranks it is sent to.
+
+    Attributes:
+        is_padding: Whether the batch given out last repeats a sample that another rank has.
+        is_last: Whether it is the last of its pass.
+    """
+
+    is_padding: bool = False
+    is_last: bool = False
+    is_sharded = True
+
+    def __init__(
+        self,
+        loader: DataLoader[T_co],
+        *,
+        seed: int | None = None,
+        dispatch: bool | None = None,
+        move: Callable[[Any], Any] | None = None,
+    ) -> None:
+        # Not DataLoader.__init__, which takes no batch_size beside a sampler of batches: so every argument is kept,
+        # those of later versions too, and `_index_sampler` alone says what is read.
+        vars(self).update(vars(loader))
+        self._iterator = None
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            warn(f"{type(loader).__name__} iterates in its own way, which a sharded loader does not use")
+        self._seed: int | None = None
+        self._dispatch: bool | None = None
+        self._move: Callable[[Any], Any] | None = None
+        self._progress = Progress()
+        self._plan: _Plan | None = None
+        self._reader: Reader | None = None
+        self._indices = _Indices()
+        self._told: int | None = None  # the epoch that the samplers were last told; another there is the user's
+        self._in_order = getattr(loader, "in_order", True)
+        self.adjust(seed=seed, dispatch=dispatch, move=move)
+
+    def adjust(
+        self, *, seed: int | None = None, dispatch: bool | None = None, move: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Set what is not None of `shard`'s arguments."""
+        self._seed = self._seed if checked_seed(seed) is None else seed
+        self._dispatch = self._dispatch if dispatch is None else dispatch
+        self._move = move or self._move
+
+    # ------------------------------------------------------------------ iterating
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
+        self._heed_samplers()
+        start = self._progress.begin()
+        epoch = self.epoch
+        self._tell_samplers()
+        for content, note in self._streamed(start) if self._is_stream else self._indexed(start):
+            self.is_padding, self.is_last = note
+            self._progress.done += 1
+            yield self._move(content) if self._move else content
+        self._progress.complete(epoch)
+
+    def _indexed(self, start: int) -> Iterator[tuple[Any, _Note]]:
+        """A pass over a map-style dataset."""
+        shares = self._planned()[start:] if self._source.is_sized else islice(self._source.shares(world()), start, None)
+        # Where workers may overtake each other nobody could tell which batch is the padding.
+        self.in_order = self._in_order or (isinstance(shares, list) and any(share.is_padding for share in shares[-1:]))
+        notes = self._indices.load(shares)
+        for content in self._torchs_own():
+            yield content, notes.popleft()
+
+    def _torchs_own(self) -> Iterator[Any]:
+        """What torch iterates by; workers are seeded from (seed, epoch, rank), and the user's generator stays alone."""
+        given, self.generator = self.generator, derived_generator(self.seed, self.epoch, world().rank)
+        try:
+            return super().__iter__()
+        finally:
+            self.generator = given
+
+    def _streamed(self, start: int) -> Iterator[tuple[Any, _Note]]:
+        """A pass over an iterable dataset; what was taken before a resumption is read again."""
+        place, dispatch = world(), self._dispatch is not False
+        if self._reader is None or self._reader.place != place:
+            self._reader = Reader(self, place, dispatch=dispatch)
+        generator = derived_generator(self.seed, self.epoch, 0)  # alike on all ranks, where each reads everything
+        for share, is_last in self._reader.notes(start, generator):
+            content = collated(self, share.items) if place.is_shared else share.items[0]
+            yield content, _Note(share.is_padding, is_last)
+
+    @property
+    def _index_sampler(self) -> _Indices:
+        """What torch reads; `sampler` and `batch_sampler` stay the user's."""
+        return self._indices
+
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def _source(self) -> Source:
+        return source_of(self)
+
+    def _planned(self) -> list[Share]:
+        key = (world(), self.seed, self.epoch)
+        if self._plan is None or self._plan.key != key:
+            self._plan = _Plan(key, self._source.planned(*key))
+            self._tell_samplers()  # ours have completed a pass
+        return self._plan.shares
+
+    # ------------------------------------------------------------------ sizes
+    def __len__(self) -> int:
+        """How many batches this rank gets in a pass.
+
+        Raises:
+            TypeError: The dataset or sampler has no length.
+        """
+        ranks = world().size
+        if self._is_stream:
+            size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
+            return rounds(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
+        return self._source.rounds(ranks)
+
+    @property
+    def total(self) -> int | None:
+        """How many samples all ranks together get in a pass, each counted once; None where that is not known."""
+        if not self._is_stream:
+            return self._source.total(world().size)
+        if self.batch_size is None or not hasattr(self.dataset, "__len__"):
+            return None
+        whole = self.batch_size * world().size
+        return len(self.dataset) - (len(self.dataset) % whole if self.drop_last else 0)
+
+    # ------------------------------------------------------------------ epochs
+    @property
+    def seed(self) -> int:
+        """What the orders are drawn from: its own, else that of `seed_everything`, else 0."""
+        return default_seed() if self._seed is None else self._seed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass is, or that the present one is of."""
+        return self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Be at the beginning of an epoch; wins over counting. To be told of the present epoch changes nothing.
+
+        Raises:
+            ArgumentError: `epoch` is no whole number of at least 0.
+        """
+        self._progress.move_to(epoch)
+        self._tell_samplers()
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the pass stands: ``epoch``, ``batches`` (taken of this rank's) and ``seed``; the same on all ranks."""
+        self._heed_samplers()
+        return {"epoch": self.epoch, "batches": self._progress.done, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state_dict` was taken, with as many ranks: passes of its epoch begin there.
+
+        Of a map-style dataset nothing is loaded again; a stream is read again up to there.
+        """
+        self._seed = checked_seed(state["seed"])
+        self._progress.resume(state["epoch"], state["batches"])
+        self._tell_samplers()
+
+    def _tell_samplers(self) -> None:
+        for set_epoch in with_epoch(self):
+            set_epoch(self.epoch)
+        self._told = self.epoch
+
+    def _heed_samplers(self) -> None:
+        """Follow a sampler whose epoch the user has set since."""
+        for epoch in epochs_of(self):
+            if epoch != self._told:
+                self._progress.move_to(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process."""
+        return {**vars(self), "_iterator": None, "_reader": None, "_plan": None, "_indices": _Indices()}

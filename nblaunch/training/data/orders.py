@@ -1,0 +1,118 @@
+"""What a DataLoader reads its map-style dataset by: which sampler, and how its order is cut for the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader
+
+from nblaunch.training.data.batches import Share, deal, deal_batches, rounds
+from nblaunch.training.seeding import derived_seed, seeded
+from nblaunch.training.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A loader's sampler, and what it yields."""
+
+    sampler: Any
+    yields: Literal["samples", "batches", "own part"]
+    """An own part is already this rank's, whatever it consists of."""
+    batch_size: int = 1
+    drop_last: bool = False
+    takes_lists: bool = True
+    """Whether the loader asks its dataset for lists of indices; without automatic batching it asks for one."""
+
+    @property
+    def is_sized(self) -> bool:
+        """Whether the sampler has a length; one without may have no end."""
+        return _has_length(self.sampler)
+
+    def shares(self, place: World) -> Iterator[Share]:
+        """This rank's batches of indices, as the sampler comes to them."""
+        if self.yields == "own part":
+            return (Share(part) for part in self.sampler)
+        if self.yields == "batches":
+            dealt = deal_batches(self.sampler, place.size, drop_last=self.drop_last)
+            return (shares[place.rank] for shares in dealt)
+        dealt = deal(self.sampler, self.batch_size, place.size, drop_last=self.drop_last)
+        own = (shares[place.rank] for shares in dealt)
+        return own if self.takes_lists else (Share(share.items[0], share.is_padding) for share in own)
+
+    def planned(self, place: World, seed: int, epoch: int) -> list[Share]:
+        """All of this rank's batches of one epoch, the same for the same seed whatever any generator's state."""
+        with seeded(derived_seed(seed, epoch), *generators_of(self.sampler)):
+            return list(self.shares(place))
+
+    def rounds(self, ranks: int) -> int:
+        """How many batches every rank gets."""
+        if self.yields == "own part":
+            return len(self.sampler)
+        return rounds(len(self.sampler), self.batch_size, ranks, drop_last=self.drop_last)
+
+    def total(self, ranks: int) -> int | None:
+        """How many samples all ranks get together, each counted once."""
+        if self.yields == "own part":
+            total = getattr(self.sampler, "total", getattr(_inner(self.sampler), "total", None))
+            return total if isinstance(total, int) else None
+        if self.yields == "batches" or not self.is_sized:
+            return None  # only the sampler knows, batch for batch
+        size = len(self.sampler)
+        return size - size % (self.batch_size * ranks) if self.drop_last else size
+
+
+def source_of(loader: DataLoader[Any]) -> Source:
+    """What a loader of a map-style dataset reads by."""
+    outer: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    takes_lists = loader.batch_sampler is not None or isinstance(outer, BatchSampler)
+    if any(shards(sampler) for sampler in samplers_of(loader)):
+        return Source(outer, "own part")
+    if type(outer) is BatchSampler:  # a subclass may make its batches in any way
+        return Source(outer.sampler, "samples", outer.batch_size, outer.drop_last)
+    if takes_lists:
+        return Source(outer, "batches", drop_last=bool(getattr(outer, "drop_last", False)))
+    return Source(outer, "samples", takes_lists=False)
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """A loader's samplers, the outermost first."""
+    outer: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return [sampler for sampler in (outer, _inner(outer)) if sampler is not None]
+
+
+def shards(sampler: Any) -> bool:
+    """Whether a sampler gives one rank's part already: torch's DistributedSampler, ours, and others built like them."""
+    replicas = getattr(sampler, "num_replicas", None)
+    return isinstance(replicas, int) and replicas > 1 and hasattr(sampler, "rank")
+
+
+def generators_of(sampler: Any) -> list[torch.Generator]:
+    """The generators that a sampler was given to draw from."""
+    given = (getattr(one, "generator", None) for one in (sampler, _inner(sampler)))
+    return [generator for generator in given if isinstance(generator, torch.Generator)]
+
+
+def with_epoch(loader: DataLoader[Any]) -> Iterable[Callable[[int], Any]]:
+    """The methods ``set_epoch`` of a loader's samplers and dataset."""
+    return [thing.set_epoch for thing in (*samplers_of(loader), loader.dataset) if hasattr(thing, "set_epoch")]
+
+
+def epochs_of(loader: DataLoader[Any]) -> list[int]:
+    """The epochs that a loader's samplers say they are at."""
+    said = (getattr(sampler, "epoch", None) for sampler in samplers_of(loader) if hasattr(sampler, "set_epoch"))
+    return [epoch for epoch in said if isinstance(epoch, int)]
+
+
+def _inner(sampler: Any) -> Any:
+    return getattr(sampler, "sampler", None)
+
+
+def _has_length(thing: Any) -> bool:
+    try:
+        len(thing)
+    except (TypeError, NotImplementedError):  # what Python says, and what samplers raise whose length is unknown
+        return False
+    return True

@@ -1,0 +1,45 @@
+"""`shard`: one call that gives every rank its part of a DataLoader's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+from nblaunch.errors import ArgumentError
+from nblaunch.training.data.loader import ShardedLoader
+
+T = TypeVar("T")
+
+
+def shard(
+    loader: DataLoader[T],
+    *,
+    seed: int | None = None,
+    dispatch: bool | None = None,
+    move: Callable[[Any], Any] | None = None,
+) -> ShardedLoader[T]:
+    """The same DataLoader, of which each rank gets its part: every sample once, equally many batches on every rank.
+
+    So DDP cannot hang, and what is counted over the ranks is exact. See `ShardedLoader` for how the data is divided.
+
+    Args:
+        loader: Any ``torch.utils.data.DataLoader``; each of its arguments is kept. A `ShardedLoader` comes back as it
+            is, with what else is given here set.
+        seed: What the orders are drawn from, 0 to 2**32 - 1. Default: that of `seed_everything`, else 0.
+        dispatch: For iterable datasets. True or None: rank 0 reads, and sends each rank its part. False: every rank
+            reads everything, which must be the same on each, and keeps its part: for streams that are cheap to read.
+        move: Called on each batch before it is given out. Default: batches are left where they are.
+
+    Raises:
+        ArgumentError: `loader` is no DataLoader, or `seed` no such number.
+    """
+    if isinstance(loader, ShardedLoader):
+        loader.adjust(seed=seed, dispatch=dispatch, move=move)
+        return loader
+    given: object = loader
+    if not isinstance(given, DataLoader):
+        kind = type(given).__name__
+        raise ArgumentError(f"loader={loader!r:.80}: must be a torch.utils.data.DataLoader, and is a {kind}")
+    return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move)

@@ -1,0 +1,99 @@
+"""Iterable datasets: one process reads a stream of samples, and each rank gets its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from nblaunch.training.data.batches import Share, deal, with_last
+from nblaunch.training.nests import map_nest
+from nblaunch.training.world import World, ensure_group
+
+Note = tuple[Share, bool]
+"""A rank's batch, and whether it is the last."""
+
+
+class Reader:
+    """Reads a loader's stream, where this rank has to, and gives this rank's parts of it."""
+
+    def __init__(self, loader: DataLoader[Any], place: World, *, dispatch: bool) -> None:
+        self.place, self.dispatch = place, dispatch
+        self._size, self._drop_last = loader.batch_size or 1, loader.drop_last
+        self._is_batched = loader.batch_size is not None
+        self._plain = _copy_of(loader, as_samples=place.is_shared)
+
+    def notes(self, start: int, generator: torch.Generator) -> Iterator[Note]:
+        """This rank's batches, without the first `start`; samples come uncollated where there are other ranks."""
+        if not self.place.is_shared:
+            return islice(with_last(Share([batch]) for batch in self._read(generator)), start, None)
+        if not self.dispatch:
+            return ((shares[self.place.rank], is_last) for shares, is_last in self._rounds(start, generator))
+        ensure_group()
+        return self._sent(self._rounds(start, generator)) if self.place.rank == 0 else self._received()
+
+    def _rounds(self, start: int, generator: torch.Generator) -> Iterator[tuple[list[Share], bool]]:
+        samples: Iterable[Any] = self._read(generator)
+        if self._is_batched:
+            samples = chain.from_iterable(samples)
+        dealt = deal(samples, self._size, self.place.size, drop_last=self._drop_last)
+        return islice(with_last(dealt), start, None)
+
+    def _read(self, generator: torch.Generator) -> Iterator[Any]:
+        self._plain.generator = generator
+        yield from self._plain
+
+    def _sent(self, rounds: Iterator[tuple[list[Share], bool]]) -> Iterator[Note]:
+        is_last = False
+        for shares, is_last in rounds:
+            own, *others = [(share, is_last) for share in shares]
+            _scattered([None, *others])
+            yield own
+        if not is_last:  # there was nothing, and the others wait
+            _scattered([None] * self.place.size)
+
+    def _received(self) -> Iterator[Note]:
+        is_last = False
+        while not is_last and (note := _scattered(None)) is not None:
+            is_last = note[1]
+            yield note
+
+
+def collated(loader: DataLoader[Any], samples: list[Any]) -> Any:
+    """A rank's samples as the batch that the loader would have made of them."""
+    batch = loader.collate_fn(samples if loader.batch_size is not None else samples[0])
+    return map_nest(_pinned, batch) if loader.pin_memory and torch.cuda.is_available() else batch
+
+
+class _Plain(DataLoader[Any]):
+    """torch's own loader, which is read whole on purpose."""
+
+    is_sharded = True
+
+
+def _copy_of(loader: DataLoader[Any], *, as_samples: bool) -> _Plain:
+    """The loader as torch would iterate it; or such that it gives what its dataset gives, uncollated."""
+    copy = _Plain.__new__(_Plain)  # whose constructor would need to know every version's arguments
+    vars(copy).update(vars(loader), _iterator=None)
+    if as_samples:
+        vars(copy).update(collate_fn=_as_it_is, drop_last=False, pin_memory=False)
+    return copy
+
+
+def _pinned(value: Any) -> Any:
+    return value.pin_memory() if hasattr(value, "pin_memory") else value
+
+
+def _as_it_is(samples: Any) -> Any:
+    return samples
+
+
+def _scattered(notes: list[Note | None] | None) -> Note | None:
+    """What rank 0 has for this rank; a collective."""
+    received: list[Any] = [None]
+    dist.scatter_object_list(received, notes, src=0)
+    return received[0]  # type: ignore[no-any-return]  # torch's lists are of anything

@@ -1,0 +1,189 @@
+"""`Accelerator.distribute`: a function that runs over ranks when it is called from a notebook.
+
+What it trains comes back: the states of rank 0's modules, optimizers and schedules are loaded into the notebook's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nblaunch import calls, pickling
+from nblaunch.errors import ArgumentError, warn
+from nblaunch.ranks.report import current
+from nblaunch.training.nests import children, is_container, to_device
+from nblaunch.training.world import has_group, own_device, world
+
+if TYPE_CHECKING:
+    from nblaunch import LaunchResult
+    from nblaunch.training.accelerator import Accelerator
+
+_DEVICES = {"auto": "auto", "cpu": "cpu", "gpu": "cuda"}
+_MOST = 10_000
+"""Elements of a container that are looked at."""
+
+Path = tuple[Any, ...]
+"""How to get from a call to one of its parts: the same in the notebook and in a rank."""
+
+
+def distributed(accelerator: Accelerator, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """See `Accelerator.distribute`."""
+    if not callable(function):
+        raise ArgumentError(f"fun={function!r:.80}: must be a function")
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # IPython leaves this frame out
+        if current() is not None or has_group() or world().is_shared:
+            return function(*args, **kwargs)
+        try:
+            calls.check(function, args, kwargs)
+        except TypeError as error:
+            raise ArgumentError(f"the arguments do not fit {_name(function)}: {error}") from None
+        if accelerator.nprocs == 1:
+            return function(*args, **kwargs, **_own_values(accelerator, calls.left_out(function, args, kwargs)))
+        return _launch(accelerator, _Task(function, args, kwargs), options)
+
+    return call
+
+
+def _own_values(accelerator: Accelerator, names: tuple[str, ...]) -> dict[str, Any]:
+    """What a launch would have filled in, in the only process there is."""
+    if not names:
+        return {}
+    values = {"rank": 0, "local_rank": 0, "world_size": 1, "device": own_device(accelerator.compute_setup)}
+    return {name: values[name] for name in names}
+
+
+def _launch(accelerator: Accelerator, task: _Task, options: Mapping[str, Any]) -> LaunchResult:
+    __tracebackhide__ = True  # IPython leaves this frame out
+    from nblaunch import LaunchResult, notebook_launcher
+
+    own = dict(_trained_parts(task.function, task.args, task.kwargs))
+    arguments = {
+        "num_processes": accelerator.nprocs,
+        "device": _DEVICES[accelerator.compute_setup],
+        "backend": accelerator.backend,
+        "mixed_precision": accelerator.mixed_precision,
+        **options,
+    }
+    result: Any = notebook_launcher(task, **arguments)
+    _take_over(own, result[0].states)
+    return LaunchResult(result.name, [one.value for one in result], result.metrics, result.logs, result.duration)
+
+
+def _take_over(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
+    """Load what rank 0 trained; `load_state_dict` brings it to the notebook's devices and types."""
+    for path, part in own.items():
+        if path not in states:
+            continue
+        try:
+            part.load_state_dict(states[path])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            warn(
+                f"the state of the {type(part).__name__} that was trained does not fit the notebook's own, which stays "
+                f"as it was: {error}. Return what the function changed the shape of"
+            )
+
+
+# ------------------------------------------------------------------ in the ranks
+class _Brought:
+    """What a rank gives back."""
+
+    def __init__(self, value: Any, states: dict[Path, Any]) -> None:
+        self.value = value
+        self.states = states  # of rank 0; on the CPU
+
+
+class _Task:
+    """A call, which rank by rank is made in place of the function: it brings the trained states along."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.__qualname__ = _name(function)
+        filled = calls.left_out(function, args, kwargs)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in filled])
+
+    @property
+    def __code__(self) -> types.CodeType | None:  # where the launch looks for the cell that it came from
+        function = getattr(self.function, "__func__", self.function)
+        return getattr(function, "__code__", None)
+
+    def __call__(self, **filled: Any) -> _Brought:
+        parts = dict(_trained_parts(self.function, self.args, self.kwargs))  # before the function rearranges anything
+        value = self.function(*self.args, **self.kwargs, **filled)
+        if world().rank != 0:
+            return _Brought(value, {})
+        return _Brought(value, {path: to_device(part.state_dict(), "cpu") for path, part in parts.items()})
+
+
+def _name(function: Callable[..., Any]) -> str:
+    function = getattr(function, "func", function)  # of a partial
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+# ------------------------------------------------------------------ what may be trained
+def _trained_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Every module, optimizer and schedule that a call can reach, once, with its path.
+
+    That is: in its arguments, in the object that a method is bound to, in the variables that a function of the notebook
+    names; and in nests of them and attributes of plain objects among them.
+    """
+    seen: dict[int, Any] = {}  # the things too, or another could come to have an id of theirs
+    for name, root in (("function", function), ("args", args), ("kwargs", kwargs)):
+        yield from _walk(root, (name,), seen, is_root=name == "function")
+
+
+def _walk(
+    value: Any, path: Path, seen: dict[int, Any], *, is_root: bool = False, is_inside: bool = False
+) -> Iterator[tuple[Path, Any]]:
+    if id(value) in seen or value is None or isinstance(value, (str, bytes, int, float)):
+        return
+    seen[id(value)] = value
+    if isinstance(value, (nn.Module, Optimizer, LRScheduler)):
+        yield path, value
+        return
+    for key, part, is_next_inside in _parts(value, is_root, is_inside):
+        yield from _walk(part, (*path, key), seen, is_root=is_root and key == "func", is_inside=is_next_inside)
+
+
+def _parts(value: Any, is_root: bool, is_inside: bool) -> Iterator[tuple[Any, Any, bool]]:
+    """A thing's parts: their keys, themselves, and whether they are attributes of an object already."""
+    if is_container(value):
+        for index, (key, part) in enumerate(islice(children(value), _MOST)):
+            yield (key if isinstance(key, (str, int)) else index), part, is_inside
+    elif isinstance(value, types.MethodType):
+        yield "self", value.__self__, False
+    elif is_root and isinstance(value, types.FunctionType) and _is_sent_by_value(value):
+        for name, part in pickling.names_of(value).items():
+            yield name, part, False
+    elif is_root and isinstance(value, functools.partial):
+        yield from (("func", value.func, False), ("args", value.args, False), ("keywords", value.keywords, False))
+    elif not is_inside and _is_plain(value):
+        for name, part in vars(value).items():
+            yield name, part, True
+
+
+def _is_sent_by_value(function: types.FunctionType) -> bool:
+    """Whether the variables that it names travel with it; a function that ranks import has theirs."""
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return function.__module__ == "__main__" or found is not function
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object of a class of the user's, or of nblaunch's, with attributes."""
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools", "collections")

@@ -1,0 +1,189 @@
+"""Making modules, optimizers, schedules and loaders ready for the ranks, in any order and nesting."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nblaunch.errors import warn
+from nblaunch.training.data.sharding import shard
+from nblaunch.training.nests import dtype_for, leaves, map_nest, to_device
+from nblaunch.training.precision import cast_forward
+from nblaunch.training.stepping import SteppedOptimizer, SteppedScheduler, Stepping
+from nblaunch.training.world import exchange, world
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """How an Accelerator wants its objects."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+    precision: str
+    stepping: Stepping
+    seed: int | None = None
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The objects, prepared. A collective."""
+        found = {id(leaf): leaf for leaf in leaves(objects)}
+        ready: dict[int, Any] = {}
+        phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+            (nn.Module, self.module),
+            (Optimizer, self.optimizer),  # its parameters have been moved by now
+            (LRScheduler, self.schedule),
+            (DataLoader, self.loader),
+        )
+        for kind, make in phases:
+            ready |= {key: make(leaf) for key, leaf in found.items() if isinstance(leaf, kind)}
+        _compare_lengths([leaf for leaf in ready.values() if isinstance(leaf, DataLoader)])
+        prepared: tuple[Any, ...] = map_nest(lambda leaf: ready.get(id(leaf), leaf), objects)
+        return prepared
+
+    # ------------------------------------------------------------------ modules
+    def module(self, module: nn.Module) -> nn.Module:
+        """On the device, of the dtype, in DDP where ranks must agree on gradients."""
+        if isinstance(module, DistributedDataParallel):
+            cast_forward(module.module, self.device, self.precision)
+            self.stepping.note_module(module)
+            return module
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            return module  # of DTensors, so sharded by its user: placed already, and no case for DDP
+        self._place(module)
+        cast_forward(module, self.device, self.precision)
+        if world().is_shared and any(parameter.requires_grad for parameter in module.parameters()):
+            module = DistributedDataParallel(module, **{**self._device_ids(), **self.ddp_kwargs})
+            self.stepping.note_module(module)
+        return module
+
+    def _place(self, module: nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(tensor.device != self.device for tensor in tensors):
+            module.to(self.device)
+        if any(dtype_for(tensor, self.dtype) not in (None, tensor.dtype) for tensor in tensors):
+            # Module.to would make complex parameters real
+            change: Any = module._apply
+            change(lambda tensor: tensor.to(dtype=dtype_for(tensor, self.dtype) or tensor.dtype))
+
+    def _device_ids(self) -> dict[str, Any]:
+        return {"device_ids": [self.device]} if self.device.type == "cuda" else {}
+
+    # ------------------------------------------------------------------ optimizers and schedules
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The same one: its parameters were moved in place. Its state is moved after them."""
+        if isinstance(optimizer, SteppedOptimizer):
+            return optimizer
+        _move_state(optimizer)
+        if not self.stepping.needs_wraps:
+            return optimizer
+        self.stepping.note_optimizer(optimizer)
+        return SteppedOptimizer(optimizer, self.stepping)
+
+    def schedule(self, schedule: LRScheduler) -> LRScheduler:
+        """The same one, or one that steps only with its optimizer."""
+        if isinstance(schedule, SteppedScheduler):
+            return schedule
+        _track_steps(schedule)
+        return SteppedScheduler(schedule, self.stepping) if self.stepping.needs_wraps else schedule
+
+    # ------------------------------------------------------------------ data
+    def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """This rank's part of it, on the device. Alone, with nothing to move, count or seed, the loader itself."""
+        moves = self.device.type != "cpu" or self.dtype is not None
+        if not (world().is_shared or moves or self.stepping.every > 1 or self.seed is not None):
+            return loader
+        sharded = shard(loader, seed=self.seed)
+        return shard(sharded, move=_Move(weakref.ref(sharded), self.stepping, self.device, self.dtype))
+
+
+class _Move:
+    """Notes whose batch it is, and moves it."""
+
+    def __init__(
+        self, loader: Callable[[], Any], stepping: Stepping, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
+        self.loader, self.stepping = loader, stepping
+        self.device, self.dtype = device, dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "loader": _no_loader}  # where it is sent, `prepare` sets it anew
+
+    def __call__(self, batch: Any) -> Any:
+        self.stepping.given(self.loader())
+        return move(batch, self.device, self.dtype)
+
+
+def _no_loader() -> None:
+    return None
+
+
+def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """A batch to the device; from pinned memory without waiting for it."""
+    return to_device(batch, device, dtype, non_blocking=device.type == "cuda")
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Bring what an optimizer keeps of each parameter to the parameter's device and type.
+
+    Not by its own ``load_state_dict``, which leaves the types of complex parameters' states as they are.
+    """
+    for parameter, state in dict[Any, Any](optimizer.state).items():
+        if isinstance(parameter, torch.Tensor) and isinstance(state, dict):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and key != "step":  # which torch wants on the CPU
+                    state[key] = value.to(parameter.device, dtype_for(value, parameter.dtype))
+
+
+def _track_steps(schedule: LRScheduler) -> None:
+    """Put back what torch put around the optimizer's ``step`` for the schedule, and pickling left behind.
+
+    Without it the first step of a schedule that came from the notebook warns that ``optimizer.step()`` was overridden.
+    """
+    optimizer: Any = schedule.optimizer
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched") or "step" in vars(optimizer):
+        return
+    reference, step = weakref.ref(optimizer), type(optimizer).step
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        own: Any = reference()
+        own._opt_called = True
+        return step(own, *args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # the mark that torch looks for
+    optimizer.step = tracked
+
+
+def _compare_lengths(loaders: list[DataLoader[Any]]) -> None:
+    """Warn where ranks are about to iterate different numbers of batches. A collective, if there are loaders."""
+    if not loaders or not world().is_shared:
+        return
+    by_rank = exchange([_length(loader) for loader in loaders])
+    if world().rank != 0 or all(lengths == by_rank[0] for lengths in by_rank):
+        return
+    counts = ", ".join(f"rank {rank}: {_listed(lengths)}" for rank, lengths in enumerate(by_rank))
+    warn(
+        f"the prepared loaders do not have equally many batches on every rank ({counts}): DDP would wait forever for "
+        "a rank that has no more. Build them from the same dataset and batch size on every rank"
+    )
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None  # of a stream nobody knows it
+
+
+def _listed(lengths: list[int | None]) -> str:
+    return " and ".join("unknown" if length is None else str(length) for length in lengths)

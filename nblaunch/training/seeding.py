@@ -1,0 +1,119 @@
+"""Seeds: one call that makes a run repeatable, and seeds that are derived from others."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from nblaunch.errors import ArgumentError
+
+VARIABLE = "NBLAUNCH_SEED"
+_LIMIT = 2**32
+"""NumPy's seeds are below it."""
+
+
+def seed_everything(seed: int, *, deterministic: bool = False) -> int:
+    """Seed Python, NumPy and torch on all devices, and be the seed of every loader and sampler that is given none.
+
+    Workers of a `nblaunch.training.data.shard`-ed loader take seeds of their own from it. On one machine, with the
+    same versions and number of ranks, a run on the CPU is then bit-equal to the one before.
+
+    Args:
+        seed: From 0 to 2**32 - 1. Give every rank the same: loaders draw one order for all ranks from it.
+        deterministic: Also let torch use deterministic algorithms alone (it raises where there is none, and is
+            slower) and cuDNN no benchmarks: what GPUs need to repeat a run.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ArgumentError: `seed` is no whole number in that range.
+    """
+    _check(seed, "seed")
+    os.environ[VARIABLE] = str(seed)
+    _seed_python_and_numpy(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for, or torch raises
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+    return seed
+
+
+def seed_worker(worker_id: int) -> None:
+    """Seed Python and NumPy in a DataLoader's worker from torch's seed there: ``worker_init_fn=seed_worker``.
+
+    torch seeds its own generator in every worker, and from the loader's. Old versions leave NumPy's alike in all.
+    """
+    _seed_python_and_numpy(torch.initial_seed() % _LIMIT)
+
+
+def default_seed() -> int:
+    """What `seed_everything` was given, here or in the process that started this one; else 0.
+
+    Raises:
+        ArgumentError: The environment variable NBLAUNCH_SEED holds something else.
+    """
+    text = os.environ.get(VARIABLE, "0")
+    if not (text.isascii() and text.isdigit() and int(text) < _LIMIT):
+        raise ArgumentError(f"{VARIABLE}={text!r}: must be a whole number from 0 to 2**32 - 1: call seed_everything")
+    return int(text)
+
+
+def checked_seed(seed: int | None) -> int | None:
+    """A `seed` argument as it was given.
+
+    Raises:
+        ArgumentError: It is neither None nor a whole number from 0 to 2**32 - 1.
+    """
+    if seed is not None:
+        _check(seed, "seed")
+    return seed
+
+
+def derived_seed(*numbers: int) -> int:
+    """One seed, below 2**63, from several numbers; neighbours give unrelated seeds (BLAKE2b)."""
+    text = ",".join(str(int(number)) for number in numbers)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def derived_generator(*numbers: int) -> torch.Generator:
+    """A generator on the CPU that is seeded from several numbers."""
+    return torch.Generator().manual_seed(derived_seed(*numbers))
+
+
+@contextmanager
+def seeded(seed: int, *generators: torch.Generator) -> Iterator[None]:
+    """Python's, NumPy's and torch's global generators, and these, begin at `seed`, and are afterwards as they were."""
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        for generator in (torch.default_generator, *generators):  # not torch.manual_seed: it would seed the GPUs too
+            stack.callback(generator.set_state, generator.get_state())
+            generator.manual_seed(seed)
+        if "numpy" in sys.modules:
+            numpy = sys.modules["numpy"]
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        _seed_python_and_numpy(seed % _LIMIT)
+        yield
+
+
+def _check(seed: Any, name: str) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _LIMIT:
+        raise ArgumentError(f"{name}={seed!r}: must be a whole number from 0 to 2**32 - 1, such as {name}=42")
+
+
+def _seed_python_and_numpy(seed: int) -> None:
+    random.seed(seed)
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:
+        return  # torch works without it, and then nobody draws from it
+    numpy.random.seed(seed)

@@ -1,0 +1,129 @@
+"""The second document's Accelerator example, run in cells as its reader would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.kernel.harness import Kernel
+
+REPAIRS = {
+    "from qadence.ml_tools.train_utils import Accelerator": "from nblaunch import Accelerator",
+    "from import DataLoader, TensorDataset": "from torch.utils.data import DataLoader, TensorDataset",
+    "nn.Linear(100, 1) # Output Layer": "nn.Linear(100, 1)) # Output Layer",
+    'backend="gloo" # choose `nccl` for GPU': 'backend="gloo") # choose `nccl` for GPU',
+    "output = model(batch_data)": "optimizer.zero_grad()\n            output = model(batch_data)",
+    "loss = torch.nn.functional.mse_loss(output, batch_targets)": (
+        "loss = torch.nn.functional.mse_loss(output, batch_targets)\n            loss.backward()\n            "
+        "optimizer.step()"
+    ),
+}
+"""What the page's text lost (an import's module, closing brackets), and the step that its loop leaves out."""
+
+DEFINITIONS = """
+import torch
+from torch import nn
+from import DataLoader, TensorDataset
+from qadence.ml_tools.train_utils import Accelerator
+
+def train_epoch(epochs, model, dataloader, optimizer, accelerator):
+    # Prepare model, optimizer, and dataloader for distributed training
+    model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+    # accelerator.rank will provide you the rank of the process.
+    if accelerator.rank == 0:
+        print("Prepared model of type: ", type(model))
+        print("Prepared optimizer of type: ", type(optimizer))
+        print("Prepared dataloader of type: ", type(dataloader))
+    for epoch in range(epochs):
+        for batch in dataloader:
+            # Move batch to the correct device
+            batch = accelerator.prepare_batch(batch)
+            batch_data, batch_targets = batch
+            output = model(batch_data)
+            loss = torch.nn.functional.mse_loss(output, batch_targets)
+            print("Rank: ", accelerator.rank, " | Epoch: ", epoch, " | Loss: ", loss.item())
+"""
+
+PROGRAM = """
+if __name__ == "__main__":
+    n_epochs = 10
+    model = nn.Sequential(
+        nn.Linear(10, 100), # Input Layer
+        nn.ReLU(), # Activation Function
+        nn.Linear(100, 1) # Output Layer
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    # A random dataset with 10 features and a target to predict.
+    dataset = TensorDataset(torch.randn(100, 10), torch.randn(100, 1))
+    dataloader = DataLoader(dataset, batch_size=32)
+    accelerator = Accelerator(
+        nprocs=4, # Number of processes (e.g., GPUs). Enables multiprocessing.
+        compute_setup="cpu", # or choose GPU
+        backend="gloo" # choose `nccl` for GPU
+    distributed_train_epoch = accelerator.distribute(train_epoch)
+    distributed_train_epoch(n_epochs, model, dataloader, optimizer, accelerator)
+"""
+
+SEED = Path(__file__).parents[3] / "shared" / "seeds" / "001_f66990445716ceb2.txt"
+
+
+def repaired(code: str) -> str:
+    for broken, whole in REPAIRS.items():
+        code = code.replace(broken, whole)
+    return code
+
+
+@pytest.fixture
+def cells(kernel: Kernel) -> Kernel:
+    kernel.run("import torch; torch.manual_seed(0)").check()
+    return kernel
+
+
+def test_the_documents_example_runs_in_cells_and_trains_the_notebooks_model(cells: Kernel) -> None:
+    cells.run(repaired(DEFINITIONS)).check()
+    cell = cells.run(repaired(PROGRAM)).check()
+
+    for rank in range(4):
+        assert f"Rank:  {rank}  | Epoch:  9  | Loss: " in cell.stdout
+    assert "DistributedDataParallel" in cell.stdout
+    assert "torch.optim.adam.Adam" in cell.stdout
+    assert "ShardedLoader" in cell.stdout
+    assert "not returned" not in cell.text
+    steps, shape = cells.ask("[int(s['step']) for s in optimizer.state.values()], list(model[0].weight.shape)")
+    assert (steps, shape) == ([10 * 1] * 4, [100, 10])
+    cells.run("with torch.no_grad(): error = nn.functional.mse_loss(model(dataset[:][0]), dataset[:][1]).item()").check()
+    assert cells.ask("error") < 1.0  # what the mean of the targets alone would get
+
+
+def test_a_method_of_a_class_of_a_cell_trains_its_object_and_a_failure_comes_as_itself(cells: Kernel) -> None:
+    cells.run(
+        "from nblaunch import Accelerator\n"
+        "class Run:\n"
+        "    def __init__(self):\n"
+        "        self.model = torch.nn.Linear(1, 1)\n"
+        "        self.accelerator = Accelerator(nprocs=2, compute_setup='cpu')\n"
+        "    def train(self, value, rank):\n"
+        "        torch.nn.init.constant_(self.model.weight, value)\n"
+        "        if value < 0: raise ValueError('negative')\n"
+        "        return rank\n"
+        "run = Run()"
+    ).check()
+    assert cells.run("list(run.accelerator.distribute(run.train)(3.0))").check().value == "[0, 1]"
+    assert cells.ask("run.model.weight.item()") == 3.0
+    failed = cells.run("run.accelerator.distribute(run.train)(-1.0)")
+    assert failed.error == "ValueError: negative"
+    assert "distribute.py" not in failed.traceback
+    assert cells.ask("run.model.weight.item()") == 3.0
+
+
+def test_an_interrupt_ends_the_ranks_and_leaves_the_notebooks_model(cells: Kernel) -> None:
+    cells.run(
+        "import time\nfrom nblaunch import Accelerator\nmodel = torch.nn.Linear(1, 1)\nbefore = model.weight.item()\n"
+        "def train():\n    torch.nn.init.constant_(model.weight, 9.0)\n    print('training', flush=True)\n"
+        "    while True: time.sleep(0.01)\n"
+    ).check()
+    request = cells.start_cell("Accelerator(nprocs=2, compute_setup='cpu').distribute(train)()")
+    cells.follow_cell(request, "[rank 1] training")
+    cells.interrupt()
+    assert cells.finish_cell(request).error.startswith("KeyboardInterrupt")
+    assert cells.ask("model.weight.item() == before")

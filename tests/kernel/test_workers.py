@@ -1,0 +1,149 @@
+"""DataLoader workers that start afresh in a rank, and everything that they need defined in cells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.kernel.harness import Kernel
+
+DEFINITIONS = """
+import os
+import numpy as np
+import torch
+from dataclasses import dataclass
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, Subset
+
+SCALE = 10
+prepared_in = None
+
+@dataclass
+class Settings:
+    offset: int
+
+class Batch(list):
+    def scaled(self):
+        return scaled(1)
+
+class Odd(Exception):
+    pass
+
+class Base(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.made(index)
+
+class DS(Base):
+    class Kind:
+        name = "kind"
+
+    def __init__(self, size, settings):
+        super().__init__(size)
+        self.settings = settings
+        self.steps = [scaled, lambda number: number + self.settings.offset, Adds(1)]
+        self.owner = lambda: self
+        self.kind = DS.Kind()
+
+    def made(self, index):
+        assert self.owner() is self  # no copy of the dataset beside it
+        number = np.int64(index)
+        for step in self.steps:
+            number = step(number)
+        if number < 0:
+            raise Odd(f"{number}")
+        return int(number), self.kind.name, os.getpid(), prepared_in
+
+class Adds:
+    def __init__(self, more):
+        self.more = more
+
+    def __call__(self, number):
+        return number + self.more
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from (scaled(index) for index in range(4))
+
+def scaled(number):
+    return number * SCALE
+
+def collate(items):
+    return Batch(items)
+
+def prepare_worker(number):
+    global prepared_in
+    prepared_in = (number, os.getpid())
+"""
+CHECKS = """
+SCALE = 100  # changed after the definitions, before the launch
+
+def persistent(context):
+    loader = DataLoader(DS(6, Settings(5)), batch_size=3, num_workers=2, multiprocessing_context=context,
+                        persistent_workers=True, collate_fn=collate, worker_init_fn=prepare_worker)
+    epochs = [list(loader), list(loader)]
+    assert [[type(batch) is Batch for batch in epoch] for epoch in epochs] == [[True, True]] * 2
+    assert [item[0] for batch in epochs[0] for item in batch] == [6, 106, 206, 306, 406, 506]
+    assert epochs[0] == epochs[1]  # by the same workers
+    global SCALE
+    before, SCALE = SCALE, 1000
+    assert epochs[0][0].scaled() == 1000  # a batch that came back is of the rank's own class, with its own globals
+    SCALE = before
+    pids = {item[2] for batch in epochs[0] for item in batch}
+    assert len(pids) == 2 and os.getpid() not in pids
+    assert all(item[3][1] == item[2] for batch in epochs[0] for item in batch)  # what its worker_init_fn has set
+
+def composed(context):
+    class Local(Base):
+        def made(self, index):
+            return scaled(index), "local", SCALE, self.size
+
+    parts = ConcatDataset([Subset(DS(6, Settings(0)), [5, 0]), Local(2)])
+    loader = DataLoader(parts, batch_size=2, num_workers=1, multiprocessing_context=context,
+                        collate_fn=lambda items: [item[:2] for item in items])
+    assert list(loader) == [[(501, "kind"), (1, "kind")], [(0, "local"), (100, "local")]]
+
+def streamed(context):
+    loader = DataLoader(Stream(), batch_size=4, num_workers=1, multiprocessing_context=context)
+    assert [batch.tolist() for batch in loader] == [[0, 100, 200, 300]]
+
+def raising(context):
+    try:
+        list(DataLoader(DS(1, Settings(-2)), num_workers=1, multiprocessing_context=context))
+    except Odd as error:
+        return "Odd: -1" in str(error)
+
+def run(context):
+    persistent(context)
+    composed(context)
+    streamed(context)
+    return raising(context)
+"""
+
+NEWEST = """
+def newest():
+    loader = DataLoader(Stream(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    return [batch.tolist() for batch in loader]
+"""
+
+
+@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+def test_fresh_workers_know_all_that_the_cells_define(kernel: Kernel, context: str) -> None:
+    kernel.run(DEFINITIONS).check()
+    kernel.run(CHECKS).check()
+    launched: Any = kernel.ask(f"list(notebook_launcher(run, args=({context!r},), num_processes=2, view='none'))")
+    assert launched == [True, True]
+
+
+def test_fresh_workers_know_what_another_cell_replaced(kernel: Kernel) -> None:
+    """A class that is defined anew between two launches is the new one in the workers of the second."""
+    kernel.run(DEFINITIONS).check()
+    kernel.run(CHECKS).check()
+    kernel.run("class Stream(IterableDataset):\n    def __iter__(self):\n        yield from [7, 8]").check()
+    kernel.run(NEWEST).check()
+    assert kernel.ask("list(notebook_launcher(newest, num_processes=1, view='none'))") == [[[7, 8]]]

@@ -1,0 +1,263 @@
+"""The Trainer over real ranks: what comes back, exact figures, and resuming to the very same weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch import Launch, notebook_launcher
+from nblaunch.errors import LaunchStoppedError, RankDiedError
+from nblaunch.training import Accuracy, TrainConfig, Trainer, evaluate
+from tests.conftest import eventually
+
+Figures = list[dict[str, float]]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+
+
+# ------------------------------------------------------------------ what is trained
+def points(count: int) -> TensorDataset:
+    """Points in the plane, labelled by a curve through it."""
+    generator = torch.Generator().manual_seed(7)
+    at = torch.randn(count, 2, generator=generator)
+    return TensorDataset(at, (at[:, 0] * at[:, 1] > 0).long())
+
+
+def net() -> nn.Sequential:
+    """Has dropout, so that a resumed run shows whether the random states are right."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 2))
+
+
+def trainer(callbacks: tuple[object, ...] = (), **config: Any) -> Trainer:
+    model = net()
+    config = {"nprocs": 2, "epochs": 3, "batch_size": 16, "compute_setup": "cpu", **config}
+    return Trainer(
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        TrainConfig(**config),
+        loss_fn=nn.functional.cross_entropy,
+        metrics={"accuracy": Accuracy()},
+        callbacks=callbacks,
+    )
+
+
+class Breaks:
+    """A callback that ends one rank at one step, in one way, unless a file says that it has been done."""
+
+    def __init__(self, step: int, mark: Path, kill: bool = False) -> None:
+        self.step, self.mark, self.kill = step, mark, kill
+
+    def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
+        if trainer.step == self.step and trainer.accelerator.rank == 1 and not self.mark.exists():
+            self.mark.touch()
+            if self.kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError("a disk has gone")
+
+
+class Waits:
+    """A callback that waits at one step until the test has seen it, and for ever if it is stopped there."""
+
+    def __init__(self, step: int, reached: Path, go_on: Path) -> None:
+        self.step, self.reached, self.go_on = step, reached, go_on
+
+    def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
+        if trainer.step == self.step and trainer.accelerator.rank == 0 and not self.go_on.exists():
+            self.reached.touch()
+            signal.pause()
+
+
+def weights(one: Trainer) -> list[Tensor]:
+    return [tensor.clone() for tensor in one.model.state_dict().values()]
+
+
+def timeless(history: Figures) -> Figures:
+    return [{name: value for name, value in figures.items() if name != "seconds"} for figures in history]
+
+
+def assert_same(one: Trainer, other: Trainer) -> None:
+    """Weights and optimizer states, to the last bit."""
+    assert all(map(torch.equal, weights(one), weights(other)))
+    mine, theirs = one.optimizer.state_dict()["state"], other.optimizer.state_dict()["state"]
+    assert mine
+    assert mine.keys() == theirs.keys()
+    for index, state in mine.items():
+        assert all(torch.equal(value, theirs[index][name]) for name, value in state.items())
+
+
+# ------------------------------------------------------------------ training
+def test_the_trained_weights_and_the_history_are_in_the_notebook() -> None:
+    one = trainer(epochs=8, schedule="cosine", warmup=4, clip=1.0)
+    before = weights(one)
+    history = one.fit(points(331), points(101))
+    assert [figures["epoch"] for figures in history] == [float(epoch) for epoch in range(8)]
+    assert {"epoch", "loss", "valid_loss", "valid_accuracy", "seconds"} == set(history[0])
+    assert history[-1]["loss"] < history[0]["loss"] / 2
+    assert history[-1]["valid_accuracy"] > 0.9
+    assert not all(map(torch.equal, before, weights(one)))
+    assert one.history == history
+    assert evaluate(one.model, DataLoader(points(101), 10))["accuracy"] == history[-1]["valid_accuracy"]
+    assert one.optimizer.state_dict()["state"]
+
+
+def test_one_rank_trains_in_the_notebook_itself_and_two_take_the_same_samples() -> None:
+    alone, together = trainer(nprocs=1, batch_size=32, epochs=2), trainer(batch_size=16, epochs=2)
+    for one in (alone, together):
+        one.model[2].p = 0.0  # type: ignore[assignment]  # ranks have dropout masks of their own
+    mine, theirs = alone.fit(points(128)), together.fit(points(128))
+    assert alone.accelerator.world_size == 1
+    for figures, others in zip(mine, theirs, strict=True):
+        assert figures["loss"] == pytest.approx(others["loss"], rel=1e-4)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights(alone), weights(together), strict=True))
+
+
+def test_accumulated_batches_make_one_step() -> None:
+    whole, halves = trainer(batch_size=16, epochs=1), trainer(batch_size=8, accumulation=2, epochs=1)
+    for one in (whole, halves):
+        one.model[2].p = 0.0  # type: ignore[assignment]  # batches of another size have other masks
+    assert len(whole.fit(points(128))) == len(halves.fit(points(128))) == 1
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(weights(whole), weights(halves), strict=True))
+
+
+class Named(TensorDataset):
+    """Its samples are dicts, as transformers has them."""
+
+    def __getitem__(self, index: Any) -> Any:
+        point, label = super().__getitem__(index)
+        return {"at": point, "labels": label}
+
+
+class Weighted(Trainer):
+    """Its loss is its own."""
+
+    def compute_loss(self, model: nn.Module, batch: Any) -> Any:
+        output = model(batch["at"])
+        return 2 * nn.functional.cross_entropy(output, batch["labels"]), output
+
+
+def test_a_loss_of_the_users_own_over_batches_that_are_dicts() -> None:
+    model = net()
+    one = Weighted(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TrainConfig(nprocs=2, epochs=2, compute_setup="cpu"),
+        metrics={"accuracy": Accuracy()},
+    )
+    data = Named(*points(90).tensors)
+    history = one.fit(DataLoader(data, batch_size=8, shuffle=True), data)
+    assert 1.0 < history[0]["loss"] < 2.0  # twice that of a coin
+    assert 0.0 < history[-1]["valid_accuracy"] <= 1.0
+
+
+def test_it_ends_early_on_every_rank() -> None:
+    one = trainer(epochs=50, early_stop=2, monitor="valid_accuracy", higher_is_better=True)
+    history = one.fit(points(64), points(16))
+    accuracies = [figures["valid_accuracy"] for figures in history]
+    assert len(history) < 50
+    best = accuracies.index(max(accuracies))
+    assert len(accuracies) - 1 - best == 2
+
+
+class Enough:
+    """A callback that has seen enough, on one rank only."""
+
+    def on_epoch_end(self, trainer: Trainer, figures: dict[str, float]) -> None:
+        trainer.should_stop = trainer.accelerator.rank == 1 and trainer.epoch == 1
+
+
+def test_a_callback_of_one_rank_can_end_it() -> None:
+    assert len(trainer((Enough(),), epochs=9).fit(points(40))) == 2
+
+
+# ------------------------------------------------------------------ resuming
+@pytest.fixture(scope="module")
+def whole() -> tuple[Trainer, Figures]:
+    """A run that nothing breaks off."""
+    os.environ["NBLAUNCH_VIEW"] = "none"
+    try:
+        one = trainer()
+        return one, one.fit(points(150), points(50))
+    finally:
+        del os.environ["NBLAUNCH_VIEW"]
+
+
+@pytest.mark.parametrize(("every", "kept"), [(1, {14, 15}), (2, {14, 15}), (None, {10, 15})])
+def test_after_a_failure_it_takes_the_very_same_steps(
+    tmp_path: Path, every: int | None, kept: set[int], whole: tuple[Trainer, Figures]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    breaks = Breaks(step=8, mark=tmp_path / "broken")  # five steps an epoch
+    with pytest.raises(OSError, match="a disk has gone"):
+        trainer((breaks,), checkpoint_dir=folder, checkpoint_every=every).fit(points(150), points(50))
+    again = trainer((breaks,), checkpoint_dir=folder, checkpoint_every=every)
+    history = again.fit(points(150), points(50))
+    assert timeless(history) == timeless(whole[1])
+    assert_same(again, whole[0])
+    assert {path.name for path in folder.iterdir()} == {f"step-{step}.pt" for step in kept}
+
+
+def test_after_a_killed_rank_too(tmp_path: Path, whole: tuple[Trainer, Figures]) -> None:
+    breaks = Breaks(step=12, mark=tmp_path / "broken", kill=True)
+    with pytest.raises(RankDiedError, match="rank 1"):
+        trainer((breaks,), checkpoint_dir=tmp_path / "c", checkpoint_every=3).fit(points(150), points(50))
+    again = trainer((breaks,), checkpoint_dir=tmp_path / "c", checkpoint_every=3)
+    assert timeless(again.fit(points(150), points(50))) == timeless(whole[1])
+    assert_same(again, whole[0])
+
+
+def test_after_a_stop_too(tmp_path: Path, whole: tuple[Trainer, Figures], start_method: str) -> None:
+    waits = Waits(step=7, reached=tmp_path / "reached", go_on=tmp_path / "go on")
+    settings: dict[str, Any] = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 2}
+    launch = notebook_launcher(
+        trainer((waits,), **settings).fit,
+        args=(points(150), points(50)),
+        num_processes=2,
+        device="cpu",
+        block=False,
+        start_method=start_method,
+    )
+    assert isinstance(launch, Launch)
+    eventually(waits.reached.exists, 60)
+    launch.stop()
+    with pytest.raises(LaunchStoppedError):
+        launch.result()
+    waits.go_on.touch()
+    again = trainer((waits,), **settings)
+    assert timeless(again.fit(points(150), points(50))) == timeless(whole[1])
+    assert_same(again, whole[0])
+
+
+def test_more_epochs_go_on_and_a_finished_run_is_said_to_be(tmp_path: Path, whole: tuple[Trainer, Figures]) -> None:
+    trainer(epochs=1, checkpoint_dir=tmp_path).fit(points(150), points(50))
+    more = trainer(epochs=3, checkpoint_dir=tmp_path)
+    assert timeless(more.fit(points(150), points(50))) == timeless(whole[1])
+    assert_same(more, whole[0])
+    alone = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "alone")
+    history = alone.fit(points(150))
+    with pytest.warns(UserWarning, match=r"nothing is left to train: .*step-10\.pt has 1 of 1 epochs.*resume=False"):
+        assert trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "alone").fit(points(150)) == history
+
+
+def test_another_number_of_ranks_cannot_go_on(tmp_path: Path) -> None:
+    trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path).fit(points(20))
+    with pytest.raises(ValueError, match=r"step-2\.pt was written by 1 ranks, and these are 2: use nprocs=1"):
+        trainer(epochs=2, checkpoint_dir=tmp_path).fit(points(20))
+
+
+def test_training_anew_replaces_what_is_there(tmp_path: Path) -> None:
+    first = trainer(epochs=3, nprocs=1, checkpoint_dir=tmp_path)
+    first.fit(points(64))
+    anew = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path, resume=False)
+    assert len(anew.fit(points(64))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step-4.pt"]

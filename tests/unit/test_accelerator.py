@@ -1,0 +1,431 @@
+"""The Accelerator in one process: nothing is wrapped that need not be, and what is steps as it should."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch.errors import ArgumentError
+from nblaunch.training.accelerator import Accelerator
+
+
+@pytest.fixture(autouse=True)
+def _no_precision_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.layer(x)}
+
+
+def parts(samples: int = 8, batch_size: int = 2) -> tuple[Net, torch.optim.Optimizer, Any, DataLoader]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    data = TensorDataset(torch.arange(samples * 2.0).reshape(samples, 2) / samples)
+    return net, optimizer, StepLR(optimizer, 1, gamma=0.5), DataLoader(data, batch_size)
+
+
+# ------------------------------------------------------------------ settings
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"nprocs": 0}, r"nprocs=0: must be a whole number, at least 1"),
+        ({"nprocs": True}, r"nprocs=True"),
+        ({"compute_setup": "cuda"}, r"compute_setup='cuda': must be one of auto, cpu, gpu"),
+        ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of cpu, auto"),
+        ({"dtype": torch.int64}, r"dtype=torch.int64: must be a floating-point or complex type"),
+        ({"dtype": "float32"}, r"dtype='float32'"),
+        ({"mixed_precision": "fp8"}, r"mixed_precision='fp8': an Accelerator knows"),
+        ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0: must be"),
+    ],
+)
+def test_a_wrong_argument_is_named(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Accelerator(**given)
+
+
+def test_alone_it_is_the_main_process_on_the_cpu() -> None:
+    accelerator = Accelerator(compute_setup="cpu")
+    assert (accelerator.rank, accelerator.local_rank, accelerator.world_size) == (0, 0, 1)
+    assert (accelerator.process_index, accelerator.local_process_index, accelerator.num_processes) == (0, 0, 1)
+    assert accelerator.is_main_process
+    assert accelerator.is_local_main_process
+    assert accelerator.is_last_process
+    assert not accelerator.use_distributed
+    assert accelerator.device == accelerator.log_device == torch.device("cpu")
+    assert accelerator.sync_gradients
+
+
+def test_mixed_precision_is_what_the_launch_says_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    undecided, decided = Accelerator(), Accelerator(mixed_precision="fp16")
+    assert undecided.mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert (undecided.mixed_precision, decided.mixed_precision) == ("bf16", "fp16")
+
+
+def test_it_travels_as_settings_alone() -> None:
+    accelerator = Accelerator(3, "cpu", dtype=torch.float64, gradient_accumulation_steps=2, seed=5)
+    accelerator.prepare(*parts())
+    with accelerator.accumulate():
+        assert not accelerator.sync_gradients
+    copied = pickle.loads(pickle.dumps(accelerator))
+
+    assert (copied.nprocs, copied.dtype, copied.gradient_accumulation_steps, copied.seed) == (3, torch.float64, 2, 5)
+    assert copied.sync_gradients
+    assert not accelerator.sync_gradients
+
+
+# ------------------------------------------------------------------ prepare
+def test_alone_on_the_cpu_everything_is_the_very_same() -> None:
+    given = parts()
+    prepared = Accelerator(compute_setup="cpu").prepare(*given)
+    assert all(now is then for now, then in zip(prepared, given, strict=True))
+
+
+def test_one_object_comes_as_itself_and_nests_as_nests() -> None:
+    net, optimizer, schedule, loader = parts()
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
+    assert accelerator.prepare(net) is net
+    assert accelerator.prepare() == ()
+    assert accelerator.prepare(None, "text", 3) == (None, "text", 3)
+    prepared = accelerator.prepare({"both": [schedule, (optimizer, net)], "rest": (loader, "text")})
+    assert prepared["both"][1][1] is net
+    assert prepared["both"][1][0].inner is optimizer
+    assert prepared["both"][0].inner is schedule
+    assert isinstance(prepared["rest"][0], DataLoader)
+    assert prepared["rest"][1] == "text"
+
+
+def test_preparing_twice_changes_nothing() -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2, mixed_precision="bf16")
+    once = accelerator.prepare(*parts())
+    assert all(now is then for now, then in zip(accelerator.prepare(*once), once, strict=True))
+
+
+def test_dtype_reaches_parameters_their_states_and_batches_and_leaves_integers() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real = nn.Parameter(torch.ones(2))
+            self.complex = nn.Parameter(torch.full((2,), 1 + 2j))
+            self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    module = Mixed()
+    optimizer = torch.optim.Adam(module.parameters())
+    (module.real.sum() + module.complex.abs().sum()).backward()
+    optimizer.step()
+    real, accelerator = module.real, Accelerator(compute_setup="cpu", dtype=torch.float64)
+    optimizer, module = accelerator.prepare(optimizer, module)
+
+    assert module.real is real
+    assert (module.real.dtype, module.complex.dtype) == (torch.float64, torch.complex128)
+    assert module.complex[0].detach() != 1
+    assert module.complex.detach().imag.abs().min() > 1
+    assert module.count.dtype == torch.int64
+    assert optimizer.state[module.real]["exp_avg"].dtype == torch.float64
+    assert optimizer.state[module.complex]["exp_avg"].dtype == torch.complex128
+    assert [t.dtype for t in accelerator.prepare_batch([torch.ones(1), torch.tensor(1)])] == [
+        torch.float64,
+        torch.int64,
+    ]
+
+
+def test_a_dtype_reaches_the_batches_of_a_prepared_loader() -> None:
+    loader = Accelerator(compute_setup="cpu", dtype=torch.float64).prepare(parts()[3])
+    assert {batch[0].dtype for batch in loader} == {torch.float64}
+
+
+def test_a_schedule_that_was_pickled_steps_without_a_warning() -> None:
+    net, optimizer, schedule, _ = parts()
+    net, optimizer, schedule = pickle.loads(pickle.dumps((net, optimizer, schedule)))
+    net, optimizer, schedule = Accelerator(compute_setup="cpu").prepare(net, optimizer, schedule)
+    net(torch.ones(1, 2))["out"].sum().backward()
+    optimizer.step()
+    schedule.step()  # a warning is an error here
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+# ------------------------------------------------------------------ accumulation
+def train(accelerator: Accelerator, samples: int, batch_size: int, epochs: int = 1) -> tuple[Any, list[bool], Any]:
+    net, optimizer, schedule, loader = accelerator.prepare(*parts(samples, batch_size))
+    synced = []
+    for _ in range(epochs):
+        for (x,) in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(net(x)["out"].mean())
+                accelerator.clip_grad_norm_(net.parameters(), 100.0)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            synced.append(accelerator.sync_gradients)
+    return net, synced, schedule
+
+
+def test_two_small_batches_accumulated_are_one_large_batch() -> None:
+    small, _, _ = train(Accelerator(compute_setup="cpu", gradient_accumulation_steps=2), 8, 2)
+    large, _, _ = train(Accelerator(compute_setup="cpu"), 8, 4)
+    for now, then in zip(small.parameters(), large.parameters(), strict=True):
+        torch.testing.assert_close(now, then)
+
+
+def test_the_last_batch_of_a_loader_ends_a_step_and_the_next_pass_begins_anew() -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
+    _, synced, schedule = train(accelerator, 10, 2, epochs=2)
+    assert synced == [False, False, True, False, True] * 2
+    assert schedule.get_last_lr() == [0.1 * 0.5**4]
+    assert schedule.state_dict()["last_epoch"] == 4
+
+
+def test_a_loader_that_was_iterated_within_does_not_end_the_steps_of_the_one_around() -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
+    outer, inner = accelerator.prepare(parts(10, 2)[3], parts(4, 2)[3])
+    synced = []
+    for _ in outer:
+        assert len(list(inner)) == 2  # validation, taken to its end
+        with accelerator.accumulate():
+            synced.append(accelerator.sync_gradients)
+    assert synced == [False, True, False, True, True]
+
+
+def test_gradients_stay_and_are_not_clipped_in_between() -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
+    net, optimizer = accelerator.prepare(*parts()[:2])
+    with accelerator.accumulate(net):
+        accelerator.backward(net(torch.ones(1, 2))["out"].sum())
+        assert accelerator.clip_grad_norm_(net.parameters(), 1e-3) is None
+        accelerator.clip_grad_value_(net.parameters(), 1e-3)
+        optimizer.zero_grad()
+    assert net.layer.weight.grad.tolist() == [[0.5, 0.5]]
+    with accelerator.accumulate(net):
+        accelerator.backward(net(torch.ones(1, 2))["out"].sum())
+        accelerator.clip_grad_value_(net.parameters(), 0.25)
+    assert net.layer.weight.grad.tolist() == [[0.25, 0.25]]
+
+
+def test_the_wraps_are_the_ones_inside_in_all_else() -> None:
+    net, inner, schedule, _ = parts()
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
+    optimizer, steps = accelerator.prepare(inner, schedule)
+
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(steps, torch.optim.lr_scheduler.LRScheduler)
+    optimizer.param_groups[0]["lr"] = 0.3
+    assert inner.param_groups[0]["lr"] == 0.3
+    optimizer.load_state_dict(optimizer.state_dict())
+    calls: list[str] = []
+    optimizer.register_step_post_hook(lambda *args: calls.append("step"))
+    optimizer.step()
+    assert calls == ["step"]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(inner.param_groups) == 2
+    assert "SGD" in repr(optimizer)
+    assert steps.get_last_lr() == [0.1]
+    assert StepLR(optimizer, 1).optimizer is optimizer  # a schedule may be made of the prepared one
+    assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert copy.deepcopy(steps).get_last_lr() == steps.get_last_lr()
+
+
+# ------------------------------------------------------------------ mixed precision
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_prepared_module_computes_in_half_precision_and_gives_full(precision: str, dtype: torch.dtype) -> None:
+    inside: list[torch.dtype] = []
+    net = parts()[0]
+    net.layer.register_forward_hook(lambda module, args, out: inside.append(out.dtype))
+    accelerator = Accelerator(compute_setup="cpu", mixed_precision=precision)
+    model = accelerator.prepare(net)
+
+    assert model is net
+    assert model(torch.ones(1, 2))["out"].dtype == torch.float32
+    assert inside == [dtype]
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+
+def test_the_wrapped_forward_pickles_copies_and_comes_off() -> None:
+    accelerator = Accelerator(compute_setup="cpu", mixed_precision="bf16")
+    model = accelerator.prepare(parts()[0])
+    x = torch.full((1, 2), 1 / 3)
+    expected = model(x)["out"]
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        assert torch.equal(other(x)["out"], expected)
+        with torch.no_grad():
+            other.layer.weight.zero_()  # it is the copy's own forward
+            assert torch.equal(other(x)["out"].view(1), other.layer.bias.bfloat16().float())
+        assert torch.equal(model(x)["out"], expected)
+    assert list(model.state_dict()) == ["layer.weight", "layer.bias"]
+
+    assert accelerator.unwrap_model(model) is model
+    assert torch.equal(model(x)["out"], expected)
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert "forward" not in vars(plain)
+    assert torch.equal(plain(x)["out"], plain.layer(x))
+
+
+def test_a_forward_of_the_instance_itself_is_used_and_put_back() -> None:
+    net = parts()[0]
+    net.forward = own = lambda x: net.layer(x).bfloat16()
+    accelerator = Accelerator(compute_setup="cpu", mixed_precision="bf16")
+    assert accelerator.prepare(net)(torch.ones(1, 2)).dtype == torch.float32
+    assert accelerator.unwrap_model(net, keep_fp32_wrapper=False).forward is own
+
+
+def test_float16_scales_the_loss_clips_real_sizes_and_skips_what_is_infinite() -> None:
+    accelerator = Accelerator(compute_setup="cpu", mixed_precision="fp16")
+    net, optimizer, schedule = accelerator.prepare(*parts()[:3])
+    start = net.layer.weight.detach().clone()
+
+    accelerator.backward(net(torch.ones(1, 2))["out"].sum() / 4)  # the scale is 65536: more than float16 holds
+    assert net.layer.weight.grad.max() > 1000
+    norm = accelerator.clip_grad_norm_(net.parameters(), 100.0)
+    accelerator.clip_grad_value_(net.parameters(), 100.0)  # unscaled once
+    assert norm == pytest.approx(3**0.5 / 4)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    assert not accelerator.optimizer_step_was_skipped
+    torch.testing.assert_close(net.layer.weight.detach(), start - 0.025)
+
+    after, scale = net.layer.weight.detach().clone(), accelerator.scaler.get_scale()
+    accelerator.backward(net(torch.ones(1, 2))["out"].sum() * torch.inf)
+    optimizer.step()
+    schedule.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert torch.equal(net.layer.weight, after)
+    assert schedule.get_last_lr() == [0.05]
+    assert accelerator.scaler.get_scale() == scale / 2
+
+
+def test_two_optimizers_of_one_loss_are_unscaled_alike() -> None:
+    accelerator = Accelerator(compute_setup="cpu", mixed_precision="fp16")
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    one, two = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (first, second))
+    first, second, one, two = accelerator.prepare(first, second, one, two)
+    accelerator.scaler.set_growth_interval(1)  # each update doubles the scale
+    before = [module.weight.detach().clone() for module in (first, second)]
+    accelerator.backward((first(torch.ones(1, 1)) + second(torch.ones(1, 1))).sum() / 4)
+    one.step()
+    two.step()
+    for module, start in zip((first, second), before, strict=True):
+        torch.testing.assert_close(start - module.weight.detach(), torch.full((1, 1), 0.25))
+
+
+# ------------------------------------------------------------------ unwrapping, compiled models
+def test_a_compiled_module_is_unwrapped() -> None:
+    net = parts()[0]
+    assert Accelerator(compute_setup="cpu").unwrap_model(torch.compile(net)) is net
+
+
+# ------------------------------------------------------------------ collectives without others
+def test_alone_figures_have_the_types_that_they_have_in_company() -> None:
+    accelerator = Accelerator(compute_setup="cpu")
+    figures = {"int": 2**70, "bool": True, "float": 0.5, "tensor": torch.ones(2, 3), "counts": torch.arange(2)}
+    mean = accelerator.all_reduce_dict(figures)
+    assert (mean["int"], mean["bool"], mean["float"]) == (float(2**70), 1.0, 0.5)
+    assert [type(mean[name]) for name in ("int", "bool", "float")] == [float] * 3
+    assert torch.equal(mean["tensor"], torch.ones(2, 3))
+    assert mean["counts"].dtype == torch.float64
+    total = accelerator.all_reduce_dict(figures, op="sum")
+    assert (total["int"], total["bool"]) == (2**70, 1)
+    assert total["counts"].dtype == torch.int64
+    assert accelerator.all_reduce_dict(figures, op="max")["bool"] is True
+    assert accelerator.all_reduce_dict({}) == {}
+    assert list(accelerator.all_reduce_dict({"b": 1, 3: 2.0})) == ["b", 3]
+
+
+def test_a_dict_of_figures_says_what_is_wrong_with_it() -> None:
+    accelerator = Accelerator(compute_setup="cpu")
+    with pytest.raises(ArgumentError, match=r"op='avg': must be one of mean, sum, max, min"):
+        accelerator.all_reduce_dict({}, op="avg")
+    with pytest.raises(ArgumentError, match=r"'name' on rank 0 is 'x' of type str: give an int"):
+        accelerator.all_reduce_dict({"name": "x"})
+    with pytest.raises(ArgumentError, match=r"op='max': 'z' is complex"):
+        accelerator.all_reduce_dict({"z": torch.ones(1, dtype=torch.complex64)}, op="max")
+
+
+def test_alone_gather_reduce_and_broadcast_give_the_shapes_that_they_give_in_company() -> None:
+    accelerator = Accelerator(compute_setup="cpu")
+    loss = torch.tensor(2.0, requires_grad=True)
+    gathered = accelerator.gather({"loss": loss, "rows": (torch.ones(2, 3), None)})
+    assert gathered["loss"].tolist() == [2.0]
+    assert not gathered["loss"].requires_grad
+    assert gathered["rows"][0].shape == (2, 3)
+    assert accelerator.gather_for_metrics(torch.ones(2)).shape == (2,)
+    assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"]
+    assert accelerator.gather_for_metrics("ab") == ["ab"]
+    assert accelerator.gather_for_metrics(torch.ones(2), use_gather_object=True)[0].shape == (2,)
+    assert accelerator.reduce([torch.tensor(3)], "sum")[0].tolist() == 3
+    assert accelerator.reduce(torch.tensor(3)).dtype == torch.float64
+    assert accelerator.reduce(loss, "none") is loss
+    assert accelerator.broadcast(loss) is loss
+    for call, message in (
+        (lambda: accelerator.gather(["a"]), r"value\[0\] is a str: make it a tensor"),
+        (lambda: accelerator.reduce(loss, "max"), r"reduction='max'"),
+        (lambda: accelerator.broadcast(1, src=1), r"src=1: must be a rank, from 0 to 0"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            call()
+
+
+def test_the_small_helpers_do_nothing_much_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(compute_setup="cpu")
+    accelerator.wait_for_everyone()
+    with accelerator.main_process_first(), accelerator.local_main_process_first(), accelerator.no_sync():
+        accelerator.print("one", "two", sep="-")
+    accelerator.log({"loss": 0.5}, step=1)
+    assert capsys.readouterr().out == "one-two\n"
+
+
+# ------------------------------------------------------------------ save
+def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator, path = Accelerator(compute_setup="cpu"), tmp_path / "deep" / "model.pt"
+    accelerator.save({"epoch": 1}, path)
+    assert torch.load(path) == {"epoch": 1}
+
+    class Stops:
+        def __reduce__(self) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.save({"epoch": Stops()}, str(path))
+    monkeypatch.setattr(os, "replace", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accelerator.save({"epoch": 2}, path)
+    assert torch.load(path) == {"epoch": 1}
+    assert os.listdir(path.parent) == ["model.pt"]
+
+
+# ------------------------------------------------------------------ distribute, with a single process
+def test_with_one_process_a_distributed_function_is_a_plain_call() -> None:
+    accelerator = Accelerator(nprocs=1, compute_setup="cpu")
+
+    def train(x: int, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> Any:
+        """Train."""
+        return x, rank, world_size, device, local_rank, os.getpid()
+
+    distributed = accelerator.distribute(train)
+    assert distributed(5) == (5, 0, 1, torch.device("cpu"), 0, os.getpid())
+    assert distributed.__name__ == "train"
+    assert distributed.__doc__ == "Train."
+    with pytest.raises(ArgumentError, match=r"do not fit .*train: missing a required argument: 'x'"):
+        distributed()
+    with pytest.raises(ArgumentError, match=r"fun=3: must be a function"):
+        accelerator.distribute(3)  # type: ignore[arg-type]

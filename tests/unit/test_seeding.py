@@ -1,0 +1,144 @@
+"""One seed makes a run repeatable, workers and their augmentations included."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from nblaunch.errors import ArgumentError
+from nblaunch.training.data import shard
+from nblaunch.training.seeding import default_seed, derived_seed, seed_everything, seed_worker, seeded
+
+
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NBLAUNCH_SEED", "0")
+    with seeded(0):
+        yield
+
+
+def drawn() -> tuple[Any, ...]:
+    return random.random(), np.random.rand(), torch.rand(1).item()
+
+
+def test_the_same_seed_draws_the_same_everywhere() -> None:
+    assert seed_everything(7) == 7
+    first = drawn()
+    seed_everything(7)
+    assert drawn() == first
+    seed_everything(8)
+    assert not set(drawn()) & set(first)
+
+
+def test_it_is_the_seed_of_whatever_is_given_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_everything(11)
+    assert default_seed() == 11
+    data: Any = [1]
+    assert shard(DataLoader(data)).seed == 11
+    monkeypatch.delenv("NBLAUNCH_SEED")
+    assert default_seed() == 0
+
+
+def test_a_foreign_value_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_SEED", "eleven")
+    with pytest.raises(ArgumentError, match=r"^NBLAUNCH_SEED='eleven': must be a whole number .* call seed_everything"):
+        default_seed()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "1", None])
+def test_a_seed_out_of_range_is_refused(seed: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^seed=.*: must be a whole number from 0 to 2\*\*32 - 1"):
+        seed_everything(seed)
+
+
+def test_deterministic_asks_torch_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        seed_everything(1, deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.benchmark
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def test_seed_worker_follows_torchs_seed() -> None:
+    torch.manual_seed(2**40 + 5)
+    seed_worker(0)
+    first = random.random(), np.random.rand()
+    torch.manual_seed(2**40 + 5)
+    seed_worker(3)
+    assert (random.random(), np.random.rand()) == first
+
+
+def test_seeded_leaves_every_generator_as_it_was() -> None:
+    generator = torch.Generator().manual_seed(3)
+    seed_everything(1)
+    expected = (*drawn(), torch.rand(1, generator=generator).item())
+    seed_everything(1)
+    generator.manual_seed(3)
+    with seeded(5, generator):
+        inside = (*drawn(), torch.rand(1, generator=generator).item())
+    assert (*drawn(), torch.rand(1, generator=generator).item()) == expected
+    with seeded(5, generator):
+        assert (*drawn(), torch.rand(1, generator=generator).item()) == inside
+
+
+def test_derived_seeds_differ_and_stay_the_same_over_versions() -> None:
+    seeds = {derived_seed(seed, epoch) for seed in range(40) for epoch in range(40)}
+    assert len(seeds) == 1600
+    assert max(seeds) < 2**63
+    assert derived_seed(0, 1) == 1506311409109703068
+
+
+class Noisy(Dataset):
+    """Random augmentation, by each of the three generators."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, np.random.rand(), random.random(), torch.rand(()).item()], dtype=torch.float64)
+
+
+def trained(workers: int, seed: int = 5, **options: Any) -> torch.Tensor:
+    """The weights after two epochs, with dropout."""
+    seed_everything(seed)
+    loader = shard(DataLoader(Noisy(), 4, shuffle=True, num_workers=workers, **options))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"), [(0, {}), (2, {}), (2, {"persistent_workers": True}), (2, {"worker_init_fn": seed_worker})]
+)
+def test_the_same_run_twice_is_bit_equal(workers: int, options: dict[str, Any]) -> None:
+    assert torch.equal(trained(workers, **options), trained(workers, **options))
+
+
+def test_another_seed_is_another_run() -> None:
+    assert not torch.equal(trained(0), trained(0, seed=6))
+
+
+def test_workers_draw_from_the_seed_and_not_from_what_else_was_drawn() -> None:
+    """Another number of draws in the program, before the loader, must not change its augmentations."""
+    loader = shard(DataLoader(Noisy(), 4, num_workers=2), seed=5)
+    torch.manual_seed(1)
+    first = torch.cat(list(loader))
+    loader.set_epoch(0)
+    torch.manual_seed(2)
+    assert torch.equal(torch.cat(list(loader)), first)
+    assert not torch.equal(torch.cat(list(loader)), first)  # another epoch, other augmentations

@@ -1,0 +1,605 @@
+"""`shard`: every sample exactly once and as many batches on every rank, whatever the loader and the number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from nblaunch.errors import ArgumentError
+from nblaunch.training.data import (
+    ClassBalancedBatchSampler,
+    DistributedBatchSamplerWrapper,
+    ExactDistributedSampler,
+    ShardedLoader,
+    shard,
+)
+from nblaunch.training.data.batches import deal, deal_batches, rounds
+from nblaunch.training.seeding import seed_worker
+from nblaunch.training.world import World
+
+FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+PRIMES = (2, 3, 5, 7, 11, 13, 31, 61, 97)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Samples, batch size, ranks; the awkward ones above all."""
+    ranks, batch_size = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    chunk = ranks * batch_size
+    near = (0, 1, ranks - 1, ranks, ranks + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + ranks - 1, *PRIMES)
+    return draw(st.sampled_from(near) | st.integers(0, 120)), batch_size, ranks
+
+
+class Standing:
+    """Stands in for being one of several ranks, which this process then is for the loaders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.place = World(0, 0, 1)
+        for module in ("loader", "samplers"):
+            monkeypatch.setattr(f"nblaunch.training.data.{module}.world", lambda: self.place)
+
+    def at(self, rank: int, ranks: int) -> None:
+        self.place = World(rank, rank, ranks)
+
+
+@pytest.fixture
+def standing(monkeypatch: pytest.MonkeyPatch) -> Standing:
+    return Standing(monkeypatch)
+
+
+class Pass:
+    """What one rank got in a pass."""
+
+    def __init__(self, loader: ShardedLoader[Any]) -> None:
+        self.expected, self.total = len(loader), loader.total
+        self.batches: list[list[Any]] = []
+        self.padding: list[bool] = []
+        last = []
+        for batch in loader:
+            self.batches.append(torch.as_tensor(batch).reshape(-1).tolist())
+            self.padding.append(loader.is_padding)
+            last.append(loader.is_last)
+        assert last == [False] * (len(last) - 1) + [True] * bool(last)
+
+    @property
+    def samples(self) -> list[Any]:
+        pairs = zip(self.batches, self.padding, strict=True)
+        return [sample for batch, is_padding in pairs if not is_padding for sample in batch]
+
+
+def passes(standing: Standing, make: Callable[[], ShardedLoader[Any]], ranks: int, epoch: int = 0) -> list[Pass]:
+    """A pass of every rank, each with generators in another state."""
+    found = []
+    for rank in range(ranks):
+        standing.at(rank, ranks)
+        torch.manual_seed(rank), random.seed(rank), np.random.seed(rank)
+        loader = make()
+        loader.set_epoch(epoch)
+        found.append(Pass(loader))
+    return found
+
+
+def order_of(found: list[Pass]) -> list[Any]:
+    """The ranks' batches gathered, without padding."""
+    gathered = []
+    for step in zip(*(zip(one.batches, one.padding, strict=True) for one in found), strict=True):
+        gathered += [sample for batch, is_padding in step if not is_padding for sample in batch]
+    return gathered
+
+
+def check_exact(found: list[Pass], samples: int) -> None:
+    """Each sample once, in as many batches on every rank."""
+    assert sorted(order_of(found)) == list(range(samples))
+    assert {len(one.batches) for one in found} == {one.expected for one in found} == {found[0].expected}
+
+
+# ------------------------------------------------------------------ dealing
+@FAST
+@given(cuts())
+def test_dealing_gives_each_sample_once_and_each_rank_as_many_batches(cut: tuple[int, int, int]) -> None:
+    samples, size, ranks = cut
+    dealt = list(deal(range(samples), size, ranks))
+    assert [item for shares in dealt for share in shares if not share.is_padding for item in share.items] == list(
+        range(samples)
+    )
+    assert len(dealt) == rounds(samples, size, ranks)
+    assert all(len(shares) == ranks and 1 <= len(share.items) <= size for shares in dealt for share in shares)
+    if size >= 2 and samples >= ranks:
+        assert not any(share.is_padding for shares in dealt for share in shares)
+    padding = [share.items for shares in dealt for share in shares if share.is_padding]
+    assert all(len(items) == 1 and items[0] in range(samples) for items in padding)
+
+
+@FAST
+@given(cuts())
+def test_drop_last_deals_whole_rounds_alone(cut: tuple[int, int, int]) -> None:
+    samples, size, ranks = cut
+    dealt = list(deal(range(samples), size, ranks, drop_last=True))
+    assert [len(share.items) for shares in dealt for share in shares] == [size] * (samples // (size * ranks) * ranks)
+    assert len(dealt) == rounds(samples, size, ranks, drop_last=True)
+
+
+@FAST
+@given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 5), st.booleans())
+def test_dealt_batches_stay_whole_but_for_the_last_round(lengths: list[int], ranks: int, drop_last: bool) -> None:
+    batches = [[(place, item) for item in range(length)] for place, length in enumerate(lengths)]
+    dealt = list(deal_batches(batches, ranks, drop_last=drop_last))
+    whole = len(batches) - len(batches) % ranks
+    assert [share.items for shares in dealt[: whole // ranks] for share in shares] == batches[:whole]
+    last = [share for shares in dealt[whole // ranks :] for share in shares]
+    if drop_last or whole == len(batches):
+        assert last == []
+    else:
+        assert len(last) == ranks
+        assert list(chain.from_iterable(share.items for share in last if not share.is_padding)) == list(
+            chain(*batches[whole:])
+        )
+        assert sum(share.is_padding for share in last) == max(0, ranks - sum(lengths[whole:]))
+
+
+# ------------------------------------------------------------------ map-style datasets
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_loader_is_divided_exactly(standing: Standing, shuffled: bool) -> None:
+    @FAST
+    @given(cuts(), st.integers(0, 2**32 - 1), st.integers(0, 3))
+    def holds(cut: tuple[int, int, int], seed: int, epoch: int) -> None:
+        samples, size, ranks = cut
+        data: Any = list(range(samples))
+        shuffle = shuffled and samples > 0  # torch itself refuses to shuffle nothing
+        found = passes(standing, lambda: shard(DataLoader(data, size, shuffle), seed=seed), ranks, epoch)
+        check_exact(found, samples)
+        assert {one.total for one in found} == {samples}
+        alone = passes(standing, lambda: shard(DataLoader(data, size, shuffle), seed=seed), 1, epoch)
+        assert order_of(found) == order_of(alone)  # the same order, whoever reads it
+        assert shuffle or order_of(found) == data
+
+    holds()
+
+
+class Drawn(Sampler[int]):
+    """A user's sampler that draws from the global generators."""
+
+    def __len__(self) -> int:
+        return 53
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(53))
+        random.shuffle(order)
+        return iter(np.random.permutation(order)[torch.randperm(53).numpy()].tolist())
+
+
+class Moving(Sampler[int]):
+    """One whose state moves on whenever it is run."""
+
+    def __init__(self) -> None:
+        self.generator_of_its_own = np.random.default_rng(4)
+
+    def __len__(self) -> int:
+        return 53
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.generator_of_its_own.permutation(53).tolist())
+
+
+class Buckets(Sampler[list[int]]):
+    """Batches of one kind each, of many lengths."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Iterator[list[int]]:
+        bounds = [0, 3, 8, 12, 15, 21, 26, 30, 33, 41, 47, 53]
+        batches = [list(range(begin, end)) for begin, end in pairwise(bounds)]
+        random.shuffle(batches)
+        return iter(batches)
+
+
+DATA: Any = list(range(53))
+ARANGE: Any = torch.arange(53)
+LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffled": lambda: DataLoader(DATA, 4, shuffle=True),
+    "a generator": lambda: DataLoader(DATA, 4, shuffle=True, generator=torch.Generator()),
+    "a sampler": lambda: DataLoader(DATA, 4, sampler=Drawn()),
+    "a list as sampler": lambda: DataLoader(DATA, 4, sampler=DATA[::-1]),
+    "a sampler with a state": lambda: DataLoader(DATA, 4, sampler=Moving()),
+    "a batch sampler of torch's": lambda: DataLoader(DATA, batch_sampler=BatchSampler(Drawn(), 4, False)),
+    "a batch sampler": lambda: DataLoader(DATA, batch_sampler=Buckets()),
+    "one by one": lambda: DataLoader(DATA, None, shuffle=True),
+    "batches by the dataset": lambda: DataLoader(ARANGE, None, sampler=BatchSampler(RandomSampler(DATA), 4, False)),
+    "workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=2),
+    "persistent workers": lambda: DataLoader(DATA, 4, shuffle=True, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.fixture(params=LOADERS)
+def make(request: pytest.FixtureRequest) -> Callable[[], ShardedLoader[Any]]:
+    return lambda: shard(LOADERS[request.param](), seed=1)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_kind_of_loader_is_divided_exactly(
+    standing: Standing, make: Callable[[], ShardedLoader[Any]], ranks: int
+) -> None:
+    check_exact(passes(standing, make, ranks), 53)
+
+
+def test_a_completed_pass_advances_the_epoch_and_a_look_does_not(
+    standing: Standing, make: Callable[[], ShardedLoader[Any]]
+) -> None:
+    standing.at(1, 3)
+    loader, other = make(), make()
+    look = next(iter(loader))
+    assert torch.equal(torch.as_tensor(next(iter(loader))), torch.as_tensor(look))  # a look twice, and broken off
+    first, second = Pass(loader), Pass(loader)
+    assert loader.epoch == 2
+    assert [Pass(other).batches, Pass(other).batches] == [first.batches, second.batches]
+
+
+def test_a_resumed_pass_continues_without_loading_what_was_taken(
+    standing: Standing, make: Callable[[], ShardedLoader[Any]]
+) -> None:
+    standing.at(2, 3)
+    loader, fresh, whole = make(), make(), make()
+    if isinstance(loader.sampler, Moving):
+        list(fresh)  # nothing can bring its state back but running it as often
+    Pass(loader), Pass(whole)
+    expected = Pass(whole).batches
+    passing = iter(loader)
+    for _ in range(2):
+        next(passing)
+    state = loader.state_dict()
+    assert state == {"epoch": 1, "batches": 2, "seed": 1}
+    fresh.load_state_dict(state)
+    assert fresh.state_dict() == state
+    assert torch.as_tensor(next(iter(fresh))).reshape(-1).tolist() == expected[2]  # a look does not use it up
+    rest = [torch.as_tensor(batch).reshape(-1).tolist() for batch in fresh]
+    assert rest == expected[2:]
+    assert Pass(fresh).batches == Pass(whole).batches
+
+
+def test_epochs_have_orders_of_their_own_and_set_epoch_wins(standing: Standing) -> None:
+    loader = shard(DataLoader(DATA, 4, shuffle=True), seed=1)
+    first, second = Pass(loader).samples, Pass(loader).samples
+    assert first != second
+    loader.set_epoch(0)
+    assert Pass(loader).samples == first
+    for batch in loader:
+        assert len(batch)
+        loader.set_epoch(0)  # in the middle of epoch 1
+    assert loader.epoch == 0
+    assert Pass(shard(DataLoader(DATA, 4, shuffle=True), seed=2)).samples != first
+
+
+def test_the_state_of_every_generator_is_left_as_it_was(standing: Standing) -> None:
+    given = torch.Generator().manual_seed(5)
+    loader = shard(DataLoader(DATA, 4, shuffle=True, generator=given, num_workers=1))
+    before = torch.get_rng_state(), given.get_state(), random.getstate()
+    list(loader)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(given.get_state(), before[1])
+    assert random.getstate() == before[2]
+    assert loader.generator is given
+
+
+def test_drop_last_gives_whole_chunks(standing: Standing) -> None:
+    found = passes(standing, lambda: shard(DataLoader(DATA, 4, drop_last=True)), 3)
+    assert [len(batch) for one in found for batch in one.batches] == [4] * 12
+    assert {one.total for one in found} == {48}
+    assert {one.expected for one in found} == {4}
+
+
+@pytest.mark.parametrize(("samples", "size"), [(2, 4), (7, 1), (1, 8)])
+def test_where_samples_are_too_few_a_rank_repeats_one_and_says_so(standing: Standing, samples: int, size: int) -> None:
+    found = passes(standing, lambda: shard(DataLoader(DATA[:samples], size)), 3)
+    check_exact(found, samples)
+    assert [one.padding[-1] for one in found] == [rank >= samples % 3 for rank in range(3)]
+    assert found[0].total == samples
+
+
+def test_padding_is_told_apart_even_where_workers_may_overtake(standing: Standing) -> None:
+    make = DataLoader(DATA[:7], 1, num_workers=2)
+    if not hasattr(make, "in_order"):
+        return  # torch before 2.6
+    make.in_order = False
+    standing.at(2, 3)
+    assert Pass(shard(make)).padding == [False, False, True]
+
+
+def test_an_empty_dataset_is_an_empty_pass(standing: Standing) -> None:
+    several: list[dict[str, Any]] = [{}, {"num_workers": 1}, {"batch_size": None}, {"drop_last": True}]
+    for options in several:
+        loader = shard(DataLoader(DATA[:0], **options))
+        assert (list(loader), len(loader), loader.total, loader.epoch) == ([], 0, 0, 1)
+
+
+class Endless(Sampler[int]):
+    """Has no length and no end."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from range(5)
+
+
+def test_a_sampler_without_an_end_is_dealt_out_as_it_comes(standing: Standing) -> None:
+    heads = []
+    for rank in range(2):
+        standing.at(rank, 2)
+        loader = shard(DataLoader(DATA, 2, sampler=Endless()))
+        assert loader.total is None
+        passing = iter(loader)
+        heads.append([next(passing).tolist() for _ in range(3)])
+        with pytest.raises(TypeError, match=r"has no len\(\)"):
+            len(loader)
+    assert heads == [[[0, 1], [4, 0], [3, 4]], [[2, 3], [1, 2], [0, 1]]]
+
+
+# ------------------------------------------------------------------ arguments
+def _collated(samples: list[int]) -> tuple[str, list[int]]:
+    return "mine", samples
+
+
+def _started(worker_id: int) -> None:
+    seed_worker(worker_id)
+
+
+def test_every_argument_is_kept() -> None:
+    options: dict[str, Any] = {
+        "batch_size": 3,
+        "sampler": Drawn(),
+        "num_workers": 2,
+        "collate_fn": _collated,
+        "pin_memory": False,
+        "drop_last": True,
+        "timeout": 30,
+        "worker_init_fn": _started,
+        "multiprocessing_context": "spawn",
+        "generator": torch.Generator(),
+        "prefetch_factor": 5,
+        "persistent_workers": True,
+        "pin_memory_device": "",
+    }
+    given = DataLoader(DATA, **options)
+    loader = shard(given)
+    assert isinstance(loader, DataLoader)
+    for name in (*options, "dataset", "batch_sampler"):
+        assert getattr(loader, name) is getattr(given, name)
+    assert type(loader.multiprocessing_context).__name__ == "SpawnContext"
+    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+        loader.batch_size = 4
+
+
+def test_what_is_kept_is_used() -> None:
+    loader = shard(DataLoader(DATA, 50, collate_fn=_collated, num_workers=1, worker_init_fn=_started, timeout=60))
+    assert list(loader) == [("mine", DATA[:50]), ("mine", DATA[50:])]
+
+
+def test_move_is_called_on_each_batch_and_a_sharded_loader_stays_itself() -> None:
+    loader = shard(DataLoader(DATA[1:4], 2), seed=3)
+    assert shard(loader, move=lambda batch: batch.tolist()) is loader
+    assert list(loader) == [[1, 2], [3]]
+    assert (loader.seed, shard(loader).seed, shard(loader, seed=4).seed) == (3, 3, 4)
+    assert list(loader) == [[1, 2], [3]]  # the move stayed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1, 2],), r"loader=\[1, 2\]: must be a torch.utils.data.DataLoader, and is a list"),
+        ((DataLoader(DATA), -1), "seed=-1: must be a whole number from 0"),
+    ],
+)
+def test_what_cannot_be_sharded_is_named(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{message}"):
+        shard(arguments[0], **({"seed": arguments[1]} if len(arguments) > 1 else {}))
+
+
+class Own(DataLoader[Any]):
+    """A subclass that iterates in its own way."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="Own iterates in its own way, which a sharded loader does not use"):
+        assert len(list(shard(Own(DATA[:2])))) == 2
+
+
+def test_it_can_be_sent_to_a_rank_whose_place_then_counts(standing: Standing) -> None:
+    loader = shard(DataLoader(DATA, 4, shuffle=True, num_workers=1, persistent_workers=True), seed=1)
+    whole = Pass(loader).samples
+    for twin in (pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
+        twin.set_epoch(0)
+        standing.at(1, 2)
+        assert Pass(twin).batches[0] == whole[4:8]
+        standing.at(0, 1)
+
+
+def test_two_passes_at_once_do_not_mix() -> None:
+    loader = shard(DataLoader(DATA, 10))
+    assert all(torch.equal(first, second) for first, second in zip(loader, loader, strict=True))
+    assert loader.epoch == 1
+
+
+# ------------------------------------------------------------------ samplers that shard already
+def test_a_sampler_that_shards_already_is_kept_and_told_the_epoch(standing: Standing) -> None:
+    for rank in range(3):
+        standing.at(rank, 3)
+        loader = shard(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, num_replicas=3, rank=rank)))
+        for epoch in range(2):
+            expected: DistributedSampler[int] = DistributedSampler(DATA, num_replicas=3, rank=rank)
+            expected.set_epoch(epoch)
+            assert Pass(loader).samples == list(expected)
+        assert len(loader) == 5
+
+
+def test_our_samplers_are_kept(standing: Standing) -> None:
+    labels = [index % 2 for index in DATA]
+    makers: list[Callable[[], DataLoader[Any]]] = [
+        lambda: DataLoader(DATA, 4, sampler=ExactDistributedSampler(DATA)),
+        lambda: DataLoader(DATA, batch_sampler=ClassBalancedBatchSampler(labels, 4, short="stop")),
+        lambda: DataLoader(DATA, batch_sampler=DistributedBatchSamplerWrapper(Buckets())),
+    ]
+    for make_own in makers:
+        seen: list[int] = []
+        for rank in range(3):
+            standing.at(rank, 3)
+            loader = shard(make_own())
+            first, second = Pass(loader), Pass(loader)
+            assert first.batches != second.batches
+            assert loader.epoch == 2
+            seen += first.samples
+        assert len(set(seen)) == len(seen)
+
+
+def test_total_is_known_of_our_samplers(standing: Standing) -> None:
+    standing.at(0, 3)
+    assert shard(DataLoader(DATA, 4, sampler=ExactDistributedSampler(DATA))).total == 53
+
+
+def test_an_epoch_set_on_the_users_own_sampler_wins(standing: Standing) -> None:
+    standing.at(1, 2)
+    sampler: DistributedSampler[int] = DistributedSampler(DATA, num_replicas=2, rank=1)
+    loader = shard(DataLoader(DATA, 4, sampler=sampler))
+    Pass(loader)
+    sampler.set_epoch(7)
+    expected = list(sampler)
+    assert Pass(loader).samples == expected
+    assert loader.epoch == 8
+    loader.load_state_dict({"epoch": 3, "batches": 0, "seed": 0})
+    Pass(loader)
+    assert sampler.epoch == 3
+
+
+class Told(Dataset):
+    """A dataset that wants to know the epoch, as those of Hugging Face do."""
+
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def test_a_dataset_is_told_the_epoch() -> None:
+    data = Told()
+    loader = shard(DataLoader(data, sampler=WeightedRandomSampler([1, 1], 2)))
+    list(loader), list(loader)
+    assert sorted(set(data.epochs)) == [0, 1]
+
+
+# ------------------------------------------------------------------ iterable datasets
+class Stream(IterableDataset):
+    """Numbers; its workers divide them among themselves."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(info.id, self.size, info.num_workers) if info else range(self.size))
+
+
+class Sized(Stream):
+    """One that knows its length."""
+
+    def __len__(self) -> int:
+        return self.size
+
+
+def test_a_stream_that_every_rank_reads_is_divided_exactly(standing: Standing) -> None:
+    @FAST
+    @given(cuts())
+    def holds(cut: tuple[int, int, int]) -> None:
+        samples, size, ranks = cut
+        found = passes(standing, lambda: shard(DataLoader(Sized(samples), size), dispatch=False), ranks)
+        check_exact(found, samples)
+        assert order_of(found) == list(range(samples))
+        assert {one.total for one in found} == {samples}
+
+    holds()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 2}, {"batch_size": None}, {"num_workers": 1, "persistent_workers": True}]
+)
+def test_streams_of_every_kind(standing: Standing, options: dict[str, Any], ranks: int) -> None:
+    make = {"batch_size": 4, **options}
+    found = passes(standing, lambda: shard(DataLoader(Sized(23), **make), dispatch=False), ranks)
+    assert sorted(order_of(found)) == list(range(23))
+    assert len({len(one.batches) for one in found}) == 1
+
+
+def test_a_stream_goes_on_where_it_was(standing: Standing) -> None:
+    for ranks in (1, 2):
+        standing.at(ranks - 1, ranks)
+        loader, fresh = (shard(DataLoader(Stream(23), 4), dispatch=False) for _ in range(2))
+        assert loader.total is None
+        with pytest.raises(TypeError, match=r"has no len\(\)"):
+            len(loader)
+        whole = [batch.tolist() for batch in loader]
+        passing = iter(loader)
+        next(passing), next(passing)
+        fresh.load_state_dict(loader.state_dict())
+        assert [batch.tolist() for batch in fresh] == whole[2:]
+        assert fresh.epoch == 2
+
+
+def test_a_stream_drops_what_is_no_whole_chunk(standing: Standing) -> None:
+    found = passes(standing, lambda: shard(DataLoader(Sized(23), 4, drop_last=True), dispatch=False), 2)
+    assert [len(batch) for one in found for batch in one.batches] == [4] * 4
+    assert {(one.expected, one.total) for one in found} == {(2, 16)}
+
+
+# ------------------------------------------------------------------ workers
+class Noise(Dataset):
+    """What each of the generators draws in a worker."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([np.random.rand(), random.random(), torch.rand(()).item()])
+
+
+def test_no_two_ranks_draw_the_same_augmentations(standing: Standing) -> None:
+    drawn = []
+    for rank in range(2):
+        standing.at(rank, 2)
+        torch.manual_seed(0)  # as seed_everything leaves every rank
+        drawn.append(torch.cat(list(shard(DataLoader(Noise(), 3, num_workers=1), seed=1))))
+    assert drawn[0].shape == (6, 3)
+    assert not (drawn[0] == drawn[1]).any()
+
+
+def test_sequential_is_the_datasets_order() -> None:
+    assert Pass(shard(DataLoader(DATA, 4, sampler=SequentialSampler(DATA)))).samples == DATA

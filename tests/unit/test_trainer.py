@@ -1,0 +1,124 @@
+"""What a Trainer is told, and how checkpoints are written."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from nblaunch.errors import ArgumentError
+from nblaunch.training import Mean, TrainConfig, Trainer, checkpoint
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"epochs": -1}, r"epochs=-1: use a whole number of at least 0"),
+        ({"batch_size": 2.5}, r"batch_size=2\.5: use a whole number of at least 1"),
+        ({"nprocs": 0}, r"nprocs=0: use a whole number of at least 1"),
+        ({"nprocs": "two"}, r"nprocs='two': use a whole number"),
+        ({"checkpoint_every": True}, r"checkpoint_every=True: use a whole number"),
+        ({"accumulation": None}, r"accumulation=None: use a whole number"),
+        ({"clip": 0.0}, r"clip=0\.0: use a norm above 0, or None"),
+        ({"clip": math.nan}, r"clip=nan: use a norm above 0"),
+        ({"schedule": "cosinus"}, r"schedule='cosinus': use one of linear, cosine, or a function"),
+        ({"schedule": 3}, r"schedule=3: use one of linear, cosine, or a function"),
+        ({"mixed_precision": "fp17"}, r"mixed_precision='fp17'"),
+        ({"compute_setup": "tpu"}, r"compute_setup='tpu'"),
+    ],
+)
+def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ArgumentError, match=said):
+        Trainer(model, torch.optim.SGD(model.parameters()), TrainConfig(**wrong), loss_fn=nn.functional.mse_loss)
+
+
+def test_a_trainer_needs_a_loss_and_a_config_of_its_kind() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ArgumentError, match=r"loss_fn=None: give a loss function, or override compute_loss"):
+        Trainer(model, optimizer)
+    with pytest.raises(ArgumentError, match=r"config=\{'epochs': 2\}: use a TrainConfig"):
+        Trainer(model, optimizer, {"epochs": 2}, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("linear", [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]), ("cosine", [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0])],
+)
+def test_a_schedule_rises_and_falls(schedule: str, expected: list[float]) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    made = TrainConfig(schedule=schedule, warmup=2).make_schedule(optimizer, steps=6)
+    assert made is not None
+    rates = []
+    for _ in expected:
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    assert rates == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_schedule_of_the_users_own_is_told_the_steps() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    config = TrainConfig(schedule=lambda opt, steps: torch.optim.lr_scheduler.StepLR(opt, steps // 3))
+    made = config.make_schedule(optimizer, steps=9)
+    assert isinstance(made, torch.optim.lr_scheduler.StepLR)
+    assert made.step_size == 3
+    assert TrainConfig().make_schedule(optimizer, 9) is None
+
+
+# ------------------------------------------------------------------ checkpoints
+class Unsavable:
+    """Breaks off the write in its middle."""
+
+    def __reduce__(self) -> Any:
+        raise OSError("no space left on device")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = checkpoint.path_of(tmp_path / "new" / "folder", 10)
+    checkpoint.write({"weight": torch.ones(3)}, path)
+    with pytest.raises(OSError, match="no space left"):
+        checkpoint.write({"weight": torch.zeros(3), "bad": Unsavable()}, path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["step-10.pt"]
+    assert checkpoint.read(path)["weight"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
+    for name in ("step-9.pt", "step-100.pt", "step-10.pt", "best.pt", "step-x.pt"):
+        (tmp_path / name).touch()
+    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-9.pt", "step-10.pt", "step-100.pt"]
+    assert checkpoint.found(tmp_path / "missing") == []
+
+
+def test_what_a_killed_write_left_is_swept(tmp_path: Path) -> None:
+    for name in (".step-9.pt.123", "step-9.pt", ".hidden"):
+        (tmp_path / name).touch()
+    checkpoint.sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-9.pt"]
+
+
+def test_random_states_come_back_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "step-1.pt"
+    checkpoint.write(checkpoint.random_states(), path)
+    drawn = (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist())
+    checkpoint.restore_random_states(checkpoint.read(path))
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()) == drawn
+
+
+def test_a_running_mean_goes_on_from_a_file(tmp_path: Path) -> None:
+    whole, first, second = Mean(), Mean(), Mean()
+    for number in (0.1, 1e300, -7.0):
+        whole.update(number, 3)
+        first.update(number, 3)
+    checkpoint.write(first.state_dict(), tmp_path / "step-1.pt")
+    second.load_state_dict(checkpoint.read(tmp_path / "step-1.pt"))
+    for mean in (whole, second):
+        mean.update(-1e300, 3)
+    assert second.compute() == whole.compute() == pytest.approx(-6.9 / 4)

@@ -1,0 +1,223 @@
+"""What the watch tells data by, whom it takes for the user, and what it leaves alone. In ranks: tests/processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
+from torch.utils.data.distributed import DistributedSampler
+
+from nblaunch.ranks import callers, watch
+from nblaunch.ranks.outline import outline
+
+
+class Files(Dataset[str]):
+    """A dataset that is expensive to read, and has what datasets have besides data."""
+
+    def __init__(self, folder: str, names: list[str], targets: Any) -> None:
+        self.names = [(folder + name, 0) for name in names]
+        self.targets = targets
+        self.transform = lambda name: name
+        self.cache: set[str] = set()
+        self.itself = self
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> str:
+        raise AssertionError("no sample may be read for an outline")
+
+
+def files(folder: str = "train/", count: int = 50, dtype: Any = np.int64) -> Files:
+    return Files(folder, [f"{n}.png" for n in range(count)], np.arange(count, dtype=dtype))
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process watches as a rank does; afterwards torch is as it was."""
+    monkeypatch.setattr(DataLoader, "__iter__", DataLoader.__iter__)
+    monkeypatch.setattr(DistributedSampler, "__iter__", DistributedSampler.__iter__)
+    monkeypatch.setattr(watch, "_seen", None)
+    watch.install()
+
+
+# ------------------------------------------------------------------ outlines
+@pytest.mark.parametrize(
+    "make",
+    [
+        files,
+        lambda: TensorDataset(torch.arange(60.0).reshape(20, 3), torch.ones(20, dtype=torch.bfloat16)),
+        lambda: Subset(files(), range(3, 40)),
+        lambda: random_split(range(100), [0.5, 0.5], torch.Generator().manual_seed(1))[0],  # type: ignore[arg-type]
+        lambda: [{"text": "a", "label": torch.tensor(1)}, (None, np.float32(2.5), np.array(7))],
+        list,
+        lambda: torch.empty(0, 3),
+    ],
+)
+def test_equal_data_have_equal_outlines(make: Callable[[], Any]) -> None:
+    assert outline(make()) == outline(make())
+
+
+def test_an_outline_is_the_same_in_another_process() -> None:
+    code = "from tests.unit.test_watch import files, outline; print(outline(files()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == outline(files())
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (files(), files("valid/")),
+        (files(), files(count=51)),
+        (files(), files(dtype=np.int32)),
+        (Subset(files(), range(0, 40, 2)), Subset(files(), range(1, 40, 2))),
+        (TensorDataset(torch.arange(10)[::2]), TensorDataset(torch.arange(10)[1::2])),
+        (torch.zeros(4, 3), torch.zeros(3, 4)),
+        (list(range(0, 10, 2)), list(range(1, 10, 2))),
+    ],
+)
+def test_data_that_differ_have_different_outlines(one: Any, other: Any) -> None:
+    assert outline(one) != outline(other)
+
+
+@given(st.integers(4, 200), st.integers(2, 4))
+def test_no_two_ranks_that_cut_the_data_look_alike(size: int, ranks: int) -> None:
+    data = torch.rand(size, 2)
+    assert len({outline(TensorDataset(data[rank::ranks])) for rank in range(ranks)}) == ranks
+
+
+# ------------------------------------------------------------------ whose line it is
+def test_the_line_is_the_users_past_libraries_and_generators() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        name, number = next(callers.users_lines(1) for _ in range(1))[0]
+        assert name == __file__
+        assert "next(callers.users_lines" in callers.users_text()
+        assert number > 1
+        assert pool.submit(callers.users_lines, 5).result() == []  # a thread of the library's
+        assert pool.submit(callers.users_text).result() == ""
+    assert callers.package_outside("nblaunch.ranks.watch") == "tests"
+
+
+def test_a_warning_stands_at_the_users_line() -> None:
+    with pytest.warns(UserWarning, match="^look here$") as caught:
+        callers.warn("look here")
+    assert caught[0].filename == __file__
+    with ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning, match="^nobody's$"):
+        pool.submit(callers.warn, "nobody's").result()
+
+
+# ------------------------------------------------------------------ the order of a DistributedSampler
+def sampler_of(size: int, **options: Any) -> DistributedSampler[int]:
+    return DistributedSampler(range(size), num_replicas=2, rank=0, **options)  # type: ignore[arg-type]  # has a length
+
+
+def go_through(sampler: Any, batch_size: int = 2, **options: Any) -> list[int]:
+    return [int(i) for batch in DataLoader(sampler.dataset, batch_size, sampler=sampler, **options) for i in batch]
+
+
+@pytest.mark.usefixtures("watched")
+def test_an_order_that_repeats_is_told_once_and_stays_as_torch_makes_it() -> None:
+    sampler = sampler_of(20)
+    first = go_through(sampler)
+    with pytest.warns(UserWarning, match=r"goes through epoch 0 again.*set_epoch\(epoch\)") as caught:
+        assert go_through(sampler, drop_last=True) == first
+    assert (len(caught), caught[0].filename) == (1, __file__)
+    assert go_through(sampler) == first
+
+
+@pytest.mark.usefixtures("watched")
+def test_an_order_that_does_not_repeat_is_not_told() -> None:
+    for size in (0, 1, 2, 3, 4):  # a peek at one of two batches is half of them
+        sampler = sampler_of(size)
+        assert go_through(sampler) == go_through(sampler)
+    sampler = sampler_of(40)
+    list(sampler)  # the user looks at the order
+    list(sampler)
+    for _ in range(3):
+        next(iter(DataLoader(sampler.dataset, 2, sampler=sampler)))
+    go_through(sampler)
+    with torch.no_grad():
+        go_through(sampler)
+    sampler.set_epoch(5)
+    go_through(sampler)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_sampler_with_an_order_of_its_own_is_left_alone() -> None:
+    class Backwards(DistributedSampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([*super().__iter__()][::-1])
+
+    sampler = Backwards(range(40), num_replicas=2, rank=0)  # type: ignore[arg-type]  # has a length
+    assert go_through(sampler) == go_through(sampler)
+
+
+# ------------------------------------------------------------------ only looking
+@pytest.mark.usefixtures("watched")
+def test_a_second_install_puts_no_second_look() -> None:
+    once = DataLoader.__iter__
+    watch.install()
+    assert DataLoader.__iter__ is once
+
+
+@pytest.mark.usefixtures("watched")
+def test_without_a_group_the_loader_is_only_iterated() -> None:
+    assert [batch.tolist() for batch in DataLoader(range(3), batch_size=2)] == [[0, 1], [2]]  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("watched")
+def test_trouble_of_a_look_is_logged_and_not_the_users(caplog: pytest.LogCaptureFixture) -> None:
+    class Endless(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2])
+
+    with caplog.at_level(logging.INFO, "nblaunch.ranks.watch"):
+        assert len(list(DataLoader(range(3), sampler=Endless()))) == 2  # type: ignore[arg-type]  # has no length
+    assert "DataLoader is not watched" in caplog.text
+    assert "TypeError" in caplog.text
+
+
+@pytest.mark.usefixtures("watched")
+def test_an_iterable_datasets_length_is_not_asked_for() -> None:
+    """torch remembers that somebody did, and then warns of each sample beyond it."""
+
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+        def __len__(self) -> int:
+            return 3
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(DataLoader(Stream()))) == 5
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_forked_worker_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(watch, "_at_pass", asked.append)
+    list(DataLoader(range(3)))  # type: ignore[arg-type]  # has a length
+    assert len(asked) == 1
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    list(DataLoader(range(3)))  # type: ignore[arg-type]  # has a length
+    assert len(asked) == 1
+
+
+# ------------------------------------------------------------------ the words
+def test_unequal_counts_name_the_ranks_with_the_most_and_the_fewest() -> None:
+    text = watch._of_unequal([7, 1200, 5, 5])
+    assert text.startswith("rank 1 has 1,200 batches of this DataLoader, rank 2 has 5: ")
+    assert "after batch 5 they hang" in text
