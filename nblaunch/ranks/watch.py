@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 _MOST_PASSES = 100
 """Of each place in the program: one that makes an iterator for every step must not fill the store."""
 _MOST_FRAMES = 8
-_MOST_SCANS = 3
-"""Searches of the process for a DistributedDataParallel: each takes some tenths of a second."""
+_MOST_SCANS = 10
+"""Searches of the process for a DistributedDataParallel: each takes about a tenth of a second."""
 _SHARES_OUT = ("accelerate", "lightning", "pytorch_lightning")
 """Packages that iterate a whole loader and then give each rank its part."""
 _log = logging.getLogger(__name__)

@@ -66,7 +66,7 @@ class Accelerator(Settings):
         """The batch on the device: any nest of tensors; `dtype` for floating-point and complex ones only."""
         return move(batch, self.device, self.dtype)
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True) -> Any:
         """The user's own module, without DDP or ``torch.compile`` around it.
 
         Args:

@@ -51,10 +51,37 @@ def found(folder: Path) -> list[Path]:
     return [steps[step] for step in sorted(steps)]
 
 
-def sweep(folder: Path) -> None:
-    """Remove what a write left that was killed in the middle."""
-    for scratch in folder.glob(".step-*.pt.*"):
-        scratch.unlink()
+class Folder:
+    """The checkpoints of one training: the latest few.
+
+    Args:
+        path: Where they are; made when the first is written.
+        keep: How many stay.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], keep: int) -> None:
+        self.path, self.keep = Path(path), keep
+        self.own: list[Path] = []
+        """Those of this training, the latest last."""
+
+    def latest(self) -> Path | None:
+        """The checkpoint to go on from, if there is one: then what is there is this training's own."""
+        self.own = found(self.path)
+        return self.own[-1] if self.own else None
+
+    def sweep(self) -> None:
+        """Remove what a write left that was killed in the middle."""
+        for scratch in self.path.glob(".step-*.pt.*"):
+            scratch.unlink()
+
+    def write(self, state: Mapping[str, Any], step: int) -> None:
+        """Add a checkpoint; then those go that are too many, and those of another training."""
+        path = path_of(self.path, step)
+        write(state, path)
+        self.own = [*(one for one in self.own if one != path), path][-self.keep :]
+        for old in found(self.path):
+            if old not in self.own:
+                old.unlink()
 
 
 def random_states() -> dict[str, Any]:

@@ -137,11 +137,15 @@ def _move_state(optimizer: Optimizer) -> None:
 
     Not by its own ``load_state_dict``, which leaves the types of complex parameters' states as they are.
     """
-    for parameter, state in dict[Any, Any](optimizer.state).items():
-        if isinstance(parameter, torch.Tensor) and isinstance(state, dict):
+    for group in optimizer.param_groups:
+        counts_there = group.get("capturable") or group.get("fused")  # else torch wants the step counts on the CPU
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and key != "step":  # which torch wants on the CPU
+                if isinstance(value, torch.Tensor) and key != "step":
                     state[key] = value.to(parameter.device, dtype_for(value, parameter.dtype))
+                elif isinstance(value, torch.Tensor) and counts_there:
+                    state[key] = value.to(parameter.device)
 
 
 def _track_steps(schedule: LRScheduler) -> None:

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,6 +93,8 @@ class Trainer:
         )
         self._standing = _Standing()
         self._running = Mean()
+        folder = self.config.checkpoint_dir
+        self._folder = None if folder is None else checkpoint.Folder(folder, self.config.keep)
 
     @property
     def epoch(self) -> int:
@@ -264,20 +265,13 @@ class Trainer:
 
     def _checkpoint(self, loader: Any) -> None:
         """Save on the main process what every rank needs to go on from here. All ranks call it."""
-        if self.config.checkpoint_dir is None:
+        if self._folder is None:
             return
         own = {"random": checkpoint.random_states(), "loader": loader.state_dict(), "loss": self._running.state_dict()}
         ranks = exchange(own)
         if self.accelerator.is_main_process:
-            folder = Path(self.config.checkpoint_dir)
             parts = {name: part.state_dict() for name, part in self._parts().items()}
-            path = checkpoint.path_of(folder, self.step)
-            checkpoint.write({"standing": asdict(self._standing), "parts": parts, "ranks": ranks}, path)
-            kept = [*self._older, path][-self.config.keep :]
-            for old in checkpoint.found(folder):
-                if old not in kept:
-                    old.unlink()
-            self._older = kept
+            self._folder.write({"standing": asdict(self._standing), "parts": parts, "ranks": ranks}, self.step)
         self.accelerator.wait_for_everyone()
 
     def _parts(self) -> dict[str, Any]:
@@ -287,21 +281,18 @@ class Trainer:
 
     def _resume(self, loader: Any) -> None:
         """Go on from the latest checkpoint, if there is one and the config says so."""
-        folder = self.config.checkpoint_dir
-        self._older: list[Path] = []
-        if folder is None:
+        if self._folder is None:
             return
         if self.accelerator.is_main_process:
-            checkpoint.sweep(Path(folder))
-        paths: list[Path] = exchange(checkpoint.found(Path(folder)))[0]  # rank 0 decides
-        if not paths or not self.config.resume:
+            self._folder.sweep()
+        path = exchange(self._folder.latest() if self.config.resume else None)[0]  # rank 0 decides
+        if path is None:
             return
-        self._older = paths
-        state = checkpoint.read(paths[-1])
+        state = checkpoint.read(path)
         ranks = state["ranks"]
         if len(ranks) != world().size:
             raise ArgumentError(
-                f"{paths[-1]} was written by {len(ranks)} ranks, and these are {world().size}: use "
+                f"{path} was written by {len(ranks)} ranks, and these are {world().size}: use "
                 f"nprocs={len(ranks)}, another checkpoint_dir, or resume=False to train anew"
             )
         for name, part in self._parts().items():
@@ -313,7 +304,7 @@ class Trainer:
         checkpoint.restore_random_states(own["random"])
         if self._is_done() and self.accelerator.is_main_process:
             warn(
-                f"nothing is left to train: {paths[-1]} has {self.epoch} of {self.config.epochs} epochs. Give more "
+                f"nothing is left to train: {path} has {self.epoch} of {self.config.epochs} epochs. Give more "
                 "epochs, another checkpoint_dir, or resume=False to train anew"
             )
 

@@ -1,4 +1,4 @@
-"""What tests of other people's tools share: a launch of two CPU ranks, and a folder as a reader of the documents has it."""
+"""What tests of other people's tools share: a launch of two CPU ranks, and the folder of a reader of the documents."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ import pytest
 
 from nblaunch import notebook_launcher
 from tests.processes.conftest import Launcher, _libuv_met  # noqa: F401  # a fixture that pytest finds by its name
+
+TRAINING_IMAGES = 960
+TEST_IMAGES = 199
+"""Fewer than there are, for speed; two ranks cannot divide them evenly."""
+STEPS = 8
+"""Of two ranks with batches of 64 in one epoch."""
+GOOD = 0.5
+"""An accuracy that one epoch gives, by far; guessing gives 0.1."""
 
 
 @pytest.fixture
@@ -23,7 +31,17 @@ def _images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Real images in MNIST's format: scikit-learn's digits, so that it is the same with and without a network."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv(mnist_or_digits.SOURCE_VARIABLE, "digits")
-        return mnist_or_digits.prepare(tmp_path_factory.mktemp("images"))
+        root = mnist_or_digits.prepare(tmp_path_factory.mktemp("images"))
+    for name, count in (("train", TRAINING_IMAGES), ("t10k", TEST_IMAGES)):
+        _cut(root / "MNIST" / "raw" / f"{name}-images-idx3-ubyte", count, header=16, size=28 * 28)
+        _cut(root / "MNIST" / "raw" / f"{name}-labels-idx1-ubyte", count, header=8, size=1)
+    return root
+
+
+def _cut(file: Path, count: int, header: int, size: int) -> None:
+    """Keep the first `count` items of `size` bytes: the second word of MNIST's format is their number."""
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + count.to_bytes(4, "big") + content[8 : header + count * size])
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class BasicNet(nn.Module):
         x = self.dropout2(x)
         x = self.fc2(x)
         output = F.log_softmax(x, dim=1)
-        return output
+        return output  # noqa: RET504  # as printed
 
 
 def setup(rank, world_size):
@@ -146,9 +146,10 @@ def train_ddp_accelerate():
 
 
 # Repairs: `evaluation_strategy` is now `eval_strategy`; compute_loss gets `num_items_in_batch` too; on a CPU
-# `use_cpu=True`, or each rank trains alone; `label_names`, as `BasicNet.forward` names no labels, from which transformers
-# would know that there are some; `train_dset` and `test_dset` are globals of the document's notebook.
-# Added for the tests: checkpoints after each epoch, a log every five steps, callbacks.
+# `use_cpu=True`, or each rank trains alone; `label_names`, which transformers reads from the arguments of `forward`,
+# and BasicNet's names none; `train_dset` and `test_dset` are globals of the document's notebook.
+# Added for the tests: checkpoints after each epoch, a log every three steps, callbacks, and a learning rate for the
+# few steps that there are.
 def train_trainer_ddp(callbacks: Any = ()):
     from transformers import Trainer, TrainingArguments
 
@@ -168,7 +169,8 @@ def train_trainer_ddp(callbacks: Any = ()):
         use_cpu=True,
         label_names=["labels"],
         save_strategy="epoch",
-        logging_steps=5,
+        logging_steps=3,
+        learning_rate=1e-3,
     )
 
     def collate_fn(examples):

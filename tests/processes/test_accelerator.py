@@ -39,7 +39,11 @@ class collectives_of:  # noqa: N801  # reads as a phrase
         return self.calls
 
     def _counted(self, name: str, function: Any) -> Any:
-        return lambda *args, **kwargs: (self.calls.append(name), function(*args, **kwargs))[1]
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return function(*args, **kwargs)
+
+        return counted
 
     def __exit__(self, *exc: object) -> None:
         for name, function in self.real.items():
@@ -63,7 +67,7 @@ def test_collectives(launch: Launcher) -> None:
         assert (size, accelerator.use_distributed, accelerator.is_last_process) == (WORLD, True, rank == 2)
 
         # --- figures: keys in any order, one collective, exact
-        figures = {"count": 2**60 + rank, "loss": 0.1 * (rank + 1), "ok": rank > 0}
+        figures: dict[str, Any] = {"count": 2**60 + rank, "loss": 0.1 * (rank + 1), "ok": rank > 0}
         figures["wide"] = torch.full((2, 2), float(rank), dtype=torch.float16)
         figures["hits"] = torch.tensor(rank, dtype=torch.int32)
         if rank == 1:
@@ -92,7 +96,7 @@ def test_collectives(launch: Launcher) -> None:
         said.append(message_of(lambda: accelerator.all_reduce_dict({"a": "text" if rank == 2 else 1.0})))
 
         # --- gather: rows by rank, of different counts, in any nest and any type
-        nest = {"p": Pair(torch.full((rank, 2), rank), torch.tensor(float(rank))), "none": None}
+        nest: dict[str, Any] = {"p": Pair(torch.full((rank, 2), rank), torch.tensor(float(rank))), "none": None}
         nest["b"] = torch.full((1,), rank == 1)
         nest["z"] = torch.full((rank + 1,), rank + 1j)
         with collectives_of() as calls:
@@ -162,9 +166,7 @@ def trained(every: int, batch_size: int, precision: str = "no") -> dict[str, tor
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     data = TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
     loader = DataLoader(data, batch_size, shuffle=True)
-    accelerator = Accelerator(
-        compute_setup="cpu", gradient_accumulation_steps=every, mixed_precision=precision, seed=3
-    )
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=every, mixed_precision=precision, seed=3)
     schedule = StepLR(optimizer, 2, gamma=0.5)
     loader, schedule, [optimizer], model = accelerator.prepare(loader, schedule, [optimizer], net)
     synced = 0
@@ -174,7 +176,7 @@ def trained(every: int, batch_size: int, precision: str = "no") -> dict[str, tor
                 loss = model(x).square().mean()
                 accelerator.backward(loss)
                 if every > 1 and not accelerator.sync_gradients:
-                    own = net.layer.weight.grad
+                    own: Any = net.layer.weight.grad
                     assert not torch.equal(accelerator.reduce(own), own)  # not exchanged in between
                 accelerator.clip_grad_norm_(model.parameters(), 10.0)
                 optimizer.step()
@@ -230,7 +232,7 @@ def test_training_is_that_of_one_process(launch: Launcher) -> None:
     alone = trained(1, 8)
     for result in results:
         for name in ("plain", "accumulated", "bf16", "fp16"):
-            tolerance = {"rtol": 2e-2, "atol": 2e-2} if name.endswith("16") else {}
+            tolerance: dict[str, Any] = {"rtol": 2e-2, "atol": 2e-2} if name.endswith("16") else {}
             torch.testing.assert_close(result[name], alone, **tolerance)
     for name in ("plain", "accumulated", "bf16"):
         assert all(torch.equal(results[0][name][key], results[1][name][key]) for key in alone)

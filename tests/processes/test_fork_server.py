@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +13,13 @@ from typing import NoReturn
 
 import pytest
 
+from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.channel import Channel
 from nblaunch.errors import StartError
 from nblaunch.launch import start
 from nblaunch.launch.start import ForkServer, Servers, read_at_import
+from nblaunch.messages import NotStarted
+from nblaunch.ranks.forkserver import _Server
 from tests.conftest import eventually, marked_processes
 
 IN_ITS_IMPORT = {
@@ -123,3 +130,33 @@ def test_a_fork_server_needs_no_temporary_directory(monkeypatch: pytest.MonkeyPa
 def test_variables_that_openmp_and_the_c_library_read_once_belong_to_a_generation() -> None:
     env = {"OMP_PROC_BIND": "1", "GLIBC_TUNABLES": "x", "MKL_CBWR": "2", "OMP_NUM_THREADS": "3", "EDITOR": "vi"}
     assert sorted(read_at_import(env)) == ["GLIBC_TUNABLES", "MKL_CBWR", "OMP_PROC_BIND"]
+
+
+def knows_dynamo() -> bool:
+    return "torch._dynamo" in sys.modules
+
+
+def test_what_the_first_optimizer_of_a_process_imports_is_there_before_the_ranks() -> None:
+    def launched() -> bool:
+        result = notebook_launcher(knows_dynamo, num_processes=2, start_method="forkserver", view="none")
+        assert isinstance(result, LaunchResult)
+        return all(result)
+
+    eventually(launched, 60.0)  # it is imported between launches, however many come
+
+
+def test_a_fork_server_that_an_import_has_spoilt_says_what_to_do() -> None:
+    kernel, ours = socket.socketpair()
+    control, its = socket.socketpair()
+    with kernel, ours, control:
+        server = _Server(Channel(ours), os.getpid(), ())
+        server.unfit = "the preload left 2 threads running, and forking them is not safe"
+        server.fork_reaper(its.detach())
+        server.children.close()
+        server.selector.close()
+        if server.death is not None:
+            os.close(server.death)
+        came = Channel(control).receive()
+    assert came is not None
+    assert isinstance(came[0], NotStarted)
+    assert re.search(r"2 threads running.*Use start_method=\"spawn\"", came[0].reason)

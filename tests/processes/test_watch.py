@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from nblaunch import notebook_launcher, progress
 from nblaunch.ranks import watch
+from nblaunch.training.data import shard
 from tests.processes.conftest import Launcher
 
 SAMPLES = 1437
@@ -81,6 +82,8 @@ def whole_but_right(rank: int) -> None:
     go_through(DataLoader(TensorDataset(data.tensors[0][rank : SAMPLES - 1 : 2]), batch_size=100))
     go_through(DataLoader(data, sampler=DistributedSampler(data), batch_size=100))
     go_through(DataLoader(data, sampler=Drawn(700), batch_size=100))
+    go_through(shard(shuffled), passes=2)
+    go_through(shard(DataLoader(data, sampler=DistributedSampler(data), batch_size=100)), passes=2)
     if rank == 0:
         go_through(shuffled)  # not every rank
     assert go_through(DataLoader(Broken(), batch_size=2)) == 3

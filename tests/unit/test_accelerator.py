@@ -219,7 +219,7 @@ def test_gradients_stay_and_are_not_clipped_in_between() -> None:
 
 
 def test_the_wraps_are_the_ones_inside_in_all_else() -> None:
-    net, inner, schedule, _ = parts()
+    _, inner, schedule, _ = parts()
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
     optimizer, steps = accelerator.prepare(inner, schedule)
 
@@ -281,7 +281,7 @@ def test_the_wrapped_forward_pickles_copies_and_comes_off() -> None:
 
 
 def test_a_forward_of_the_instance_itself_is_used_and_put_back() -> None:
-    net = parts()[0]
+    net: Any = parts()[0]
     net.forward = own = lambda x: net.layer(x).bfloat16()
     accelerator = Accelerator(compute_setup="cpu", mixed_precision="bf16")
     assert accelerator.prepare(net)(torch.ones(1, 2)).dtype == torch.float32
@@ -289,7 +289,7 @@ def test_a_forward_of_the_instance_itself_is_used_and_put_back() -> None:
 
 
 def test_float16_scales_the_loss_clips_real_sizes_and_skips_what_is_infinite() -> None:
-    accelerator = Accelerator(compute_setup="cpu", mixed_precision="fp16")
+    accelerator: Any = Accelerator(compute_setup="cpu", mixed_precision="fp16")
     net, optimizer, schedule = accelerator.prepare(*parts()[:3])
     start = net.layer.weight.detach().clone()
 
@@ -315,7 +315,7 @@ def test_float16_scales_the_loss_clips_real_sizes_and_skips_what_is_infinite() -
 
 
 def test_two_optimizers_of_one_loss_are_unscaled_alike() -> None:
-    accelerator = Accelerator(compute_setup="cpu", mixed_precision="fp16")
+    accelerator: Any = Accelerator(compute_setup="cpu", mixed_precision="fp16")
     first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     one, two = (torch.optim.SGD(m.parameters(), lr=1.0) for m in (first, second))
     first, second, one, two = accelerator.prepare(first, second, one, two)

@@ -152,7 +152,12 @@ NESTS = st.recursive(
 def test_any_nest_keeps_its_shape_and_its_other_leaves(nest: Any) -> None:
     before = copy.deepcopy(nest)
     seen: list[Any] = []
-    same = map_nest(lambda leaf: (seen.append(leaf), leaf)[1], nest)
+
+    def look(leaf: Any) -> Any:
+        seen.append(leaf)
+        return leaf
+
+    same = map_nest(look, nest)
     changed = map_nest(lambda leaf: ("was", repr(leaf)), nest)
 
     assert same is nest

@@ -100,7 +100,7 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
 def test_what_a_killed_write_left_is_swept(tmp_path: Path) -> None:
     for name in (".step-9.pt.123", "step-9.pt", ".hidden"):
         (tmp_path / name).touch()
-    checkpoint.sweep(tmp_path)
+    checkpoint.Folder(tmp_path, keep=2).sweep()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-9.pt"]
 
 

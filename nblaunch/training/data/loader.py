@@ -121,7 +121,8 @@ class ShardedLoader(DataLoader[T_co]):
     ) -> None:
         """Set what is not None of `shard`'s arguments."""
         self._seed = self._seed if checked_seed(seed) is None else seed
-        self._dispatch = self._dispatch if dispatch is None else dispatch
+        if dispatch is not None and dispatch != self._dispatch:
+            self._dispatch, self._reader = dispatch, None
         self._move = move or self._move
 
     # ------------------------------------------------------------------ iterating

@@ -1,0 +1,84 @@
+"""accelerate in a launch: it finds its place, uses the group that is there, or makes its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from nblaunch.errors import ArgumentError
+from tests.peers import documents
+from tests.peers.conftest import GOOD, STEPS, TEST_IMAGES
+from tests.processes.conftest import Launcher
+
+
+# ------------------------------------------------------------------ what ranks run
+def place(rank: int, group: str) -> tuple[int, int, bool, list[int]]:
+    """Where accelerate sees itself; whether the group is the one from before; what it gathers."""
+    from accelerate import Accelerator
+
+    if group == "accelerate's":
+        dist.destroy_process_group()
+    elif group == "the document's":
+        documents.setup(rank, 2)
+    before = dist.group.WORLD
+    accelerator = Accelerator(cpu=True)
+    gathered = accelerator.gather(torch.tensor([accelerator.process_index]))
+    return accelerator.process_index, accelerator.num_processes, dist.group.WORLD is before, gathered.tolist()
+
+
+def places(rank: int) -> list[Any]:
+    """As found, and with groups made after ours has gone, by accelerate itself and by the document's setup."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    found = []
+    for group in ("ours", "accelerate's", "the document's"):
+        found.append(place(rank, group))
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+    return found
+
+
+def evaluated_exactly() -> tuple[int, str]:
+    """`evaluate` of a module that accelerate has wrapped, over the loader from before; and over the prepared one."""
+    from accelerate import Accelerator
+
+    from nblaunch.training.metrics import Accuracy, evaluate
+
+    loader = DataLoader(TensorDataset(torch.eye(7), torch.arange(7)), batch_size=2)
+    model, prepared = Accelerator(cpu=True).prepare(torch.nn.Linear(7, 7), loader)
+    accuracy = Accuracy()
+    evaluate(model, loader, metrics=accuracy)
+    try:
+        evaluate(model, prepared)
+    except ArgumentError as error:
+        return accuracy.count, str(error)
+    return accuracy.count, "no error"
+
+
+# ------------------------------------------------------------------ the tests
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_accelerate_finds_the_group_or_makes_one(start_method: str, launch: Launcher) -> None:
+    for rank, found in enumerate(launch(places, start_method=start_method)):
+        as_found, made_by_accelerate, made_by_the_user = found
+        assert as_found == (rank, 2, True, [0, 1])
+        assert made_by_accelerate == (rank, 2, False, [0, 1])
+        assert made_by_the_user == (rank, 2, True, [0, 1])
+
+
+def test_train_ddp_accelerate(launch: Launcher, readers_folder: Path) -> None:
+    result = launch(documents.train_ddp_accelerate)
+    for came in result:
+        assert came == {**came, "seen": TEST_IMAGES, "steps": STEPS, "processes": 2, "model": "DistributedDataParallel"}
+        assert came["accuracy"] > GOOD
+    assert result[0]["accuracy"] == result[1]["accuracy"]
+
+
+def test_evaluate_counts_exactly_beside_accelerate(launch: Launcher) -> None:
+    for counted, refused in launch(evaluated_exactly):
+        assert counted == 7
+        assert "DataLoaderShard, already divided by accelerate" in refused

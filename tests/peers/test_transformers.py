@@ -1,0 +1,103 @@
+"""The first document's transformers.Trainer in a launch, with the panel's callback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from tests.peers import documents
+from tests.peers.conftest import GOOD, STEPS
+from tests.processes.conftest import Launcher
+
+
+def trained_by_transformers() -> dict[str, Any]:
+    """The document's, with our callback; its model's accuracy is ours to count, for the program prints none."""
+    from nblaunch.training.metrics import evaluate
+    from nblaunch.training.peers import PanelCallback
+
+    group = dist.group.WORLD
+    trainer = documents.train_trainer_ddp(callbacks=[PanelCallback()])
+    return {
+        "processes": trainer.args.world_size,
+        "is our group": dist.group.WORLD is group,
+        "steps": trainer.state.global_step,
+        "test": evaluate(trainer.model, DataLoader(trainer.eval_dataset, batch_size=64), prefix="test_"),
+    }
+
+
+def test_train_trainer_ddp(launch: Launcher, readers_folder: Path) -> None:
+    result = launch(trained_by_transformers)
+    assert [came["processes"] for came in result] == [2, 2]
+    assert all(came["is our group"] for came in result)
+    assert [came["steps"] for came in result] == [STEPS, STEPS]
+    assert result[0]["test"] == result[1]["test"]
+    assert result[0]["test"]["test_accuracy"] > GOOD
+
+    saved = {path.name for path in (readers_folder / "basic-trainer" / f"checkpoint-{STEPS}").iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= saved
+
+    logged = [report for report in result.metrics if report.step is not None]
+    assert {report.rank for report in logged} == {0}
+    assert [report.step for report in logged if "loss" in report.values] == [3, 6]
+    (evaluated,) = [report.values["eval_loss"] for report in logged if "eval_loss" in report.values]
+    assert 0 < evaluated < 2.3  # as good as guessing is log(10)
+    assert 0 < result.metrics.last["train_loss"] < 3
+    assert result.metrics.last["epoch"] == 1.0
+
+
+# ------------------------------------------------------------------ the callback alone
+def test_the_callback_shows_how_far_training_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import TrainerControl, TrainerState
+
+    from nblaunch.training import peers
+
+    shown: list[tuple[str, int, int | None]] = []
+
+    class Progress:
+        """`progress` that keeps what it would show."""
+
+        def __init__(self, items: Any, total: int | None, desc: str) -> None:
+            self.items, self.total, self.desc = items, total, desc
+
+        def __iter__(self) -> Any:
+            for done, item in enumerate(self.items):
+                shown.append((self.desc, done, self.total))
+                yield item
+            shown.append((self.desc, self.total or -1, self.total))
+
+    monkeypatch.setattr(peers, "progress", Progress)
+    callback, control = peers.PanelCallback(), TrainerControl()
+    state = TrainerState(max_steps=3, global_step=1)  # resumed
+    callback.on_train_begin(None, state, control)
+    assert shown.pop() == ("training", 1, 3)
+    for step in (2, 3):
+        state.global_step = step
+        callback.on_step_end(None, state, control)
+        assert shown.pop() == ("training", step, 3)
+    for batch in (1, 2):
+        callback.on_prediction_step(None, state, control, eval_dataloader=range(2))
+        assert shown.pop() == ("evaluating", batch, 2)
+    callback.on_evaluate(None, state, control)
+    callback.on_prediction_step(None, state, control, eval_dataloader=iter(()))  # of unknown length
+    assert shown.pop() == ("evaluating", 1, None)
+    callback.on_predict(None, state, control, {})
+    callback.on_train_end(None, state, control)
+    callback.on_step_end(None, state, control)  # after the end there is nothing to show
+
+
+def test_the_callback_reports_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import TrainerControl, TrainerState
+
+    from nblaunch.training import peers
+
+    told: list[Any] = []
+    monkeypatch.setattr(peers, "report", lambda step, **values: told.append((step, values)))
+    callback = peers.PanelCallback()
+    logs = {"loss": 0.5, "step": 3, "name": "run", "shape": [1, 2]}
+    callback.on_log(None, TrainerState(global_step=7), TrainerControl(), logs=logs)
+    callback.on_log(None, TrainerState(global_step=8), TrainerControl(), logs={"name": "run"})
+    assert told == [(7, {"loss": 0.5})]
