@@ -220,8 +220,9 @@ class FromTorchmetrics:
         Raises:
             ArgumentError: The metric's value is not one number.
         """
-        states = [part.metric_state for part in _parts(self.metric)]
-        came = exchange((bool(self.metric.update_called), to_device(states, "cpu")))
+        parts = _parts(self.metric)
+        has_batch = any(part.update_called for part in parts if part.metric_state)  # a sum of metrics has none itself
+        came = exchange((has_batch, to_device([part.metric_state for part in parts], "cpu")))
         if not any(updated for updated, _ in came):
             return math.nan
         whole = self.metric.clone()

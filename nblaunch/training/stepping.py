@@ -116,7 +116,7 @@ class Stepping:
         """``loss.backward``, divided by the batches of a step, and scaled."""
         share = loss / self.every if self.every > 1 else loss
         scaler = self.scaler
-        (share if scaler is None else scaler.scale(share)).backward(**kwargs)  # type: ignore[no-untyped-call]
+        (share if scaler is None else scaler.scale(share)).backward(**kwargs)
 
     def unscale(self, parameters: Iterable[Tensor]) -> None:
         """Bring gradients to their real size, once a step: those of each optimizer that has any of the parameters."""

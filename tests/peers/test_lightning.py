@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -75,7 +76,7 @@ def trained_by_lightning(package: str, its_own_group: bool) -> dict[str, Any]:
         "steps": trainer.global_step,
         "seen": model.seen,
         "counted": accuracy.count,
-        "weights": float(model.head.weight.sum()),
+        "weights": model.head.weight.sum().item(),
         "checkpoint": trainer.checkpoint_callback.best_model_path,
         **figures,
     }
@@ -87,6 +88,8 @@ def trained_by_lightning(package: str, its_own_group: bool) -> dict[str, Any]:
     [("lightning.pytorch", False), ("pytorch_lightning", True)],
     ids=["our-group", "its-own-group"],
 )
+# lightning 2.6 uses what torch 2.15 deprecates
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 # lightning advises more DataLoader workers than this machine has cores, for data that is in memory
 @pytest.mark.filterwarnings("ignore:The .*dataloader.* does not have many workers")
 # its advice to log with sync_dist=True what it cannot know to be alike
@@ -130,6 +133,16 @@ def test_a_missing_library_is_named(name: str, package: str, monkeypatch: pytest
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=f"{package} is not installed: pip install {package}"):
         getattr(peers, name)
+
+
+@pytest.mark.parametrize("name", ["PanelCallback", "PanelLogger"])
+def test_one_made_in_a_notebook_can_be_sent_to_ranks(name: str) -> None:
+    from nblaunch.training import peers
+
+    kind = getattr(peers, name)
+    assert kind is getattr(peers, name)
+    copy = pickle.loads(pickle.dumps(kind(all_ranks=True)))
+    assert (type(copy), copy.all_ranks) == (kind, True)
 
 
 def test_there_is_nothing_else_in_it() -> None:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.metrics import Accuracy, FromTorchmetrics, evaluate
+from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Metric, evaluate
 from tests.processes.conftest import Launcher
 
 SIZE = 61
-BATCHES_OF_EACH = (0, 1, 7)
-"""Of the eight batches: rank 0 has none."""
+BATCHES_OF_EACH = (0, 1, 4)
+"""Of the five batches: rank 0 has none."""
 
 
 def samples() -> TensorDataset:
@@ -57,7 +57,7 @@ def kinds() -> dict[str, tuple[Any, Callable[..., tuple[Tensor, ...]]]]:
 def computed(rank: int, shares: tuple[int, ...]) -> dict[str, float]:
     """Every kind, with this rank's share of the batches; computed twice, for a metric goes on after `compute`."""
     begin = sum(shares[:rank])
-    batches = list(DataLoader(samples(), batch_size=8))[begin : begin + shares[rank]]
+    batches = list(zip(*(part.split(15) for part in samples().tensors), strict=True))[begin : begin + shares[rank]]
     figures = {}
     for name, (kind, given) in kinds().items():
         metric = FromTorchmetrics(kind)
@@ -76,7 +76,7 @@ def evaluated() -> tuple[dict[str, float], int]:
     from torchmetrics.classification import MulticlassAccuracy
 
     ours = Accuracy()
-    metrics = {"ours": ours, "theirs": FromTorchmetrics(MulticlassAccuracy(4, average="micro"))}
+    metrics: dict[str, Metric] = {"ours": ours, "theirs": FromTorchmetrics(MulticlassAccuracy(4, average="micro"))}
     loader = DataLoader(samples(), batch_size=4)
     figures = evaluate(nn.Identity(), loader, metrics=metrics)
     alone = evaluate(nn.Identity(), loader, metrics=metrics["theirs"])
@@ -90,7 +90,7 @@ def in_ranks(rank: int) -> tuple[dict[str, float], tuple[dict[str, float], int]]
 # ------------------------------------------------------------------ the tests
 @pytest.mark.filterwarnings("ignore:Metric .* will save all targets")  # in its constructor, of metrics that keep lists
 def test_every_kind_of_metric_is_that_of_one_process(launch: Launcher) -> None:
-    alone = computed(0, (8,))
+    alone = computed(0, (5,))
     accuracy, _ = evaluated()
     for figures, (in_evaluate, counted) in launch(in_ranks, num_processes=3):
         assert figures == {name: pytest.approx(value, rel=1e-5) for name, value in alone.items()}

@@ -1,4 +1,4 @@
-"""Metrics over real ranks: the figure of one process, to the last digit, also where ranks have unequal parts or none."""
+"""Metrics over real ranks: the figure of one process, to the last digit, for unequal parts and none too."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def samples(size: int) -> TensorDataset:
 def net() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 10), nn.BatchNorm1d(10)).double()
-    model[1].running_mean[::2] = 0.1
+    model[1].get_buffer("running_mean")[::2] = 0.1
     return model
 
 

@@ -27,8 +27,13 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], float]:
 
     def compute(ranks: list[Any]) -> float:
         sent: list[Any] = []
+
+        def keep(value: Any) -> list[Any]:
+            sent.append(value)
+            return [value]
+
         with monkeypatch.context() as patched:
-            patched.setattr(counting, "exchange", lambda value: [sent.append(value), value][1:])
+            patched.setattr(counting, "exchange", keep)
             for metric in ranks:
                 metric.compute()
             patched.setattr(counting, "exchange", lambda value: sent)
@@ -172,9 +177,19 @@ def test_accuracy_is_the_same_for_any_split_over_ranks(data: st.DataObject, size
 @pytest.mark.parametrize(
     ("output", "target", "settings", "message"),
     [
-        (torch.rand(4, 3), torch.zeros(5), {}, r"output has the shape \(4, 3\).* and target \(5,\): give scores \(N, C\)"),
+        (
+            torch.rand(4, 3),
+            torch.zeros(5),
+            {},
+            r"output has the shape \(4, 3\).* and target \(5,\): give scores \(N, C\)",
+        ),
         (torch.rand(4, 3), torch.zeros(4, 1), {}, r"shape \(4, 3\).* and target \(4, 1\): give scores"),
-        (torch.rand(4), torch.zeros(4), {}, r"\(4,\) \(torch.float32\) and target \(4,\): give Accuracy\(threshold=0.5\)"),
+        (
+            torch.rand(4),
+            torch.zeros(4),
+            {},
+            r"\(4,\) \(torch.float32\) and target \(4,\): give Accuracy\(threshold=0.5\)",
+        ),
         (torch.rand(4, 1), torch.zeros(4), {}, r"give Accuracy\(threshold=0.5\) for probabilities"),
         (torch.rand(4, 3), torch.zeros(4), {"top_k": 4}, "top_k=4 takes scores of at least 4 classes"),
         (torch.zeros(4).long(), torch.zeros(4), {"top_k": 2}, "top_k=2 takes scores"),
@@ -358,13 +373,13 @@ def joined(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def test_samples_that_do_not_add_up_are_an_error_with_both_numbers() -> None:
     loader = DataLoader(Pairs(), batch_size=2, collate_fn=joined)
-    with pytest.raises(RuntimeError, match="counted 10 samples over all ranks, but the loader has 5. .*give size="):
+    with pytest.raises(RuntimeError, match=r"counted 10 samples over all ranks, but the loader has 5\. .*give size="):
         evaluate(nn.Identity(), loader)
     assert evaluate(nn.Identity(), loader, size=lambda batch: len(batch[1]) // 2) == {"accuracy": 1.0}
 
 
 def test_a_batch_without_a_length_is_an_error() -> None:
-    with pytest.raises(ArgumentError, match="holds no tensor whose length .*give size="):
+    with pytest.raises(ArgumentError, match=r"holds no tensor whose length .*give size="):
         evaluate(nn.Identity(), [(torch.tensor(1.0), torch.tensor(1))], metrics={})
 
 
@@ -390,5 +405,5 @@ def test_figures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_no_torchmetrics_metric_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="give one torchmetrics.Metric; for several, a dict"):
+    with pytest.raises(ArgumentError, match=r"give one torchmetrics\.Metric; for several, a dict"):
         FromTorchmetrics(Accuracy())
