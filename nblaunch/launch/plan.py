@@ -148,7 +148,7 @@ def make_plan(
         backend=backend or (f"cpu:gloo,cuda:{machine.gpu_backend}" if device == "cuda" else "gloo"),
         method=_method(_one_of("start_method", start_method, START_METHODS), machine),
         threads=threads,
-        env=_common_environment(machine, extra, threads, mixed_precision),
+        env=_common_environment(machine, extra, threads, mixed_precision, device),
         max_restarts=whole("max_restarts", max_restarts, least=0),
         timeout=None if timeout is None else _seconds("timeout", timeout),
         stop_grace=_seconds("stop_grace", stop_grace),
@@ -231,7 +231,7 @@ def _threads(threads_per_rank: Any, ranks: int, cpus: int, env: Mapping[str, str
 
 
 def _common_environment(
-    machine: Machine, extra: Mapping[str, str], threads: int, mixed_precision: Any
+    machine: Machine, extra: Mapping[str, str], threads: int, mixed_precision: Any, device: str
 ) -> dict[str, str]:
     precision = _one_of("mixed_precision", mixed_precision, PRECISIONS)
     env = {name: value for name, value in machine.env.items() if not _is_ours(name)}
@@ -242,6 +242,8 @@ def _common_environment(
         env["MPLBACKEND"] = "module://nblaunch.ranks.figures"
     if precision != "no":
         env["ACCELERATE_MIXED_PRECISION"] = precision
+    if device == "cpu":
+        env.setdefault("ACCELERATE_USE_CPU", "true")  # or accelerate's Accelerator() takes each CPU rank to be alone
     env.update(extra)
     return env
 

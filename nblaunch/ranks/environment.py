@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import multiprocessing
+import multiprocessing.process
 import os
 import random
 import resource
@@ -64,6 +64,8 @@ def apply_spec(spec: RankSpec) -> None:
     os.umask(spec.umask)
     with contextlib.suppress(OSError):  # a folder that is gone: stay where we are, as a shell would
         os.chdir(spec.cwd)
+        # where children that start afresh go, and look for the notebook's own modules
+        multiprocessing.process.ORIGINAL_DIR = spec.cwd  # type: ignore[attr-defined]  # typeshed leaves it out
     apply_interpreter(spec)
 
 

@@ -12,7 +12,7 @@ from nblaunch import pickling
 from nblaunch.errors import text_of
 from nblaunch.messages import Failed
 
-_OWN = ("nblaunch/ranks/", "nblaunch\\ranks\\")
+_OWN = ("nblaunch/ranks/", "nblaunch\\ranks\\", "nblaunch/training/distribute", "nblaunch\\training\\distribute")
 _COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "pair closure", "NCCL")
 _MOST_TEXT = 100_000
 

@@ -18,6 +18,7 @@ from nblaunch.training.distribute import distributed
 from nblaunch.training.prepare import Preparation, move
 from nblaunch.training.settings import Settings
 from nblaunch.training.stepping import Stepping
+from nblaunch.training.unwrap import unwrapped
 from nblaunch.training.world import ensure_group, world
 
 
@@ -74,11 +75,10 @@ class Accelerator(Settings):
             keep_fp32_wrapper: Whether its forward goes on running in mixed precision, as is needed if training goes
                 on (default). False takes that off the module, and so off the prepared one too.
         """
-        while (inner := _inside(model)) is not None:
-            model = inner
+        own = unwrapped(model)
         if not keep_fp32_wrapper:
-            precision.plain_forward(model)
-        return model
+            precision.plain_forward(own)
+        return own
 
     def distribute(self, fun: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A function that, called in a notebook, runs `fun` over `nprocs` ranks; called in a rank, it just runs it.
@@ -256,13 +256,6 @@ class Accelerator(Settings):
         finally:
             if is_first:  # the others are let go though the body failed
                 self.wait_for_everyone()
-
-
-def _inside(model: Any) -> Any:
-    """The module within DDP or a compiled module; None within another."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module
-    return vars(model).get("_modules", {}).get("_orig_mod")
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

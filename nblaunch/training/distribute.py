@@ -43,7 +43,7 @@ def distributed(accelerator: Accelerator, function: Callable[..., Any], options:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython leaves this frame out
-        if current() is not None or has_group() or world().is_shared:
+        if is_rank():
             return function(*args, **kwargs)
         try:
             calls.check(function, args, kwargs)
@@ -54,6 +54,11 @@ def distributed(accelerator: Accelerator, function: Callable[..., Any], options:
         return _launch(accelerator, _Task(function, args, kwargs), options)
 
     return call
+
+
+def is_rank() -> bool:
+    """Whether this process is a rank already, of a launch, under torchrun or of a group of the user's own."""
+    return current() is not None or has_group() or world().is_shared
 
 
 def _own_values(accelerator: Accelerator, names: tuple[str, ...]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
@@ -17,6 +16,7 @@ from nblaunch.ranks.report import progress, report
 from nblaunch.training.counting import Accuracy, FromTorchmetrics, Mean, Metric
 from nblaunch.training.data.sharding import shard
 from nblaunch.training.nests import tensors_in, to_device
+from nblaunch.training.unwrap import unwrapped
 from nblaunch.training.world import collective_device, ensure_group, exchange, own_device, world
 
 __all__ = ["Accuracy", "FromTorchmetrics", "Mean", "Metric", "evaluate", "split"]
@@ -67,7 +67,7 @@ def evaluate(
     """
     named = _named(metrics)
     sharded = _sharded(loader)
-    module = _unwrapped(model)
+    module = unwrapped(model)
     where = device if device is not None else _device_of(module)
     losses: list[tuple[Tensor, int]] = []
     counted = 0
@@ -77,7 +77,7 @@ def evaluate(
         _share_buffers(module)
         for batch in _real_batches(sharded, desc):
             moved = to_device(batch, where)
-            output, target = (step or _forward)(module, moved)
+            output, target = (step or forward)(module, moved)
             samples = size(moved) if size is not None else _size(target, moved)
             counted += samples
             for metric in named.values():
@@ -121,7 +121,8 @@ def split(batch: Any) -> tuple[Any, Any]:
     )
 
 
-def _forward(module: nn.Module, batch: Any) -> tuple[Any, Any]:
+def forward(module: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """The module's output for a batch, and the batch's target; several inputs by name go in by name."""
     inputs, target = split(batch)
     return (module(**inputs) if isinstance(inputs, Mapping) else module(inputs)), target
 
@@ -148,14 +149,7 @@ def _is_metric(thing: object) -> bool:
 
 
 def _sharded(loader: Iterable[Any]) -> Iterable[Any]:
-    if not isinstance(loader, DataLoader):
-        return loader
-    if not issubclass(type(loader), DataLoader):  # accelerate's say that they are one
-        raise ArgumentError(
-            f"loader is a {type(loader).__name__}, already divided by accelerate, which repeats samples so that every "
-            "rank has as many: give evaluate the DataLoader from before prepare"
-        )
-    return shard(loader)
+    return shard(loader) if isinstance(loader, DataLoader) else loader
 
 
 def _mean(losses: list[tuple[Tensor, int]]) -> Metric:
@@ -189,17 +183,6 @@ def _check(counted: int, total: int | None) -> None:
 
 
 # ------------------------------------------------------------------ the module
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel, DataParallel and torch.compile, in whatever order they were put on."""
-    while True:
-        if isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
 def _device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device

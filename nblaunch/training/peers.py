@@ -17,6 +17,8 @@ from torch import Tensor
 from nblaunch.ranks.report import progress, report
 from nblaunch.training.world import world
 
+_OF_THE_MACHINE = ("_runtime", "_per_second", "total_flos")
+"""What transformers logs of itself, once: no curve to draw."""
 _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 """The same library under two names; each has base classes of its own."""
 
@@ -59,7 +61,8 @@ def _panel_callback() -> type[Any]:
             self._training, self._evaluating = _Bar("training"), _Bar("evaluating")
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            _tell(logs or {}, state.global_step, self.all_ranks)
+            figures = {name: value for name, value in (logs or {}).items() if not name.endswith(_OF_THE_MACHINE)}
+            _tell(figures, state.global_step, self.all_ranks)
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._training.begin(state.max_steps, state.global_step)

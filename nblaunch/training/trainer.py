@@ -22,7 +22,8 @@ from nblaunch.training import checkpoint
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.config import TrainConfig
 from nblaunch.training.data.sharding import shard
-from nblaunch.training.metrics import Mean, Metric, evaluate, split
+from nblaunch.training.distribute import is_rank
+from nblaunch.training.metrics import Mean, Metric, evaluate, forward, split
 from nblaunch.training.nests import tensors_in
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.world import exchange, world
@@ -117,8 +118,7 @@ class Trainer:
         Here a batch is ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
         """
         assert self.loss_fn is not None
-        inputs, target = split(batch)
-        output = model(inputs)
+        output, target = forward(model, batch)
         return self.loss_fn(output, target), output
 
     def fit(self, train: Data, valid: Data | None = None) -> list[Figures]:
@@ -139,8 +139,9 @@ class Trainer:
         Raises:
             Exception: What a rank raised, as `notebook_launcher` has it.
         """
-        came = self.accelerator.distribute(self._train)(train, valid)
-        history: list[Figures] = came if isinstance(came, list) else came[0]
+        if is_rank() or self.config.nprocs == 1:
+            return self._train(train, valid)
+        history: list[Figures] = self.accelerator.distribute(self.fit)(train, valid)[0]
         self._standing = _Standing(history=history)
         return history
 
@@ -234,6 +235,7 @@ class Trainer:
             loss_fn=lambda computed, target: computed[0],
             metrics={name: _OfOutput(metric) for name, metric in self.metrics.items()},
             prefix="valid_",
+            at=self.step,
         )
 
     def _is_over(self, figures: Figures) -> bool:
@@ -277,6 +279,7 @@ class Trainer:
     def _parts(self) -> dict[str, Any]:
         """What has a state of its own."""
         parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self._schedule}
+        parts["scaler"] = self.accelerator.scaler
         return {name: part for name, part in parts.items() if part is not None}
 
     def _resume(self, loader: Any) -> None:

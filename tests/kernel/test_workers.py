@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,3 +148,30 @@ def test_fresh_workers_know_what_another_cell_replaced(kernel: Kernel) -> None:
     kernel.run("class Stream(IterableDataset):\n    def __iter__(self):\n        yield from [7, 8]").check()
     kernel.run(NEWEST).check()
     assert kernel.ask("list(notebook_launcher(newest, num_processes=1, view='none'))") == [[[7, 8]]]
+
+
+BESIDE = """
+import sys
+before = os.getcwd()
+os.chdir({folder!r})
+sys.path.insert(0, "")  # as a notebook has it: the folder that it is in
+with open("beside_the_notebook.py", "w") as file:
+    file.write("class Items(list):\\n    pass\\n")
+from beside_the_notebook import Items
+
+def read(context):
+    loader = DataLoader(Items([1, 2]), batch_size=2, num_workers=1, multiprocessing_context=context)
+    return [batch.tolist() for batch in loader]
+"""
+
+
+def test_fresh_workers_import_modules_from_the_notebooks_folder(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run("import os\nfrom torch.utils.data import DataLoader").check()
+    kernel.run(BESIDE.format(folder=str(tmp_path))).check()
+    try:
+        for context in ("spawn", "forkserver"):
+            for method in ("forkserver", "spawn"):
+                launch = f"notebook_launcher(read, args=({context!r},), num_processes=1, start_method={method!r}"
+                assert kernel.ask(f"list({launch}, view='none', timeout=60))") == [[[1, 2]]]
+    finally:
+        kernel.run("os.chdir(before)\nsys.path.remove('')").check()

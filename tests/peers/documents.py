@@ -95,14 +95,13 @@ def train_ddp(rank, world_size):
     return correct / len(test_dset)
 
 
-# Repairs: `BasicModel` is `BasicNet`; `device` is unbound (the accelerator's loaders move batches by themselves); on a
-# CPU `cpu=True`, or each rank trains alone; each rank counts its own part of the test set and divides by the whole
-# (`gather_for_metrics`, the library's own remedy).
+# Repairs: `BasicModel` is `BasicNet`; `device` is unbound (the accelerator's loaders move batches by themselves); each
+# rank counts its own part of the test set and divides by the whole (`gather_for_metrics`, the library's own remedy).
 def train_ddp_accelerate():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     # Build DataLoaders
     transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307), (0.3081))])
 
@@ -146,9 +145,9 @@ def train_ddp_accelerate():
     return {**figures, "processes": AcceleratorState().num_processes, "model": type(model).__name__}
 
 
-# Repairs: `evaluation_strategy` is now `eval_strategy`; compute_loss gets `num_items_in_batch` too; on a CPU
-# `use_cpu=True`, or each rank trains alone; `label_names`, which transformers reads from the arguments of `forward`,
-# and BasicNet's names none; `train_dset` and `test_dset` are globals of the document's notebook.
+# Repairs: `evaluation_strategy` is now `eval_strategy`; compute_loss gets `num_items_in_batch` too; `label_names`, for
+# transformers reads them from the arguments of `forward`, and BasicNet's names none; `train_dset` and `test_dset` are
+# globals of the document's notebook.
 # Added for the tests: checkpoints after each epoch, a log every three steps, callbacks, and a learning rate for the
 # few steps that there are.
 def train_trainer_ddp(callbacks: Any = ()):
@@ -167,7 +166,6 @@ def train_trainer_ddp(callbacks: Any = ()):
         num_train_epochs=1,
         eval_strategy="epoch",
         remove_unused_columns=False,
-        use_cpu=True,
         label_names=["labels"],
         save_strategy="epoch",
         logging_steps=3,

@@ -26,7 +26,7 @@ def place(rank: int, group: str) -> tuple[int, int, bool, list[int]]:
     elif group == "the document's":
         documents.setup(rank, 2)
     before = dist.group.WORLD
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     gathered = accelerator.gather(torch.tensor([accelerator.process_index]))
     return accelerator.process_index, accelerator.num_processes, dist.group.WORLD is before, gathered.tolist()
 
@@ -50,7 +50,7 @@ def evaluated_exactly() -> tuple[int, str]:
     from nblaunch.training.metrics import Accuracy, evaluate
 
     loader = DataLoader(TensorDataset(torch.eye(7), torch.arange(7)), batch_size=2)
-    model, prepared = Accelerator(cpu=True).prepare(torch.nn.Linear(7, 7), loader)
+    model, prepared = Accelerator().prepare(torch.nn.Linear(7, 7), loader)
     accuracy = Accuracy()
     evaluate(model, loader, metrics=accuracy)
     try:

@@ -293,6 +293,12 @@ def test_the_calls_own_variables_come_last() -> None:
     assert {"A": "2", "B": "3", "MPLBACKEND": "svg"}.items() <= plan.env.items()
 
 
+def test_accelerate_is_told_of_ranks_on_cpus() -> None:
+    assert planned(device="cpu").env["ACCELERATE_USE_CPU"] == "true"
+    assert planned(machine(ACCELERATE_USE_CPU="no"), device="cpu").env["ACCELERATE_USE_CPU"] == "no"
+    assert "ACCELERATE_USE_CPU" not in planned(machine(gpus=1), num_processes=1).env
+
+
 @pytest.mark.parametrize(("precision", "seen"), [("no", None), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8")])
 def test_mixed_precision_is_told_to_accelerate(precision: str, seen: str | None) -> None:
     assert planned(mixed_precision=precision).env.get("ACCELERATE_MIXED_PRECISION") == seen

@@ -42,4 +42,9 @@ def shard(
     if not isinstance(given, DataLoader):
         kind = type(given).__name__
         raise ArgumentError(f"loader={loader!r:.80}: must be a torch.utils.data.DataLoader, and is a {kind}")
+    if not issubclass(type(given), DataLoader):  # it only says that it is one
+        raise ArgumentError(
+            f"loader is a {type(given).__name__}, already divided by accelerate, which repeats samples so that every "
+            "rank has as many: give the DataLoader from before prepare"
+        )
     return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move)
