@@ -112,6 +112,7 @@ def test_a_method_of_a_class_of_a_cell_trains_its_object_and_a_failure_comes_as_
     failed = cells.run("run.accelerator.distribute(run.train)(-1.0)")
     assert failed.error == "ValueError: negative"
     assert "raise ValueError('negative')" in failed.traceback
+    assert "training/distribute" not in failed.traceback  # our own frames are left out
     assert cells.ask("run.model.weight.item()") == 3.0
 
 
