@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, cast
 
 import nblaunch
@@ -117,13 +117,16 @@ class ForkServer:
         with self._lock:
             if self._problem:
                 raise StartError(self._problem)
-            if self.hello is None:
+            if self.hello is not None:
+                self._hear_again(self.hello)
+            else:
                 try:
                     self.hello = self._wait_for_hello()
                 except StartError as error:
                     self._problem = str(error)
                     self.stop()
                     raise
+            assert self.hello is not None
             return self.hello
 
     def fork_reaper(self, launch_id: str) -> Reaper:
@@ -168,6 +171,13 @@ class ForkServer:
             if self.channel.closed or left <= 0 or not select.select([self.channel], [], [], left)[0]:
                 raise StartError(f"the fork server did not start{self._last_words()}")
             self.channel.poll()
+
+    def _hear_again(self, hello: Hello) -> None:
+        """Take note of a problem that an import in an idle moment has brought."""
+        self.channel.poll()
+        for message, _ in self.channel.drain():
+            if isinstance(message, Hello):
+                self.hello = replace(hello, problem=message.problem)
 
     def _last_words(self) -> str:
         self._errors.seek(0)

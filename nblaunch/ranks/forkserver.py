@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NoReturn
 
 from nblaunch.channel import Channel
@@ -27,26 +28,28 @@ from nblaunch.ranks import bootstrap, process_group, reaper, system
 
 _LOOK_EVERY = 0.5
 """Seconds between looks at the kernel where the system has no pidfd."""
-_SOON = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+SOON = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """Imported in idle moments, in steps that a launch may come between: the first optimizer or DistributedDataParallel of
 a process imports torch._dynamo, which takes longer than torch itself, and then no rank has to."""
 _LAST_LAUNCHES = 2.0
 """Seconds that reapers get to end their launches when the kernel has gone, before they are ended too."""
 
 
-def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
+def main(fd: int, kernel: int, preload: tuple[str, ...], soon: tuple[str, ...] = SOON) -> NoReturn:
     """Be the fork server, to the end.
 
     Args:
         fd: The channel to the kernel.
         kernel: The kernel's pid.
         preload: Modules to import first.
+        soon: Modules to import in idle moments.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     system.become_subreaper()
     channel = Channel(socket.socket(fileno=fd))
-    channel.send(_hello(preload))
-    server = _Server(channel, kernel, _SOON if preload else ())
+    hello = _hello(preload)
+    channel.send(hello)
+    server = _Server(channel, kernel, hello, soon if preload else ())
     try:
         server.serve()
     except BaseException:  # noqa: BLE001  # the kernel reads it and starts another; reapers see this one's end
@@ -110,11 +113,11 @@ def _unfit() -> str:
 
 
 class _Server:
-    def __init__(self, channel: Channel, kernel: int, soon: tuple[str, ...]) -> None:
+    def __init__(self, channel: Channel, kernel: int, hello: Hello, soon: tuple[str, ...]) -> None:
         self.channel = channel
         self.kernel = kernel
+        self.hello = hello
         self.reapers: set[int] = set()
-        self.unfit = ""
         self.tidying: Iterator[object] | None = self.tidy(soon)
         self.children = system.ChildWatch()
         self.selector = selectors.DefaultSelector()
@@ -144,9 +147,13 @@ class _Server:
 
     def tidy(self, soon: tuple[str, ...]) -> Iterator[None]:
         """What makes later launches faster, a step for each idle moment."""
-        yield from _import_soon(soon)
+        for _ in _import_soon(soon):
+            if problem := _unfit():
+                self.hello = replace(self.hello, problem=problem)
+                self.channel.send(self.hello)  # the kernel has launches spawn their ranks from now on
+                return
+            yield
         bootstrap.forget_finalizers()
-        self.unfit = _unfit() if soon else ""
         _settle()
         yield from system.collapse_heap()
 
@@ -159,8 +166,8 @@ class _Server:
     def fork_reaper(self, control: int) -> None:
         watched = [self.kernel, os.getpid()]
         try:
-            if self.unfit:
-                raise OSError(f'{self.unfit}. Use start_method="spawn"')
+            if self.hello.problem:  # the kernel asked before it was told
+                raise OSError(f"{self.hello.problem}; the next launch will spawn its ranks")
             pid = os.fork()
         except OSError as error:
             with socket.socket(fileno=control) as sock:

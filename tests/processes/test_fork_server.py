@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -18,7 +19,7 @@ from nblaunch.channel import Channel
 from nblaunch.errors import StartError
 from nblaunch.launch import start
 from nblaunch.launch.start import ForkServer, Servers, read_at_import
-from nblaunch.messages import NotStarted
+from nblaunch.messages import PROTOCOL, Hello, NotStarted
 from nblaunch.ranks.forkserver import _Server
 from tests.conftest import eventually, marked_processes
 
@@ -145,12 +146,26 @@ def test_what_the_first_optimizer_of_a_process_imports_is_there_before_the_ranks
     eventually(launched, 60.0)  # it is imported between launches, however many come
 
 
-def test_a_fork_server_that_an_import_has_spoilt_says_what_to_do() -> None:
+def test_a_fork_server_that_a_later_import_spoils_leaves_ranks_to_spawn(
+    own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sympy.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
+    )
+    paths = [str(tmp_path), *start.installed_path()]
+    monkeypatch.setattr(start, "installed_path", lambda: paths)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        eventually(lambda: own.usable("forkserver") == "spawn", 60.0)
+    assert re.search(r"ranks are spawned, which is slower: the preload left 2 threads running", str(said[0].message))
+
+
+def test_a_launch_that_asks_a_spoilt_fork_server_is_told() -> None:
     kernel, ours = socket.socketpair()
     control, its = socket.socketpair()
+    hello = Hello(PROTOCOL, os.getpid(), ("torch",), "the preload left 2 threads running", 0.0)
     with kernel, ours, control:
-        server = _Server(Channel(ours), os.getpid(), ())
-        server.unfit = "the preload left 2 threads running, and forking them is not safe"
+        server = _Server(Channel(ours), os.getpid(), hello, ())
         server.fork_reaper(its.detach())
         server.children.close()
         server.selector.close()
@@ -159,4 +174,4 @@ def test_a_fork_server_that_an_import_has_spoilt_says_what_to_do() -> None:
         came = Channel(control).receive()
     assert came is not None
     assert isinstance(came[0], NotStarted)
-    assert re.search(r"2 threads running.*Use start_method=\"spawn\"", came[0].reason)
+    assert re.search(r"2 threads running; the next launch will spawn its ranks", came[0].reason)
