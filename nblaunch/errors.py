@@ -120,16 +120,21 @@ def text_of(error: BaseException) -> str:
         return f"<its __str__ raised {type(trouble).__name__}>"
 
 
-def warn(message: str) -> None:
-    """Warn of something at the line that led here: the first one outside this package, which is the user's."""
+def warn(message: str, *, beyond: tuple[str, ...] = (_PACKAGE,)) -> None:
+    """Warn of something at the line that led here: the first one outside this package, which is the user's.
+
+    Args:
+        message: What, and what to do.
+        beyond: What the names of files begin with that are not the user's.
+    """
     if sys.version_info >= (3, 12):
-        warnings.warn(message, stacklevel=2, skip_file_prefixes=(_PACKAGE,))
+        warnings.warn(message, stacklevel=2, skip_file_prefixes=beyond)
     else:
-        warnings.warn(message, stacklevel=_level_outside())
+        warnings.warn(message, stacklevel=_level_outside(beyond))
 
 
-def _level_outside() -> int:
+def _level_outside(prefixes: tuple[str, ...]) -> int:
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(prefixes):
         level, frame = level + 1, frame.f_back
     return level

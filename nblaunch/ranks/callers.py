@@ -6,15 +6,15 @@ import linecache
 import os
 import sys
 import sysconfig
-import warnings
 from pathlib import Path
 from types import FrameType
 
-_LIBRARIES = (
+LIBRARIES = (
     str(Path(__file__).parents[1]) + os.sep,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
     "<frozen ",
 )
+"""What the names of files begin with that are not the user's."""
 
 
 def users_lines(most: int) -> list[tuple[str, int]]:
@@ -35,12 +35,6 @@ def package_outside(module: str) -> str:
     return outside[0].partition(".")[0] if outside else ""
 
 
-def warn(message: str) -> None:
-    """Warn at the user's line: `nblaunch.errors.warn` knows only our own package's from it."""
-    levels = [level for level, frame in enumerate(_frames(), 0) if _is_users(frame)]
-    warnings.warn(message, stacklevel=levels[0] if levels else 2)
-
-
 def _frames() -> list[FrameType]:
     """This function's own, its caller's, and all that led there."""
     frames: list[FrameType] = []
@@ -52,4 +46,4 @@ def _frames() -> list[FrameType]:
 
 
 def _is_users(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+    return not frame.f_code.co_filename.startswith(LIBRARIES)

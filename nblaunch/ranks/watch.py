@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nblaunch.errors import warn
 from nblaunch.ranks import callers
 from nblaunch.ranks.outline import outline
 
@@ -87,7 +88,7 @@ def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
     def looked_at(self: DataLoader[Any]) -> Any:
         message = _quietly(_at_pass, self)
         if message is not None:
-            callers.warn(message)
+            warn(message, beyond=callers.LIBRARIES)
         return original(self)
 
     looked_at.__nblaunch__ = True  # type: ignore[attr-defined]  # the mark that install looks for
@@ -262,10 +263,11 @@ def _counted(sampler: DistributedSampler[Any], indices: Iterator[int]) -> Iterat
     epoch = sampler.epoch
     yield from itertools.islice(indices, sampler.num_samples // 2)
     if _repeats(sampler, epoch):
-        callers.warn(
+        warn(
             f"this DistributedSampler goes through epoch {epoch} again, so in the order of the epoch before: call "
             "sampler.set_epoch(epoch) at the start of each epoch, or use nblaunch.training.data.shard(loader), "
-            "which does it"
+            "which does it",
+            beyond=callers.LIBRARIES,
         )
     yield from indices
     if _seen is not None:

@@ -15,8 +15,12 @@ from nblaunch.training.data import (
     DistributedWeightedSampler,
     ExactDistributedSampler,
     Prefetcher,
+    Preprocessed,
     ShardedLoader,
+    WorkersTiming,
+    preprocess,
     shard,
+    time_workers,
 )
 from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric, evaluate
 from nblaunch.training.seeding import seed_everything, seed_worker
@@ -34,11 +38,15 @@ __all__ = [
     "Mean",
     "Metric",
     "Prefetcher",
+    "Preprocessed",
     "ShardedLoader",
     "TrainConfig",
     "Trainer",
+    "WorkersTiming",
     "evaluate",
+    "preprocess",
     "seed_everything",
     "seed_worker",
     "shard",
+    "time_workers",
 ]

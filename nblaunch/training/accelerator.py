@@ -55,8 +55,15 @@ class Accelerator(Settings):
         optimizer steps, so with 4 ranks a schedule of 1000 steps takes 1000 steps, where accelerate's takes 250.
         DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). All else passes.
 
+        Without other ranks a DataLoader comes back as it is, unless something must be done with it: batches to be moved
+        (a GPU, a `dtype`), the last of a pass to be told (accumulation), or orders to be drawn from `seed`. A loop that
+        itself uses ``set_epoch``, ``is_last`` or ``state_dict`` prepares ``shard(loader)``, which has them alone too.
+
         Returns:
             One object as itself, several as a tuple.
+
+        Raises:
+            ArgumentError: One is a `Prefetcher`: prepare its loader, and wrap that.
         """
         self._join()
         how = Preparation(self.device, self.dtype, self.mixed_precision, self._steps, self.seed, self.ddp_kwargs)
@@ -84,9 +91,10 @@ class Accelerator(Settings):
         """A function that, called in a notebook, runs `fun` over `nprocs` ranks; called in a rank, it just runs it.
 
         It takes what `fun` takes; ``rank``, ``world_size``, ``local_rank`` and ``device`` may be left out. It gives
-        back a `LaunchResult`: ``result[rank]`` is what a rank returned. Modules, optimizers and schedules among its
-        arguments, in the object of a bound method, and in the variables that it names have rank 0's states afterwards.
-        With ``nprocs=1`` it is a plain call, in the notebook.
+        back a `LaunchResult`: ``result[rank]`` is what a rank returned, of a single one too. Modules, optimizers and
+        schedules have rank 0's states afterwards: those among its arguments, in the object of a bound method, and in
+        the variables that it, or a function of the notebook among them, names; within nests and plain objects too, as
+        deep as ``self.trainer.model``. Others, such as in a global of an imported module, stay as they were.
 
         Args:
             fun: A function or bound method, defined in a cell or anywhere.
@@ -128,7 +136,12 @@ class Accelerator(Settings):
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward``, with the loss divided by `gradient_accumulation_steps`, and scaled for float16."""
+        """``loss.backward``, with the loss divided by the batches of its optimizer step, and scaled for float16.
+
+        These are `gradient_accumulation_steps`; in the last step of a pass as many as are left, so of 10 batches by 4
+        the last two are halved. (Where the length of the loader is not known, or several prepared ones are iterated at
+        once, all steps divide by `gradient_accumulation_steps`.)
+        """
         self._steps.backward(loss, **kwargs)
 
     def clip_grad_norm_(
@@ -156,14 +169,18 @@ class Accelerator(Settings):
     def all_reduce_dict(self, d: Mapping[Any, Any], op: str = "mean") -> dict[Any, Any]:
         """Figures over all ranks, the same bits on each: in one collective while they are few. A collective.
 
+        It is one while each rank's figures pickle into 1,016 bytes, which are some 25 numbers with names; two beyond.
+
         Args:
-            d: By name ints, floats, bools, or tensors of any shape; in any order, the same names on every rank.
+            d: By name ints (of int64's range), floats, bools, or tensors of any shape; in any order, the same names on
+                every rank. A number that is a float on one rank is a float on all.
             op: ``"mean"`` (default), ``"sum"``, ``"max"`` or ``"min"``. Ints are summed exactly, and their mean is a
                 float; floats are summed in float64. Tensors keep their shape, and their dtype but for means of
                 integers (float64) and sums of bools (int64); they are left on `log_device`.
 
         Raises:
-            ArgumentError: On every rank, where names, types or shapes differ between ranks; it says who lacks what.
+            ArgumentError: On every rank, where names, types or shapes differ between ranks (it says who lacks what), or
+                a figure is none of these.
         """
         self._join()
         return figures.all_reduce_dict(d, op, self.log_device)

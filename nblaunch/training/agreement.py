@@ -13,7 +13,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training.world import collective_device, ensure_group, world
 
 _ROOM = 1024
-"""Bytes that each rank sends at first: as much as some thirty figures with their names need."""
+"""Bytes that each rank sends at first: as much as some 25 figures with their names need."""
 
 
 def agree(name: str, by_rank: Sequence[Mapping[str, str]]) -> None:

@@ -2,17 +2,59 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import random
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nblaunch.errors import ArgumentError
+
 _NAME = re.compile(r"step-(\d+)\.pt")
+
+
+@dataclass
+class Standing:
+    """How far a training is: what a checkpoint holds besides the states of its parts."""
+
+    epoch: int = 0
+    step: int = 0
+    """Optimizer steps done."""
+    best: float = math.inf
+    stale: int = 0
+    """Epochs since the best."""
+    ended: bool = False
+    seconds: float = 0.0
+    """That the present epoch has taken before it was broken off."""
+    history: list[dict[str, float]] = field(default_factory=list)
+
+    def note(self, value: float) -> None:
+        """Take an epoch's figure, of which a lower one is better, and NaN is never."""
+        if value < self.best:
+            self.best, self.stale = value, 0
+        else:
+            self.stale += 1
+
+
+def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse to go on from another run's checkpoint.
+
+    Raises:
+        ArgumentError: One of the values differs; the message names it, with the fix.
+    """
+    for name, value in own.items():
+        if wrote[name] != value:
+            raise ArgumentError(
+                f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, "
+                "another checkpoint_dir, or resume=False to train anew"
+            )
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
@@ -30,8 +72,19 @@ def write(state: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
+        _sync_folder(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the new name, too, outlast a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # file systems that cannot: there the name is as safe as it gets
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class TrainConfig:
     """How to train.
 
     Attributes:
-        nprocs: Ranks. Default: one per visible GPU, without GPUs 2. With 1 nothing is launched.
+        nprocs: Ranks. Default: one per visible GPU, without GPUs 2.
         epochs: Passes over the training data, in all: a resumed run does what is left of them.
         batch_size: Samples of one batch on one rank, where `Trainer.fit` is given a dataset.
         accumulation: Batches whose gradients make one optimizer step.

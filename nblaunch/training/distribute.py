@@ -9,6 +9,7 @@ import functools
 import inspect
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from nblaunch import calls, pickling
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.ranks.report import current
 from nblaunch.training.nests import children, is_container, to_device
-from nblaunch.training.world import has_group, own_device, world
+from nblaunch.training.world import has_group, world
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult
@@ -31,8 +32,14 @@ _DEVICES = {"auto": "auto", "cpu": "cpu", "gpu": "cuda"}
 _MOST = 10_000
 """Elements of a container that are looked at."""
 
+_LEVELS = 2
+"""How deep plain objects are gone into, each an attribute of the one before."""
+_SIMPLE = (str, bytes, int, float, types.NoneType)
+
 Path = tuple[Any, ...]
 """How to get from a call to one of its parts: the same in the notebook and in a rank."""
+_Step = tuple[Path, Any, int]
+"""A thing, where it was found, and how many plain objects deep."""
 
 
 def distributed(accelerator: Accelerator, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
@@ -49,8 +56,6 @@ def distributed(accelerator: Accelerator, function: Callable[..., Any], options:
             calls.check(function, args, kwargs)
         except TypeError as error:
             raise ArgumentError(f"the arguments do not fit {_name(function)}: {error}") from None
-        if accelerator.nprocs == 1:
-            return function(*args, **kwargs, **_own_values(accelerator, calls.left_out(function, args, kwargs)))
         return _launch(accelerator, _Task(function, args, kwargs), options)
 
     return call
@@ -59,14 +64,6 @@ def distributed(accelerator: Accelerator, function: Callable[..., Any], options:
 def is_rank() -> bool:
     """Whether this process is a rank already, of a launch, under torchrun or of a group of the user's own."""
     return current() is not None or has_group() or world().is_shared
-
-
-def _own_values(accelerator: Accelerator, names: tuple[str, ...]) -> dict[str, Any]:
-    """What a launch would have filled in, in the only process there is."""
-    if not names:
-        return {}
-    values = {"rank": 0, "local_rank": 0, "world_size": 1, "device": own_device(accelerator.compute_setup)}
-    return {name: values[name] for name in names}
 
 
 def _launch(accelerator: Accelerator, task: _Task, options: Mapping[str, Any]) -> LaunchResult:
@@ -139,44 +136,45 @@ def _name(function: Callable[..., Any]) -> str:
 
 # ------------------------------------------------------------------ what may be trained
 def _trained_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Every module, optimizer and schedule that a call can reach, once, with its path.
+    """Every module, optimizer and schedule that a call can reach, once, with its path; what is nearest comes first.
 
     That is: in its arguments, in the object that a method is bound to, in the variables that a function of the notebook
-    names; and in nests of them and attributes of plain objects among them.
+    names, and those that the notebook's functions among them name; in nests of them, and in attributes of plain
+    objects among them, and of plain objects among those.
     """
     seen: dict[int, Any] = {}  # the things too, or another could come to have an id of theirs
-    for name, root in (("function", function), ("args", args), ("kwargs", kwargs)):
-        yield from _walk(root, (name,), seen, is_root=name == "function")
+    waiting: deque[_Step] = deque([(("function",), function, 0), (("args",), args, 0), (("kwargs",), kwargs, 0)])
+    while waiting:
+        path, value, level = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, (nn.Module, Optimizer, LRScheduler)):
+            yield path, value
+            continue
+        is_object = not _is_callable(value) and not is_container(value)
+        if not is_object or (level < _LEVELS and _is_plain(value)):
+            parts = vars(value).items() if is_object else _parts(value)
+            waiting.extend(
+                ((*path, key), part, level + is_object) for key, part in parts if not isinstance(part, _SIMPLE)
+            )
 
 
-def _walk(
-    value: Any, path: Path, seen: dict[int, Any], *, is_root: bool = False, is_inside: bool = False
-) -> Iterator[tuple[Path, Any]]:
-    if id(value) in seen or value is None or isinstance(value, (str, bytes, int, float)):
-        return
-    seen[id(value)] = value
-    if isinstance(value, (nn.Module, Optimizer, LRScheduler)):
-        yield path, value
-        return
-    for key, part, is_next_inside in _parts(value, is_root, is_inside):
-        yield from _walk(part, (*path, key), seen, is_root=is_root and key == "func", is_inside=is_next_inside)
-
-
-def _parts(value: Any, is_root: bool, is_inside: bool) -> Iterator[tuple[Any, Any, bool]]:
-    """A thing's parts: their keys, themselves, and whether they are attributes of an object already."""
-    if is_container(value):
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What a function or a nest holds, with keys that are the same in the notebook and in a rank."""
+    if isinstance(value, types.MethodType):
+        yield from (("self", value.__self__), ("function", value.__func__))
+    elif isinstance(value, functools.partial):
+        yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
+    elif isinstance(value, types.FunctionType):
+        yield from pickling.names_of(value).items() if _is_sent_by_value(value) else ()
+    else:
         for index, (key, part) in enumerate(islice(children(value), _MOST)):
-            yield (key if isinstance(key, (str, int)) else index), part, is_inside
-    elif isinstance(value, types.MethodType):
-        yield "self", value.__self__, False
-    elif is_root and isinstance(value, types.FunctionType) and _is_sent_by_value(value):
-        for name, part in pickling.names_of(value).items():
-            yield name, part, False
-    elif is_root and isinstance(value, functools.partial):
-        yield from (("func", value.func, False), ("args", value.args, False), ("keywords", value.keywords, False))
-    elif not is_inside and _is_plain(value):
-        for name, part in vars(value).items():
-            yield name, part, True
+            yield (key if isinstance(key, (str, int)) else index), part
+
+
+def _is_callable(value: Any) -> bool:
+    return isinstance(value, (types.MethodType, types.FunctionType, functools.partial))
 
 
 def _is_sent_by_value(function: types.FunctionType) -> bool:
@@ -189,6 +187,6 @@ def _is_sent_by_value(function: types.FunctionType) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Whether it is an object of a class of the user's, or of nblaunch's, with attributes."""
-    if isinstance(value, (type, types.ModuleType, types.FunctionType)) or not hasattr(value, "__dict__"):
+    if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools", "collections")

@@ -1,4 +1,7 @@
-"""`all_reduce_dict`: a dict of figures over all ranks, in a single collective as long as it is small."""
+"""`all_reduce_dict`: a dict of figures over all ranks, in a single collective as long as it is small.
+
+Numbers travel as Python's own, and each rank reduces all of them in the same order and types.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,17 @@ from nblaunch.training.agreement import agree, bytes_of, exchange_bytes, is_inex
 from nblaunch.training.world import world
 
 _OPERATIONS = ("mean", "sum", "max", "min")
+_NUMBERS = (float, int, bool)
+"""The widest first: what a figure is on one rank it is on all."""
+_MOST_BITS = 63
+"""Of an int, which int64 holds beside its sign."""
 
 
 class _Entry(NamedTuple):
     """A figure as it travels."""
 
     kind: str
-    """``int``, ``float``, ``bool``, or a tensor's dtype and shape."""
+    """``a number``, or a tensor's dtype and shape: what must be the same on all ranks."""
     content: Any
     """The number, or the tensor's bytes."""
     dtype: str = ""
@@ -41,7 +48,9 @@ def all_reduce_dict(figures: Mapping[Any, Any], op: str, device: torch.device) -
     wrong = [(rank, key, e.kind) for rank, part in enumerate(by_rank) for key, e in part.items() if e.content is None]
     if wrong:
         rank, key, kind = wrong[0]
-        raise ArgumentError(f"all_reduce_dict: {key!r} on rank {rank} is {kind}: give an int, float, bool or tensor")
+        raise ArgumentError(
+            f"all_reduce_dict: {key!r} on rank {rank} is {kind}: give a float, an int64, a bool or a tensor"
+        )
     agree("all_reduce_dict", [{repr(key): entry.kind for key, entry in part.items()} for part in by_rank])
     return {key: _reduced([part[key] for part in by_rank], op, key, device) for key in figures}
 
@@ -55,11 +64,13 @@ def _packed(value: Any) -> _Entry:
         name, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
         return _Entry(f"a {name} tensor of shape {list(shape)}", bytes_of(value.detach()), name, shape)
     if isinstance(value, bool):
-        return _Entry("bool", value)
+        return _Entry("a number", value)
     if isinstance(value, numbers.Integral):
-        return _Entry("int", int(value))
+        number = int(value)
+        bits = max(number, ~number).bit_length()
+        return _Entry("a number", number) if bits <= _MOST_BITS else _Entry(f"an int of {bits} bits", None)
     if isinstance(value, numbers.Real):
-        return _Entry("float", float(value))
+        return _Entry("a number", float(value))
     return _Entry(f"{value!r:.60} of type {type(value).__name__}", None)
 
 
@@ -70,7 +81,8 @@ def _reduced(entries: Sequence[_Entry], op: str, key: Any, device: torch.device)
             raise ArgumentError(f"op={op!r}: {key!r} is complex, and complex numbers have no order")
         tensors = [tensor_of(entry.content, dtype, entry.shape) for entry in entries]
         return _reduced_tensors(tensors, op).to(device)
-    values = [entry.content for entry in entries]
+    widest = next(kind for kind in _NUMBERS if any(type(entry.content) is kind for entry in entries))
+    values = [widest(entry.content) for entry in entries]
     if op in ("sum", "mean"):
         total = sum(values)
         return total if op == "sum" else total / len(values)

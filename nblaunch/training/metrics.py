@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import progress, report
 from nblaunch.training.counting import Accuracy, FromTorchmetrics, Mean, Metric
+from nblaunch.training.data.loader import ShardedLoader
+from nblaunch.training.data.orders import samplers_of, shards
+from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.sharding import shard
 from nblaunch.training.nests import tensors_in, to_device
 from nblaunch.training.unwrap import unwrapped
@@ -47,7 +50,8 @@ def evaluate(
 
     Args:
         model: Alike on every rank, on its device.
-        loader: A DataLoader, sharded here where it is not yet. Another iterable is taken for this rank's own part.
+        loader: A DataLoader, sharded here where it is not yet (but not inside a `Prefetcher`). Another iterable is
+            taken for this rank's own part.
         metrics: By name; one alone is named after its class. They are reset first. Default: accuracy.
         loss_fn: ``(output, target) -> loss``, a mean over the batch, for the figure ``loss``: the batches' losses,
             weighted by size. It is as good as `loss_fn` computes it in the model's dtype, batch by batch.
@@ -62,32 +66,20 @@ def evaluate(
         Figures by name, the same on every rank.
 
     Raises:
-        ArgumentError: The loader was prepared by accelerate; metrics or batches are not as above.
+        ArgumentError: The loader was prepared by accelerate, is an undivided one in a `Prefetcher`, or has a sampler
+            that repeats samples, as torch's ``DistributedSampler`` does; metrics or batches are not as above.
         RuntimeError: The samples counted over all ranks are not as many as the loader has.
     """
-    named = _named(metrics)
-    sharded = _sharded(loader)
+    taken = _Taken(_named(metrics), loss_fn, step or forward, size)
+    divided = _divided(loader)
     module = unwrapped(model)
     where = device if device is not None else _device_of(module)
-    losses: list[tuple[Tensor, int]] = []
-    counted = 0
-    for metric in named.values():
-        metric.reset()
     with _in_eval_mode(module), torch.no_grad():  # a tensor made in inference mode could not serve training later
         _share_buffers(module)
-        for batch in _real_batches(sharded, desc):
-            moved = to_device(batch, where)
-            output, target = (step or forward)(module, moved)
-            samples = size(moved) if size is not None else _size(target, moved)
-            counted += samples
-            for metric in named.values():
-                metric.update(output, target)
-            if loss_fn is not None:
-                losses.append((loss_fn(output, target).detach(), samples))
-    _check(sum(exchange(counted)), getattr(sharded, "total", None))
-    if loss_fn is not None:
-        named["loss"] = _mean(losses)
-    figures = {f"{prefix}{name}": metric.compute() for name, metric in named.items()}
+        for batch in _real_batches(divided, desc):
+            taken.take(module, to_device(batch, where))
+    _check(sum(exchange(taken.samples)), getattr(divided, "total", None))
+    figures = {f"{prefix}{name}": value for name, value in taken.figures().items()}
     if world().rank == 0:
         report(at, **figures)
     return figures
@@ -148,15 +140,71 @@ def _is_metric(thing: object) -> bool:
     return isinstance(thing, Metric) and not isinstance(thing, (Mean, type))  # a Mean takes no outputs and targets
 
 
-def _sharded(loader: Iterable[Any]) -> Iterable[Any]:
-    return shard(loader) if isinstance(loader, DataLoader) else loader
+class _Taken:
+    """What the batches of this rank have come to."""
+
+    def __init__(self, metrics: dict[str, Metric], loss_fn: Any, step: Any, size: Any) -> None:
+        self.samples = 0
+        self._metrics, self._loss_fn, self._step, self._size = metrics, loss_fn, step, size
+        self._losses: list[tuple[Tensor, int]] = []  # read at the end, as a GPU would have to be waited for
+        for metric in metrics.values():
+            metric.reset()
+
+    def take(self, module: nn.Module, batch: Any) -> None:
+        output, target = self._step(module, batch)
+        samples = self._size(batch) if self._size is not None else _size(target, batch)
+        self.samples += samples
+        for metric in self._metrics.values():
+            metric.update(output, target)
+        if self._loss_fn is not None:
+            self._losses.append((self._loss_fn(output, target).detach(), samples))
+
+    def figures(self) -> dict[str, float]:
+        """Over all ranks; a collective."""
+        figures = {name: metric.compute() for name, metric in self._metrics.items()}
+        return figures if self._loss_fn is None else {**figures, "loss": self._loss()}
+
+    def _loss(self) -> float:
+        mean = Mean()
+        for loss, samples in self._losses:
+            mean.update(loss, samples if loss.numel() == 1 else 1)
+        return mean.compute()
 
 
-def _mean(losses: list[tuple[Tensor, int]]) -> Metric:
-    mean = Mean()
-    for loss, samples in losses:
-        mean.update(loss, samples if loss.numel() == 1 else 1)
-    return mean
+# ------------------------------------------------------------------ the loader
+def _divided(loader: Iterable[Any]) -> Iterable[Any]:
+    """The loader, of which this rank gets its part, and all ranks together no sample twice."""
+    inner = _innermost(loader)
+    if not isinstance(inner, DataLoader) or (inner is not loader and not world().is_shared):
+        return loader
+    sharded = shard(inner)
+    if inner is loader:
+        loader = sharded
+    elif sharded is not inner and not any(map(shards, samplers_of(inner))):
+        raise ArgumentError(
+            f"loader: the Prefetcher's {type(inner).__name__} is not divided among the {world().size} ranks, so that "
+            "each would count every sample: give Prefetcher(shard(loader), device), or the loader itself"
+        )
+    _refuse_repeats(sharded)
+    return loader
+
+
+def _innermost(loader: Iterable[Any]) -> Iterable[Any]:
+    return _innermost(loader.loader) if isinstance(loader, Prefetcher) else loader
+
+
+def _refuse_repeats(loader: ShardedLoader[Any]) -> None:
+    own = loader.given_out()
+    if own is None or not hasattr(loader.dataset, "__len__"):
+        return
+    given, size = sum(exchange(own)), len(loader.dataset)
+    if given > size:
+        sampler = next(type(one).__name__ for one in samplers_of(loader) if shards(one))
+        raise ArgumentError(
+            f"loader: its {sampler} gives the ranks {given} samples of a dataset of {size}, so it repeats "
+            f"{given - size} samples, which would count twice: leave it out, as shard(loader) divides exactly, or use "
+            "ExactDistributedSampler, or a sampler with drop_last=True where some samples may be missing"
+        )
 
 
 def _real_batches(loader: Iterable[Any], desc: str) -> Iterator[Any]:

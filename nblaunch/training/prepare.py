@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from nblaunch.errors import warn
+from nblaunch.errors import ArgumentError, warn
+from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.sharding import shard
 from nblaunch.training.nests import dtype_for, leaves, map_nest, to_device
 from nblaunch.training.precision import cast_forward
@@ -37,6 +38,11 @@ class Preparation:
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """The objects, prepared. A collective."""
         found = {id(leaf): leaf for leaf in leaves(objects)}
+        if any(isinstance(leaf, Prefetcher) for leaf in found.values()):
+            raise ArgumentError(
+                "a Prefetcher cannot be prepared, for it reads ahead of the loader that accumulation follows: prepare "
+                "the loader, then wrap it: Prefetcher(accelerator.prepare(loader), accelerator.device)"
+            )
         ready: dict[int, Any] = {}
         phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (nn.Module, self.module),
@@ -102,29 +108,9 @@ class Preparation:
         moves = self.device.type != "cpu" or self.dtype is not None
         if not (world().is_shared or moves or self.stepping.every > 1 or self.seed is not None):
             return loader
-        sharded = shard(loader, seed=self.seed)
-        return shard(sharded, move=_Move(weakref.ref(sharded), self.stepping, self.device, self.dtype))
-
-
-class _Move:
-    """Notes whose batch it is, and moves it."""
-
-    def __init__(
-        self, loader: Callable[[], Any], stepping: Stepping, device: torch.device, dtype: torch.dtype | None
-    ) -> None:
-        self.loader, self.stepping = loader, stepping
-        self.device, self.dtype = device, dtype
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "loader": _no_loader}  # where it is sent, `prepare` sets it anew
-
-    def __call__(self, batch: Any) -> Any:
-        self.stepping.given(self.loader())
-        return move(batch, self.device, self.dtype)
-
-
-def _no_loader() -> None:
-    return None
+        prepared = shard(loader, seed=self.seed, move=functools.partial(move, device=self.device, dtype=self.dtype))
+        prepared.follower = self.stepping
+        return prepared
 
 
 def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

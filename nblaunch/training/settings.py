@@ -9,6 +9,7 @@ import torch
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import precision
+from nblaunch.training.seeding import checked_seed
 from nblaunch.training.stepping import Stepping
 from nblaunch.training.world import own_device, world
 
@@ -33,10 +34,10 @@ class Settings:
         self.compute_setup = _one_of("compute_setup", compute_setup, ("auto", "cpu", "gpu"))
         self.log_setup = _one_of("log_setup", log_setup, ("cpu", "auto"))
         self.dtype = _inexact(dtype)
-        self.backend = backend
+        self.backend = None if backend is None else _one_of("backend", backend, ("gloo", "nccl"))
         self.gradient_accumulation_steps = _at_least_one("gradient_accumulation_steps", gradient_accumulation_steps)
         self.ddp_kwargs = dict(ddp_kwargs or {})
-        self.seed = seed
+        self.seed = checked_seed(seed)
         self._mixed_precision = mixed_precision
         self._stepping: Stepping | None = None
         precision.precision_of(mixed_precision)

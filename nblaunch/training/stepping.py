@@ -5,27 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-
-
-@dataclass(slots=True)
-class _Pass:
-    """A prepared loader that is being iterated."""
-
-    loader: weakref.ref[Any]
-    epoch: int
-    """A pass that was completed has advanced the loader's."""
-
-    @property
-    def is_on(self) -> bool:
-        loader = self.loader()
-        return loader is not None and loader.epoch == self.epoch
 
 
 class Stepping:
@@ -41,7 +26,8 @@ class Stepping:
         self.sync = True
         self._scaler = scaler
         self._batches = 0
-        self._passes: list[_Pass] = []
+        self._size = every
+        self._passes: list[weakref.ref[Any]] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._skipped: set[int] = set()
@@ -54,15 +40,16 @@ class Stepping:
     # ------------------------------------------------------------------ which loader is being iterated
     def given(self, loader: Any) -> None:
         """A prepared loader is about to give out a batch: passes that began within its own are over."""
-        if loader is None:
-            return
-        place = next((i for i, one in enumerate(self._passes) if one.loader() is loader), len(self._passes))
-        self._passes[place:] = [_Pass(weakref.ref(loader), loader.epoch)]
+        place = next((i for i, one in enumerate(self._passes) if one() is loader), len(self._passes))
+        self._passes[place:] = [weakref.ref(loader)]
+
+    def ended(self, loader: Any) -> None:
+        """A pass over it was taken to its end or broken off."""
+        self._passes = [one for one in self._passes if one() is not loader]
 
     def _loaders(self) -> list[Any]:
         """The prepared loaders that are being iterated, the innermost last."""
-        self._passes = [one for one in self._passes if one.is_on]
-        return [one.loader() for one in self._passes]
+        return [loader for loader in (one() for one in self._passes) if loader is not None]
 
     @property
     def is_padding(self) -> bool:
@@ -72,16 +59,26 @@ class Stepping:
     # ------------------------------------------------------------------ accumulation
     @contextmanager
     def accumulate(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """One batch of `every`, or the last of its loader."""
+        """One batch of a step's, or the last of its loader."""
+        loaders = self._loaders()
+        if self._batches == 0:
+            self._size = self._size_of_step(loaders)
         self._batches += 1
-        is_last = any(loader.is_last for loader in self._loaders())
-        self.sync = is_last or self._batches % self.every == 0
+        self.sync = any(loader.is_last for loader in loaders) or self._batches == self._size
         if self.sync:
             self._batches = 0
         with ExitStack() as stack:
             if not self.sync:
                 self.hold_back(stack, modules)
             yield
+
+    def _size_of_step(self, loaders: list[Any]) -> int:
+        """How many batches the step will have that begins now: `every`, or what is left of the pass.
+
+        Of several loaders at once nobody knows whether they are taken side by side or one within another.
+        """
+        left = loaders[0].remaining if len(loaders) == 1 else None
+        return self.every if left is None else max(1, min(self.every, left))
 
     def hold_back(self, stack: ExitStack, modules: Iterable[nn.Module]) -> None:
         """Let the modules, or else all that were prepared, exchange no gradients within the stack."""
@@ -113,8 +110,8 @@ class Stepping:
         return self._scaler
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """``loss.backward``, divided by the batches of a step, and scaled."""
-        share = loss / self.every if self.every > 1 else loss
+        """``loss.backward``, divided by the batches of its step, and scaled."""
+        share = loss / self._size if self._size > 1 else loss
         scaler = self.scaler
         (share if scaler is None else scaler.scale(share)).backward(**kwargs)
 

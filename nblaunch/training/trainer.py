@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
@@ -30,22 +31,6 @@ from nblaunch.training.world import exchange, world
 
 Figures = dict[str, float]
 Data = DataLoader[Any] | Dataset[Any]
-
-
-@dataclass
-class _Standing:
-    """How far the training is: what a checkpoint holds besides the states of its parts."""
-
-    epoch: int = 0
-    step: int = 0
-    """Optimizer steps done."""
-    best: float = math.inf
-    stale: int = 0
-    """Epochs since the best."""
-    ended: bool = False
-    seconds: float = 0.0
-    """That the present epoch has taken before it was broken off."""
-    history: list[Figures] = field(default_factory=list)
 
 
 class Trainer:
@@ -92,7 +77,7 @@ class Trainer:
             gradient_accumulation_steps=self.config.accumulation,
             seed=self.config.seed,
         )
-        self._standing = _Standing()
+        self._standing = checkpoint.Standing()
         self._running = Mean()
         folder = self.config.checkpoint_dir
         self._folder = None if folder is None else checkpoint.Folder(folder, self.config.keep)
@@ -124,7 +109,8 @@ class Trainer:
     def fit(self, train: Data, valid: Data | None = None) -> list[Figures]:
         """Train, and give back the history.
 
-        In a notebook this launches ``config.nprocs`` ranks; in a rank, or under torchrun, it trains as one of them.
+        In a notebook this launches ``config.nprocs`` ranks, even if it is one; in a rank, or under torchrun, it trains
+        as one of them.
         With a ``checkpoint_dir`` an unfinished run is continued: after a stop or a failure, call it again with the
         same arguments, and it takes the very steps that the run would have taken (on the CPU to the last bit; with
         DataLoader workers only if what they do does not depend on random states).
@@ -137,24 +123,26 @@ class Trainer:
             For each epoch ``{"epoch", "loss", "seconds"}``, with `valid` ``"valid_loss"`` and ``"valid_<metric>"`` too.
 
         Raises:
+            ArgumentError: ``config.monitor`` is none of an epoch's figures, or the latest checkpoint is of another run.
             Exception: What a rank raised, as `notebook_launcher` has it.
         """
-        if is_rank() or self.config.nprocs == 1:
+        self._check_monitor(valid)
+        if is_rank():
             return self._train(train, valid)
         history: list[Figures] = self.accelerator.distribute(self.fit)(train, valid)[0]
-        self._standing = _Standing(history=history)
+        self._standing = checkpoint.Standing(history=history)
         return history
 
     # ------------------------------------------------------------------ in each rank
     def _train(self, train: Data, valid: Data | None) -> list[Figures]:
         seed_everything(self.config.seed)
         torch.manual_seed(self.config.seed + world().rank)  # dropout differs between ranks; the order of data does not
-        self._standing, self.should_stop = _Standing(), False
+        self._standing, self.should_stop = checkpoint.Standing(), False
         model, self._optimizer, loader = self.accelerator.prepare(self.model, self.optimizer, self._loader(train, True))
         steps = math.ceil(len(loader) / self.config.accumulation)
         schedule = self.config.make_schedule(self.optimizer, steps * self.config.epochs)
         self._schedule = self.accelerator.prepare(schedule)
-        self._resume(loader)
+        self._resume(model, loader)
         self._call("on_fit_begin")
         while not self._is_done():
             self._train_epoch(model, loader)
@@ -166,7 +154,9 @@ class Trainer:
         config = self.config
         if not isinstance(data, DataLoader):
             data = DataLoader(data, config.batch_size, shuffle=shuffle, num_workers=config.num_workers)
-        return shard(data, seed=config.seed)
+        loader = shard(data, seed=config.seed)
+        loader.set_epoch(0)  # a sharded loader of the user's may have been used before
+        return loader
 
     def _train_epoch(self, model: nn.Module, loader: Any) -> None:
         self._begun = time.monotonic() - self._standing.seconds
@@ -222,7 +212,7 @@ class Trainer:
         self._call("on_epoch_end", figures)
         standing = self._standing
         standing.epoch, standing.seconds = self.epoch + 1, 0.0
-        standing.ended = self._is_over(figures) or any(exchange(self.should_stop))
+        standing.ended = any(exchange(self._is_over(figures) or self.should_stop))
         self._checkpoint(loader)
 
     def _validate(self, model: nn.Module, valid: Data | None) -> Figures:
@@ -240,16 +230,23 @@ class Trainer:
 
     def _is_over(self, figures: Figures) -> bool:
         """Whether early stopping ends training with this epoch."""
-        config, standing = self.config, self._standing
+        config = self.config
         if config.early_stop is None:
             return False
         name = config.monitor or ("valid_loss" if "valid_loss" in figures else "loss")
         if name not in figures:
             raise ArgumentError(f"monitor={name!r}: the figures of an epoch are {', '.join(figures)}")
-        value = -figures[name] if config.higher_is_better else figures[name]
-        standing.stale = 0 if value < standing.best else standing.stale + 1
-        standing.best = min(value, standing.best)
-        return standing.stale >= config.early_stop
+        self._standing.note(-figures[name] if config.higher_is_better else figures[name])
+        return self._standing.stale >= config.early_stop
+
+    def _check_monitor(self, valid: Data | None) -> None:
+        """Refuse a name that no epoch can have; those that callbacks add are known after the first."""
+        names = ["loss", "seconds"]
+        if valid is not None:
+            names += ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
+        monitor = self.config.monitor
+        if monitor not in (None, *names) and not any(hasattr(each, "on_epoch_end") for each in self.callbacks):
+            raise ArgumentError(f"monitor={monitor!r}: the figures of an epoch are {', '.join(names)}")
 
     def _call(self, hook: str, *args: Any) -> None:
         for callback in self.callbacks:
@@ -273,7 +270,8 @@ class Trainer:
         ranks = exchange(own)
         if self.accelerator.is_main_process:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
-            self._folder.write({"standing": asdict(self._standing), "parts": parts, "ranks": ranks}, self.step)
+            state = {"setup": self._setup(loader), "standing": asdict(self._standing), "parts": parts, "ranks": ranks}
+            self._folder.write(state, self.step)
         self.accelerator.wait_for_everyone()
 
     def _parts(self) -> dict[str, Any]:
@@ -282,7 +280,17 @@ class Trainer:
         parts["scaler"] = self.accelerator.scaler
         return {name: part for name, part in parts.items() if part is not None}
 
-    def _resume(self, loader: Any) -> None:
+    def _setup(self, loader: Any) -> dict[str, Any]:
+        """What must be alike for one run to go on where another was: it says which samples make a step."""
+        return {
+            "nprocs": world().size,
+            "batch_size": loader.batch_size,
+            "accumulation": self.config.accumulation,
+            "samples": loader.total,
+            "batches": len(loader),
+        }
+
+    def _resume(self, model: nn.Module, loader: Any) -> None:
         """Go on from the latest checkpoint, if there is one and the config says so."""
         if self._folder is None:
             return
@@ -292,24 +300,33 @@ class Trainer:
         if path is None:
             return
         state = checkpoint.read(path)
-        ranks = state["ranks"]
-        if len(ranks) != world().size:
-            raise ArgumentError(
-                f"{path} was written by {len(ranks)} ranks, and these are {world().size}: use "
-                f"nprocs={len(ranks)}, another checkpoint_dir, or resume=False to train anew"
-            )
-        for name, part in self._parts().items():
-            part.load_state_dict(state["parts"][name])
-        self._standing = _Standing(**state["standing"])
-        own = ranks[world().rank]
-        loader.load_state_dict(own["loader"])
-        self._running.load_state_dict(own["loss"])
-        checkpoint.restore_random_states(own["random"])
+        checkpoint.check_setup(path, state["setup"], self._setup(loader))
+        self._standing = checkpoint.Standing(**state["standing"])
         if self._is_done() and self.accelerator.is_main_process:
             warn(
                 f"nothing is left to train: {path} has {self.epoch} of {self.config.epochs} epochs. Give more "
                 "epochs, another checkpoint_dir, or resume=False to train anew"
             )
+        self._rehearse(model, loader)
+        self._restore(state, loader)
+
+    def _rehearse(self, model: nn.Module, loader: Any) -> None:
+        """Take a step of which nothing stays: with its first, DistributedDataParallel regroups the gradients.
+
+        Regrouped, three ranks and more add them up in another order, and the run that is gone on with had done it.
+        """
+        if isinstance(model, DistributedDataParallel) and self.step and not self._is_done():
+            loss, _ = self._loss_and_output(model.train(), next(iter(loader)))
+            loss.backward()
+            self.optimizer.zero_grad()
+
+    def _restore(self, state: Mapping[str, Any], loader: Any) -> None:
+        for name, part in self._parts().items():
+            part.load_state_dict(state["parts"][name])
+        own = state["ranks"][world().rank]
+        loader.load_state_dict(own["loader"])
+        self._running.load_state_dict(own["loss"])
+        checkpoint.restore_random_states(own["random"])
 
     def _is_done(self) -> bool:
         return self._standing.ended or self.epoch >= self.config.epochs

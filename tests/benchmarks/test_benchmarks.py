@@ -47,6 +47,7 @@ def test_the_training_benchmark_trains_alike_and_counts_right() -> None:
     text = training.table(figures)
     assert all(name in text for name in figures.loops)
     assert "all_reduce_dict | 1 |" in text
+    assert f"all_reduce of each key | {training.KEYS} |" in text
     assert json.loads(json.dumps(figures.as_json()))["evaluations"][0]["samples"] == 10_000
 
 

@@ -3,12 +3,14 @@
 * `loops`: images per second of a small convolutional net on scikit-learn's digits, on 2 ranks with as many threads
   each, under nblaunch and accelerate (each from a real kernel of its own) and torchrun (a script).
 * `evaluations`: `nblaunch.training.evaluate` against a padded DistributedSampler with a gather for each batch.
-* `reductions`: `Accelerator.all_reduce_dict` against one ``all_reduce`` for each key.
+* `reductions`: `Accelerator.all_reduce_dict` against one ``all_reduce`` for each key; the collectives of both are
+  counted by torch's profiler.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -286,6 +288,7 @@ def _reduce(calls: int) -> list[Reduced]:
         "Accelerator.all_reduce_dict": accelerator.all_reduce_dict,
         "all_reduce of each key": _each_key,
     }
+    collectives = {name: _collectives_of(functools.partial(way, values)) for name, way in ways.items()}
     took: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(calls):
         for name, way in ways.items():
@@ -294,9 +297,14 @@ def _reduce(calls: int) -> list[Reduced]:
             reduced = way(values)
             took[name].append(time.perf_counter() - begin)
             assert float(reduced[f"metric {KEYS - 1}"]) == 1.5 * (KEYS - 1) + 0.5
-    return [
-        Reduced(name, 1 if name.startswith("Acc") else KEYS, statistics.median(each)) for name, each in took.items()
-    ]
+    return [Reduced(name, collectives[name], statistics.median(each)) for name, each in took.items()]
+
+
+def _collectives_of(work: Callable[[], object]) -> int:
+    """How many collectives a piece of work runs, as torch's profiler sees the backend run them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    return sum(event.count for event in profile.key_averages() if event.key.startswith("c10d::"))
 
 
 def _each_key(values: dict[str, float]) -> dict[str, float]:

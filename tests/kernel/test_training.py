@@ -118,9 +118,10 @@ def test_a_method_of_a_class_of_a_cell_trains_its_object_and_a_failure_comes_as_
 
 def test_an_interrupt_ends_the_ranks_and_leaves_the_notebooks_model(cells: Kernel) -> None:
     cells.run(
-        "import time\nfrom nblaunch import Accelerator\nmodel = torch.nn.Linear(1, 1)\nbefore = model.weight.item()\n"
+        "import threading\nfrom nblaunch import Accelerator\n"
+        "model = torch.nn.Linear(1, 1)\nbefore = model.weight.item()\n"
         "def train():\n    torch.nn.init.constant_(model.weight, 9.0)\n    print('training', flush=True)\n"
-        "    while True: time.sleep(0.01)\n"
+        "    threading.Event().wait()\n"
     ).check()
     request = cells.start_cell("Accelerator(nprocs=2, compute_setup='cpu').distribute(train)()")
     cells.follow_cell(request, "[rank 1] training")

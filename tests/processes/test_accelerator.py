@@ -90,10 +90,16 @@ def test_collectives(launch: Launcher) -> None:
         assert len(calls) == 2
         assert large["big"].tolist() == [0] * 1000
 
+        mixed = {"loss": 0 if rank == 1 else 0.5 + rank, "n": bool(rank) if rank < 2 else 3}  # as Python's literals go
+        assert accelerator.all_reduce_dict(mixed, "sum") == {"loss": 3.0, "n": 4}
+        assert repr(accelerator.all_reduce_dict(mixed, "min")) == "{'loss': 0.0, 'n': 0}"
+
         # --- what does not fit is said on every rank, and nobody waits
         said = [message_of(lambda: accelerator.all_reduce_dict({"a": 1} if rank == 1 else {"a": 1, "b": 2.0}))]
         said.append(message_of(lambda: accelerator.all_reduce_dict({"a": torch.ones(rank + 1)})))
         said.append(message_of(lambda: accelerator.all_reduce_dict({"a": "text" if rank == 2 else 1.0})))
+
+        said.append(message_of(lambda: accelerator.all_reduce_dict({"a": 10**400 if rank == 2 else 1}, "max")))
 
         # --- gather: rows by rank, of different counts, in any nest and any type
         nest: dict[str, Any] = {"p": Pair(torch.full((rank, 2), rank), torch.tensor(float(rank))), "none": None}
@@ -137,10 +143,11 @@ def test_collectives(launch: Launcher) -> None:
     assert results[0]["loss"] == (0.1 + 0.2 + 0.1 * 3) / 3
     for result in results:
         assert result["said"] == results[0]["said"]
-    keys, shapes, kinds, columns, parts, text, sizes, generator, src = results[0]["said"]
-    assert "'b' is float on rank 0 and 2, missing on rank 1" in keys
+    keys, shapes, kinds, bits, columns, parts, text, sizes, generator, src = results[0]["said"]
+    assert "'b' is a number on rank 0 and 2, missing on rank 1" in keys
     assert "'a' is a float32 tensor of shape [1] on rank 0, a float32 tensor of shape [2] on rank 1" in shapes
     assert "'a' on rank 2 is 'text' of type str" in kinds
+    assert "'a' on rank 2 is an int of 1329 bits: give a float" in bits
     assert "value is a float32 tensor of shape [*, 1] on rank 0, a float32 tensor of shape [*, 2] on rank 1" in columns
     assert "value[1] is missing on rank 0, a float32 tensor of shape [*] on rank 1 and 2" in parts
     assert "value on rank 0 is a str: make it a tensor" in text
@@ -265,6 +272,10 @@ def test_loaders_are_shared_out_and_each_sample_counts_once(launch: Launcher) ->
             nested.append(sum(len(accelerator.gather_for_metrics(x.sum())) for (x,) in inner))
         names = [name for (x,) in inner for name in accelerator.gather_for_metrics([f"s{x.item()}"])]
         assert sorted(names) == ["s0", "s1", "s2"]
+        for (_,) in inner:
+            if inner.is_last:  # on rank 1 it is padding
+                break
+        assert accelerator.gather_for_metrics(torch.ones(1)).tolist() == [1.0, 1.0]
         # --- a rank that brings another dataset is found out before DDP waits for it
         import warnings
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -83,6 +84,20 @@ def check_resumption() -> None:
         assert gathered(fresh) == gathered(loader)
 
 
+def check_streams_out_of_step() -> None:
+    for looks in ((True, False, False), (False, True, True)):
+        loader = shard(DataLoader(Numbers(67), 8))
+        first = iter(loader)
+        next(first)
+        # Two sends in all: what one rank takes for its second pass's first batch, another takes for the first's second.
+        second = iter(loader) if looks[dist.get_rank()] else first
+        if dist.get_rank() == 0:
+            next(second)
+            continue
+        with pytest.raises(RuntimeError, match=r"is at batch \d of its pass \d .* Iterate it on every rank alike"):
+            next(second)
+
+
 def check_samplers() -> None:
     mine = list(ExactDistributedSampler(DATA, seed=3))
     assert sorted(chain(*exchange(mine))) == DATA
@@ -119,6 +134,7 @@ def in_ranks(*made_in_the_notebook: ShardedLoader[int]) -> dict[str, Any]:
         assert sorted(gathered(loader)) == DATA
     check_a_look_by_one_rank()
     check_resumption()
+    check_streams_out_of_step()
     check_samplers()
     check_who_reads()
     orders = check_exactness()

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import RankDiedError, RankLostError
@@ -50,7 +51,8 @@ def start_worker() -> Any:
 
     It sends no tensors: their files in the temporary folder outlive a worker that is killed.
     """
-    workers = iter(DataLoader(range(10_000), num_workers=1, collate_fn=list))  # type: ignore[arg-type]  # it has a length and items
+    items: Any = range(10_000)
+    workers = iter(DataLoader(items, sampler=DistributedSampler(items), num_workers=1, collate_fn=list))
     next(workers)
     return workers
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -127,6 +128,40 @@ def test_variables_that_a_function_names_are_trained_where_they_travel_with_it(o
     assert OUTSIDE.weight.tolist() == [[0.5, 0.5]]
     accelerator.distribute(train_outside, **options)(0.5)  # ranks import it, and have a module of their own
     assert OUTSIDE.weight.tolist() == [[0.5, 0.5]]
+
+
+def test_helpers_and_objects_within_objects_are_gone_into(options: dict[str, Any]) -> None:
+    inside, held = nn.Linear(1, 1), nn.Linear(1, 1)
+    experiment: Any = Experiment()
+    experiment.trainer = SimpleNamespace(model=held, back=experiment)
+
+    def helper(value: float) -> None:
+        nn.init.constant_(inside.weight, value)
+
+    def train(run: Any) -> None:
+        helper(7.0)
+        nn.init.constant_(run.trainer.model.weight, 5.0)
+
+    Accelerator(2, "cpu").distribute(train, **options)(experiment)
+    assert (inside.weight.item(), held.weight.item()) == (7.0, 5.0)
+
+
+def test_one_rank_is_launched_like_any_other_number(options: dict[str, Any]) -> None:
+    model = nn.Linear(1, 1)
+    accelerator = Accelerator(1, "cpu")
+
+    def train(x: int, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> Any:
+        nn.init.constant_(model.weight, 3.0)
+        loader: Any = DataLoader(TensorDataset(torch.ones(2)))
+        same = accelerator.prepare(loader) is loader and accelerator.prepare(model) is model
+        return x, rank, world_size, device, local_rank, same, os.getpid()
+
+    result = accelerator.distribute(train, **options)(5)
+    assert isinstance(result, LaunchResult)
+    *came, pid = result[0]
+    assert came == [5, 0, 1, torch.device("cpu"), 0, True]
+    assert pid != os.getpid()
+    assert model.weight.item() == 3.0
 
 
 def test_what_does_not_fit_any_more_is_said_and_the_results_come(options: dict[str, Any]) -> None:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.data import ExactDistributedSampler, Prefetcher, shard
 from nblaunch.training.metrics import Accuracy, Mean, evaluate
 from tests.processes.conftest import Launcher
 
@@ -81,6 +82,45 @@ def own_parts(rank: int) -> dict[str, float]:
     return evaluate(DistributedDataParallel(net()), (batches[:0], batches[:1], batches[1:])[rank])
 
 
+class Untouched(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a batch was forwarded")
+
+
+def refusals() -> list[str]:
+    """Of loaders of which the ranks together would count samples twice."""
+    data = samples(100)
+    padded: DataLoader[Any] = DataLoader(data, 8, sampler=DistributedSampler(data))
+    refused = [padded, shard(padded), Prefetcher(padded, "cpu"), Prefetcher(DataLoader(data, 8), "cpu")]
+    return [refusal_of(loader) for loader in refused]
+
+
+def refusal_of(loader: Any) -> str:
+    with pytest.raises(ArgumentError) as caught:
+        evaluate(Untouched(), loader)
+    return str(caught.value)
+
+
+def counts() -> list[int]:
+    """Samples counted with samplers that shard already, and with a Prefetcher."""
+    whole, data = samples(99), samples(100)
+    loaders: list[Any] = [
+        DataLoader(whole, 8, sampler=DistributedSampler(whole)),
+        Prefetcher(DataLoader(whole, 8, sampler=DistributedSampler(whole)), "cpu"),
+        DataLoader(data, 8, sampler=DistributedSampler(data, drop_last=True)),
+        DataLoader(data, 8, sampler=ExactDistributedSampler(data)),
+        DataLoader(data, 8, sampler=ExactDistributedSampler(data), drop_last=True),
+        Prefetcher(shard(DataLoader(data, 8)), "cpu"),
+    ]
+    return [count_of(loader) for loader in loaders]
+
+
+def count_of(loader: Any) -> int:
+    accuracy = Accuracy()
+    evaluate(net(), loader, metrics=accuracy)
+    return accuracy.count
+
+
 def nothing_anywhere() -> tuple[float, float]:
     return Mean().compute(), Accuracy().compute()
 
@@ -92,6 +132,8 @@ def everything(rank: int) -> dict[str, Any]:
         "drifted": after_drift(rank),
         "uneven": uneven(rank),
         "own parts": own_parts(rank),
+        "refusals": refusals(),
+        "counts": counts(),
         "nothing": nothing_anywhere(),
     }
 
@@ -112,6 +154,12 @@ def test_figures_are_those_of_one_process(launch: Launcher) -> None:
         assert came["drifted"] == (after_drift(0)[0], True)
         assert came["uneven"] == (1 / 3, 3, 6 / 9, 9)
         assert came["own parts"] == evaluate(net(), DataLoader(samples(100), batch_size=25))
+        assert came["counts"] == [99, 99, 99, 100, 96, 100]
+        *repeats, undivided = came["refusals"]
+        assert all(
+            "DistributedSampler gives the ranks 102 samples of a dataset of 100, so it repeats 2" in r for r in repeats
+        )
+        assert "DataLoader is not divided among the 3 ranks" in undivided
         assert all(math.isnan(value) for value in came["nothing"])
     reported = [report for report in result.metrics if report.values.get("accuracy") == alone[0][0]["accuracy"]]
     assert {report.rank for report in reported} == {0}

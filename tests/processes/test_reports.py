@@ -55,7 +55,8 @@ class Reporting(Dataset[int]):
 
 
 def report_in_workers(rank: int) -> list[int]:
-    return [int(batch) for batch in DataLoader(Reporting(), num_workers=1, multiprocessing_context="fork")]
+    loader = DataLoader(Reporting(), sampler=[0, 1], num_workers=1, multiprocessing_context="fork")
+    return [int(batch) for batch in loader]
 
 
 def with_progress(rank: int) -> list[int]:

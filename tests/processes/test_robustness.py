@@ -153,9 +153,10 @@ def test_a_rank_that_cannot_be_started_says_why() -> None:
 
 def load_and_be_killed(rank: int) -> None:
     import torch
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-    workers = iter(DataLoader(TensorDataset(torch.ones(10_000, 8)), num_workers=1))
+    data = TensorDataset(torch.ones(10_000, 8))
+    workers = iter(DataLoader(data, sampler=DistributedSampler(data), num_workers=1))
     next(workers)  # tensors travel by sockets in a temporary folder
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +120,11 @@ def test_the_trained_weights_and_the_history_are_in_the_notebook() -> None:
     assert one.optimizer.state_dict()["state"]
 
 
-def test_one_rank_trains_in_the_notebook_itself_and_two_take_the_same_samples() -> None:
+def test_one_rank_and_two_take_the_same_samples() -> None:
     alone, together = trainer(nprocs=1, batch_size=32, epochs=2), trainer(batch_size=16, epochs=2)
     for one in (alone, together):
         without_dropout(one)  # whose masks each rank has of its own
     mine, theirs = alone.fit(points(128)), together.fit(points(128))
-    assert alone.accelerator.world_size == 1
     for figures, others in zip(mine, theirs, strict=True):
         assert figures["loss"] == pytest.approx(others["loss"], rel=1e-4)
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(weights(alone), weights(together), strict=True))
@@ -186,13 +188,50 @@ def test_a_callback_of_one_rank_can_end_it() -> None:
     assert len(trainer((Enough(),), epochs=9).fit(points(40))) == 2
 
 
+class Judges:
+    """A callback that gives each rank another figure to watch."""
+
+    def on_epoch_end(self, trainer: Trainer, figures: dict[str, float]) -> None:
+        figures["mine"] = float(trainer.epoch if trainer.accelerator.rank else -trainer.epoch)
+
+
+def test_ranks_that_judge_differently_end_together() -> None:
+    assert len(trainer((Judges(),), epochs=6, early_stop=1, monitor="mine").fit(points(40))) == 2
+
+
+class Diverges(Trainer):
+    """Its first validation has no figure."""
+
+    def compute_loss(self, model: nn.Module, batch: Any) -> Any:
+        output = model(batch[0])
+        loss = nn.functional.cross_entropy(output, batch[1])
+        return loss * (math.nan if self.epoch == 0 and not model.training else 1), output
+
+
+def test_an_epoch_without_a_figure_is_not_the_best_one() -> None:
+    model = net()
+    one = Diverges(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        TrainConfig(nprocs=1, epochs=5, early_stop=2, compute_setup="cpu"),
+    )
+    losses = [figures["valid_loss"] for figures in one.fit(points(64), points(32))]
+    assert math.isnan(losses[0])
+    assert len(losses) == 5  # each of the others is better than the one before
+
+
 # ------------------------------------------------------------------ resuming
+def resumed(callbacks: tuple[object, ...] = (), **config: Any) -> Trainer:
+    """Over three ranks: the sum of two is the same in whatever order."""
+    return trainer(callbacks, **{"nprocs": 3, "batch_size": 11, **config})
+
+
 @pytest.fixture(scope="module")
 def whole() -> tuple[Trainer, Figures]:
     """A run that nothing breaks off."""
     os.environ["NBLAUNCH_VIEW"] = "none"
     try:
-        one = trainer()
+        one = resumed()
         return one, one.fit(points(150), points(50))
     finally:
         del os.environ["NBLAUNCH_VIEW"]
@@ -205,8 +244,8 @@ def test_after_a_failure_it_takes_the_very_same_steps(
     folder = tmp_path / "checkpoints"
     breaks = Breaks(step=8, mark=tmp_path / "broken")  # five steps an epoch
     with pytest.raises(OSError, match="a disk has gone"):
-        trainer((breaks,), checkpoint_dir=folder, checkpoint_every=every).fit(points(150), points(50))
-    again = trainer((breaks,), checkpoint_dir=folder, checkpoint_every=every)
+        resumed((breaks,), checkpoint_dir=folder, checkpoint_every=every).fit(points(150), points(50))
+    again = resumed((breaks,), checkpoint_dir=folder, checkpoint_every=every)
     history = again.fit(points(150), points(50))
     assert timeless(history) == timeless(whole[1])
     assert_same(again, whole[0])
@@ -216,8 +255,8 @@ def test_after_a_failure_it_takes_the_very_same_steps(
 def test_after_a_killed_rank_too(tmp_path: Path, whole: tuple[Trainer, Figures]) -> None:
     breaks = Breaks(step=12, mark=tmp_path / "broken", kill=True)
     with pytest.raises(RankDiedError, match="rank 1"):
-        trainer((breaks,), checkpoint_dir=tmp_path / "c", checkpoint_every=3).fit(points(150), points(50))
-    again = trainer((breaks,), checkpoint_dir=tmp_path / "c", checkpoint_every=3)
+        resumed((breaks,), checkpoint_dir=tmp_path / "c", checkpoint_every=3).fit(points(150), points(50))
+    again = resumed((breaks,), checkpoint_dir=tmp_path / "c", checkpoint_every=3)
     assert timeless(again.fit(points(150), points(50))) == timeless(whole[1])
     assert_same(again, whole[0])
 
@@ -226,9 +265,9 @@ def test_after_a_stop_too(tmp_path: Path, whole: tuple[Trainer, Figures], start_
     waits = Waits(step=7, reached=tmp_path / "reached", go_on=tmp_path / "go on")
     settings: dict[str, Any] = {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 2}
     launch = notebook_launcher(
-        trainer((waits,), **settings).fit,
+        resumed((waits,), **settings).fit,
         args=(points(150), points(50)),
-        num_processes=2,
+        num_processes=3,
         device="cpu",
         block=False,
         start_method=start_method,
@@ -239,25 +278,36 @@ def test_after_a_stop_too(tmp_path: Path, whole: tuple[Trainer, Figures], start_
     with pytest.raises(LaunchStoppedError):
         launch.result()
     waits.go_on.touch()
-    again = trainer((waits,), **settings)
+    again = resumed((waits,), **settings)
     assert timeless(again.fit(points(150), points(50))) == timeless(whole[1])
     assert_same(again, whole[0])
 
 
-def test_more_epochs_go_on_and_a_finished_run_is_said_to_be(tmp_path: Path, whole: tuple[Trainer, Figures]) -> None:
-    trainer(epochs=1, checkpoint_dir=tmp_path).fit(points(150), points(50))
-    more = trainer(epochs=3, checkpoint_dir=tmp_path)
+def test_more_epochs_go_on_but_not_in_other_batches(tmp_path: Path, whole: tuple[Trainer, Figures]) -> None:
+    resumed(epochs=1, checkpoint_dir=tmp_path).fit(points(150), points(50))
+    more = resumed(epochs=3, checkpoint_dir=tmp_path)
     assert timeless(more.fit(points(150), points(50))) == timeless(whole[1])
     assert_same(more, whole[0])
-    alone = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "alone")
-    history = alone.fit(points(150))
-    with pytest.warns(UserWarning, match=r"nothing is left to train: .*step-10\.pt has 1 of 1 epochs.*resume=False"):
-        assert trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "alone").fit(points(150)) == history
+    with pytest.raises(ValueError, match=r"step-15\.pt was written with batch_size=11, and this run has batch_size=10"):
+        resumed(epochs=4, batch_size=10, checkpoint_dir=tmp_path).fit(points(150), points(50))
+
+
+def test_a_finished_run_is_said_to_be(tmp_path: Path) -> None:
+    history = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path).fit(points(20))
+    again = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # in the ranks too
+        result = notebook_launcher(again.fit, args=(points(20),), num_processes=1, device="cpu")
+    assert not isinstance(result, Launch)
+    assert result[0] == history
+    said = r"nothing is left to train: .*step-2\.pt has 1 of 1 epochs.*resume=False"
+    assert re.search(said, result.logs[0].err.read_text())
 
 
 def test_another_number_of_ranks_cannot_go_on(tmp_path: Path) -> None:
     trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path).fit(points(20))
-    with pytest.raises(ValueError, match=r"step-2\.pt was written by 1 ranks, and these are 2: use nprocs=1"):
+    said = r"step-2\.pt was written with nprocs=1, and this run has nprocs=2: use the same"
+    with pytest.raises(ValueError, match=said):
         trainer(epochs=2, checkpoint_dir=tmp_path).fit(points(20))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +19,6 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset,
 from torch.utils.data.distributed import DistributedSampler
 
 from nblaunch import notebook_launcher, progress
-from nblaunch.ranks import watch
 from nblaunch.training.data import shard
 from tests.processes.conftest import Launcher
 
@@ -224,23 +222,3 @@ def with_a_group_of_ones_own(folder: str, rank: int) -> int:
 def test_a_group_of_the_users_own_is_used_and_a_filter_for_errors_obeyed(tmp_path: Any) -> None:
     result = on_two(with_a_group_of_ones_own, args=(str(tmp_path),))
     assert sorted(result) == [15, 30]  # the last rank to begin has the warning raised
-
-
-# ------------------------------------------------------------------ what it costs
-def seconds_of_a_look(loops: int) -> float:
-    loader = DataLoader(images(), batch_size=100)
-    took = []
-    for _ in range(loops):
-        dist.barrier()
-        begin = time.perf_counter()
-        watch._at_pass(loader)
-        took.append(time.perf_counter() - begin)
-    return sorted(took)[loops // 2]
-
-
-def test_a_look_takes_less_than_a_thousandth_of_a_second() -> None:
-    best = 1.0
-    for _ in range(3):  # a busy machine may hold up one of them
-        result = on_two(seconds_of_a_look, args=(51,))
-        best = min(best, *result)
-    assert best < 1e-3

@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.data import Prefetcher, ShardedLoader, shard
+from nblaunch.training.distribute import _trained_parts
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,8 @@ def parts(samples: int = 8, batch_size: int = 2) -> tuple[Net, torch.optim.Optim
         ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of cpu, auto"),
         ({"dtype": torch.int64}, r"dtype=torch.int64: must be a floating-point or complex type"),
         ({"dtype": "float32"}, r"dtype='float32'"),
+        ({"backend": "glooo"}, r"backend='glooo': must be one of gloo, nccl"),
+        ({"seed": -1}, r"seed=-1"),
         ({"mixed_precision": "fp8"}, r"mixed_precision='fp8': an Accelerator knows"),
         ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0: must be"),
     ],
@@ -96,6 +100,26 @@ def test_alone_on_the_cpu_everything_is_the_very_same() -> None:
     given = parts()
     prepared = Accelerator(compute_setup="cpu").prepare(*given)
     assert all(now is then for now, then in zip(prepared, given, strict=True))
+
+
+def test_alone_a_loader_is_sharded_only_for_what_must_be_done_with_it() -> None:
+    loader = parts()[3]
+    for given in ({"dtype": torch.float64}, {"gradient_accumulation_steps": 2}, {"seed": 3}):
+        prepared = Accelerator(compute_setup="cpu", **given).prepare(loader)
+        assert isinstance(prepared, ShardedLoader)
+        assert (prepared.batch_size, prepared.dataset, prepared.sampler) == (2, loader.dataset, loader.sampler)
+    sharded: Any = shard(loader)  # for a loop that sets epochs itself
+    assert Accelerator(compute_setup="cpu").prepare(sharded) is sharded
+    sharded.set_epoch(4)
+    assert [sharded.is_last for _ in sharded] == [False, False, False, True]
+    assert sharded.epoch == 5
+
+
+def test_a_prefetcher_is_not_prepared() -> None:
+    with pytest.raises(
+        ArgumentError, match=r"a Prefetcher cannot be prepared.*Prefetcher\(accelerator.prepare\(loader\)"
+    ):
+        Accelerator(compute_setup="cpu").prepare({"data": [Prefetcher(parts()[3], "cpu")]})
 
 
 def test_one_object_comes_as_itself_and_nests_as_nests() -> None:
@@ -190,6 +214,53 @@ def test_the_last_batch_of_a_loader_ends_a_step_and_the_next_pass_begins_anew() 
     assert synced == [False, False, True, False, True] * 2
     assert schedule.get_last_lr() == [0.1 * 0.5**4]
     assert schedule.state_dict()["last_epoch"] == 4
+
+
+def test_the_last_steps_loss_is_divided_by_the_batches_that_it_has() -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=4)
+    for _ in range(2):
+        given = parts(10, 1)
+        net, loader = accelerator.prepare(given[0], given[3])
+        shares = []
+        for batch in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(net(*batch)["out"].sum())  # the bias has a gradient of 1
+            shares.append(net.layer.bias.grad.item())
+            net.zero_grad()
+        assert shares == [0.25] * 8 + [0.5] * 2
+    accelerator.backward(net(*batch)["out"].sum() * 2)
+    assert net.layer.bias.grad.item() == 1.0  # as the last, where nothing begins anew
+
+
+def test_of_a_stream_without_a_length_the_last_step_is_divided_like_all() -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Any:
+            return iter(torch.ones(3, 2))
+
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
+    net, loader = accelerator.prepare(parts()[0], DataLoader(Stream(), 1))
+    shares = []
+    for x in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x)["out"].sum())
+        shares.append((net.layer.bias.grad.item(), accelerator.sync_gradients))
+        net.zero_grad()
+    assert shares == [(0.5, False), (0.5, True), (0.5, True)]
+
+
+def test_a_pass_that_was_broken_off_ends_no_other_passes_steps() -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=4)
+    first, second = accelerator.prepare(parts(8, 2)[3], parts(12, 2)[3])
+    for _ in first:
+        with accelerator.accumulate():
+            pass
+        if first.is_last:
+            break
+    synced = []
+    for _ in second:
+        with accelerator.accumulate():
+            synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, False, True, False, True]
 
 
 def test_a_loader_that_was_iterated_within_does_not_end_the_steps_of_the_one_around() -> None:
@@ -337,14 +408,14 @@ def test_a_compiled_module_is_unwrapped() -> None:
 # ------------------------------------------------------------------ collectives without others
 def test_alone_figures_have_the_types_that_they_have_in_company() -> None:
     accelerator = Accelerator(compute_setup="cpu")
-    figures = {"int": 2**70, "bool": True, "float": 0.5, "tensor": torch.ones(2, 3), "counts": torch.arange(2)}
+    figures = {"int": 2**63 - 1, "bool": True, "float": 0.5, "tensor": torch.ones(2, 3), "counts": torch.arange(2)}
     mean = accelerator.all_reduce_dict(figures)
-    assert (mean["int"], mean["bool"], mean["float"]) == (float(2**70), 1.0, 0.5)
+    assert (mean["int"], mean["bool"], mean["float"]) == (float(2**63), 1.0, 0.5)
     assert [type(mean[name]) for name in ("int", "bool", "float")] == [float] * 3
     assert torch.equal(mean["tensor"], torch.ones(2, 3))
     assert mean["counts"].dtype == torch.float64
     total = accelerator.all_reduce_dict(figures, op="sum")
-    assert (total["int"], total["bool"]) == (2**70, 1)
+    assert (total["int"], total["bool"]) == (2**63 - 1, 1)
     assert total["counts"].dtype == torch.int64
     assert accelerator.all_reduce_dict(figures, op="max")["bool"] is True
     assert accelerator.all_reduce_dict({}) == {}
@@ -355,8 +426,14 @@ def test_a_dict_of_figures_says_what_is_wrong_with_it() -> None:
     accelerator = Accelerator(compute_setup="cpu")
     with pytest.raises(ArgumentError, match=r"op='avg': must be one of mean, sum, max, min"):
         accelerator.all_reduce_dict({}, op="avg")
-    with pytest.raises(ArgumentError, match=r"'name' on rank 0 is 'x' of type str: give an int"):
+    with pytest.raises(
+        ArgumentError, match=r"'name' on rank 0 is 'x' of type str: give a float, an int64, a bool or a tensor"
+    ):
         accelerator.all_reduce_dict({"name": "x"})
+    for number in (2**63, -(2**63) - 1, 10**400):
+        with pytest.raises(ArgumentError, match=r"'n' on rank 0 is an int of \d+ bits: give a float"):
+            accelerator.all_reduce_dict({"n": number}, op="max")
+    assert accelerator.all_reduce_dict({"n": -(2**63)}, op="sum") == {"n": -(2**63)}
     with pytest.raises(ArgumentError, match=r"op='max': 'z' is complex"):
         accelerator.all_reduce_dict({"z": torch.ones(1, dtype=torch.complex64)}, op="max")
 
@@ -413,19 +490,47 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(path.parent) == ["model.pt"]
 
 
-# ------------------------------------------------------------------ distribute, with a single process
-def test_with_one_process_a_distributed_function_is_a_plain_call() -> None:
-    accelerator = Accelerator(nprocs=1, compute_setup="cpu")
-
-    def train(x: int, rank: int, world_size: int, device: torch.device, *, local_rank: int = 0) -> Any:
+# ------------------------------------------------------------------ distribute
+def test_a_distributed_function_looks_like_its_own_and_refuses_what_does_not_fit() -> None:
+    def train(x: int, rank: int) -> None:
         """Train."""
-        return x, rank, world_size, device, local_rank, os.getpid()
 
+    accelerator = Accelerator(nprocs=1, compute_setup="cpu")
     distributed = accelerator.distribute(train)
-    assert distributed(5) == (5, 0, 1, torch.device("cpu"), 0, os.getpid())
     assert distributed.__name__ == "train"
     assert distributed.__doc__ == "Train."
     with pytest.raises(ArgumentError, match=r"do not fit .*train: missing a required argument: 'x'"):
         distributed()
     with pytest.raises(ArgumentError, match=r"fun=3: must be a function"):
         accelerator.distribute(3)  # type: ignore[arg-type]
+
+
+class Plain:
+    """Holds what it is given."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+
+def test_what_a_call_can_reach_is_found_once_though_everything_leads_back() -> None:
+    named, second, deep, deeper = (nn.Linear(1, 1) for _ in range(4))
+    run: Any = Plain(trainer=Plain(model=deep, inner=Plain(model=deeper)), models=[named])
+    run.trainer.run = run
+
+    def helper(depth: int) -> Any:
+        return other(depth) or named
+
+    def other(depth: int) -> Any:
+        return helper(depth - 1) if depth else second
+
+    def train(run: Plain) -> Any:
+        return helper(3)
+
+    found = list(_trained_parts(train, (run,), {"again": [run, {"itself": train}]}))
+    assert dict(found) == {
+        ("function", "helper", "named"): named,
+        ("args", 0, "trainer", "model"): deep,
+        ("function", "helper", "other", "second"): second,
+    }
+    assert len(found) == 3
+    assert run.trainer.inner.model is deeper  # three attributes deep: left alone

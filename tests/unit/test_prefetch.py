@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.data import Prefetcher, prefetch, shard
 
 
@@ -140,11 +141,27 @@ def test_it_stands_for_the_batch_given_out_and_not_for_the_one_read_ahead(cuda: 
     assert [int(batch) for batch in prefetcher] == [1, 2]
 
 
-def test_a_look_does_not_advance_the_epoch(cuda: Cuda) -> None:
-    loader = shard(DataLoader(data(1), collate_fn=lambda values: pinned(cuda, values[0])))
+@pytest.mark.parametrize("depth", [1, 2, 9])
+def test_an_accelerator_counts_the_batches_given_out(cuda: Cuda, depth: int) -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
+    loader: Any = accelerator.prepare(DataLoader(data(8), collate_fn=list))
+    weight = torch.ones(1, requires_grad=True)
+    came = []
+    for _ in Prefetcher(loader, "cuda:0", depth):
+        with accelerator.accumulate():
+            accelerator.backward(weight.sum())
+        came.append((accelerator.sync_gradients, loader.is_last, round(1 / float(weight.grad))))  # type: ignore[arg-type]
+        weight.grad = None
+    assert came == [(place in (3, 6, 8), place == 8, 2 if place > 6 else 3) for place in range(1, 9)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_look_does_not_advance_the_epoch(cuda: Cuda, size: int) -> None:
+    loader = shard(DataLoader(data(size), collate_fn=lambda values: pinned(cuda, values[0])))
     prefetcher = Prefetcher(loader, "cuda:0", 4)
-    assert int(next(iter(prefetcher))) == 0
-    assert loader.epoch == 0
+    for _ in range(2):
+        assert int(next(iter(prefetcher))) == 0
+        assert loader.epoch == 0
 
 
 def test_what_a_loader_has_not_is_an_attribute_error() -> None:

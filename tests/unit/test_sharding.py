@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -292,6 +292,50 @@ def test_epochs_have_orders_of_their_own_and_set_epoch_wins(standing: Standing) 
     assert Pass(shard(DataLoader(DATA, 4, shuffle=True), seed=2)).samples != first
 
 
+def _until_the_last(loader: ShardedLoader[Any]) -> Iterator[Any]:
+    for batch in loader:
+        yield batch
+        if loader.is_last:
+            break
+
+
+WHOLE: dict[str, Callable[[ShardedLoader[Any]], Any]] = {
+    "zip": lambda loader: [batch for _, batch in zip(range(len(loader)), loader)],  # noqa: B905  # stops at the range
+    "islice": lambda loader: list(islice(loader, len(loader))),
+    "break": lambda loader: list(_until_the_last(loader)),
+}
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_a_pass_whose_last_batch_was_taken_counts(standing: Standing, way: str) -> None:
+    standing.at(1, 3)
+    loader, other = (shard(DataLoader(DATA, 4, shuffle=True), seed=1) for _ in range(2))
+    found = [[batch.tolist() for batch in WHOLE[way](loader)] for _ in range(3)]
+    assert found == [Pass(other).batches for _ in range(3)]
+    loader.set_epoch(2)  # again, and that wins
+    assert Pass(loader).batches == found[2]
+    WHOLE[way](loader)
+    loader.load_state_dict({"epoch": 0, "batches": 1, "seed": 1})
+    assert Pass(loader).batches == found[0][1:]
+
+
+def test_a_pass_that_was_read_to_its_last_batch_but_not_given_out_does_not_count() -> None:
+    loader = shard(DataLoader(DATA, 4, shuffle=True), seed=1)
+    first = [batch.tolist() for batch in WHOLE["islice"](loader)]
+    loader.break_off()
+    assert Pass(loader).batches == first
+
+
+def test_a_look_at_the_only_batch_is_no_pass() -> None:
+    loader = shard(DataLoader(DATA, 64, shuffle=True), seed=1)
+    assert torch.equal(next(iter(loader)), next(iter(loader)))
+    assert loader.epoch == 0
+    loader.load_state_dict({"epoch": 0, "batches": 0, "seed": 1})
+    rest = shard(DataLoader(DATA, 50, shuffle=True), seed=1)
+    rest.load_state_dict({"epoch": 0, "batches": 1, "seed": 1})
+    assert torch.equal(next(iter(rest)), next(iter(rest)))  # the only one that was left
+
+
 def test_the_state_of_every_generator_is_left_as_it_was(standing: Standing) -> None:
     given = torch.Generator().manual_seed(5)
     loader = shard(DataLoader(DATA, 4, shuffle=True, generator=given, num_workers=1))
@@ -477,6 +521,29 @@ def test_our_samplers_are_kept(standing: Standing) -> None:
 def test_total_is_known_of_our_samplers(standing: Standing) -> None:
     standing.at(0, 3)
     assert shard(DataLoader(DATA, 4, sampler=ExactDistributedSampler(DATA))).total == 53
+    assert shard(DataLoader(DATA, 4, sampler=ExactDistributedSampler(DATA), drop_last=True)).total is None
+
+
+def test_what_a_sampler_gives_out_is_counted_with_what_it_repeats(standing: Standing) -> None:
+    data: Any = list(range(52))
+
+    def counts(*ranks: int, **options: Any) -> tuple[int | None, int | None]:
+        """Of all ranks: samples given out, and different ones."""
+        given, total = 0, None
+        for rank in ranks:
+            standing.at(rank, 3)
+            sampler: DistributedSampler[int] = DistributedSampler(data, 3, rank, drop_last=options.pop("drops", False))
+            loader = shard(DataLoader(data, sampler=sampler, **options))
+            given, total = given + (loader.given_out() or 0), loader.total
+            assert loader.epoch == 0
+        return given, total
+
+    assert counts(0, 1, 2, batch_size=4) == counts(0, 1, 2, batch_size=None) == (54, 52)
+    assert counts(0, batch_size=4, drops=True) == (17, 51)
+    assert counts(0, 1, 2, batch_size=4, drop_last=True) == (48, None)
+    assert shard(DataLoader(data, 4)).given_out() is None
+    batches = shard(DataLoader(data, batch_sampler=DistributedBatchSamplerWrapper(Buckets())))
+    assert batches.given_out() == sum(map(len, Pass(batches).batches))
 
 
 def test_an_epoch_set_on_the_users_own_sampler_wins(standing: Standing) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Mean, TrainConfig, Trainer, checkpoint
@@ -46,6 +47,14 @@ def test_a_trainer_needs_a_loss_and_a_config_of_its_kind() -> None:
         Trainer(model, optimizer)
     with pytest.raises(ArgumentError, match=r"config=\{'epochs': 2\}: use a TrainConfig"):
         Trainer(model, optimizer, {"epochs": 2}, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
+
+
+def test_a_figure_that_no_epoch_has_is_named_before_anything_starts() -> None:
+    model = nn.Linear(1, 1)
+    config = TrainConfig(early_stop=1, monitor="valid_accuracy")
+    one = Trainer(model, torch.optim.SGD(model.parameters()), config, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the figures of an epoch are loss, seconds"):
+        one.fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 from torch.utils.data.distributed import DistributedSampler
 
+from nblaunch.errors import warn
 from nblaunch.ranks import callers, watch
 from nblaunch.ranks.outline import outline
 
@@ -92,6 +94,7 @@ def test_data_that_differ_have_different_outlines(one: Any, other: Any) -> None:
     assert outline(one) != outline(other)
 
 
+@settings(deadline=None)  # how long an example takes is no matter, and on a busy machine anything
 @given(st.integers(4, 200), st.integers(2, 4))
 def test_no_two_ranks_that_cut_the_data_look_alike(size: int, ranks: int) -> None:
     data = torch.rand(size, 2)
@@ -112,10 +115,10 @@ def test_the_line_is_the_users_past_libraries_and_generators() -> None:
 
 def test_a_warning_stands_at_the_users_line() -> None:
     with pytest.warns(UserWarning, match="^look here$") as caught:
-        callers.warn("look here")
+        warn("look here", beyond=callers.LIBRARIES)
     assert caught[0].filename == __file__
     with ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning, match="^nobody's$"):
-        pool.submit(callers.warn, "nobody's").result()
+        pool.submit(warn, "nobody's", beyond=callers.LIBRARIES).result()
 
 
 # ------------------------------------------------------------------ the order of a DistributedSampler
@@ -214,6 +217,40 @@ def test_a_forked_worker_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(os, "getpid", lambda: -1)
     list(DataLoader(range(3)))  # type: ignore[arg-type]  # has a length
     assert len(asked) == 1
+
+
+# ------------------------------------------------------------------ what it costs
+def noting(calls: list[Any], result: Any) -> Callable[..., Any]:
+    """A function that notes what it is called with."""
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return result
+
+    return noted
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_dataset_is_outlined_in_the_first_pass_alone_and_compared_in_a_limited_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outlined: list[Any] = []
+    compared: list[Any] = []
+    monkeypatch.setattr(watch, "outline", noting(outlined, 1))
+    monkeypatch.setattr(watch, "_compare", noting(compared, None))
+    loader = DataLoader(files(), batch_size=10)
+    for _ in range(watch._MOST_PASSES + 20):
+        iter(loader)
+    assert outlined == [(loader.dataset,)]
+    assert len({key for key, _ in compared}) == len(compared) == watch._MOST_PASSES
+
+
+@pytest.mark.usefixtures("watched")
+def test_the_process_is_searched_for_models_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[Any] = []
+    monkeypatch.setattr(gc, "get_objects", noting(searched, []))
+    assert not any(watch._will_hang(2) for _ in range(watch._MOST_SCANS + 5))
+    assert len(searched) == watch._MOST_SCANS
 
 
 # ------------------------------------------------------------------ the words

@@ -5,8 +5,10 @@ from __future__ import annotations
 from nblaunch.training.data.balanced import ClassBalancedBatchSampler
 from nblaunch.training.data.loader import ShardedLoader
 from nblaunch.training.data.prefetch import Prefetcher
+from nblaunch.training.data.preprocessing import Preprocessed, preprocess
 from nblaunch.training.data.samplers import DistributedWeightedSampler, ExactDistributedSampler
 from nblaunch.training.data.sharding import shard
+from nblaunch.training.data.workers import WorkersTiming, time_workers
 from nblaunch.training.data.wrappers import DistributedBatchSamplerWrapper, DistributedSamplerWrapper
 
 __all__ = [
@@ -16,6 +18,10 @@ __all__ = [
     "DistributedWeightedSampler",
     "ExactDistributedSampler",
     "Prefetcher",
+    "Preprocessed",
     "ShardedLoader",
+    "WorkersTiming",
+    "preprocess",
     "shard",
+    "time_workers",
 ]

@@ -25,7 +25,7 @@ class ClassBalancedBatchSampler(RankSampler[list[int]]):
       classes are not used up. Another epoch takes other samples of them.
 
     Args:
-        labels: The class of each sample: a tensor, array or sequence of anything hashable.
+        labels: The class of each sample: a tensor, array or sequence of anything hashable, or of tensors of one number.
         batch_size: Samples in one rank's batch; a multiple of the number of classes.
         shuffle: Whether each epoch has an order of its own. Otherwise samples come in the dataset's order, and a batch
             is class by class.
@@ -33,7 +33,8 @@ class ClassBalancedBatchSampler(RankSampler[list[int]]):
         num_replicas: As in `RankSampler`, like `rank` and `seed`.
 
     Raises:
-        ArgumentError: `batch_size` is no multiple of the number of classes; `short` is something else.
+        ArgumentError: `batch_size` is no multiple of the number of classes; `short` is something else; a label is a
+            tensor of several numbers.
     """
 
     def __init__(
@@ -90,8 +91,16 @@ def _members_of(labels: Iterable[Any]) -> list[torch.Tensor]:
     """Each class's indices, in the order in which the classes first appear."""
     members: dict[Hashable, list[int]] = {}
     for index, label in enumerate(labels.tolist() if hasattr(labels, "tolist") else labels):
-        members.setdefault(label, []).append(index)
+        members.setdefault(_class_of(label, index), []).append(index)
     return [torch.tensor(indices) for indices in members.values()]
+
+
+def _class_of(label: Any, index: int) -> Hashable:
+    if not isinstance(label, torch.Tensor):
+        return label  # type: ignore[no-any-return]  # what is not hashable, the dict refuses
+    if label.numel() != 1:
+        raise ArgumentError(f"labels[{index}] has the shape {tuple(label.shape)}: must be one class, such as an index")
+    return label.item()  # a tensor is equal to itself alone as a key
 
 
 def _check_divisible(batch_size: int, classes: int) -> None:

@@ -17,9 +17,13 @@ class Progress:
     """Taken of the pass that was begun last."""
     start: int = 0
     """Where a pass of this epoch begins: 0, but after `resume`."""
+    ended: bool = False
+    """All of the present epoch was taken, by somebody who stopped before asking for more."""
 
     def begin(self) -> int:
         """A pass begins, or begins again; gives where."""
+        if self.ended:
+            self.complete(self.epoch)
         self.done = self.start
         return self.start
 
@@ -35,12 +39,14 @@ class Progress:
             ArgumentError: `epoch` is no whole number of at least 0.
         """
         checked(epoch, "epoch")
+        self.ended = False
         if epoch != self.epoch:
             self.epoch, self.done, self.start = epoch, 0, 0
 
     def resume(self, epoch: int, done: int) -> None:
         """Passes of `epoch` begin after what was `done`, until it is completed."""
         self.epoch, self.done, self.start = checked(epoch, "epoch"), done, checked(done, "position")
+        self.ended = False
 
 
 def checked(number: Any, name: str, least: int = 0) -> int:

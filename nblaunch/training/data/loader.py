@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -49,6 +49,16 @@ def _noted(shares: Iterable[Share], notes: deque[_Note]) -> Iterator[Any]:
         yield share.items
 
 
+class Follower(Protocol):
+    """Who wants to know where the passes over a loader are."""
+
+    def given(self, loader: Any) -> None:
+        """It is about to give out a batch."""
+
+    def ended(self, loader: Any) -> None:
+        """A pass was taken to its end or broken off."""
+
+
 class _Plan(NamedTuple):
     """One epoch of one rank, kept so that a peek and the pass after it run the user's sampler once."""
 
@@ -70,12 +80,14 @@ class ShardedLoader(DataLoader[T_co]):
     whose sampler shards already (such as torch's ``DistributedSampler``) keeps its parts; only its epochs are set.
 
     **Iterable datasets.** The same, but that rank 0 reads and sends, or each rank reads everything: see ``dispatch``
-    in `shard`. While rank 0 sends, every rank must iterate: a look at the first batch by one rank alone waits for the
-    others. A dataset that picks its own rank's part must not be sharded again.
+    in `shard`. While rank 0 sends, iterating is a collective: every rank takes as many batches of as many passes, a
+    look at the first one included; a rank that is out of step raises a RuntimeError. A dataset that picks its own
+    rank's part must not be sharded again.
 
     **Epochs.** A pass that was taken to its end advances `epoch`, so each has an order of its own; a look by
-    ``next(iter(loader))`` or a pass that is broken off does not, and begins anew. Your own `set_epoch`, here or on
-    your sampler, wins.
+    ``next(iter(loader))`` or a pass that is broken off does not, and begins anew. Who stops at the last of several
+    batches without asking for another (``zip(range(n), loader)``, ``break``) has taken the pass too, which counts when
+    the next one begins. Your own `set_epoch`, here or on your sampler, wins.
 
     **Workers.** Unlike a plain loader's they are seeded from (seed, epoch, rank): no two ranks draw the same
     augmentations, and a run repeats. (Persistent workers are seeded once, when they start.)
@@ -85,10 +97,14 @@ class ShardedLoader(DataLoader[T_co]):
     Attributes:
         is_padding: Whether the batch given out last repeats a sample that another rank has.
         is_last: Whether it is the last of its pass.
+        remaining: How many batches the pass had when it was given out, with it; None where the loader has no length.
+        follower: Who is told of its passes.
     """
 
     is_padding: bool = False
     is_last: bool = False
+    remaining: int | None = None
+    follower: Follower | None = None
     is_sharded = True
 
     def __init__(
@@ -131,11 +147,25 @@ class ShardedLoader(DataLoader[T_co]):
         start = self._progress.begin()
         epoch = self.epoch
         self._tell_samplers()
-        for content, note in self._streamed(start) if self._is_stream else self._indexed(start):
-            self.is_padding, self.is_last = note
-            self._progress.done += 1
-            yield self._move(content) if self._move else content
-        self._progress.complete(epoch)
+        batches = self._streamed(start) if self._is_stream else self._indexed(start)
+        try:
+            for taken, (content, note) in enumerate(batches, 1):
+                self._note(note, taken, epoch)
+                yield self._move(content) if self._move else content
+            self._progress.complete(epoch)
+        finally:
+            if self.follower is not None:
+                self.follower.ended(self)
+
+    def _note(self, note: _Note, taken: int, epoch: int) -> None:
+        """A batch is about to be given out."""
+        self.is_padding, self.is_last = note
+        self.remaining = None if (size := self._size()) is None else size - self._progress.done
+        self._progress.done += 1
+        # The only batch of a pass may be but looked at.
+        self._progress.ended = note.is_last and taken > 1 and self.epoch == epoch
+        if self.follower is not None:
+            self.follower.given(self)
 
     def _indexed(self, start: int) -> Iterator[tuple[Any, _Note]]:
         """A pass over a map-style dataset."""
@@ -184,6 +214,17 @@ class ShardedLoader(DataLoader[T_co]):
             self._tell_samplers()  # ours have completed a pass
         return self._plan.shares
 
+    def given_out(self) -> int | None:
+        """How many samples a sampler that shards already gives this rank in the next pass, those it repeats too.
+
+        None where `shard` divides the data itself, and where the sampler has no length.
+        """
+        if self._is_stream or not (self._source.is_own_part and self._source.is_sized):
+            return None
+        self._heed_samplers()
+        self._tell_samplers()
+        return sum(len(share.items) if self._source.takes_lists else 1 for share in self._planned())
+
     # ------------------------------------------------------------------ sizes
     def __len__(self) -> int:
         """How many batches this rank gets in a pass.
@@ -196,6 +237,12 @@ class ShardedLoader(DataLoader[T_co]):
             size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
             return rounds(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
         return self._source.rounds(ranks)
+
+    def _size(self) -> int | None:
+        try:
+            return len(self)
+        except TypeError:
+            return None
 
     @property
     def total(self) -> int | None:
@@ -241,6 +288,10 @@ class ShardedLoader(DataLoader[T_co]):
         self._progress.resume(state["epoch"], state["batches"])
         self._tell_samplers()
 
+    def break_off(self) -> None:
+        """Somebody who read ahead to the pass's last batch has not given it out: the pass does not count as taken."""
+        self._progress.ended = False
+
     def _tell_samplers(self) -> None:
         for set_epoch in with_epoch(self):
             set_epoch(self.epoch)
@@ -254,4 +305,5 @@ class ShardedLoader(DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process."""
-        return {**vars(self), "_iterator": None, "_reader": None, "_plan": None, "_indices": _Indices()}
+        own = {"_iterator": None, "_reader": None, "_plan": None, "_indices": _Indices(), "follower": None}
+        return {**vars(self), **own}

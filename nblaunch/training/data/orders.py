@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from nblaunch.training.data.batches import Share, deal, deal_batches, rounds
 from nblaunch.training.seeding import derived_seed, seeded
@@ -25,6 +25,11 @@ class Source:
     drop_last: bool = False
     takes_lists: bool = True
     """Whether the loader asks its dataset for lists of indices; without automatic batching it asks for one."""
+
+    @property
+    def is_own_part(self) -> bool:
+        """Whether the sampler shards already."""
+        return self.yields == "own part"
 
     @property
     def is_sized(self) -> bool:
@@ -56,8 +61,7 @@ class Source:
     def total(self, ranks: int) -> int | None:
         """How many samples all ranks get together, each counted once."""
         if self.yields == "own part":
-            total = getattr(self.sampler, "total", getattr(_inner(self.sampler), "total", None))
-            return total if isinstance(total, int) else None
+            return None if self.drop_last else _total_of(self.sampler)
         if self.yields == "batches" or not self.is_sized:
             return None  # only the sampler knows, batch for batch
         size = len(self.sampler)
@@ -69,7 +73,8 @@ def source_of(loader: DataLoader[Any]) -> Source:
     outer: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     takes_lists = loader.batch_sampler is not None or isinstance(outer, BatchSampler)
     if any(shards(sampler) for sampler in samplers_of(loader)):
-        return Source(outer, "own part")
+        drops = isinstance(outer, BatchSampler) and outer.drop_last  # what each rank's last batch lacks
+        return Source(outer, "own part", drop_last=drops, takes_lists=takes_lists)
     if type(outer) is BatchSampler:  # a subclass may make its batches in any way
         return Source(outer.sampler, "samples", outer.batch_size, outer.drop_last)
     if takes_lists:
@@ -104,6 +109,16 @@ def epochs_of(loader: DataLoader[Any]) -> list[int]:
     """The epochs that a loader's samplers say they are at."""
     said = (getattr(sampler, "epoch", None) for sampler in samplers_of(loader) if hasattr(sampler, "set_epoch"))
     return [epoch for epoch in said if isinstance(epoch, int)]
+
+
+def _total_of(sampler: Any) -> int | None:
+    """What a sampler that shards gives all ranks, each sample counted once: ours say it, torch's may repeat some."""
+    for one in (sampler, _inner(sampler)):
+        if type(one) is DistributedSampler:
+            return min(one.total_size, len(one.dataset))  # type: ignore[arg-type]  # it asked for the length itself
+        if isinstance(total := getattr(one, "total", None), int):
+            return total
+    return None
 
 
 def _inner(sampler: Any) -> Any:

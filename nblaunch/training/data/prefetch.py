@@ -11,6 +11,10 @@ import torch
 from nblaunch.training.data.epochs import checked
 from nblaunch.training.nests import tensors_in, to_device
 
+_TOLD = ("is_padding", "is_last", "remaining")
+"""What a loader says of the batch that it gave out last."""
+_END: Any = object()
+
 
 class _Ahead(NamedTuple):
     """A batch that is on its way, and what its loader said when it gave it out."""
@@ -18,8 +22,8 @@ class _Ahead(NamedTuple):
     batch: Any
     copied: Any
     """The event after its copy; None if it was not copied on a stream."""
-    is_padding: bool
-    is_last: bool
+    told: dict[str, Any]
+    """Those of `_TOLD` that the loader has."""
     state: dict[str, int] | None
 
 
@@ -32,7 +36,8 @@ class Prefetcher:
     devices batches are moved when they are asked for, and nothing is read ahead.
 
     It stands for its loader: `is_padding`, `is_last`, `epoch` and `state_dict` are those of the batch that was given
-    out, not of what was read ahead, and every other attribute is the loader's.
+    out, not of what was read ahead, and every other attribute is the loader's. The loader too says `is_padding` and
+    `is_last` of that batch, so an Accelerator that prepared the loader counts right: prepare it, then wrap it.
 
     Args:
         loader: Yields batches, any nests of tensors: a ``ShardedLoader``, a DataLoader, any iterable.
@@ -59,8 +64,18 @@ class Prefetcher:
     def __iter__(self) -> Iterator[Any]:
         copier = copier_for(self.device)
         depth = self.depth if copier.runs_ahead else 0
+        try:
+            yield from self._given_out(copier, depth)
+        finally:
+            if not self.is_last and hasattr(self.loader, "break_off"):
+                self.loader.break_off()
+
+    def _given_out(self, copier: Copier, depth: int) -> Iterator[Any]:
         for ahead in self._read_ahead(copier, depth):
-            self.is_padding, self.is_last, self._state = ahead.is_padding, ahead.is_last, ahead.state
+            self.is_padding, self.is_last = ahead.told.get("is_padding", False), ahead.told.get("is_last", False)
+            self._state = ahead.state
+            for name, value in ahead.told.items():
+                setattr(self.loader, name, value)  # reading ahead has changed it
             copier.await_copy(ahead.batch, ahead.copied)
             yield ahead.batch
 
@@ -83,18 +98,17 @@ class Prefetcher:
 
     def _read_ahead(self, copier: Copier, depth: int) -> Iterator[_Ahead]:
         waiting: deque[_Ahead] = deque()
-        for batch in self.loader:
-            waiting.append(self._begun(copier, batch))
+        for batch, copied in copier.copies(self.loader):
+            waiting.append(self._noted(copier, batch, copied))
             # The loader takes the step after its last batch for the pass's end: not before that batch was given out.
-            while waiting and (len(waiting) > depth or waiting[-1].is_last):
+            while waiting and (len(waiting) > depth or waiting[-1].told.get("is_last")):
                 yield waiting.popleft()
         yield from waiting
 
-    def _begun(self, copier: Copier, batch: Any) -> _Ahead:
-        moved, copied = copier.begin_copy(batch)
-        is_padding, is_last = getattr(self.loader, "is_padding", False), getattr(self.loader, "is_last", False)
+    def _noted(self, copier: Copier, batch: Any, copied: Any) -> _Ahead:
+        told = {name: getattr(self.loader, name) for name in _TOLD if hasattr(self.loader, name)}
         state = self.loader.state_dict() if copier.runs_ahead and hasattr(self.loader, "state_dict") else None
-        return _Ahead(moved, copied, is_padding, is_last, state)
+        return _Ahead(batch, copied, told, state)
 
 
 class Copier:
@@ -105,9 +119,9 @@ class Copier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def begin_copy(self, batch: Any) -> tuple[Any, Any]:
-        """The batch on the device, and what to wait for before it is used."""
-        return to_device(batch, self._device), None
+    def copies(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Each batch on the device, and what to wait for before it is used."""
+        return ((to_device(batch, self._device), None) for batch in loader)
 
     def await_copy(self, batch: Any, copied: Any) -> None:
         """From now on the batch may be used."""
@@ -128,10 +142,15 @@ class CudaCopier(Copier):
         self._cuda = cuda
         self._stream = cuda.Stream(device)
 
-    def begin_copy(self, batch: Any) -> tuple[Any, Any]:
-        with self._cuda.stream(self._stream):
-            moved = to_device(batch, self._device, non_blocking=True)
-        return moved, self._stream.record_event()
+    def copies(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        batches = iter(loader)
+        while True:
+            with self._cuda.stream(self._stream):  # around the loader too: one that an Accelerator prepared copies
+                batch = next(batches, _END)
+                if batch is _END:
+                    return
+                moved = to_device(batch, self._device, non_blocking=True)
+            yield moved, self._stream.record_event()
 
     def await_copy(self, batch: Any, copied: Any) -> None:
         current = self._cuda.current_stream(self._device)

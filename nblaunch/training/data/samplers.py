@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import Sampler
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.data.epochs import Progress, checked
@@ -23,8 +25,9 @@ class RankSampler(Sampler[T], Generic[T]):
 
     What is drawn follows from (seed, epoch) alone and is the same for all ranks; each takes its part of it. A pass
     that was taken to its end advances `epoch`, so that the next has an order of its own; a look at the first index does
-    not, and `set_epoch` wins. A DataLoader with workers reads its sampler ahead, so that `state_dict` here counts what
-    workers were asked for; `nblaunch.training.data.shard` counts what was consumed.
+    not, and `set_epoch` wins. A DataLoader with workers reads its sampler ahead: a pass counts once all that the
+    workers were asked for has been given out (so a look does not, unless there is but one batch), while `state_dict`
+    tells what they were asked for; `nblaunch.training.data.shard` tells what was consumed.
 
     Args:
         num_replicas: How many ranks share the data. Default: as many as there are when it is iterated.
@@ -40,6 +43,7 @@ class RankSampler(Sampler[T], Generic[T]):
         self._rank = None if rank is None else checked(rank, "rank")
         self._seed = checked_seed(seed)
         self._progress = Progress()
+        self._unsettled: tuple[Sized, int] | None = None
         if rank is not None and num_replicas is not None:
             self._place()
 
@@ -61,6 +65,7 @@ class RankSampler(Sampler[T], Generic[T]):
     @property
     def epoch(self) -> int:
         """The epoch that the next pass is, or that the present one is of."""
+        self._settle()
         return self._progress.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -69,6 +74,7 @@ class RankSampler(Sampler[T], Generic[T]):
         Raises:
             ArgumentError: `epoch` is no whole number of at least 0.
         """
+        self._settle()
         self._progress.move_to(epoch)
 
     def state_dict(self) -> dict[str, int]:
@@ -79,6 +85,7 @@ class RankSampler(Sampler[T], Generic[T]):
         """Go on where `state_dict` was taken: passes of its epoch give the rest alone."""
         self._seed = checked_seed(state["seed"])
         self._progress.resume(state["epoch"], state["position"])
+        self._unsettled = None
 
     def _place(self) -> World:
         rank, replicas = self.rank, self.num_replicas
@@ -93,11 +100,38 @@ class RankSampler(Sampler[T], Generic[T]):
 
     def _passed(self, items: Sequence[T]) -> Iterator[T]:
         """One pass over this rank's part."""
+        self._settle()
+        self._unsettled = None  # what has not been taken by now was broken off
         start, epoch = self._progress.begin(), self.epoch
         for item in items[start:]:
             self._progress.done += 1
             yield item
-        self._progress.complete(epoch)
+        if (asked := _asked_of_workers()) is None:
+            self._progress.complete(epoch)
+        else:
+            self._unsettled = asked, epoch
+
+    def _settle(self) -> None:
+        """Complete the pass that was read ahead, once its loader has given everything out."""
+        if self._unsettled is not None and not self._unsettled[0]:
+            self._progress.complete(self._unsettled[1])
+            self._unsettled = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what belongs to this process."""
+        self._settle()
+        return {**vars(self), "_unsettled": None}
+
+
+def _asked_of_workers() -> Sized | None:
+    """What the loader with workers that reads here, if one does, has asked of them and not given out: it changes."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        reader = frame.f_locals.get("self")
+        if isinstance(reader, _MultiProcessingDataLoaderIter):
+            return getattr(reader, "_task_info", None)  # each pass has a dict of its own, which outlives the reader
+    return None
 
 
 class _IndexSampler(RankSampler[int]):

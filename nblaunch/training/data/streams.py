@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
-from typing import Any
+from itertools import chain, count, islice, repeat
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,14 @@ Note = tuple[Share, bool]
 """A rank's batch, and whether it is the last."""
 
 
+class _Sent(NamedTuple):
+    """What rank 0 sends: for which of its passes and rounds, so that a rank that is elsewhere can tell."""
+
+    turn: tuple[int, int]
+    note: Note | None
+    """None where there is nothing at all."""
+
+
 class Reader:
     """Reads a loader's stream, where this rank has to, and gives this rank's parts of it."""
 
@@ -26,6 +34,7 @@ class Reader:
         self._size, self._drop_last = loader.batch_size or 1, loader.drop_last
         self._is_batched = loader.batch_size is not None
         self._plain = _copy_of(loader, as_samples=place.is_shared)
+        self._passes = 0
 
     def notes(self, start: int, generator: torch.Generator) -> Iterator[Note]:
         """This rank's batches, without the first `start`; samples come uncollated where there are other ranks."""
@@ -33,8 +42,13 @@ class Reader:
             return islice(with_last(Share([batch]) for batch in self._read(generator)), start, None)
         if not self.dispatch:
             return ((shares[self.place.rank], is_last) for shares, is_last in self._rounds(start, generator))
+        return self._dispatched(start, generator)
+
+    def _dispatched(self, start: int, generator: torch.Generator) -> Iterator[Note]:
         ensure_group()
-        return self._sent(self._rounds(start, generator)) if self.place.rank == 0 else self._received()
+        self._passes += 1
+        turns = zip(repeat(self._passes), count(start))
+        return self._sent(self._rounds(start, generator), turns) if self.place.rank == 0 else self._received(turns)
 
     def _rounds(self, start: int, generator: torch.Generator) -> Iterator[tuple[list[Share], bool]]:
         samples: Iterable[Any] = self._read(generator)
@@ -47,20 +61,31 @@ class Reader:
         self._plain.generator = generator
         yield from self._plain
 
-    def _sent(self, rounds: Iterator[tuple[list[Share], bool]]) -> Iterator[Note]:
+    def _sent(self, rounds: Iterator[tuple[list[Share], bool]], turns: Iterator[tuple[int, int]]) -> Iterator[Note]:
         is_last = False
         for shares, is_last in rounds:
+            turn = next(turns)
             own, *others = [(share, is_last) for share in shares]
-            _scattered([None, *others])
+            _scattered([None, *(_Sent(turn, other) for other in others)])
             yield own
         if not is_last:  # there was nothing, and the others wait
-            _scattered([None] * self.place.size)
+            _scattered([_Sent(next(turns), None)] * self.place.size)
 
-    def _received(self) -> Iterator[Note]:
+    def _received(self, turns: Iterator[tuple[int, int]]) -> Iterator[Note]:
         is_last = False
-        while not is_last and (note := _scattered(None)) is not None:
+        while not is_last and (note := self._checked(_scattered(None), next(turns))) is not None:
             is_last = note[1]
             yield note
+
+    def _checked(self, sent: _Sent, turn: tuple[int, int]) -> Note | None:
+        if sent.turn != turn:
+            raise RuntimeError(
+                f"rank {self.place.rank} is at batch {turn[1]} of its pass {turn[0]} over a stream of which rank 0 "
+                f"sent batch {sent.turn[1]} of pass {sent.turn[0]}: some ranks took batches that others did not. "
+                "Iterate it on every rank alike, a look at its first batch too, or let each read the stream: "
+                "shard(loader, dispatch=False)"
+            )
+        return sent.note
 
 
 def collated(loader: DataLoader[Any], samples: list[Any]) -> Any:
@@ -92,8 +117,8 @@ def _as_it_is(samples: Any) -> Any:
     return samples
 
 
-def _scattered(notes: list[Note | None] | None) -> Note | None:
+def _scattered(sent: list[_Sent | None] | None) -> Any:
     """What rank 0 has for this rank; a collective."""
     received: list[Any] = [None]
-    dist.scatter_object_list(received, notes, src=0)
-    return received[0]  # type: ignore[no-any-return]  # torch's lists are of anything
+    dist.scatter_object_list(received, sent, src=0)
+    return received[0]

@@ -30,7 +30,7 @@ class _Wrapper(RankSampler[Any]):
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None}
+        return {**super().__getstate__(), "_run": None}
 
 
 class DistributedSamplerWrapper(_Wrapper):
