@@ -312,8 +312,8 @@ def test_another_number_of_ranks_cannot_go_on(tmp_path: Path) -> None:
 
 
 def test_training_anew_replaces_what_is_there(tmp_path: Path) -> None:
-    first = trainer(epochs=3, nprocs=1, checkpoint_dir=tmp_path)
+    first = trainer(epochs=3, nprocs=1, checkpoint_dir=tmp_path / "c")
     first.fit(points(64))
-    anew = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path, resume=False)
+    anew = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "c", resume=False)
     assert len(anew.fit(points(64))) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["step-4.pt"]
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-4.pt"]
