@@ -16,7 +16,7 @@ from nblaunch.launch.start import servers
 
 MARK = "NBLAUNCH_TEST_RUN"
 """Set in this process's environment, so that whatever a test starts, however detached, can be told by it."""
-_LEFT_WITHIN = 5.0
+_LEFT_WITHIN = 20.0
 
 
 @pytest.fixture(scope="session", autouse=True)

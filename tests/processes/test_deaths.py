@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import RankDiedError, RankLostError
@@ -52,7 +51,7 @@ def start_worker() -> Any:
     It sends no tensors: their files in the temporary folder outlive a worker that is killed.
     """
     items: Any = range(10_000)
-    workers = iter(DataLoader(items, sampler=DistributedSampler(items), num_workers=1, collate_fn=list))
+    workers = iter(DataLoader(items, sampler=items, num_workers=1, collate_fn=list))
     next(workers)
     return workers
 
