@@ -14,7 +14,7 @@ from typing import Any
 _DEEPEST = 4
 _MOST_ATTRIBUTES = 32
 _MOST_NUMBERS = 256
-"""That are read of one row."""
+"""That are read of one row, or of one end of a text."""
 
 
 def outline(data: Any) -> int:
@@ -23,9 +23,11 @@ def outline(data: Any) -> int:
 
 
 def _outline(value: Any, depth: int) -> Any:
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+    if value is None or isinstance(value, (bool, int, float, complex)):
         return value
     kind = type(value).__qualname__
+    if isinstance(value, (str, bytes)):
+        return kind, len(value), value[:_MOST_NUMBERS], value[-_MOST_NUMBERS:]
     if depth == _DEEPEST:
         return kind
     if _is_array(value):

@@ -124,7 +124,8 @@ class Accelerator(Settings):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """The context for one batch. Every `gradient_accumulation_steps`-th and a loader's last end an optimizer step.
 
-        In between ranks exchange no gradients, prepared optimizers and schedules do not step, gradients stay.
+        In between ranks exchange no gradients, prepared optimizers and schedules do not step, gradients stay. What a
+        ``break`` leaves behind in mid-step goes into the next step.
         """
         return self._steps.accumulate(models)
 

@@ -43,6 +43,21 @@ class Standing:
             self.stale += 1
 
 
+def as_numbers(figures: Mapping[str, Any]) -> dict[str, float]:
+    """Figures that callbacks and metrics gave, such as NumPy's, as a checkpoint can hold them.
+
+    Raises:
+        ArgumentError: One is no number.
+    """
+    numbers = {}
+    for name, value in figures.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"figures[{name!r}]={value!r:.80}: the figures of an epoch are numbers") from error
+    return numbers
+
+
 def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Refuse to go on from another run's checkpoint.
 
@@ -88,8 +103,18 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` saved, on the CPU. Nothing in the file is executed."""
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    """What `write` saved, on the CPU. Nothing in the file is executed.
+
+    Raises:
+        RuntimeError: The file was damaged since.
+    """
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise RuntimeError(
+            f"{path} is damaged: remove it, and training goes on from the checkpoint before, if there is one; or use "
+            "resume=False to train anew"
+        ) from error
     return state
 
 
@@ -117,15 +142,15 @@ class Folder:
         self.own: list[Path] = []
         """Those of this training, the latest last."""
 
-    def latest(self) -> Path | None:
-        """The checkpoint to go on from, if there is one: then what is there is this training's own."""
-        self.own = found(self.path)
-        return self.own[-1] if self.own else None
+    def begin(self, resume: bool) -> Path | None:
+        """The checkpoint to go on from, if there is one: then what is there is this training's own.
 
-    def sweep(self) -> None:
-        """Remove what a write left that was killed in the middle."""
+        What a write left that was killed in the middle is removed.
+        """
         for scratch in self.path.glob(".step-*.pt.*"):
             scratch.unlink()
+        self.own = found(self.path) if resume else []
+        return self.own[-1] if self.own else None
 
     def write(self, state: Mapping[str, Any], step: int) -> None:
         """Add a checkpoint; then those go that are too many, and those of another training."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.settings import Settings
 
 SCHEDULES = ("linear", "cosine")
 _AT_LEAST = {
@@ -85,12 +87,39 @@ class TrainConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ArgumentError(f"{name}={value!r}: use a whole number of at least {least}")
+        for name in ("resume", "higher_is_better"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name}={getattr(self, name)!r}: use True or False")
         if self.clip is not None and not self.clip > 0:
             raise ArgumentError(f"clip={self.clip!r}: use a norm above 0, or None for no limit")
         if self.schedule is not None and not callable(self.schedule) and self.schedule not in SCHEDULES:
             raise ArgumentError(
                 f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}, or a function (optimizer, steps)"
             )
+
+        if self.warmup and self.schedule not in SCHEDULES:
+            raise ArgumentError(f"warmup={self.warmup} needs a schedule: use one of {', '.join(SCHEDULES)}")
+        self._check_folder()
+        Settings(self.nprocs, self.compute_setup, mixed_precision=self.mixed_precision, seed=self.seed)
+
+    def _check_folder(self) -> None:
+        folder: object = self.checkpoint_dir
+        if folder is None:
+            if self.checkpoint_every is not None:
+                raise ArgumentError(f"checkpoint_every={self.checkpoint_every} needs a folder: give checkpoint_dir")
+        elif not isinstance(folder, (str, Path)) or (Path(folder).exists() and not Path(folder).is_dir()):
+            raise ArgumentError(f"checkpoint_dir={folder!r}: give the path of a folder, which need not be there yet")
+
+    def course(self) -> dict[str, Any]:
+        """The settings that steer a run from step to step: in a run that is gone on with, they are the same."""
+        schedule = getattr(self.schedule, "__qualname__", None) or (self.schedule and str(self.schedule))
+        steering = ("accumulation", "clip", "mixed_precision", "warmup", "seed")
+        return {"schedule": schedule, **{name: getattr(self, name) for name in steering}}
+
+    def check_monitor(self, figures: Iterable[str]) -> None:
+        """Refuse to monitor what is none of an epoch's figures."""
+        if self.monitor is not None and self.monitor not in figures:
+            raise ArgumentError(f"monitor={self.monitor!r}: the figures of an epoch are {', '.join(figures)}")
 
     def make_schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
         """The learning rate's schedule over so many optimizer steps; None for a constant one."""
@@ -105,3 +134,17 @@ class TrainConfig:
             return step / self.warmup
         done = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
         return 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+
+
+def check_data(train: Any) -> None:
+    """Refuse what has no samples, or nobody knows how many.
+
+    Raises:
+        ArgumentError: As said.
+    """
+    try:
+        size = len(train)
+    except TypeError:
+        size = 0
+    if size == 0:
+        raise ArgumentError(f"train={train!r:.80}: give a dataset or DataLoader with a length of at least 1")

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from nblaunch.training.accelerator import Accelerator
 
 _DEVICES = {"auto": "auto", "cpu": "cpu", "gpu": "cuda"}
-_MOST = 10_000
-"""Elements of a container that are looked at."""
-
+_MOST = 1_000
+"""Elements of a container that are looked at; a hundred times as many things in all."""
 _LEVELS = 2
 """How deep plain objects are gone into, each an attribute of the one before."""
 _SIMPLE = (str, bytes, int, float, types.NoneType)
@@ -144,7 +143,7 @@ def _trained_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """
     seen: dict[int, Any] = {}  # the things too, or another could come to have an id of theirs
     waiting: deque[_Step] = deque([(("function",), function, 0), (("args",), args, 0), (("kwargs",), kwargs, 0)])
-    while waiting:
+    while waiting and len(seen) < 100 * _MOST:
         path, value, level = waiting.popleft()
         if id(value) in seen:
             continue

@@ -56,7 +56,7 @@ def all_reduce_dict(figures: Mapping[Any, Any], op: str, device: torch.device) -
 
 
 def _packed(value: Any) -> _Entry:
-    if not isinstance(value, Tensor) and not isinstance(value, numbers.Number) and hasattr(value, "item"):
+    if not isinstance(value, (Tensor, numbers.Number)) and getattr(value, "size", 0) == 1:
         value = value.item()  # NumPy's bool
     if isinstance(value, Tensor):
         if value.layout != torch.strided:

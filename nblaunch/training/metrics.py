@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import progress, report
@@ -18,7 +18,7 @@ from nblaunch.training.data.loader import ShardedLoader
 from nblaunch.training.data.orders import samplers_of, shards
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.sharding import shard
-from nblaunch.training.nests import tensors_in, to_device
+from nblaunch.training.nests import samples_in, to_device
 from nblaunch.training.unwrap import unwrapped
 from nblaunch.training.world import collective_device, ensure_group, exchange, own_device, world
 
@@ -70,7 +70,7 @@ def evaluate(
             that repeats samples, as torch's ``DistributedSampler`` does; metrics or batches are not as above.
         RuntimeError: The samples counted over all ranks are not as many as the loader has.
     """
-    taken = _Taken(_named(metrics), loss_fn, step or forward, size)
+    taken = _Taken(named(metrics), loss_fn, step or forward, size)
     divided = _divided(loader)
     module = unwrapped(model)
     where = device if device is not None else _device_of(module)
@@ -109,7 +109,8 @@ def split(batch: Any) -> tuple[Any, Any]:
         found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
     raise ArgumentError(
         f"the batch is {found}, neither (inputs, target) nor a dict with one of {', '.join(TARGETS)}: "
-        "say what is what, such as step=lambda model, batch: (model(batch[0]), batch[1])"
+        "give evaluate a step, such as step=lambda model, batch: (model(batch[0]), batch[1]); for a Trainer override "
+        "compute_loss(self, model, batch), and for its metrics return (loss, output, target)"
     )
 
 
@@ -119,7 +120,12 @@ def forward(module: nn.Module, batch: Any) -> tuple[Any, Any]:
     return (module(**inputs) if isinstance(inputs, Mapping) else module(inputs)), target
 
 
-def _named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
+def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Metrics by name; accuracy where there are none.
+
+    Raises:
+        ArgumentError: One is no metric, or has a name that is taken.
+    """
     if metrics is None:
         return {"accuracy": Accuracy()}
     if isinstance(metrics, Mapping):
@@ -138,6 +144,24 @@ def _named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
 
 def _is_metric(thing: object) -> bool:
     return isinstance(thing, Metric) and not isinstance(thing, (Mean, type))  # a Mean takes no outputs and targets
+
+
+class OfOutput:
+    """A metric of the output, where a Trainer's ``compute_loss`` gives (loss, output)."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+
+    def update(self, computed: tuple[Tensor, Any], target: Any) -> None:
+        if computed[1] is None:
+            raise ArgumentError("metrics need the output: let compute_loss return (loss, output)")
+        self.metric.update(computed[1], target)
+
+    def compute(self) -> float:
+        return self.metric.compute()
+
+    def reset(self) -> None:
+        self.metric.reset()
 
 
 class _Taken:
@@ -175,6 +199,8 @@ class _Taken:
 def _divided(loader: Iterable[Any]) -> Iterable[Any]:
     """The loader, of which this rank gets its part, and all ranks together no sample twice."""
     inner = _innermost(loader)
+    if isinstance(inner, Dataset):
+        raise ArgumentError(f"loader={inner!r:.80}: is a dataset: give DataLoader(dataset, batch_size=...)")
     if not isinstance(inner, DataLoader) or (inner is not loader and not world().is_shared):
         return loader
     sharded = shard(inner)
@@ -215,11 +241,10 @@ def _real_batches(loader: Iterable[Any], desc: str) -> Iterator[Any]:
 
 
 def _size(target: Any, batch: Any) -> int:
-    for nest in (target, batch):
-        for tensor in tensors_in(nest):
-            if tensor.dim():
-                return tensor.shape[0]
-    raise ArgumentError("the batch holds no tensor whose length tells its number of samples: give size=")
+    samples = samples_in(target, batch)
+    if samples is None:
+        raise ArgumentError("the batch holds no tensor whose length tells its number of samples: give size=")
+    return samples
 
 
 def _check(counted: int, total: int | None) -> None:

@@ -15,6 +15,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 
+def samples_in(*nests: Any) -> int | None:
+    """How many samples a batch has: the first dimension of the first tensor that has one; None without any."""
+    return next((len(tensor) for nest in nests for tensor in tensors_in(nest) if tensor.dim()), None)
+
+
 def to_device(
     batch: Any, device: torch.device | str, dtype: torch.dtype | None = None, non_blocking: bool = False
 ) -> Any:

@@ -19,13 +19,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.ranks.report import progress, report
+from nblaunch.training import callbacks as callbacks_
 from nblaunch.training import checkpoint
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.config import TrainConfig
+from nblaunch.training.config import TrainConfig, check_data
+from nblaunch.training.data.loader import ShardedLoader
 from nblaunch.training.data.sharding import shard
 from nblaunch.training.distribute import is_rank
-from nblaunch.training.metrics import Mean, Metric, evaluate, forward, split
-from nblaunch.training.nests import tensors_in
+from nblaunch.training.metrics import Mean, Metric, OfOutput, evaluate, forward, named, split
+from nblaunch.training.nests import samples_in
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.world import exchange, world
 
@@ -63,22 +65,23 @@ class Trainer:
             raise ArgumentError(f"config={config!r}: use a TrainConfig")
         if loss_fn is None and type(self).compute_loss is Trainer.compute_loss:
             raise ArgumentError("loss_fn=None: give a loss function, or override compute_loss(self, model, batch)")
+        trained = {id(parameter) for parameter in model.parameters()}
+        if not any(id(parameter) in trained for parameter in _parameters(optimizer)):
+            raise ArgumentError("optimizer: it has none of the model's parameters: make it of model.parameters()")
         self.model = model
         self.optimizer = optimizer
         self.config = config or TrainConfig()
         self.loss_fn = loss_fn
-        self.metrics = dict(metrics or {})
-        self.callbacks = list(callbacks)
+        self.metrics = named(metrics) if metrics else {}
+        self.callbacks = callbacks_.checked(callbacks)
         self.should_stop = False
         self.accelerator = Accelerator(
             self.config.nprocs,
             self.config.compute_setup,
             mixed_precision=self.config.mixed_precision,
             gradient_accumulation_steps=self.config.accumulation,
-            seed=self.config.seed,
         )
-        self._standing = checkpoint.Standing()
-        self._running = Mean()
+        self._standing, self._running = checkpoint.Standing(), Mean()
         folder = self.config.checkpoint_dir
         self._folder = None if folder is None else checkpoint.Folder(folder, self.config.keep)
 
@@ -97,14 +100,15 @@ class Trainer:
         """The figures of each finished epoch."""
         return self._standing.history
 
-    def compute_loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Tensor, Any]:
-        """The loss of a batch, a mean over its samples, with the model's output too, for metrics. Override it freely.
+    def compute_loss(self, model: nn.Module, batch: Any) -> Tensor | tuple[Any, ...]:
+        """The loss of a batch, a mean over its samples. Override it freely.
 
+        Metrics need more: ``(loss, output)``, or ``(loss, output, target)`` of a batch that is not as they know it.
         Here a batch is ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
         """
         assert self.loss_fn is not None
         output, target = forward(model, batch)
-        return self.loss_fn(output, target), output
+        return self.loss_fn(output, target), output, target
 
     def fit(self, train: Data, valid: Data | None = None) -> list[Figures]:
         """Train, and give back the history.
@@ -116,21 +120,24 @@ class Trainer:
         DataLoader workers only if what they do does not depend on random states).
 
         Args:
-            train: A dataset, shuffled in batches of ``config.batch_size`` a rank; or a DataLoader, used as it is.
+            train: A dataset, shuffled in batches of ``config.batch_size`` a rank; or a DataLoader, used as it is. It
+                must have a length.
             valid: The same for validation after each epoch, in order. Every sample counts once. Default: none.
 
         Returns:
-            For each epoch ``{"epoch", "loss", "seconds"}``, with `valid` ``"valid_loss"`` and ``"valid_<metric>"`` too.
+            For each epoch ``{"epoch", "step", "loss", "seconds"}``, with `valid` ``"valid_loss"`` and
+            ``"valid_<metric>"`` too; `step` counts the optimizer steps so far.
 
         Raises:
             ArgumentError: ``config.monitor`` is none of an epoch's figures, or the latest checkpoint is of another run.
             Exception: What a rank raised, as `notebook_launcher` has it.
         """
-        self._check_monitor(valid)
+        self._check(train, valid)
         if is_rank():
             return self._train(train, valid)
         history: list[Figures] = self.accelerator.distribute(self.fit)(train, valid)[0]
-        self._standing = checkpoint.Standing(history=history)
+        steps = int(history[-1]["step"]) if history else 0
+        self._standing = checkpoint.Standing(epoch=len(history), step=steps, history=history)
         return history
 
     # ------------------------------------------------------------------ in each rank
@@ -138,6 +145,7 @@ class Trainer:
         seed_everything(self.config.seed)
         torch.manual_seed(self.config.seed + world().rank)  # dropout differs between ranks; the order of data does not
         self._standing, self.should_stop = checkpoint.Standing(), False
+        self._running.reset()
         model, self._optimizer, loader = self.accelerator.prepare(self.model, self.optimizer, self._loader(train, True))
         steps = math.ceil(len(loader) / self.config.accumulation)
         schedule = self.config.make_schedule(self.optimizer, steps * self.config.epochs)
@@ -154,8 +162,8 @@ class Trainer:
         config = self.config
         if not isinstance(data, DataLoader):
             data = DataLoader(data, config.batch_size, shuffle=shuffle, num_workers=config.num_workers)
-        loader = shard(data, seed=config.seed)
-        loader.set_epoch(0)  # a sharded loader of the user's may have been used before
+        loader = shard(data, seed=None if isinstance(data, ShardedLoader) else config.seed)
+        loader.load_state_dict({"epoch": 0, "batches": 0, "seed": loader.seed})  # the user's may have been used before
         return loader
 
     def _train_epoch(self, model: nn.Module, loader: Any) -> None:
@@ -166,7 +174,7 @@ class Trainer:
         for batch in progress(loader, desc=f"epoch {self.epoch + 1}/{self.config.epochs}"):
             with self.accelerator.accumulate(model):
                 loss = self._step(model, batch)
-            waiting.append((loss.detach(), _size(batch)))
+            waiting.append((loss.detach(), samples_in(batch) or 1))
             if self.accelerator.sync_gradients:
                 self._standing.step += 1
                 self._call("on_step_end", loss.detach())
@@ -175,19 +183,27 @@ class Trainer:
         self._settle(waiting)
 
     def _step(self, model: nn.Module, batch: Any) -> Tensor:
-        loss, _ = self._loss_and_output(model, batch)
+        loss, *_ = self._computed(model, batch)
         self.accelerator.backward(loss)
-        if self.config.clip is not None:
-            self.accelerator.clip_grad_norm_(model.parameters(), self.config.clip)
+        if self.config.clip is not None:  # of what is zeroed below: others' gradients would pile up in the norm
+            self.accelerator.clip_grad_norm_(_parameters(self.optimizer), self.config.clip)
         self._optimizer.step()
         if self._schedule is not None:
             self._schedule.step()
         self._optimizer.zero_grad()
         return loss
 
-    def _loss_and_output(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+    def _computed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
+        """(loss, output, target), with None for what `compute_loss` leaves out."""
         computed = self.compute_loss(model, batch)
-        return computed if isinstance(computed, tuple) else (computed, None)
+        loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ArgumentError(f"compute_loss gave {loss!r:.80}: give a tensor of one number, or (loss, output)")
+        return loss, output, target
+
+    def _assessed(self, model: nn.Module, batch: Any) -> tuple[tuple[Tensor, Any], Any]:
+        loss, output, target = self._computed(model, batch)
+        return (loss, output), split(batch)[1] if self.metrics and target is None else target
 
     # ------------------------------------------------------------------ figures
     def _log(self, waiting: list[tuple[Tensor, int]]) -> None:
@@ -203,13 +219,15 @@ class Trainer:
         waiting.clear()
 
     def _end_epoch(self, model: nn.Module, loader: Any, valid: Data | None) -> None:
-        figures = {"epoch": float(self.epoch), "loss": self._running.compute(), **self._validate(model, valid)}
+        figures = {"epoch": float(self.epoch), "step": float(self.step), "loss": self._running.compute()}
+        figures |= self._validate(model, valid)
         self._running.reset()
         figures["seconds"] = time.monotonic() - self._begun
         if self.accelerator.is_main_process:
             report(step=self.step, epoch_loss=figures["loss"])
         self.history.append(figures)
         self._call("on_epoch_end", figures)
+        figures.update(checkpoint.as_numbers(figures))
         standing = self._standing
         standing.epoch, standing.seconds = self.epoch + 1, 0.0
         standing.ended = any(exchange(self._is_over(figures) or self.should_stop))
@@ -221,9 +239,9 @@ class Trainer:
         return evaluate(
             model,
             self._loader(valid, shuffle=False),
-            step=lambda module, batch: (self._loss_and_output(module, batch), split(batch)[1]),
+            step=self._assessed,
             loss_fn=lambda computed, target: computed[0],
-            metrics={name: _OfOutput(metric) for name, metric in self.metrics.items()},
+            metrics={name: OfOutput(metric) for name, metric in self.metrics.items()},
             prefix="valid_",
             at=self.step,
         )
@@ -234,25 +252,19 @@ class Trainer:
         if config.early_stop is None:
             return False
         name = config.monitor or ("valid_loss" if "valid_loss" in figures else "loss")
-        if name not in figures:
-            raise ArgumentError(f"monitor={name!r}: the figures of an epoch are {', '.join(figures)}")
+        config.check_monitor(figures)
         self._standing.note(-figures[name] if config.higher_is_better else figures[name])
         return self._standing.stale >= config.early_stop
 
-    def _check_monitor(self, valid: Data | None) -> None:
-        """Refuse a name that no epoch can have; those that callbacks add are known after the first."""
-        names = ["loss", "seconds"]
-        if valid is not None:
-            names += ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
-        monitor = self.config.monitor
-        if monitor not in (None, *names) and not any(hasattr(each, "on_epoch_end") for each in self.callbacks):
-            raise ArgumentError(f"monitor={monitor!r}: the figures of an epoch are {', '.join(names)}")
+    def _check(self, train: Any, valid: Data | None) -> None:
+        """Refuse what cannot be trained on, and a figure that no epoch can have."""
+        check_data(train)
+        valid_ones = [] if valid is None else ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
+        if not any(hasattr(each, "on_epoch_end") for each in self.callbacks):  # which may add figures
+            self.config.check_monitor(["step", "loss", "seconds", *valid_ones])
 
     def _call(self, hook: str, *args: Any) -> None:
-        for callback in self.callbacks:
-            method = getattr(callback, hook, None)
-            if method is not None:
-                method(self, *args)
+        callbacks_.call(self.callbacks, hook, self, *args)
 
     # ------------------------------------------------------------------ checkpoints
     def _checkpoint_in_epoch(self, loader: Any, waiting: list[tuple[Tensor, int]]) -> None:
@@ -276,8 +288,8 @@ class Trainer:
 
     def _parts(self) -> dict[str, Any]:
         """What has a state of its own."""
-        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self._schedule}
-        parts["scaler"] = self.accelerator.scaler
+        scaler = self.accelerator.scaler
+        parts = {"model": self.model, "optimizer": self.optimizer, "schedule": self._schedule, "scaler": scaler}
         return {name: part for name, part in parts.items() if part is not None}
 
     def _setup(self, loader: Any) -> dict[str, Any]:
@@ -285,27 +297,28 @@ class Trainer:
         return {
             "nprocs": world().size,
             "batch_size": loader.batch_size,
-            "accumulation": self.config.accumulation,
+            **self.config.course(),
             "samples": loader.total,
             "batches": len(loader),
+            "parts": sorted(self._parts()),
         }
 
     def _resume(self, model: nn.Module, loader: Any) -> None:
         """Go on from the latest checkpoint, if there is one and the config says so."""
         if self._folder is None:
             return
-        if self.accelerator.is_main_process:
-            self._folder.sweep()
-        path = exchange(self._folder.latest() if self.config.resume else None)[0]  # rank 0 decides
+        latest = self._folder.begin(self.config.resume) if self.accelerator.is_main_process else None
+        path = exchange(latest)[0]
         if path is None:
             return
         state = checkpoint.read(path)
         checkpoint.check_setup(path, state["setup"], self._setup(loader))
         self._standing = checkpoint.Standing(**state["standing"])
         if self._is_done() and self.accelerator.is_main_process:
+            how = "ended early, with" if self._standing.ended else "give more epochs: it has"
             warn(
-                f"nothing is left to train: {path} has {self.epoch} of {self.config.epochs} epochs. Give more "
-                "epochs, another checkpoint_dir, or resume=False to train anew"
+                f"nothing is left to train from {path}: {how} {self.epoch} of {self.config.epochs} epochs. Use "
+                "resume=False to train anew, or another checkpoint_dir"
             )
         self._rehearse(model, loader)
         self._restore(state, loader)
@@ -316,9 +329,9 @@ class Trainer:
         Regrouped, three ranks and more add them up in another order, and the run that is gone on with had done it.
         """
         if isinstance(model, DistributedDataParallel) and self.step and not self._is_done():
-            loss, _ = self._loss_and_output(model.train(), next(iter(loader)))
+            loss, *_ = self._computed(model.train(), next(iter(loader)))
             loss.backward()
-            self.optimizer.zero_grad()
+            model.zero_grad()
 
     def _restore(self, state: Mapping[str, Any], loader: Any) -> None:
         for name, part in self._parts().items():
@@ -332,24 +345,5 @@ class Trainer:
         return self._standing.ended or self.epoch >= self.config.epochs
 
 
-class _OfOutput:
-    """A metric of what `compute_loss` gave beside the loss."""
-
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-
-    def update(self, computed: tuple[Tensor, Any], target: Any) -> None:
-        if computed[1] is None:
-            raise ArgumentError("metrics need the output: let compute_loss return (loss, output)")
-        self.metric.update(computed[1], target)
-
-    def compute(self) -> float:
-        return self.metric.compute()
-
-    def reset(self) -> None:
-        self.metric.reset()
-
-
-def _size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor."""
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,7 +112,8 @@ def test_the_trained_weights_and_the_history_are_in_the_notebook() -> None:
     before = weights(one)
     history = one.fit(points(331), points(101))
     assert [figures["epoch"] for figures in history] == [float(epoch) for epoch in range(8)]
-    assert {"epoch", "loss", "valid_loss", "valid_accuracy", "seconds"} == set(history[0])
+    assert {"epoch", "step", "loss", "valid_loss", "valid_accuracy", "seconds"} == set(history[0])
+    assert (one.epoch, one.step) == (8, 8 * 11)
     assert history[-1]["loss"] < history[0]["loss"] / 2
     assert history[-1]["valid_accuracy"] > 0.9
     assert not all(map(torch.equal, before, weights(one)))
@@ -177,6 +179,29 @@ def test_it_ends_early_on_every_rank() -> None:
     assert len(accuracies) - 1 - best == 2
 
 
+class Encodes(Trainer):
+    """Its batches hold no target, or one of its own kind."""
+
+    def compute_loss(self, model: nn.Module, batch: Any) -> Any:
+        point, *rest = batch
+        output = model(point)
+        return nn.functional.mse_loss(output, point) if not rest else (output.square().mean(), output, rest[0] % 2)
+
+
+def test_batches_of_any_kind_are_trained_on_and_validated() -> None:
+    def encoder(**more: Any) -> Encodes:
+        model = net()
+        config = TrainConfig(nprocs=2, compute_setup="cpu")
+        return Encodes(model, torch.optim.SGD(model.parameters(), lr=0.1), config, **more)
+
+    at, labels = points(40).tensors
+    assert encoder().fit(TensorDataset(at), TensorDataset(at))[0]["valid_loss"] > 0
+    threes = TensorDataset(at, labels + 2, torch.ones(40))
+    assert 0 < encoder(metrics={"accuracy": Accuracy()}).fit(threes, threes)[0]["valid_accuracy"] < 1
+    with pytest.raises(ValueError, match=r"a list of 1, neither .*return \(loss, output, target\)"):
+        encoder(metrics={"accuracy": Accuracy()}).fit(TensorDataset(at), TensorDataset(at))
+
+
 class Enough:
     """A callback that has seen enough, on one rank only."""
 
@@ -189,14 +214,29 @@ def test_a_callback_of_one_rank_can_end_it() -> None:
 
 
 class Judges:
-    """A callback that gives each rank another figure to watch."""
+    """A callback that gives each rank another figure to watch, as NumPy's number."""
 
-    def on_epoch_end(self, trainer: Trainer, figures: dict[str, float]) -> None:
-        figures["mine"] = float(trainer.epoch if trainer.accelerator.rank else -trainer.epoch)
+    def on_epoch_end(self, trainer: Trainer, figures: dict[str, Any]) -> None:
+        figures["mine"] = np.float64(trainer.epoch if trainer.accelerator.rank else -trainer.epoch)
 
 
-def test_ranks_that_judge_differently_end_together() -> None:
-    assert len(trainer((Judges(),), epochs=6, early_stop=1, monitor="mine").fit(points(40))) == 2
+def test_ranks_that_judge_differently_end_together(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"epochs": 6, "early_stop": 1, "monitor": "mine", "checkpoint_dir": tmp_path / "c"}
+    history = trainer((Judges(),), **config).fit(points(40))
+    assert len(history) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it ended early
+        assert trainer((Judges(),), **config).fit(points(40)) == history
+
+
+def test_the_gradients_of_what_is_not_trained_do_not_count_in_the_norm() -> None:
+    frozen, idle = (trainer(nprocs=1, clip=0.1) for _ in range(2))
+    for one in (frozen, idle):
+        head: Any = one.model[-1]  # type: ignore[index]  # a Sequential
+        one.optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    frozen.model[0].requires_grad_(False)  # type: ignore[index]
+    assert timeless(frozen.fit(points(64))) == timeless(idle.fit(points(64)))
+    assert all(map(torch.equal, weights(frozen), weights(idle)))
 
 
 class Diverges(Trainer):
@@ -290,6 +330,8 @@ def test_more_epochs_go_on_but_not_in_other_batches(tmp_path: Path, whole: tuple
     assert_same(more, whole[0])
     with pytest.raises(ValueError, match=r"step-15\.pt was written with batch_size=11, and this run has batch_size=10"):
         resumed(epochs=4, batch_size=10, checkpoint_dir=tmp_path).fit(points(150), points(50))
+    with pytest.raises(ValueError, match=r"was written with schedule=None, and this run has schedule=linear"):
+        resumed(epochs=4, schedule="linear", checkpoint_dir=tmp_path).fit(points(150), points(50))
 
 
 def test_a_finished_run_is_said_to_be(tmp_path: Path) -> None:
@@ -300,7 +342,7 @@ def test_a_finished_run_is_said_to_be(tmp_path: Path) -> None:
         result = notebook_launcher(again.fit, args=(points(20),), num_processes=1, device="cpu")
     assert not isinstance(result, Launch)
     assert result[0] == history
-    said = r"nothing is left to train: .*step-2\.pt has 1 of 1 epochs.*resume=False"
+    said = r"nothing is left to train from .*step-2\.pt: give more epochs: it has 1 of 1 epochs.*resume=False"
     assert re.search(said, result.logs[0].err.read_text())
 
 

@@ -9,6 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -430,6 +431,8 @@ def test_a_dict_of_figures_says_what_is_wrong_with_it() -> None:
         ArgumentError, match=r"'name' on rank 0 is 'x' of type str: give a float, an int64, a bool or a tensor"
     ):
         accelerator.all_reduce_dict({"name": "x"})
+    with pytest.raises(ArgumentError, match=r"'a' on rank 0 is array\(\[0\., 0\.\]\) of type ndarray"):
+        accelerator.all_reduce_dict({"a": np.zeros(2)})
     for number in (2**63, -(2**63) - 1, 10**400):
         with pytest.raises(ArgumentError, match=r"'n' on rank 0 is an int of \d+ bits: give a float"):
             accelerator.all_reduce_dict({"n": number}, op="max")

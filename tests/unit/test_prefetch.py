@@ -33,6 +33,9 @@ class FakeStream:
         self.log.append(("recorded", self.events))
         return self.events
 
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.log.append((f"{self.name} waited for", stream.name))
+
     def wait_event(self, event: int) -> None:
         self.log.append(("waited", event))
 
@@ -117,7 +120,8 @@ def test_the_next_batch_is_copied_before_one_is_given_out_and_each_is_waited_for
     batches = [{"x": pinned(cuda, value), "more": [(pinned(cuda, value), None)]} for value in range(3)]
     for batch in Prefetcher(batches, "cuda:0"):
         cuda.log.append(("given out", int(batch["x"])))
-    copied = [("copied on", "copying")] * 2
+    copied = [("copying waited for", "main"), *[("copied on", "copying")] * 2]
+    at_the_end = ("copying waited for", "main")
     used = [("used on", "main")] * 2
     assert cuda.log == [
         *(*copied, ("recorded", 1)),
@@ -125,6 +129,7 @@ def test_the_next_batch_is_copied_before_one_is_given_out_and_each_is_waited_for
         *(("waited", 1), *used, ("given out", 0)),
         *(*copied, ("recorded", 3)),
         *(("waited", 2), *used, ("given out", 1)),
+        at_the_end,
         *(("waited", 3), *used, ("given out", 2)),
     ]
 
@@ -134,7 +139,8 @@ def test_it_stands_for_the_batch_given_out_and_not_for_the_one_read_ahead(cuda: 
     loader = shard(DataLoader(data(3), collate_fn=lambda values: pinned(cuda, values[0])), seed=4)
     prefetcher = Prefetcher(loader, "cuda:0", depth)
     states = [(prefetcher.is_last, prefetcher.is_padding, prefetcher.state_dict()) for _ in prefetcher]
-    assert states == [(place == 3, False, {"epoch": 0, "batches": place, "seed": 4}) for place in (1, 2, 3)]
+    places = [{"epoch": 0, "batches": 1}, {"epoch": 0, "batches": 2}, {"epoch": 1, "batches": 0}]
+    assert states == [(place == places[-1], False, {**place, "seed": 4}) for place in places]
     assert prefetcher.state_dict() == {"epoch": 1, "batches": 0, "seed": 4}
     assert (prefetcher.epoch, prefetcher.total, prefetcher.dataset) == (1, 3, [0, 1, 2])
     prefetcher.load_state_dict({"epoch": 2, "batches": 1, "seed": 4})

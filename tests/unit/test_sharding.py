@@ -317,6 +317,23 @@ def test_a_pass_whose_last_batch_was_taken_counts(standing: Standing, way: str) 
     WHOLE[way](loader)
     loader.load_state_dict({"epoch": 0, "batches": 1, "seed": 1})
     assert Pass(loader).batches == found[0][1:]
+    WHOLE[way](loader)
+    other.load_state_dict(loader.state_dict())  # all of epoch 1 was taken
+    assert Pass(other).batches == found[2]
+
+
+def test_a_look_within_a_pass_leaves_it_as_it_was() -> None:
+    loader, other = (shard(DataLoader(DATA, 16, shuffle=True), seed=1) for _ in range(2))
+    expected = Pass(other).batches
+    taken = []
+    for batch in loader:
+        taken.append(batch.tolist())
+        said = (loader.is_last, loader.remaining, loader.state_dict())
+        if not loader.is_last:  # then another would be a look at the next epoch
+            assert next(iter(loader)).tolist() == expected[0]
+        assert (loader.is_last, loader.remaining, loader.state_dict()) == said
+    assert taken == expected
+    assert loader.epoch == 1
 
 
 def test_a_pass_that_was_read_to_its_last_batch_but_not_given_out_does_not_count() -> None:

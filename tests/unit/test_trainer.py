@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Mean, TrainConfig, Trainer, checkpoint
+from nblaunch.training import Accuracy, Mean, TrainConfig, Trainer, checkpoint, shard
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,13 @@ from nblaunch.training import Mean, TrainConfig, Trainer, checkpoint
         ({"clip": math.nan}, r"clip=nan: use a norm above 0"),
         ({"schedule": "cosinus"}, r"schedule='cosinus': use one of linear, cosine, or a function"),
         ({"schedule": 3}, r"schedule=3: use one of linear, cosine, or a function"),
+        ({"seed": "a"}, r"seed='a'"),
+        ({"resume": "yes"}, r"resume='yes': use True or False"),
+        ({"higher_is_better": "max"}, r"higher_is_better='max': use True or False"),
+        ({"warmup": 3}, r"warmup=3 needs a schedule: use one of linear, cosine"),
+        ({"checkpoint_every": 5}, r"checkpoint_every=5 needs a folder: give checkpoint_dir"),
+        ({"checkpoint_dir": 3}, r"checkpoint_dir=3: give the path of a folder"),
+        ({"checkpoint_dir": __file__}, r"checkpoint_dir='.*test_trainer\.py': give the path of a folder"),
         ({"mixed_precision": "fp17"}, r"mixed_precision='fp17'"),
         ({"compute_setup": "tpu"}, r"compute_setup='tpu'"),
     ],
@@ -49,12 +58,73 @@ def test_a_trainer_needs_a_loss_and_a_config_of_its_kind() -> None:
         Trainer(model, optimizer, {"epochs": 2}, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
 
 
-def test_a_figure_that_no_epoch_has_is_named_before_anything_starts() -> None:
+def trainer(**config: Any) -> Trainer:
     model = nn.Linear(1, 1)
-    config = TrainConfig(early_stop=1, monitor="valid_accuracy")
-    one = Trainer(model, torch.optim.SGD(model.parameters()), config, loss_fn=nn.functional.mse_loss)
-    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the figures of an epoch are loss, seconds"):
+    optimizer = torch.optim.SGD(model.parameters())
+    return Trainer(model, optimizer, TrainConfig(**config), loss_fn=nn.functional.mse_loss)
+
+
+def test_a_figure_that_no_epoch_has_is_named_before_anything_starts() -> None:
+    one = trainer(early_stop=1, monitor="valid_accuracy")
+    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the figures of an epoch are step, loss, sec"):
         one.fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
+
+
+class Misspelt:
+    def on_step_ends(self, trainer: Trainer) -> None: ...
+
+
+class Callback:
+    def on_fit_end(self, trainer: Trainer) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"metrics": {"a": Accuracy}}, r"metrics: 'a' is <class .*Accuracy'>: use Accuracy\(\)"),
+        ({"metrics": [Accuracy()]}, r"metrics: 'list' is \[<"),
+        ({"callbacks": [Misspelt()]}, r"callbacks: <.*Misspelt object .* has none of the methods on_fit_begin, on_ep"),
+        ({"callbacks": [Callback]}, r"callbacks: Callback is a class: give an object of it, Callback\(\)"),
+        ({"callbacks": 3}, r"callbacks=3: give a list of objects"),
+    ],
+)
+def test_what_would_never_be_called_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ArgumentError, match=said):
+        Trainer(model, optimizer, loss_fn=nn.functional.mse_loss, **wrong)
+    with pytest.raises(ArgumentError, match=r"optimizer: it has none of the model's parameters"):
+        Trainer(nn.Linear(1, 1), optimizer, loss_fn=nn.functional.mse_loss)
+
+
+def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "step-3.pt"
+    path.write_bytes(b"garbage")
+    with pytest.raises(RuntimeError, match=r"step-3\.pt is damaged: remove it, and training goes on from the checkpoi"):
+        checkpoint.read(path)
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
+
+
+def test_data_without_a_length_is_refused_before_anything_starts() -> None:
+    for train in (Endless(), DataLoader(Endless(), 2)):
+        with pytest.raises(ArgumentError, match=r"train=<.*: give a dataset or DataLoader with a length"):
+            trainer().fit(train)
+    with pytest.raises(ArgumentError, match=r"train=None: give a dataset"):
+        trainer().fit(None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"train=<.*with a length of at least 1"):
+        trainer().fit(TensorDataset(torch.ones(0, 1)))
+
+
+def test_a_loader_of_the_users_own_begins_anew_and_keeps_its_seed() -> None:
+    own = shard(DataLoader(TensorDataset(torch.arange(8)), 2), seed=7)
+    own.load_state_dict({"epoch": 3, "batches": 2, "seed": 7})
+    assert trainer(seed=1)._loader(own, True) is own
+    assert own.state_dict() == {"epoch": 0, "batches": 0, "seed": 7}
+    assert len(list(own)) == 4
 
 
 @pytest.mark.parametrize(
@@ -106,10 +176,28 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     assert checkpoint.found(tmp_path / "missing") == []
 
 
+def test_a_training_anew_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+    folder = checkpoint.Folder(tmp_path, keep=2)
+    assert folder.begin(resume=False) is None
+    for step in (9, 18):
+        folder.write({}, step)
+    assert folder.begin(resume=False) is None
+    folder.write({}, 6)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-6.pt"]
+
+
+def test_figures_of_any_kind_of_number_can_be_read_again(tmp_path: Path) -> None:
+    figures = checkpoint.as_numbers({"a": np.float64(0.5), "b": torch.tensor(2), "c": True})
+    checkpoint.write({"history": [figures]}, tmp_path / "step-1.pt")
+    assert checkpoint.read(tmp_path / "step-1.pt") == {"history": [{"a": 0.5, "b": 2.0, "c": 1.0}]}
+    with pytest.raises(ArgumentError, match=r"figures\['worst'\]=\[3\]: the figures of an epoch are numbers"):
+        checkpoint.as_numbers({"worst": [3]})
+
+
 def test_what_a_killed_write_left_is_swept(tmp_path: Path) -> None:
     for name in (".step-9.pt.123", "step-9.pt", ".hidden"):
         (tmp_path / name).touch()
-    checkpoint.Folder(tmp_path, keep=2).sweep()
+    assert checkpoint.Folder(tmp_path, keep=2).begin(resume=True) == tmp_path / "step-9.pt"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-9.pt"]
 
 

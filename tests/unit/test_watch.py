@@ -22,7 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from nblaunch.errors import warn
 from nblaunch.ranks import callers, watch
-from nblaunch.ranks.outline import outline
+from nblaunch.ranks.outline import _outline, outline
 
 
 class Files(Dataset[str]):
@@ -70,6 +70,12 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_equal_data_have_equal_outlines(make: Callable[[], Any]) -> None:
     assert outline(make()) == outline(make())
+
+
+def test_an_outline_reads_the_ends_of_a_long_text() -> None:
+    texts = [b"a" + bytes(2**20), bytes(2**20), bytes(2**20) + b"a", bytes(2**20 + 1)]
+    assert len({outline(text) for text in texts}) == len(texts)
+    assert len(repr(_outline(bytes(2**20), 0))) < 10_000
 
 
 def test_an_outline_is_the_same_in_another_process() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -27,6 +29,9 @@ class _Note(NamedTuple):
     is_last: bool
 
 
+_NONE_YET = _Note(is_padding=False, is_last=False)
+
+
 class _Indices:
     """What torch's loader reads in place of the user's sampler; it notes what it was asked for, in order."""
 
@@ -47,6 +52,21 @@ def _noted(shares: Iterable[Share], notes: deque[_Note]) -> Iterator[Any]:
     for share, is_last in with_last(shares):
         notes.append(_Note(share.is_padding, is_last))
         yield share.items
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A pass under way."""
+
+    epoch: int
+    done: int
+    """Batches up to the one given out last, those before a resumption too."""
+    size: int | None
+    taken: int = 0
+    note: _Note = _NONE_YET
+
+    def take(self, note: _Note) -> None:
+        self.done, self.taken, self.note = self.done + 1, self.taken + 1, note
 
 
 class Follower(Protocol):
@@ -85,9 +105,9 @@ class ShardedLoader(DataLoader[T_co]):
     rank's part must not be sharded again.
 
     **Epochs.** A pass that was taken to its end advances `epoch`, so each has an order of its own; a look by
-    ``next(iter(loader))`` or a pass that is broken off does not, and begins anew. Who stops at the last of several
-    batches without asking for another (``zip(range(n), loader)``, ``break``) has taken the pass too, which counts when
-    the next one begins. Your own `set_epoch`, here or on your sampler, wins.
+    ``next(iter(loader))``, within another pass too, or a pass that is broken off does not, and begins anew. Who stops
+    at the last of several batches without asking for another (``zip(range(n), loader)``, ``break``) has taken the pass
+    too, which counts when the next one begins. Your own `set_epoch`, here or on your sampler, wins.
 
     **Workers.** Unlike a plain loader's they are seeded from (seed, epoch, rank): no two ranks draw the same
     augmentations, and a run repeats. (Persistent workers are seeded once, when they start.)
@@ -125,6 +145,7 @@ class ShardedLoader(DataLoader[T_co]):
         self._dispatch: bool | None = None
         self._move: Callable[[Any], Any] | None = None
         self._progress = Progress()
+        self._passes: list[_Pass] = []
         self._plan: _Plan | None = None
         self._reader: Reader | None = None
         self._indices = _Indices()
@@ -145,27 +166,34 @@ class ShardedLoader(DataLoader[T_co]):
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
         self._heed_samplers()
         start = self._progress.begin()
-        epoch = self.epoch
         self._tell_samplers()
-        batches = self._streamed(start) if self._is_stream else self._indexed(start)
+        one = _Pass(self.epoch, start, self._size())
+        self._passes.append(one)
         try:
-            for taken, (content, note) in enumerate(batches, 1):
-                self._note(note, taken, epoch)
+            for content, note in self._streamed(start) if self._is_stream else self._indexed(start):
+                one.take(note)
+                self._tell_of(one)
                 yield self._move(content) if self._move else content
-            self._progress.complete(epoch)
+            self._progress.complete(one.epoch)
         finally:
-            if self.follower is not None:
-                self.follower.ended(self)
+            self._leave(one)
 
-    def _note(self, note: _Note, taken: int, epoch: int) -> None:
-        """A batch is about to be given out."""
-        self.is_padding, self.is_last = note
-        self.remaining = None if (size := self._size()) is None else size - self._progress.done
-        self._progress.done += 1
-        # The only batch of a pass may be but looked at.
-        self._progress.ended = note.is_last and taken > 1 and self.epoch == epoch
+    def _tell_of(self, one: _Pass) -> None:
+        """A batch of this pass was given out last."""
+        self.is_padding, self.is_last = one.note
+        self.remaining = None if one.size is None else one.size - one.done + 1
+        if self.epoch == one.epoch:
+            self._progress.done = one.done
+            self._progress.ended = one.note.is_last and one.taken > 1  # the only batch of a pass may be but looked at
         if self.follower is not None:
             self.follower.given(self)
+
+    def _leave(self, one: _Pass) -> None:
+        self._passes.remove(one)
+        if one.taken <= 1 and self._passes:  # a look, within a pass that goes on
+            self._tell_of(self._passes[-1])
+        elif self.follower is not None:
+            self.follower.ended(self)
 
     def _indexed(self, start: int) -> Iterator[tuple[Any, _Note]]:
         """A pass over a map-style dataset."""
@@ -277,6 +305,8 @@ class ShardedLoader(DataLoader[T_co]):
     def state_dict(self) -> dict[str, int]:
         """Where the pass stands: ``epoch``, ``batches`` (taken of this rank's) and ``seed``; the same on all ranks."""
         self._heed_samplers()
+        if self._progress.ended:
+            return {"epoch": self.epoch + 1, "batches": 0, "seed": self.seed}
         return {"epoch": self.epoch, "batches": self._progress.done, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -306,4 +336,4 @@ class ShardedLoader(DataLoader[T_co]):
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process."""
         own = {"_iterator": None, "_reader": None, "_plan": None, "_indices": _Indices(), "follower": None}
-        return {**vars(self), **own}
+        return {**vars(self), **own, "_passes": [], "_progress": copy.copy(self._progress)}

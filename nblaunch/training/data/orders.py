@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -116,8 +117,9 @@ def _total_of(sampler: Any) -> int | None:
     for one in (sampler, _inner(sampler)):
         if type(one) is DistributedSampler:
             return min(one.total_size, len(one.dataset))  # type: ignore[arg-type]  # it asked for the length itself
-        if isinstance(total := getattr(one, "total", None), int):
-            return total
+        with contextlib.suppress(TypeError):  # of a sampler without a length
+            if isinstance(total := getattr(one, "total", None), int):
+                return total
     return None
 
 

@@ -56,6 +56,9 @@ class Prefetcher:
         self.device = torch.device(device)
         self.depth = checked(depth, "depth", 1)
         self._state: dict[str, int] | None = None
+        """The loader's, after the batch that was given out last; None if nothing is read ahead."""
+        self._ahead: dict[str, int] | None = None
+        """The loader's at that time: while it says so, nobody has moved it."""
 
     def __len__(self) -> int:
         """How many batches the loader has."""
@@ -69,11 +72,13 @@ class Prefetcher:
         finally:
             if not self.is_last and hasattr(self.loader, "break_off"):
                 self.loader.break_off()
+            self._ahead = self._state and self.loader.state_dict()
 
     def _given_out(self, copier: Copier, depth: int) -> Iterator[Any]:
         for ahead in self._read_ahead(copier, depth):
             self.is_padding, self.is_last = ahead.told.get("is_padding", False), ahead.told.get("is_last", False)
             self._state = ahead.state
+            self._ahead = self._state and self.loader.state_dict()
             for name, value in ahead.told.items():
                 setattr(self.loader, name, value)  # reading ahead has changed it
             copier.await_copy(ahead.batch, ahead.copied)
@@ -82,9 +87,7 @@ class Prefetcher:
     def state_dict(self) -> dict[str, int]:
         """The loader's state after the batch that was given out last."""
         now: dict[str, int] = self.loader.state_dict()
-        if self._state is None or self._state.get("epoch") != now.get("epoch"):  # that pass is over
-            return now
-        return self._state
+        return now if self._state is None or now != self._ahead else self._state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """As the loader's."""
@@ -145,6 +148,7 @@ class CudaCopier(Copier):
     def copies(self, loader: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         batches = iter(loader)
         while True:
+            self._stream.wait_stream(self._cuda.current_stream(self._device))  # it may have made what the loader reads
             with self._cuda.stream(self._stream):  # around the loader too: one that an Accelerator prepared copies
                 batch = next(batches, _END)
                 if batch is _END:

@@ -22,8 +22,6 @@ from nblaunch.training.data.epochs import checked
 from nblaunch.training.nests import leaves, map_nest
 from nblaunch.training.seeding import default_seed, derived_seed, seeded
 
-_BEGUN, _FAILED, _DONE = 1, 2, 3
-
 
 class Preprocessed(Dataset[Any]):
     """What `preprocess` made: item ``i`` is the function's result for item ``i``.
@@ -83,14 +81,17 @@ def preprocess(
             none, and they stay in shared memory. Either way all of them must fit there while they are made.
 
     Raises:
-        ArgumentError: `dataset` has no length, or no item; or `processes` is no such number.
-        RuntimeError: The function or the dataset raised, a result is unlike the first, or a process died; the message
-            names the index, and its cause is what was raised. Nothing is left behind then, nor when it is interrupted:
-            no process, and no file.
+        ArgumentError: `dataset` has no length, or no item; or another argument is not as above.
+        RuntimeError: The function or the dataset raised, or a result is unlike the first: the message names the index.
+            Or a process died. Nothing is left behind then, nor when it is interrupted: no process, and no file.
     """
     items: object = dataset
     if not isinstance(items, Sized) or len(items) == 0:
         raise ArgumentError(f"dataset={dataset!r:.80}: give a dataset with items by index, at least one")
+    if not callable(function):
+        raise ArgumentError(f"function={function!r:.80}: give a function of one item")
+    if path is not None and Path(path).is_dir():
+        raise ArgumentError(f"path={str(path)!r} is a folder: give the path of a file")
     wanted = _cores() if processes is None else checked(processes, "processes")
     results = _made(_Make(dataset, function), len(items), wanted, is_kept=path is not None)
     if path is None:
@@ -110,8 +111,11 @@ class _Make:
         self.dataset, self.function = dataset, function
 
     def __call__(self, index: int) -> Any:
-        with torch.no_grad(), seeded(derived_seed(default_seed(), index)):
-            return map_nest(lambda leaf: torch.as_tensor(leaf).detach(), self.function(self.dataset[index]))
+        try:
+            with torch.no_grad(), seeded(derived_seed(default_seed(), index)):
+                return map_nest(lambda leaf: torch.as_tensor(leaf).detach(), self.function(self.dataset[index]))
+        except Exception as error:
+            raise RuntimeError(f"preprocess: index {index}: {text_of(error)}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To a process that starts afresh, what a notebook's cell defines goes by value."""
@@ -131,21 +135,15 @@ class _Work(Dataset[None]):
     """What the results must be like."""
     stores: list[Tensor]
     """A tensor (N, ...) for each leaf of a result."""
-    state: Tensor
-    """Of each index: 0, begun, failed or done."""
 
     def __getitem__(self, index: int) -> None:
-        self.state[index] = _BEGUN
-        try:
-            result = self.make(index)
-            if _kind(result) != self.kind:
-                raise ValueError(f"its result is {_kind(result)}, and that of index 0 {self.kind}: make them alike")
-            for store, leaf in zip(self.stores, leaves(result), strict=True):
-                store[index] = leaf
-        except Exception:
-            self.state[index] = _FAILED
-            raise
-        self.state[index] = _DONE
+        result = self.make(index)
+        if (kind := _kind(result)) != self.kind:
+            raise RuntimeError(
+                f"preprocess: index {index}: its result is {kind}, and that of index 0 {self.kind}: make them alike"
+            )
+        for store, leaf in zip(self.stores, leaves(result), strict=True):
+            store[index] = leaf
 
 
 def _kind(result: Any) -> str:
@@ -155,52 +153,44 @@ def _kind(result: Any) -> str:
 
 def _made(make: _Make, size: int, processes: int, *, is_kept: bool) -> Any:
     """All results, in shared memory that has no name: it goes with the last process that holds it."""
-    state = torch.zeros(size, dtype=torch.uint8).share_memory_()
-    state[0] = _BEGUN
-    try:
-        first = make(0)
-        results = _room_for(first, size, is_kept=is_kept)
-        state[0] = _DONE
-        _run(_Work(make, _kind(first), list(leaves(results)), state), processes)
-    except Exception as error:
-        # They are told of in order: of several that failed, the first is the one at hand.
-        at = (state == _FAILED).nonzero().flatten().tolist()[:1] or (state == _BEGUN).nonzero().flatten().tolist()
-        where = f"index {' or '.join(map(str, at))}: " if at else ""
-        raise RuntimeError(f"preprocess: {where}{text_of(error)}") from error
+    first = make(0)
+    results = _room_for(first, size, is_kept=is_kept)
+    _run(_Work(make, _kind(first), list(leaves(results))), range(1, size), processes)
     return results
 
 
 def _room_for(first: Any, size: int, *, is_kept: bool) -> Any:
     """Room for so many results; the first is there already."""
     if next(leaves(first), None) is None:
-        raise ValueError(f"its result is {first!r:.40}: give at least one tensor")
+        raise RuntimeError(f"preprocess: index 0: its result is {first!r:.40}: give at least one tensor")
     if is_kept:  # or it would be the finished file that cannot be read
         torch.save(first, file := io.BytesIO())
-        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        try:
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        except Exception as error:
+            raise RuntimeError(f"preprocess: index 0: no file can hold its result: {error}") from error
     results = map_nest(lambda leaf: torch.empty((size, *leaf.shape), dtype=leaf.dtype).share_memory_(), first)
     for store, leaf in zip(leaves(results), leaves(first), strict=True):
         store[0] = leaf
     return results
 
 
-def _run(work: _Work, processes: int) -> None:
-    """Have every index but the first done."""
-    rest = range(1, len(work.state))
-    processes = min(processes, len(rest))
+def _run(work: _Work, indices: range, processes: int) -> None:
+    """Have every index done."""
+    processes = min(processes, len(indices))
     with torch.no_grad(), seeded(default_seed()):  # torch draws the workers' seed: the user's generators stay
         loader: DataLoader[None] = DataLoader(
             work,
-            batch_size=min(32, 1 + len(rest) // (4 * max(1, processes))),
-            sampler=rest,
+            batch_size=min(32, 1 + len(indices) // (4 * max(1, processes))),
+            sampler=indices,
             num_workers=processes,
             collate_fn=len,  # nothing comes back but how many are done
             multiprocessing_context="spawn" if processes and torch.cuda.is_initialized() else None,  # CUDA cannot fork
         )
         batches = iter(loader)
     try:
-        done = sum(progress(batches, total=len(loader), desc="preprocess"))
+        for _ in progress(batches, total=len(loader), desc="preprocess"):
+            pass
     finally:
         if processes:
             batches._shutdown_workers()  # type: ignore[attr-defined]  # now: a traceback that is kept would keep them
-    if done < len(rest):
-        raise RuntimeError("the function or the dataset raised StopIteration")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import Sampler
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data import Sampler, dataloader
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.data.epochs import Progress, checked
@@ -16,6 +16,8 @@ from nblaunch.training.seeding import checked_seed, default_seed, derived_genera
 from nblaunch.training.world import World, world
 
 T = TypeVar("T")
+_READER: Any = getattr(dataloader, "_MultiProcessingDataLoaderIter", ())
+"""What iterates a loader with workers; a torch that calls it otherwise only makes a look count as a pass."""
 _STEP = 2**16
 """Indices that are turned into Python's numbers at a time: a list of all would need ten times the tensor's memory."""
 
@@ -27,7 +29,8 @@ class RankSampler(Sampler[T], Generic[T]):
     that was taken to its end advances `epoch`, so that the next has an order of its own; a look at the first index does
     not, and `set_epoch` wins. A DataLoader with workers reads its sampler ahead: a pass counts once all that the
     workers were asked for has been given out (so a look does not, unless there is but one batch), while `state_dict`
-    tells what they were asked for; `nblaunch.training.data.shard` tells what was consumed.
+    tells what they were asked for. `nblaunch.training.data.shard` goes by what was consumed, so with it a pass also
+    counts whose last batch was taken by somebody who asks for no more, such as ``zip(range(n), loader)``.
 
     Args:
         num_replicas: How many ranks share the data. Default: as many as there are when it is iterated.
@@ -103,8 +106,8 @@ class RankSampler(Sampler[T], Generic[T]):
         self._settle()
         self._unsettled = None  # what has not been taken by now was broken off
         start, epoch = self._progress.begin(), self.epoch
-        for item in items[start:]:
-            self._progress.done += 1
+        for place, item in enumerate(items[start:], start + 1):
+            self._progress.done = place
             yield item
         if (asked := _asked_of_workers()) is None:
             self._progress.complete(epoch)
@@ -120,7 +123,7 @@ class RankSampler(Sampler[T], Generic[T]):
     def __getstate__(self) -> dict[str, Any]:
         """All but what belongs to this process."""
         self._settle()
-        return {**vars(self), "_unsettled": None}
+        return {**vars(self), "_unsettled": None, "_progress": copy.copy(self._progress)}
 
 
 def _asked_of_workers() -> Sized | None:
@@ -129,7 +132,7 @@ def _asked_of_workers() -> Sized | None:
     while frame.f_back is not None:
         frame = frame.f_back
         reader = frame.f_locals.get("self")
-        if isinstance(reader, _MultiProcessingDataLoaderIter):
+        if isinstance(reader, _READER):
             return getattr(reader, "_task_info", None)  # each pass has a dict of its own, which outlives the reader
     return None
 

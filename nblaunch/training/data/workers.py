@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import progress
 from nblaunch.training.data.epochs import checked
-from nblaunch.training.data.loader import ShardedLoader
 from nblaunch.training.data.orders import generators_of
-from nblaunch.training.nests import tensors_in
+from nblaunch.training.data.samplers import RankSampler
+from nblaunch.training.nests import samples_in
 from nblaunch.training.seeding import default_seed, seeded
 from nblaunch.training.world import exchange
 
@@ -76,7 +76,8 @@ def time_workers(
     given: object = loader
     if not isinstance(given, DataLoader):
         raise ArgumentError(f"loader={loader!r:.80}: give a DataLoader, such as DataLoader(dataset, batch_size=32)")
-    if not candidates:
+    listed: object = candidates
+    if not isinstance(listed, Sequence) or not listed:
         raise ArgumentError(f"candidates={candidates!r}: give at least one number of workers, such as (0, 2)")
     numbers = [checked(number, "candidates") for number in candidates]
     checked(warm_up, "warm_up")
@@ -88,13 +89,22 @@ def _with_workers(loader: Loader, number: int) -> Loader:
     """A copy that shares the dataset and the samplers; torch's constructor would need to know every argument."""
     one = copy.copy(loader)
     vars(one).update(num_workers=number, persistent_workers=False, _iterator=None)
+    vars(one).update(sampler=_apart(loader.sampler), batch_sampler=_apart(loader.batch_sampler))
     if number == 0:
         vars(one).update(prefetch_factor=None, timeout=0)  # torch allows neither without workers
     elif loader.prefetch_factor is None:
         vars(one).update(prefetch_factor=2)  # torch's default
-    if isinstance(one, ShardedLoader):
-        one._progress = copy.copy(one._progress)  # a whole pass advances it
     return one
+
+
+def _apart(sampler: Any) -> Any:
+    """A sampler that a whole pass advances, as a copy that has its own place."""
+    if isinstance(sampler, RankSampler):
+        return copy.copy(sampler)
+    if isinstance(getattr(sampler, "sampler", None), RankSampler):
+        sampler = copy.copy(sampler)
+        sampler.sampler = copy.copy(sampler.sampler)
+    return sampler
 
 
 def _timed(
@@ -126,11 +136,11 @@ def _taken(loader: DataLoader[Any], step: Callable[[Any], object] | None) -> Ite
 
 
 def _samples_in(batch: Any, loader: DataLoader[Any]) -> int:
-    tensor = next(tensors_in(batch), None)
     if loader.batch_size is None and loader.batch_sampler is None:
         return 1  # without automatic batching an item is a sample
-    if tensor is not None and tensor.dim():
-        return len(tensor)
+    samples = samples_in(batch)
+    if samples is not None:
+        return samples
     return len(batch) if hasattr(batch, "__len__") else 1
 
 
