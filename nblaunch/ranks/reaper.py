@@ -33,8 +33,9 @@ _SPAWN = (
     "from nblaunch.ranks.bootstrap import spawned; spawned(fd)"
 )
 _SWEEP_LIMIT = 5.0
-_TRACKER_LIMIT = 1.0
-"""Seconds for multiprocessing's resource trackers to remove shared memory, once all that used it is dead."""
+"""Seconds for a launch's processes to die; trackers are killed too for the last half second of it."""
+_TRACKER_LIMIT = 2.0
+"""Seconds for multiprocessing's resource trackers to unlink what is in /dev/shm, once all that used it is dead."""
 _LOOK_EVERY = 0.5
 """Seconds between looks at the watched processes where the system has no pidfd."""
 
@@ -144,6 +145,7 @@ class _Reaper:
             system.die_with_parent(parent)
             self.children.close()
             system.close_all_but([fd])
+            system.forget_resource_tracker()
             self.rank_main(spec, socket.socket(fileno=fd))
         finally:
             os._exit(1)
@@ -190,6 +192,9 @@ def kill_descendants(
 ) -> list[int]:
     """Kill this process's descendants until none is left, reading their ends.
 
+    Resource trackers come last: each unlinks what the others leave in /dev/shm, and ends, when no writer of its pipe
+    is left.
+
     Args:
         children: This process's watch.
         spare: Children to leave alone, with all that is theirs.
@@ -200,14 +205,18 @@ def kill_descendants(
         The pids that did not die within the limit.
     """
     deadline = time.monotonic() + _SWEEP_LIMIT
+    used = time.monotonic()  # when something that a tracker waits for was last seen
     while spare or _has_children():
         if not system.LINUX:
             for pid in groups:
                 system.kill(pid, signal.SIGKILL, group=True)
         left = system.descendants(os.getpid(), spare)
-        patient = time.monotonic() < deadline - _SWEEP_LIMIT + _TRACKER_LIMIT
+        trackers = set(filter(system.is_resource_tracker, left))
+        now = time.monotonic()
+        used = used if trackers.issuperset(left) else now
+        patient = now < min(used + _TRACKER_LIMIT, deadline - 0.5)
         for pid in left:
-            if not (patient and system.is_resource_tracker(pid)):
+            if not (patient and pid in trackers):
                 system.kill(pid, signal.SIGKILL)
         on_end()
         if not spare:

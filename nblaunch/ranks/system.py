@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Iterator
+from typing import Any
 
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
@@ -141,6 +142,17 @@ def is_resource_tracker(pid: int) -> bool:
             return b"multiprocessing.resource_tracker" in file.read()
     except OSError:
         return False
+
+
+def forget_resource_tracker() -> None:
+    """Let a forked rank start a tracker of its own, once `close_all_but` has taken its parent's pipe from it.
+
+    The notebook has one as soon as it uses shared memory or spawns workers. What the rank wrote to the number that was
+    its pipe would be lost without an error: a killed rank's semaphores would stay in /dev/shm for ever.
+    """
+    module: Any = sys.modules.get("multiprocessing.resource_tracker")
+    if module is not None:
+        module._resource_tracker.__init__()  # the object stays: others hold its methods
 
 
 def close_all_but(keep: Collection[int]) -> None:

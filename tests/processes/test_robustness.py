@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,53 @@ def load_and_be_killed(rank: int) -> None:
 def test_a_killed_rank_leaves_no_temporary_folder_of_its_workers(start_method: str) -> None:
     with pytest.raises(RankDiedError, match="rank 0 was killed by SIGKILL"):
         quiet(load_and_be_killed, start_method=start_method)  # the fixture of every test looks for what is left
+
+
+def load_in_spawned_workers(folder: str, rank: int) -> None:
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    data = TensorDataset(torch.ones(1000, 8))
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank)
+    workers = iter(DataLoader(data, sampler=sampler, num_workers=1, multiprocessing_context="spawn"))
+    next(workers)  # their queues' semaphores have names in /dev/shm for as long as they live
+    assert list(Path("/dev/shm").glob("sem.mp-*"))
+    wait_for_ever(folder, rank)
+
+
+def stop(launch: Any, reaper: int) -> None:
+    launch.stop()
+
+
+def kill(launch: Any, reaper: int) -> None:
+    launch.kill()
+
+
+def kill_the_reaper(launch: Any, reaper: int) -> None:
+    os.kill(reaper, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [stop, kill, kill_the_reaper])
+def test_no_semaphore_of_spawned_workers_is_left(tmp_path: Path, end: Callable[[Any, int], None]) -> None:
+    end_with_spawned_workers(tmp_path, "forkserver", end)  # the fixture of every test looks for what is left
+
+
+@pytest.mark.filterwarnings("ignore:start_method='fork' copies a process with threads:UserWarning")
+def test_a_forked_rank_does_not_use_the_notebooks_tracker_of_semaphores(tmp_path: Path) -> None:
+    tracker: Any = resource_tracker._resource_tracker
+    tracker.ensure_running()  # as a notebook does with its first spawned worker or shared memory
+    try:
+        end_with_spawned_workers(tmp_path, "fork", kill)
+        assert not list(Path("/dev/shm").glob("sem.mp-*"))  # before the notebook's tracker ends
+    finally:
+        tracker._stop()
+
+
+def end_with_spawned_workers(folder: Path, start_method: str, end: Callable[[Any, int], None]) -> None:
+    launch: Any = quiet(load_in_spawned_workers, (str(folder),), start_method=start_method, block=False)
+    eventually(lambda: begun(folder, 0) and begun(folder, 1), 50)
+    end(launch, int((folder / "running0").read_text()))
+    assert launch.wait(20)
 
 
 def save_in_a_thread(folder: str) -> str:
