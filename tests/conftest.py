@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import tempfile
 import time
@@ -23,6 +24,7 @@ _LEFT_WITHIN = 20.0
 def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours
+    multiprocessing.util.get_temp_dir()  # forked workers use it too; a folder of their own is left if they are killed
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))  # but torch's cache, which stays
     yield
     servers.stop()

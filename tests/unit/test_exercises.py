@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,20 @@ def test_a_process_that_is_killed_is_told_of() -> None:
 
     with pytest.raises(RuntimeError, match=r"^DataLoader worker .* (exited unexpectedly|is killed by signal)"):
         preprocess(DATA, kill_at_40, processes=1)
+
+
+def test_an_interrupt_while_processes_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = BaseProcess.start
+
+    def start_and_be_interrupted(process: BaseProcess) -> None:
+        start(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BaseProcess, "start", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        preprocess(DATA, lambda number: number, processes=2)
+    assert torch.multiprocessing.active_children() == []
+    assert caught.value.__traceback__ is not None
 
 
 def test_an_interrupt_leaves_no_process_and_the_older_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Collection, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,19 +178,31 @@ def _room_for(first: Any, size: int, *, is_kept: bool) -> Any:
 def _run(work: _Work, indices: range, processes: int) -> None:
     """Have every index done."""
     processes = min(processes, len(indices))
-    with torch.no_grad(), seeded(default_seed()):  # torch draws the workers' seed: the user's generators stay
-        loader: DataLoader[None] = DataLoader(
-            work,
-            batch_size=min(32, 1 + len(indices) // (4 * max(1, processes))),
-            sampler=indices,
-            num_workers=processes,
-            collate_fn=len,  # nothing comes back but how many are done
-            multiprocessing_context="spawn" if processes and torch.cuda.is_initialized() else None,  # CUDA cannot fork
-        )
-        batches = iter(loader)
+    loader: DataLoader[None] = DataLoader(
+        work,
+        batch_size=min(32, 1 + len(indices) // (4 * max(1, processes))),
+        sampler=indices,
+        num_workers=processes,
+        collate_fn=len,  # nothing comes back but how many are done
+        multiprocessing_context="spawn" if processes and torch.cuda.is_initialized() else None,  # CUDA cannot fork
+    )
+    before = torch.multiprocessing.active_children()
+    batches: Any = None
     try:
+        with torch.no_grad(), seeded(default_seed()):  # torch draws the workers' seed: the user's generators stay
+            batches = iter(loader)
         for _ in progress(batches, total=len(loader), desc="preprocess"):
             pass
     finally:
-        if processes:
-            batches._shutdown_workers()  # type: ignore[attr-defined]  # now: a traceback that is kept would keep them
+        if batches is None:
+            _end_all_but(before)
+        elif processes:
+            batches._shutdown_workers()  # now: a traceback that is kept would keep them
+
+
+def _end_all_but(children: Collection[Any]) -> None:
+    """End the workers whose starting was interrupted: no iterator knows them yet."""
+    for child in torch.multiprocessing.active_children():
+        if child not in children and child.daemon:
+            child.terminate()
+            child.join()
