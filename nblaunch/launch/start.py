@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import IO, cast
 
 import nblaunch
@@ -118,7 +118,7 @@ class ForkServer:
             if self._problem:
                 raise StartError(self._problem)
             if self.hello is not None:
-                self._hear_again(self.hello)
+                self._hear_again()
             else:
                 try:
                     self.hello = self._wait_for_hello()
@@ -172,12 +172,12 @@ class ForkServer:
                 raise StartError(f"the fork server did not start{self._last_words()}")
             self.channel.poll()
 
-    def _hear_again(self, hello: Hello) -> None:
+    def _hear_again(self) -> None:
         """Take note of a problem that an import in an idle moment has brought."""
         self.channel.poll()
         for message, _ in self.channel.drain():
             if isinstance(message, Hello):
-                self.hello = replace(hello, problem=message.problem)
+                self.hello = message
 
     def _last_words(self) -> str:
         self._errors.seek(0)

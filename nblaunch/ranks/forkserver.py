@@ -28,28 +28,27 @@ from nblaunch.ranks import bootstrap, process_group, reaper, system
 
 _LOOK_EVERY = 0.5
 """Seconds between looks at the kernel where the system has no pidfd."""
-SOON = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+_SOON = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """Imported in idle moments, in steps that a launch may come between: the first optimizer or DistributedDataParallel of
 a process imports torch._dynamo, which takes longer than torch itself, and then no rank has to."""
 _LAST_LAUNCHES = 2.0
 """Seconds that reapers get to end their launches when the kernel has gone, before they are ended too."""
 
 
-def main(fd: int, kernel: int, preload: tuple[str, ...], soon: tuple[str, ...] = SOON) -> NoReturn:
+def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     """Be the fork server, to the end.
 
     Args:
         fd: The channel to the kernel.
         kernel: The kernel's pid.
         preload: Modules to import first.
-        soon: Modules to import in idle moments.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     system.become_subreaper()
     channel = Channel(socket.socket(fileno=fd))
     hello = _hello(preload)
     channel.send(hello)
-    server = _Server(channel, kernel, hello, soon if preload else ())
+    server = _Server(channel, kernel, hello, _SOON if preload else ())
     try:
         server.serve()
     except BaseException:  # noqa: BLE001  # the kernel reads it and starts another; reapers see this one's end

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.data.orders import length_of
 from nblaunch.training.settings import Settings
 
 SCHEDULES = ("linear", "cosine")
@@ -96,7 +97,6 @@ class TrainConfig:
             raise ArgumentError(
                 f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}, or a function (optimizer, steps)"
             )
-
         if self.warmup and self.schedule not in SCHEDULES:
             raise ArgumentError(f"warmup={self.warmup} needs a schedule: use one of {', '.join(SCHEDULES)}")
         self._check_folder()
@@ -142,9 +142,5 @@ def check_data(train: Any) -> None:
     Raises:
         ArgumentError: As said.
     """
-    try:
-        size = len(train)
-    except TypeError:
-        size = 0
-    if size == 0:
+    if not length_of(train):
         raise ArgumentError(f"train={train!r:.80}: give a dataset or DataLoader with a length of at least 1")

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.training.data.orders import length_of
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.sharding import shard
 from nblaunch.training.nests import dtype_for, leaves, map_nest, to_device
@@ -158,7 +159,7 @@ def _compare_lengths(loaders: list[DataLoader[Any]]) -> None:
     """Warn where ranks are about to iterate different numbers of batches. A collective, if there are loaders."""
     if not loaders or not world().is_shared:
         return
-    by_rank = exchange([_length(loader) for loader in loaders])
+    by_rank = exchange([length_of(loader) for loader in loaders])
     if world().rank != 0 or all(lengths == by_rank[0] for lengths in by_rank):
         return
     counts = ", ".join(f"rank {rank}: {_listed(lengths)}" for rank, lengths in enumerate(by_rank))
@@ -166,13 +167,6 @@ def _compare_lengths(loaders: list[DataLoader[Any]]) -> None:
         f"the prepared loaders do not have equally many batches on every rank ({counts}): DDP would wait forever for "
         "a rank that has no more. Build them from the same dataset and batch size on every rank"
     )
-
-
-def _length(loader: DataLoader[Any]) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None  # of a stream nobody knows it
 
 
 def _listed(lengths: list[int | None]) -> str:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from nblaunch.errors import warn
 from nblaunch.training.data.batches import Share, rounds, with_last
 from nblaunch.training.data.epochs import Progress
-from nblaunch.training.data.orders import Source, epochs_of, source_of, with_epoch
+from nblaunch.training.data.orders import Source, epochs_of, length_of, source_of, with_epoch
 from nblaunch.training.data.streams import Reader, collated
 from nblaunch.training.seeding import checked_seed, default_seed, derived_generator
 from nblaunch.training.world import World, world
@@ -167,7 +167,7 @@ class ShardedLoader(DataLoader[T_co]):
         self._heed_samplers()
         start = self._progress.begin()
         self._tell_samplers()
-        one = _Pass(self.epoch, start, self._size())
+        one = _Pass(self.epoch, start, length_of(self))
         self._passes.append(one)
         try:
             for content, note in self._streamed(start) if self._is_stream else self._indexed(start):
@@ -265,12 +265,6 @@ class ShardedLoader(DataLoader[T_co]):
             size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
             return rounds(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
         return self._source.rounds(ranks)
-
-    def _size(self) -> int | None:
-        try:
-            return len(self)
-        except TypeError:
-            return None
 
     @property
     def total(self) -> int | None:

@@ -35,7 +35,7 @@ class Source:
     @property
     def is_sized(self) -> bool:
         """Whether the sampler has a length; one without may have no end."""
-        return _has_length(self.sampler)
+        return length_of(self.sampler) is not None
 
     def shares(self, place: World) -> Iterator[Share]:
         """This rank's batches of indices, as the sampler comes to them."""
@@ -127,9 +127,9 @@ def _inner(sampler: Any) -> Any:
     return getattr(sampler, "sampler", None)
 
 
-def _has_length(thing: Any) -> bool:
+def length_of(thing: Any) -> int | None:
+    """How long a sampler or loader says that it is; None where it does not know."""
     try:
-        len(thing)
+        return len(thing)
     except (TypeError, NotImplementedError):  # what Python says, and what samplers raise whose length is unknown
-        return False
-    return True
+        return None

@@ -86,7 +86,7 @@ def time_workers(
 
 
 def _with_workers(loader: Loader, number: int) -> Loader:
-    """A copy that shares the dataset and the samplers; torch's constructor would need to know every argument."""
+    """A copy that shares the dataset; torch's constructor would need to know every argument."""
     one = copy.copy(loader)
     vars(one).update(num_workers=number, persistent_workers=False, _iterator=None)
     vars(one).update(sampler=_apart(loader.sampler), batch_sampler=_apart(loader.batch_sampler))
