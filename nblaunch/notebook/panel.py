@@ -7,7 +7,7 @@ Messages to the page (`nblaunch/notebook/static/panel.js` is what reads them) ha
 
 * ``delta``: the parts of `PanelState` that have changed, and ``logs``: for each part of a log its attempt ``a``, rank
   ``r``, stream ``s``, offset ``o``, length ``n`` and time ``t``; its bytes follow in the buffer, one after the other.
-* ``snapshot``: all parts; the logs' last lines follow as deltas.
+* ``snapshot``: all parts; ``rewound`` where the logs' last lines follow as deltas.
 
 and without a number ``older`` (an earlier part of a log, as it was asked for) and ``ack`` (a click was heard).
 
@@ -76,6 +76,8 @@ class PanelView(NullView):
         self._widget: Any = None
         self._is_missed = False
         """A page has missed messages."""
+        self._is_rewound = False
+        """And all lines of the logs: the last of them follow the snapshot."""
         self._sender: threading.Thread | None = None
         self._credit = float(_MOST_AT_ONCE)
         self._told_at = 0.0
@@ -263,7 +265,10 @@ class PanelView(NullView):
             widget, is_over = self._widget, self._over.is_set()
             kind = "snapshot" if self._is_missed else "delta"
             parts = self._state.snapshot() if self._is_missed else self._state.delta()
-            self._is_missed = False
+            if self._is_rewound:
+                self._feed.rewind()  # now: no message between may have some of the lines already
+                parts["rewound"] = True
+            self._is_missed = self._is_rewound = False
         if widget is None:
             return
         chunks: list[Chunk] = []
@@ -298,9 +303,8 @@ class PanelView(NullView):
         kind = content.get("kind")
         if kind == "resync":
             with self._lock:
-                if not content.get("have"):
-                    self._feed.rewind()
                 self._is_missed = True
+                self._is_rewound |= not content.get("have")
                 self._send_in_background()
         elif kind == "older":
             self._answer(content)

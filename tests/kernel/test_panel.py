@@ -184,6 +184,7 @@ launch = notebook_launcher(train, num_processes=2, block=False)
     anew.send(kind="resync", seq=0)
     anew.take_until(lambda: anew.of("snapshot") and anew.log(0) and anew.log(1))
     snapshot = anew.of("snapshot")[0]
+    assert snapshot["rewound"]
     assert snapshot["seq"] > state["sent"]
     assert {tuple(point[:2]) for point in snapshot["metrics"]} == {("accuracy", 0), ("accuracy", 1)}
     assert snapshot["ranks"] == [[0, "running"], [1, "running"]]

@@ -19,7 +19,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.data import ExactDistributedSampler, Preprocessed, preprocess, shard, time_workers
+from nblaunch.training.data import (
+    ExactDistributedSampler,
+    Preprocessed,
+    preprocess,
+    preprocessing,
+    shard,
+    time_workers,
+)
 from nblaunch.training.seeding import seed_everything
 
 DATA: Any = list(range(100))
@@ -253,10 +260,14 @@ def test_an_interrupt_while_processes_start_leaves_none(monkeypatch: pytest.Monk
     assert caught.value.__traceback__ is not None
 
 
-def test_an_interrupt_leaves_no_process_and_the_older_file(tmp_path: Path) -> None:
+def test_an_interrupt_leaves_no_process_and_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "numbers.pt"
     preprocess(DATA, lambda number: number, processes=0, path=path)
-    at_work = torch.multiprocessing.get_context("fork").Event()
+    at_work, all_started = torch.multiprocessing.get_context("fork").Event(), threading.Event()
+
+    def started(batches: Any, **options: Any) -> Any:
+        all_started.set()
+        return batches
 
     def wait(number: int) -> int:
         if number == 1:
@@ -266,8 +277,10 @@ def test_an_interrupt_leaves_no_process_and_the_older_file(tmp_path: Path) -> No
 
     def interrupt() -> None:
         at_work.wait()
+        all_started.wait()
         _thread.interrupt_main()
 
+    monkeypatch.setattr(preprocessing, "progress", started)
     interrupter = threading.Thread(target=interrupt)
     interrupter.start()
     with pytest.raises(KeyboardInterrupt) as caught:  # whose traceback is kept, as IPython keeps it

@@ -38,6 +38,7 @@ export class KernelLink {
     this.gone = false;
     /** @type {Map<string, any>} */ this.timers = new Map();
     this.resyncWait = RESYNC_WAIT;
+    this.rewinds = false; // no line is here, and all are to come after the next snapshot
     this.#watch();
   }
 
@@ -120,12 +121,17 @@ export class KernelLink {
   /** Messages are missing: ask for everything, again after a while until it comes, less and less often. */
   resync() {
     if (this.timers.has("resync") || this.gone) return;
-    this.send({ kind: "resync", seq: this.launch.seq, have: this.launch.have });
+    const { seq, have } = this.launch;
+    this.rewinds = !have;
+    this.send({ kind: "resync", seq, have });
     this.#after("resync", this.resyncWait, () => this.resync());
     this.resyncWait = Math.min(RESYNC_MOST, 2 * this.resyncWait);
   }
 
-  resynced() {
+  /** A snapshot has come. @param {boolean} rewound and all lines will */
+  resynced(rewound) {
+    if (this.rewinds && !rewound) return; // it was for another page
+    this.rewinds = false;
     this.#cancel("resync");
     this.resyncWait = RESYNC_WAIT;
   }

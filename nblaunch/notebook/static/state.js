@@ -150,18 +150,18 @@ export class PanelState {
     if (content.kind === "older") return this.#older(content, bytes);
     const snapshot = content.kind === "snapshot";
     if (!snapshot && (content.kind !== "delta" || content.seq <= this.highest)) return;
-    this.#count(content.seq, snapshot);
+    this.#count(content, snapshot);
     this.now = Number(content.now) || 0;
     if (snapshot) this.#clear();
     this.#apply(content, bytes, snapshot);
   }
 
-  /** @param {number} seq @param {boolean} snapshot */
-  #count(seq, snapshot) {
+  /** @param {{seq: number, rewound?: boolean}} content @param {boolean} snapshot */
+  #count({ seq, rewound }, snapshot) {
     this.highest = Math.max(this.highest, seq);
     if (snapshot) {
       this.seq = seq;
-      this.kernel.resynced();
+      this.kernel.resynced(Boolean(rewound));
     } else if (seq === this.seq + 1) {
       this.seq = seq;
     } else {
@@ -191,7 +191,7 @@ export class PanelState {
       this.stacks = delta.stacks;
       this.kernel.stacksCame();
     }
-    if (delta.logs) this.logs.add(delta.logs, bytes);
+    if (delta.logs && !this.kernel.rewinds) this.logs.add(delta.logs, bytes);
     if (!ACTIVE_STATES.includes(this.state.name)) this.logs.settle();
   }
 

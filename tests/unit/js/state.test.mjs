@@ -35,10 +35,23 @@ test("it asks again after 2 s, then less and less often, until the snapshot come
   assert.equal(asked(), 2);
   clock.pass(60_000);
   assert.ok(asked() > 3 && asked() < 8, String(asked()));
-  model.deliver({ kind: "snapshot", seq: 8, now: 5 });
+  model.deliver({ kind: "snapshot", seq: 8, now: 5, rewound: true });
   const before = asked();
   clock.pass(60_000);
   assert.equal(asked(), before);
+});
+
+test("lines that come before those that were asked for do not take their place", () => {
+  const { model, panel } = opened({ sent: 7 });
+  const log = (o, text) => ({ logs: [{ a: 1, r: 0, s: "out", o, n: text.length, t: 1 }] });
+  delta(model, 8, log(6, "late\n"), "late\n");
+  model.deliver({ kind: "snapshot", seq: 9, now: 5 }); // for another page
+  delta(model, 10, log(11, "later\n"), "later\n");
+  assert.deepEqual(logged(panel), []);
+  model.deliver({ kind: "snapshot", seq: 11, now: 5, rewound: true });
+  delta(model, 12, log(0, "begun\n"), "begun\n");
+  delta(model, 13, log(6, "late\nlater\n"), "late\nlater\n");
+  assert.deepEqual(logged(panel), ["begun", "late", "later"]);
 });
 
 test("a hole in the numbers asks once, and what came is shown meanwhile", () => {
@@ -48,7 +61,7 @@ test("a hole in the numbers asks once, and what came is shown meanwhile", () => 
   delta(model, 4, { ranks: [[0, "running"]] });
   assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, have: false }]);
   assert.deepEqual([...panel.ranks], [[0, "running"], [1, "running"]]);
-  model.deliver({ kind: "snapshot", seq: 5, now: 5, state: { name: "finished", seconds: 4 }, ranks: [[0, "returned"], [1, "returned"]] });
+  model.deliver({ kind: "snapshot", seq: 5, now: 5, rewound: true, state: { name: "finished", seconds: 4 }, ranks: [[0, "returned"], [1, "returned"]] });
   delta(model, 6);
   assert.equal(panel.seq, 6);
   assert.equal(panel.elapsed, 4);
