@@ -18,9 +18,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-_HEADER = struct.Struct("!IB")
+_HEADER = struct.Struct("!II")
 _SEND_LIMIT = struct.pack("ll", 10, 0)
-_FDS_SPACE = socket.CMSG_SPACE(64 * array.array("i").itemsize)
+_MOST_FDS = 250
+"""Descriptors that may travel at once; Linux takes 253."""
+_FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -48,10 +50,16 @@ class Channel:
         """
         body = pickle.dumps(message, protocol=5)
         frame = _HEADER.pack(len(body), len(fds)) + body
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-        sent = self.sock.sendmsg([frame], ancillary)
+        while len(fds) > _MOST_FDS:  # a byte carries them
+            self._send_with(frame[:1], fds[:_MOST_FDS])
+            frame, fds = frame[1:], fds[_MOST_FDS:]
+        sent = self._send_with(frame, fds)
         if sent < len(frame):
             self.sock.sendall(frame[sent:])
+
+    def _send_with(self, data: bytes, fds: Sequence[int]) -> int:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        return self.sock.sendmsg([data], ancillary)
 
     def receive(self) -> tuple[object, list[int]] | None:
         """Wait for one message and its descriptors; None when the other end is gone."""
@@ -122,13 +130,13 @@ def channel_pair() -> tuple[Channel, socket.socket]:
 
 
 # ------------------------------------------------------------------ blobs
-def write_blob(data: bytes | bytearray | memoryview) -> int:
-    """A descriptor of anonymous memory (off Linux: of an unlinked file) that holds `data`; sealed where possible."""
+def write_blob(*parts: bytes | bytearray | memoryview) -> int:
+    """A descriptor of anonymous memory (off Linux: of an unlinked file) that holds these; sealed where possible."""
     if not hasattr(os, "memfd_create"):
-        return _write_unlinked(data)
+        return _write_unlinked(parts)
     fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        _write_all(fd, data)
+        _write_all(fd, parts)
         _seal(fd)
     except BaseException:
         os.close(fd)
@@ -144,10 +152,11 @@ def read_blob(fd: int) -> memoryview:
     return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
 
 
-def _write_all(fd: int, data: bytes | bytearray | memoryview) -> None:
-    view = memoryview(data).cast("B")
-    while view:
-        view = view[os.write(fd, view[: 1 << 30]) :]
+def _write_all(fd: int, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while view:
+            view = view[os.write(fd, view[: 1 << 30]) :]
 
 
 def _seal(fd: int) -> None:
@@ -156,7 +165,7 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
 
 
-def _write_unlinked(data: bytes | bytearray | memoryview) -> int:
+def _write_unlinked(parts: Sequence[bytes | bytearray | memoryview]) -> int:
     with tempfile.TemporaryFile() as file:
-        _write_all(file.fileno(), data)
+        _write_all(file.fileno(), parts)
         return os.dup(file.fileno())

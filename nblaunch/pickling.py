@@ -17,9 +17,11 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
+
+from nblaunch import arrays
 
 _DEEPEST = 6
 """How far down an object the search for the part that cannot be sent goes."""
@@ -46,6 +48,20 @@ class Found:
     """Files that shipped functions were defined in, and that exist in ``linecache`` alone."""
 
 
+class Writable(Protocol):
+    """What a pickler writes to."""
+
+    def write(self, data: bytes, /) -> object:
+        """Take the next bytes of the pickle, or the large object that follows them."""
+
+
+class TakesBuffers(arrays.Buffers, Protocol):
+    """Takes what leaves a pickle; see `nblaunch.arrays`."""
+
+    def take(self, buffer: pickle.PickleBuffer, /) -> object:
+        """Take a buffer; true to have it in the pickle after all."""
+
+
 class _LateDict:
     """Stands for a dict in a pickle; its content is asked for only when the pickler reaches it."""
 
@@ -57,15 +73,21 @@ class _LateDict:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle's, which also notes what it ships by value and lets CUDA tensors travel by host memory."""
+    """cloudpickle's, which also notes what it ships by value and pickles the memory of tensors and arrays once.
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=5)
+    Args:
+        file: What to write to.
+        buffers: Takes the memory of large ones. Default: it goes into the pickle.
+    """
+
+    def __init__(self, file: Writable, buffers: TakesBuffers | None = None) -> None:
+        super().__init__(file, protocol=5, buffer_callback=None if buffers is None else buffers.take)
         self.found = Found()
+        self._buffers = buffers
 
     def reducer_override(self, obj: Any) -> Any:
         """Pickle's hook, asked for every object."""
-        reduced = _reduce_cuda(obj) or _reduce_shell(obj)
+        reduced = arrays.reduce(obj, self._buffers) or _reduce_shell(obj)
         if reduced is not None:
             return reduced
         reduced = super().reducer_override(obj)
@@ -133,9 +155,21 @@ def describe(obj: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
+class _Nowhere:
+    """Where a pickle goes that is made only to see whether it can be."""
+
+    def write(self, data: object) -> None: ...
+    def take(self, buffer: object) -> None: ...
+    def hold(self, owner: object) -> None: ...
+    def came_from_gpu(self, size: int) -> None: ...
+    def descriptor(self, fd: int) -> pickle.PickleBuffer:
+        return pickle.PickleBuffer(b"")
+
+
 def _attempt(obj: Any) -> Exception | None:
+    nowhere = _Nowhere()
     try:
-        dump(lambda found: obj)
+        Pickler(nowhere, nowhere).dump(obj)
     except Exception as error:  # noqa: BLE001  # whatever a user's __reduce__ raises
         return error
     return None
@@ -196,6 +230,14 @@ def names_of(function: types.FunctionType) -> dict[str, Any]:
     return names
 
 
+def is_sent_by_value(thing: types.FunctionType | type) -> bool:
+    """Whether a function or class travels with all that it names; one that ranks import does not."""
+    found: Any = sys.modules.get(thing.__module__)
+    for name in thing.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return thing.__module__ == "__main__" or found is not thing
+
+
 def _global_names(code: types.CodeType) -> set[str]:
     """The names that a function's code, and the functions inside it, look up globally."""
     names = {step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL_LOOKUPS}
@@ -212,23 +254,6 @@ def _escaped(key: object) -> str:
 def _brief(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
-
-
-# ------------------------------------------------------------------ CUDA tensors travel by host memory
-def _reduce_cuda(obj: Any) -> tuple[Any, ...] | None:
-    torch = sys.modules.get("torch")
-    if torch is None or type(obj) not in (torch.Tensor, torch.nn.Parameter) or not obj.is_cuda:
-        return None
-    return to_own_device, (obj.detach().cpu(), isinstance(obj, torch.nn.Parameter), obj.requires_grad)
-
-
-def to_own_device(tensor: Any, parameter: bool, requires_grad: bool) -> Any:
-    """Rebuild a CUDA tensor: in a rank on the rank's own device, in the notebook on the CPU."""
-    import torch
-
-    if "NBLAUNCH_RANK" in os.environ and torch.cuda.is_available():
-        tensor = tensor.cuda()
-    return torch.nn.Parameter(tensor, requires_grad) if parameter else tensor.requires_grad_(requires_grad)
 
 
 # ------------------------------------------------------------------ the notebook's shell stays in the notebook

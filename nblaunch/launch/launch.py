@@ -10,16 +10,14 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch import pickling
-from nblaunch.channel import read_blob, write_blob
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, ResultError, StartError, text_of
 from nblaunch.launch import failures, start
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.logs import LaunchFiles, RankLogs, prune
-from nblaunch.launch.payload import name_of
+from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.process import this_process
 from nblaunch.launch.result import LaunchResult, Metrics
@@ -27,7 +25,8 @@ from nblaunch.launch.stacks import WITHIN
 from nblaunch.launch.supervisor import Attempt
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.view import LaunchInfo, Outcome, Shielded, State, View
-from nblaunch.messages import Payload, Source
+from nblaunch.messages import Payload
+from nblaunch.parcel import unpack
 
 _log = logging.getLogger(__name__)
 _live: dict[str, Launch] = {}
@@ -53,17 +52,16 @@ class Launch:
         id: Names the launch in ``%distributed status`` and in its ranks' ``TORCHELASTIC_RUN_ID``.
     """
 
-    def __init__(self, plan: Plan, payload: Payload, data: bytes, sources: Mapping[str, Source], view: View) -> None:
+    def __init__(self, plan: Plan, payload: Payload, shipment: Shipment, view: View) -> None:
         self.name = name_of(payload.function)
         self.world_size = plan.world_size
         self.id = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(3)}"
-        self._plan, self._payload, self._data, self._view = plan, payload, data, Shielded(view)
+        self._plan, self._payload, self._shipment, self._view = plan, payload, shipment, Shielded(view)
         self._commands = Commands()
         self._finished = threading.Event()
         self._begin = time.monotonic()
         self._deadline = float("inf") if plan.timeout is None else self._begin + plan.timeout
         self._process = this_process()
-        self._sources = sources
         self._result: LaunchResult | None = None
         self._error: BaseException | None = None
         self._account: failures.Account | None = None
@@ -86,6 +84,7 @@ class Launch:
         except RuntimeError as error:
             _live.pop(self.id)
             self._commands.close()
+            self._let_go()
             raise StartError(f"{self.name} could not be started: {error} (ulimit -u)") from error
         except BaseException:  # the user's interrupt: nobody will hold the launch
             self._abandon()
@@ -201,26 +200,27 @@ class Launch:
             _live.pop(self.id, None)
             self._commands.close()
             del self._payload  # the notebook may hold this handle for long
+            self._let_go()
             self._finished.set()
 
     def _run(self) -> None:
         prune()
-        blob = write_blob(self._data)
-        del self._data  # the blob holds it, and it may be large
-        try:
-            for number in range(self._plan.max_restarts + 1):
-                again = self._attempt(number, blob)
-                if not again:
-                    return
-        finally:
-            os.close(blob)
+        for number in range(self._plan.max_restarts + 1):
+            again = self._attempt(number)
+            if not again:
+                return
 
-    def _attempt(self, number: int, blob: int) -> bool:
+    def _let_go(self) -> None:
+        """Close what was to be sent."""
+        if self._shipment.parcel is not None:
+            self._shipment.parcel.close()
+
+    def _attempt(self, number: int) -> bool:
         """One attempt; whether another is to follow."""
         files = LaunchFiles.create(self.id)
         try:
             self._view.started(self._info(files, number))
-            attempt, verdict = self._see_through(number, blob, files)
+            attempt, verdict = self._see_through(number, files)
             results = attempt.take_results()
             error = self._conclude(verdict, attempt, results, files)
             again = number < self._plan.max_restarts and not self._commands.stop
@@ -234,7 +234,7 @@ class Launch:
         finally:
             files.close()
 
-    def _see_through(self, number: int, blob: int, files: LaunchFiles) -> tuple[Attempt, Verdict]:
+    def _see_through(self, number: int, files: LaunchFiles) -> tuple[Attempt, Verdict]:
         """Run the ranks to their end; again where the fork server died before it had forked their reaper."""
         for _ in range(2):
             reaper = self._reaper()  # first: an attempt that no reaper was had for would leave its folder behind
@@ -243,12 +243,12 @@ class Launch:
                 self.id,
                 number,
                 self._process,
-                blob,
+                () if self._shipment.parcel is None else self._shipment.parcel.fds,
                 files,
                 self._view,
                 self._commands,
                 self._deadline,
-                self._sources,
+                self._shipment.sources,
             )
             verdict = attempt.run(reaper)
             if attempt.met_reaper or self._commands.stop or reaper.server is None:
@@ -275,17 +275,19 @@ class Launch:
 
     # -------------------------------------------------------------- what it brought
     def _conclude(
-        self, verdict: Verdict, attempt: Attempt, blobs: Mapping[int, int], files: LaunchFiles
+        self, verdict: Verdict, attempt: Attempt, parcels: Mapping[int, Sequence[int]], files: LaunchFiles
     ) -> BaseException | None:
         """Keep the result, or give the error that tells why there is none."""
-        values, error = _load_all(blobs, files)
+        values, error = _load_all(parcels, files)
         if verdict.state == "finished" and error is None:
             metrics = Metrics.of({rank.rank: rank.records for rank in attempt.ranks})
             logs = [RankLogs(files.out(rank), files.err(rank)) for rank in range(self.world_size)]
-            self._result = LaunchResult(self.name, list(values.values()), metrics, logs, time.monotonic() - self._begin)
+            seconds = time.monotonic() - self._begin
+            self._result = LaunchResult(self.name, list(values.values()), metrics, logs, seconds, self._shipment.sent)
             self._tell_of_changes(attempt)
         elif verdict.cause is not None:
-            self._account = failures.Account(self.name, [rank.end() for rank in attempt.ranks], files, self._sources)
+            ends = [rank.end() for rank in attempt.ranks]
+            self._account = failures.Account(self.name, ends, files, self._shipment.sources)
             error = failures.exception_for(verdict.cause, self._account)
         elif verdict.state == "stopped":
             error = self._stopped(attempt, values, files)
@@ -342,13 +344,13 @@ def live_launches() -> list[Launch]:
     return list(_live.values())
 
 
-def _load_all(blobs: Mapping[int, int], files: LaunchFiles) -> tuple[dict[int, Any], BaseException | None]:
+def _load_all(parcels: Mapping[int, Sequence[int]], files: LaunchFiles) -> tuple[dict[int, Any], BaseException | None]:
     """What each rank returned, and the error of the first that cannot be rebuilt here."""
     values: dict[int, Any] = {}
     error: BaseException | None = None
-    for rank, fd in sorted(blobs.items()):
+    for rank, fds in sorted(parcels.items()):
         try:
-            values[rank] = pickling.loads(read_blob(fd))
+            values[rank] = unpack(fds)
         except Exception as trouble:  # noqa: BLE001  # user code
             error = error or ResultError(
                 f"what rank {rank} returned cannot be rebuilt in the notebook: {type(trouble).__name__}: {trouble}",
@@ -356,8 +358,6 @@ def _load_all(blobs: Mapping[int, int], files: LaunchFiles) -> tuple[dict[int, A
                 files.err(rank),
             )
             error.__cause__ = trouble
-        finally:
-            os.close(fd)
     return values, error
 
 

@@ -167,10 +167,10 @@ def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str
     plan = replace(plan, method=start.servers.usable(plan.method))
     if plan.method == "fork":
         start.check_fork()
-        data, sources = b"", payloads.sources_in(payload)
+        shipment = payloads.share(payload)
     else:
-        data, sources = payloads.serialise(payload)
-    return Launch(plan, payload, data, sources, shown)
+        shipment = payloads.ship(payload)
+    return Launch(plan, payload, shipment, shown)
 
 
 def refuse_nested() -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import random
 import sys
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nblaunch import calls, pickling
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.host import host
+from nblaunch.launch.logs import state_root
+from nblaunch.launch.result import NOTHING_SENT, Sent
+from nblaunch.launch.snapshots import snapshots
 from nblaunch.messages import Cell, Payload, Settings, Source, WarningFilter
+from nblaunch.parcel import Parcel, pack
+from nblaunch.segments import NoRoomError, Placed, Region
 
 _FIX = "create it inside the function, or send what it is made from"
 
@@ -48,11 +55,21 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
     return Payload(cell, (), {}, _anchor(namespace, names), _settings(), watched)
 
 
-def serialise(payload: Payload) -> tuple[bytes, dict[str, Source]]:
-    """The payload as bytes, with the sources and the ``__main__`` names that pickling came across; and those sources.
+@dataclass(frozen=True, slots=True)
+class Shipment:
+    """A payload on its way."""
+
+    parcel: Parcel | None
+    """None where ranks share the notebook's memory."""
+    sources: Mapping[str, Source]
+    sent: Sent
+
+
+def ship(payload: Payload) -> Shipment:
+    """Pack a payload, with the sources and the ``__main__`` names that pickling comes across.
 
     Raises:
-        PayloadError: A part of it cannot be sent; the message names it.
+        PayloadError: A part of it cannot be sent, or there is no room for it; the message names it.
     """
     sources: dict[str, Source] = {}
     if isinstance(payload.function, Cell):
@@ -63,23 +80,31 @@ def serialise(payload: Payload) -> tuple[bytes, dict[str, Source]]:
         return sources
 
     def build(found: pickling.Found) -> Payload:
-        return Payload(
-            payload.function,
-            payload.args,
-            payload.kwargs,
-            payload.anchor,
-            payload.settings,
-            payload.watched,
-            sources=pickling.late(lambda: note(found.files)),
-            main=pickling.late(lambda: found.main),
+        return replace(
+            payload, sources=pickling.late(lambda: note(found.files)), main=pickling.late(lambda: found.main)
         )
 
     try:
-        return pickling.dump(build), sources
+        parcel = pack(build, _Kept(), parts_of(payload))
+    except NoRoomError as error:
+        raise PayloadError(f"{name_of(payload.function)} cannot be sent to the ranks: {error}") from None
     except Exception as error:
         raise PayloadError(
             _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {error}"
         ) from error
+    return Shipment(parcel, sources, Sent.of(parcel))
+
+
+class _Kept:
+    """What the last launches have sent is not copied again."""
+
+    def place(self, regions: Sequence[Region]) -> Sequence[Placed]:
+        return snapshots.place(regions, state_root()) if regions else ()
+
+
+def share(payload: Payload) -> Shipment:
+    """A payload for ranks that are forked off the notebook, where nothing is sent."""
+    return Shipment(None, sources_in(payload), NOTHING_SENT)
 
 
 def sources_in(payload: Payload) -> dict[str, Source]:
@@ -127,6 +152,46 @@ def _why(payload: Payload) -> str:
         if reason is not None:
             return f"{reason}: {_FIX}"
     return ""
+
+
+def parts_of(payload: Payload) -> dict[str, Any]:
+    """The data that a payload is made of, by the names that its user knows: arguments, and names that code uses."""
+    function = payload.function
+    parts: dict[str, Any] = {}
+    if isinstance(function, Cell):
+        anchor = payload.anchor
+        waiting = [(name, anchor.__globals__[name]) for name in anchor.__code__.co_names]
+    else:
+        waiting = [(name_of(function), function), *calls.check(function, payload.args, payload.kwargs).items()]
+    seen: set[int] = set()
+    while waiting:
+        name, value = waiting.pop()
+        if id(value) in seen or isinstance(value, _NO_DATA):
+            continue
+        seen.add(id(value))
+        inside = _names_inside(value)
+        if inside is not None:
+            waiting += inside
+        else:
+            parts[name if name not in parts else f"{name} ({len(parts)})"] = value
+    return parts
+
+
+_NO_DATA = (types.ModuleType, types.BuiltinFunctionType, bool, int, float, complex, type(None))
+
+
+def _names_inside(value: Any) -> list[tuple[str, Any]] | None:
+    """The data behind code, by name; None where `value` is data itself."""
+    if isinstance(value, types.MethodType):
+        return [(f"{type(value.__self__).__name__} object", value.__self__), ("", value.__func__)]
+    if isinstance(value, functools.partial):
+        arguments = (*enumerate(value.args), *value.keywords.items())
+        return [("", value.func), *((f"partial[{key!r}]", part) for key, part in arguments)]
+    if isinstance(value, types.FunctionType):
+        return list(pickling.names_of(value).items()) if pickling.is_sent_by_value(value) else []
+    if isinstance(value, type):
+        return list(vars(value).items()) if pickling.is_sent_by_value(value) else []
+    return None
 
 
 def _namespace() -> dict[str, Any]:

@@ -15,11 +15,11 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.patterns import compile_patterns
+from nblaunch.limits import usable_cpus
 from nblaunch.messages import Method, World
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -273,39 +273,6 @@ def _extra_environment(extra: Any) -> dict[str, str]:
 
 
 # ------------------------------------------------------------------ the machine
-def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity and its cgroup's quota, whichever is less; at least 1."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    return max(1, min(affinity, _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))))
-
-
-def _cgroup_quota(root: Path, membership: Path) -> int:
-    """The least CPU quota on the way from this process's cgroup to the root, in whole CPUs; a million for none."""
-    least = 1_000_000
-    try:
-        own = next((line[3:] for line in membership.read_text().splitlines() if line.startswith("0::")), "/")
-    except OSError:
-        return least
-    folder = root / own.lstrip("/")
-    for place in (folder, *folder.parents):
-        for file in (place / "cpu.max", place / "cpu/cpu.cfs_quota_us"):
-            least = min(least, _quota_in(file))
-        if place == root:
-            break
-    return least
-
-
-def _quota_in(file: Path) -> int:
-    try:
-        words = file.read_text().split()
-        if file.name == "cpu.cfs_quota_us":
-            words.append(file.with_name("cpu.cfs_period_us").read_text().strip())
-        quota, period = int(words[0]), int(words[1])
-    except (OSError, ValueError, IndexError):
-        return 1_000_000
-    return max(1, quota // period) if quota > 0 else 1_000_000
-
-
 def this_machine() -> Machine:
     """The machine as the notebook sees it now. Counting GPUs does not start CUDA (it asks the driver's library)."""
     _import_torch()

@@ -32,8 +32,8 @@ class Rank:
     done: Done | None = None
     failed: Failed | None = None
     exited: RankExited | None = None
-    result: int | None = None
-    """The descriptor of its result's blob."""
+    result: list[int] = field(default_factory=list)
+    """The descriptors of its result's parcel."""
     records: list[dict[str, Any]] = field(default_factory=list)
     shown: RankState | None = None
     """What the view was told last."""

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from nblaunch.launch.logs import RankLogs
+from nblaunch.parcel import Parcel
+from nblaunch.segments import in_words
 
 if TYPE_CHECKING:
     import pandas
 
+_MOST_PARTS = 20
+"""Parts of what was sent that are kept, the largest."""
 _MOST_SHOWN = 6
 """Metrics in a repr."""
 
@@ -85,6 +89,39 @@ class Metrics(Sequence[Report]):
         return f"Metrics({len(self)} report{'' if len(self) == 1 else 's'}{_values(self.last, ': ')})"
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a launch sent to its ranks.
+
+    All ranks map one copy of it; what they write is their own.
+    """
+
+    size: int
+    """Bytes in all."""
+    parts: tuple[tuple[str, int], ...]
+    """The largest, by the names that the function or cell uses, and their bytes."""
+    copied: int
+    """Bytes of tensors, arrays and the like that had to be copied: the rest was as the last launches had sent it."""
+    from_gpu: int
+    """Bytes that were copied from a GPU first."""
+
+    @classmethod
+    def of(cls, parcel: Parcel) -> Sent:
+        """What is in a parcel."""
+        named = sorted(((n, s) for n, s in parcel.sizes.items() if n), key=lambda part: -part[1])
+        parts = tuple((name, size) for name, size in named if size)[:_MOST_PARTS]
+        return cls(sum(parcel.sizes.values()), parts, parcel.copied, parcel.from_gpu)
+
+    def __repr__(self) -> str:
+        shown = [f"{name} {in_words(size)}" for name, size in self.parts[:_MOST_SHOWN]]
+        more = ["…"] if len(self.parts) > _MOST_SHOWN else []
+        named = f": {', '.join(shown + more)}" if shown else ""
+        return f"<Sent {in_words(self.size)}{named}; {in_words(self.copied)} copied>"
+
+
+NOTHING_SENT = Sent(0, (), 0, 0)
+
+
 class LaunchResult(Sequence[Any]):
     """What the ranks returned, with what they reported and printed.
 
@@ -96,15 +133,23 @@ class LaunchResult(Sequence[Any]):
         logs: For each rank the paths of what it printed (``result.logs[1].out``, ``.err``). They are kept
             for the last 50 launches or 1 GB.
         duration: Seconds from the call to the last rank's end.
+        payload: What was sent to the ranks, and how large it was.
     """
 
     def __init__(
-        self, name: str, values: Sequence[Any], metrics: Metrics, logs: Sequence[RankLogs], duration: float
+        self,
+        name: str,
+        values: Sequence[Any],
+        metrics: Metrics,
+        logs: Sequence[RankLogs],
+        duration: float,
+        payload: Sent = NOTHING_SENT,
     ) -> None:
         self.name = name
         self.metrics = metrics
         self.logs = tuple(logs)
         self.duration = duration
+        self.payload = payload
         self._values = tuple(values)
 
     @overload

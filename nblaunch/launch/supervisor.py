@@ -15,7 +15,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nblaunch.channel import Channel, channel_pair
@@ -74,7 +74,7 @@ class Attempt:
         launch_id: Names the launch to its ranks.
         number: 0, or which restart this is.
         process: What ranks start from.
-        blob: The descriptor of the payload.
+        parcel: The descriptors of the payload.
         files: Where its logs go.
         view: What shows it.
         commands: How others stop it.
@@ -88,7 +88,7 @@ class Attempt:
         launch_id: str,
         number: int,
         process: Process,
-        blob: int,
+        parcel: Sequence[int],
         files: LaunchFiles,
         view: View,
         commands: Commands,
@@ -96,7 +96,7 @@ class Attempt:
         sources: Mapping[str, Source],
     ) -> None:
         self.plan, self.launch_id, self.number, self.process = plan, launch_id, number, process
-        self.blob, self.files, self.view, self.commands = blob, files, view, commands
+        self.parcel, self.files, self.view, self.commands = parcel, files, view, commands
         self.ranks: list[Rank] = []
         self.reading = Reading(self.ranks, view, commands)
         self.ladder: Ladder | None = None
@@ -138,11 +138,11 @@ class Attempt:
         finally:
             self._close(reaper)
 
-    def take_results(self) -> dict[int, int]:
-        """The blobs of the ranks that returned; from now on the caller's to close."""
-        taken = {rank.rank: rank.result for rank in self.ranks if rank.result is not None}
+    def take_results(self) -> dict[int, list[int]]:
+        """The parcels of the ranks that returned; from now on the caller's to close."""
+        taken = {rank.rank: rank.result for rank in self.ranks if rank.result}
         for rank in self.ranks:
-            rank.result = None
+            rank.result = []
         return taken
 
     # -------------------------------------------------------------- starting
@@ -164,7 +164,7 @@ class Attempt:
             self._tell(self.control, StartRank(spec), [there.fileno()])
         if spec.method == "spawn":
             self._tell(channel, StartRank(spec))  # a fresh interpreter has not got it from the reaper
-        self._tell(channel, Task(self.plan.world(number, port)), [self.blob])
+        self._tell(channel, Task(self.plan.world(number, port)), self.parcel)
         with contextlib.suppress(OSError):
             channel.sock.shutdown(socket.SHUT_WR)  # no further task will come
         self._watch(channel, lambda: self._hear_rank(rank))
@@ -187,9 +187,9 @@ class Attempt:
             scratch=self.scratch,
         )
 
-    def _tell(self, channel: Channel, message: object, fds: list[int] | None = None) -> None:
+    def _tell(self, channel: Channel, message: object, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(ConnectionError):  # whoever it was has ended, which we hear by another road
-            channel.send(message, fds or [])
+            channel.send(message, fds)
 
     def _watch(self, source: Any, react: Callable[[], None]) -> None:
         self.selector.register(source, selectors.EVENT_READ, react)
@@ -264,7 +264,7 @@ class Attempt:
             elif isinstance(message, Interrupted):
                 rank.interrupted = True
             elif isinstance(message, Done):
-                rank.done, rank.result = message, fds[0]
+                rank.done, rank.result = message, fds
             elif isinstance(message, Failed):
                 rank.failed = message
             elif isinstance(message, Leaving):

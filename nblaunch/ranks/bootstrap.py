@@ -22,14 +22,16 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from nblaunch import pickling
-from nblaunch.channel import Channel, read_blob, write_blob
+from nblaunch.channel import Channel
 from nblaunch.messages import Done, Failed, Interrupted, Leaving, Payload, RankSpec, Running, StartRank, Task
-from nblaunch.ranks import environment, failure, main_module, process_group, run, stacks, stand_ins, watch
+from nblaunch.parcel import Fresh, pack, unpack
+from nblaunch.ranks import environment, failure, main_module, process_group, run, stacks, stand_ins, system, watch
 from nblaunch.ranks.report import Context, enter
+from nblaunch.segments import Region
 
 LoadPayload = Callable[[list[int]], Payload]
 
@@ -63,7 +65,7 @@ def _forget_the_notebooks_exit() -> None:
 
 def forked(spec: RankSpec, sock: socket.socket) -> NoReturn:
     """Be a rank in a child of the fork server's reaper."""
-    _be_forked(spec, sock, _from_blob)
+    _be_forked(spec, sock, _from_parcel)
 
 
 def forked_with(payload: Payload) -> Callable[[RankSpec, socket.socket], NoReturn]:
@@ -89,7 +91,7 @@ def spawned(fd: int) -> NoReturn:
     environment.apply_interpreter(spec)
     with contextlib.suppress(ImportError):  # the function may not need torch; _serve says so if the launch does
         process_group.install()
-    _leave(_serve(spec, channel, _from_blob))
+    _leave(_serve(spec, channel, _from_parcel))
 
 
 def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload) -> NoReturn:
@@ -106,10 +108,8 @@ def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload) -> NoRetu
     _leave(code)
 
 
-def _from_blob(fds: list[int]) -> Payload:
-    blob = read_blob(fds[0])
-    os.close(fds[0])
-    payload: Payload = pickling.loads(blob)
+def _from_parcel(fds: list[int]) -> Payload:
+    payload: Payload = unpack(fds)
     return payload
 
 
@@ -139,7 +139,7 @@ def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice)
     except BaseException as error:  # noqa: BLE001  # whatever user code raises is for the notebook to hear
         return _tell_of(failure.describe(spec.rank, error), voice)
     _flush()
-    return _send(result, changed, spec.rank, voice)
+    return _send(result, changed, spec, voice)
 
 
 def _work(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice) -> tuple[Any, tuple[str, ...]]:
@@ -170,18 +170,30 @@ def _tell_of(failed: Failed, voice: _Voice) -> int:
     return failed.status if failed.kind == "exit" else 1
 
 
-def _send(result: Any, changed: tuple[str, ...], rank: int, voice: _Voice) -> int:
+def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, voice: _Voice) -> int:
     ended = time.monotonic_ns()
     try:
-        blob = write_blob(pickling.dump(lambda found: result))
+        parcel = pack(lambda found: result, Fresh(Path(spec.log_dir), _may_be_replaced()))
     except BaseException as error:
         if not isinstance(error, Exception):
             raise
-        voice.say(failure.unsendable_result(rank, result, error))
+        voice.say(failure.unsendable_result(spec.rank, result, error))
         return 1
-    voice.say(Done(rank, ended, changed), blob)
-    os.close(blob)
+    voice.say(Done(spec.rank, ended, changed), *parcel.fds)
+    parcel.close()
     return 0
+
+
+def _may_be_replaced() -> Callable[[Region], bool] | None:
+    """Of which memory the result's segments may take the place, so that it is not there twice while it travels.
+
+    Only of plain memory: that of files is theirs, and CUDA's pinned memory is known to the driver by its pages.
+    """
+    torch = sys.modules.get("torch")
+    if not system.LINUX or (torch is not None and torch.cuda.is_initialized()):
+        return None
+    plain = system.anonymous_memory()
+    return lambda region: any(start <= region.address and region.end <= end for start, end in plain)
 
 
 def _set_device(device: str) -> None:

@@ -81,13 +81,13 @@ def collapse_heap() -> Iterator[None]:
         return
     madvise = _libc.madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for begin, end in _anonymous_memory():
+    for begin, end in anonymous_memory():
         for address in range(-(-begin // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
             madvise(address, _HUGE, _MADV_COLLAPSE)
             yield
 
 
-def _anonymous_memory() -> list[tuple[int, int]]:
+def anonymous_memory() -> list[tuple[int, int]]:
     """The writable mappings of this process that no file backs."""
     found = []
     with open("/proc/self/maps") as maps:

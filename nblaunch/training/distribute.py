@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +78,8 @@ def _launch(accelerator: Accelerator, task: _Task, options: Mapping[str, Any]) -
     }
     result: Any = notebook_launcher(task, **arguments)
     _take_over(own, result[0].states)
-    return LaunchResult(result.name, [one.value for one in result], result.metrics, result.logs, result.duration)
+    values = [one.value for one in result]
+    return LaunchResult(result.name, values, result.metrics, result.logs, result.duration, result.payload)
 
 
 def _take_over(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
@@ -166,7 +166,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, types.FunctionType):
-        yield from pickling.names_of(value).items() if _is_sent_by_value(value) else ()
+        yield from pickling.names_of(value).items() if pickling.is_sent_by_value(value) else ()
     else:
         for index, (key, part) in enumerate(islice(children(value), _MOST)):
             yield (key if isinstance(key, (str, int)) else index), part
@@ -174,14 +174,6 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
 
 def _is_callable(value: Any) -> bool:
     return isinstance(value, (types.MethodType, types.FunctionType, functools.partial))
-
-
-def _is_sent_by_value(function: types.FunctionType) -> bool:
-    """Whether the variables that it names travel with it; a function that ranks import has theirs."""
-    found: Any = sys.modules.get(function.__module__)
-    for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return function.__module__ == "__main__" or found is not function
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Callable, Collection, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from nblaunch import pickling
 from nblaunch.errors import ArgumentError, text_of
+from nblaunch.limits import usable_cpus
 from nblaunch.ranks.report import progress
 from nblaunch.training import checkpoint
 from nblaunch.training.data.epochs import checked
@@ -76,7 +76,8 @@ def preprocess(
         dataset: With a length, and items by index; any sequence too, such as a list of files.
         function: Gives a tensor, array or number, or a nest (tuples, lists, dicts) of them; for every item of the same
             structure, shapes and dtypes. Index 0 is done by this process, to see what they are.
-        processes: How many. 0: this process does it all, as a debugger needs it. Default: one for each CPU core.
+        processes: How many. 0: this process does it all, as a debugger needs it. Default: one for each CPU that it may
+            use.
         path: The file to keep the results in (its folder is made); an older one is replaced, once all is done. Default:
             none, and they stay in shared memory. Either way all of them must fit there while they are made.
 
@@ -92,16 +93,12 @@ def preprocess(
         raise ArgumentError(f"function={function!r:.80}: give a function of one item")
     if path is not None and Path(path).is_dir():
         raise ArgumentError(f"path={str(path)!r} is a folder: give the path of a file")
-    wanted = _cores() if processes is None else checked(processes, "processes")
+    wanted = usable_cpus() if processes is None else checked(processes, "processes")
     results = _made(_Make(dataset, function), len(items), wanted, is_kept=path is not None)
     if path is None:
         return Preprocessed(results)
     checkpoint.write(results, Path(path))
     return Preprocessed.open(path)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 class _Make:

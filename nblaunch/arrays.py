@@ -1,0 +1,157 @@
+"""How the memory of tensors and arrays leaves a pickle, and comes back: as buffers, which need no copy.
+
+torch's own pickling copies each storage into the stream, once for every tensor that uses it. Here a storage is pickled
+once, whoever uses it, so that views and tied weights stay tied, and as a buffer where the pickle's receiver takes
+buffers. All else of a tensor (sparse, quantized, subclasses, hooks) is reduced by torch's own way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import sys
+from typing import Any, Protocol
+
+from nblaunch.segments import memory_at
+
+LEAST = 16 << 10
+"""Bytes from which on a buffer stands outside the pickle; torch cannot resize a storage in memory that it did not
+allocate itself, so smaller ones are copied into storages of torch's own."""
+_MOST_SPREAD = 2
+"""A strided array is sent as the memory that it spans, if that is at most so many times its own size."""
+
+
+class Buffers(Protocol):
+    """Takes what leaves a pickle."""
+
+    def hold(self, owner: object) -> None:
+        """Keep the owner of memory that is given as a buffer alive."""
+
+    def descriptor(self, fd: int) -> pickle.PickleBuffer:
+        """A buffer that stands for a descriptor, and arrives as one."""
+
+    def came_from_gpu(self, size: int) -> None:
+        """Note that so many bytes had to be copied from a GPU."""
+
+
+def reduce(obj: Any, buffers: Buffers | None) -> tuple[Any, ...] | None:
+    """How to pickle a torch storage or a strided array; None where `obj` is neither.
+
+    Args:
+        obj: What is to be pickled.
+        buffers: Takes what leaves the pickle; None for a pickle that holds everything.
+    """
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    kind = type(obj)
+    if torch is not None and hasattr(torch, "UntypedStorage"):  # it may still be half imported, by another thread
+        if kind is torch.UntypedStorage:
+            return _reduce_storage(obj, buffers)
+        if kind is torch.TypedStorage:
+            return typed, (obj._untyped_storage, obj.dtype)
+    if buffers is not None and numpy is not None and kind is getattr(numpy, "ndarray", None) and obj.nbytes >= LEAST:
+        return _reduce_strided(obj, buffers)
+    return None
+
+
+# ------------------------------------------------------------------ storages
+def _reduce_storage(storage: Any, buffers: Buffers | None) -> tuple[Any, ...] | None:
+    if storage.device.type == "cuda":
+        if buffers is not None:
+            buffers.came_from_gpu(storage.nbytes())
+        return on_own_device, (storage.cpu(),)
+    if storage.device.type != "cpu":
+        return None
+    if buffers is not None and storage.is_shared():
+        return _reduce_shared(storage, buffers)
+    size = storage.nbytes()
+    memory = memory_at(storage.data_ptr(), size) if size else memoryview(b"")
+    if buffers is None or size < LEAST:
+        return of_bytes, (memory.tobytes(),)
+    buffers.hold(storage)
+    return of_buffer, (pickle.PickleBuffer(memory),)
+
+
+def _reduce_shared(storage: Any, buffers: Buffers) -> tuple[Any, ...]:
+    """What the user has put in shared memory stays shared."""
+    from torch.multiprocessing import get_sharing_strategy
+
+    buffers.hold(storage)
+    if get_sharing_strategy() == "file_descriptor":
+        fd, size = storage._share_fd_cpu_()
+        return attached, (buffers.descriptor(fd), size)
+    return attached_by_name, storage._share_filename_cpu_()
+
+
+def typed(storage: Any, dtype: Any) -> Any:
+    """A storage as a tensor's pickle has it."""
+    import torch
+
+    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def of_bytes(data: bytes) -> Any:
+    """A storage of torch's own that holds these bytes."""
+    import torch
+
+    storage = torch.UntypedStorage(len(data))
+    ctypes.memmove(storage.data_ptr(), data, len(data))
+    return storage
+
+
+def of_buffer(buffer: memoryview) -> Any:
+    """A storage in the memory of this buffer."""
+    import torch
+
+    return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+
+
+def attached(fd: int, size: int) -> Any:
+    """A storage in shared memory."""
+    import torch
+
+    make: Any = torch.UntypedStorage  # torch's types leave out what follows
+    return make._new_shared_fd_cpu(fd, size)
+
+
+def attached_by_name(*where: Any) -> Any:
+    """A storage in shared memory that has a name."""
+    import torch
+
+    make: Any = torch.UntypedStorage
+    return make._new_shared_filename_cpu(*where)
+
+
+def on_own_device(storage: Any) -> Any:
+    """What was on a GPU: in a rank on the rank's own, in the notebook on the host."""
+    import torch
+
+    return storage.cuda() if "NBLAUNCH_RANK" in os.environ and torch.cuda.is_available() else storage
+
+
+# ------------------------------------------------------------------ arrays
+def _reduce_strided(array: Any, buffers: Buffers) -> tuple[Any, ...] | None:
+    """An array that is not contiguous, which numpy would copy into the pickle; numpy's own way is right for others."""
+    if array.flags.c_contiguous or array.flags.f_contiguous or array.dtype.hasobject:
+        return None
+    import numpy
+
+    start = array.__array_interface__["data"][0]
+    steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
+    low = start + sum(step for step in steps if step < 0)
+    span = start + sum(step for step in steps if step > 0) + array.itemsize - low
+    if span > _MOST_SPREAD * array.nbytes:
+        compact: Any = numpy.ascontiguousarray(array).__reduce_ex__(5)
+        return compact  # type: ignore[no-any-return]  # a tuple, whatever numpy's types say
+    buffers.hold(array)
+    buffer = pickle.PickleBuffer(memory_at(low, span))
+    return strided, (buffer, array.dtype, array.shape, start - low, array.strides, array.flags.writeable)
+
+
+def strided(buffer: memoryview, dtype: Any, shape: Any, offset: int, strides: Any, writeable: bool) -> Any:
+    """An array in the memory of this buffer."""
+    import numpy
+
+    array = numpy.ndarray(shape, dtype, buffer, offset, strides)
+    array.flags.writeable = writeable
+    return array

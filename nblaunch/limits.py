@@ -1,0 +1,80 @@
+"""What this process may use of the machine: CPUs and memory, by the system's word and by that of its cgroups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use: its affinity and its cgroup's quota, whichever is less; at least 1."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, min(affinity, cpu_quota()))
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: what the machine has available, and what its cgroup's limit leaves."""
+    import psutil  # not at the top: a rank that sends little does without
+
+    return max(0, min(int(psutil.virtual_memory().available), memory_left()))
+
+
+def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
+    """The least CPU quota on the way from this process's cgroup to the root, in whole CPUs; a million for none."""
+    least = 1_000_000
+    for group in _groups(root, membership, "cpu"):
+        quota = _numbers(group / "cpu.max", 2)
+        quota = quota or _numbers(group / "cpu.cfs_quota_us", 1) + _numbers(group / "cpu.cfs_period_us", 1)
+        if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
+            least = min(least, max(1, quota[0] // quota[1]))
+    return least
+
+
+def memory_left(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
+    """Bytes that the memory limits on that way leave, the file cache not counted as used; 2**62 where there is none."""
+    least = 1 << 62
+    for group in _groups(root, membership, "memory"):
+        limit = _numbers(group / "memory.max", 1) or _numbers(group / "memory.limit_in_bytes", 1)
+        used = _numbers(group / "memory.current", 1) or _numbers(group / "memory.usage_in_bytes", 1)
+        if limit and used and limit[0] < 1 << 60:  # version 1 says "no limit" by a number near 2**63
+            least = min(least, limit[0] - used[0] + _file_cache(group))
+    return least
+
+
+def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's cgroup and those above it, of version 2 and of version 1."""
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:
+        return
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / controller if controllers else root
+        folder = top / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            yield place
+            if place == top:
+                break
+
+
+def _numbers(file: Path, count: int) -> tuple[int, ...]:
+    """The first numbers in a file; none where there is no such file, or it says ``max``."""
+    try:
+        words = file.read_text().split()
+        return tuple(map(int, words[:count])) if len(words) >= count else ()
+    except (OSError, ValueError):
+        return ()
+
+
+def _file_cache(group: Path) -> int:
+    """Bytes that the system would give back: pages of files that nobody has used of late."""
+    try:
+        entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(entries.get("total_inactive_file") or entries.get("inactive_file") or 0)
+    except (OSError, ValueError):
+        return 0

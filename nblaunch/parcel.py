@@ -1,0 +1,305 @@
+"""What users define and hold, on its way to another process: a pickle, and beside it memory that nobody copies again.
+
+A parcel is a list of descriptors. The first is of the pickle; segments with what is large follow, and then the shared
+memory that users themselves have made. The receiver maps the segments privately: one copy of the data is on the
+machine, besides the sender's own, whatever the number of receivers, and each may write to what it got.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import os
+import pickle
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from nblaunch import pickling, segments
+from nblaunch.arrays import LEAST
+from nblaunch.channel import read_blob, write_blob
+from nblaunch.segments import Placed, Region, Segment
+
+_LEAST_OF_STREAM = 1 << 20
+"""Bytes from which on a ``bytes`` or ``bytearray`` stands beside the pickle."""
+_LENGTH = struct.Struct("!Q")
+
+
+class Store(Protocol):
+    """Puts memory into segments."""
+
+    def place(self, regions: Sequence[Region]) -> Sequence[Placed]:
+        """Put these regions, which are in order and do not overlap, into segments."""
+
+
+class Fresh:
+    """A store that keeps nothing.
+
+    Args:
+        folder: Where to put a file if memory is short.
+        give_up: See `nblaunch.segments.write`.
+    """
+
+    def __init__(self, folder: Path, give_up: Callable[[Region], bool] | None = None) -> None:
+        self._folder, self._give_up = folder, give_up
+
+    def place(self, regions: Sequence[Region]) -> Sequence[Placed]:
+        placed = dict(segments.write(regions, self._folder, self._give_up))
+        return [placed[region] for region in regions]
+
+
+class Place(NamedTuple):
+    """Where something stands among the segments of a parcel."""
+
+    segment: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What the receiver must know before it reads the pickle."""
+
+    segments: int
+    buffers: tuple[Place | int, ...]
+    """For each buffer its place, or the number of a descriptor."""
+    stream: tuple[Place | int, ...]
+    """The parts of the pickle: how many bytes stand here, or a place."""
+    loads: int
+    """How many objects are pickled, one after the other."""
+
+
+class Parcel:
+    """Something packed.
+
+    Attributes:
+        fds: The descriptors to send. `close` closes them.
+        sizes: The bytes of each part that was named, and under "" those of all else.
+        copied: Bytes that had to be copied for it.
+        from_gpu: Bytes that came from a GPU.
+    """
+
+    def __init__(self, blob: int, placed: Sequence[Segment], outgoing: _Outgoing, copied: int) -> None:
+        self.sizes, self.from_gpu, self.copied = outgoing.sizes, outgoing.from_gpu, copied
+        self.fds = (blob, *(segment.fd for segment in placed), *outgoing.descriptors)
+        self.close = weakref.finalize(self, _close, [blob, *outgoing.descriptors], list(placed))
+
+
+def _close(fds: list[int], held: list[Segment]) -> None:
+    held.clear()  # a store may keep them
+    while fds:
+        os.close(fds.pop())
+
+
+# ------------------------------------------------------------------ packing
+def pack(build: Callable[[pickling.Found], Any], store: Store, parts: Mapping[str, Any] | None = None) -> Parcel:
+    """Pack what `build` returns; it gets the notes that the pickler takes while it works.
+
+    Args:
+        build: See `nblaunch.pickling.dump`.
+        store: Puts what is large into segments.
+        parts: Of it, those whose sizes are to be told, by name. Default: none.
+
+    Raises:
+        Exception: Whatever pickling raises; `nblaunch.pickling.explain` then says why.
+        NoRoomError: There is no room for it.
+    """
+    outgoing = _Outgoing()
+    try:
+        pickler = pickling.Pickler(outgoing, outgoing)
+        for name, value in (parts or {}).items():
+            pickler.dump(value)  # where it comes again, it is a reference to this
+            outgoing.count(name)
+        pickler.dump(build(pickler.found))
+        outgoing.count("")
+        return outgoing.finish(store, loads=len(parts or {}) + 1)
+    except BaseException:
+        _close(outgoing.descriptors, [])
+        raise
+
+
+class _Descriptor(bytearray):
+    """A buffer that stands for a descriptor."""
+
+    number = -1
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """The pickle in parts, and what has left it."""
+
+    stream: list[bytes | Region] = field(default_factory=list)
+    buffers: list[Region | int] = field(default_factory=list)
+    """Memory, or the number of a descriptor."""
+    descriptors: list[int] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)
+    from_gpu: int = 0
+    held: list[object] = field(default_factory=list)
+    """Who owns the regions."""
+    seen: set[Region] = field(default_factory=set)
+    uncounted: int = 0
+
+    # -------------------------------------------------------------- from the pickler
+    def write(self, data: bytes) -> None:
+        self.uncounted += len(data)
+        if len(data) < _LEAST_OF_STREAM:
+            self.stream.append(bytes(data))
+        else:
+            self.held.append(data)
+            self.stream.append(_region_of(data))
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if isinstance(raw.obj, _Descriptor):
+            self.buffers.append(raw.obj.number)
+        elif raw.nbytes < LEAST:
+            return True
+        else:
+            region = _region_of(raw)
+            self.held.append(buffer)
+            self.buffers.append(region)
+            self.uncounted += 0 if region in self.seen else region.size
+            self.seen.add(region)
+        return False
+
+    def hold(self, owner: object) -> None:
+        self.held.append(owner)
+
+    def descriptor(self, fd: int) -> pickle.PickleBuffer:
+        stand_in = _Descriptor(1)
+        stand_in.number = len(self.descriptors)
+        self.descriptors.append(os.dup(fd))
+        return pickle.PickleBuffer(stand_in)
+
+    def came_from_gpu(self, size: int) -> None:
+        self.from_gpu += size
+
+    # -------------------------------------------------------------- from `pack`
+    def count(self, name: str) -> None:
+        """What has come since the last call belongs to this part."""
+        self.sizes[name] = self.sizes.get(name, 0) + self.uncounted
+        self.uncounted = 0
+
+    def finish(self, store: Store, loads: int) -> Parcel:
+        regions = [part for part in (*self.buffers, *self.stream) if isinstance(part, Region)]
+        whole = segments.merged(regions)
+        placed = store.place(whole)
+        used = list({id(each.segment): each.segment for each in placed}.values())
+        places = dict(_places(regions, whole, placed, used))
+        layout = _Layout(
+            len(used),
+            tuple(places[part] if isinstance(part, Region) else part for part in self.buffers),
+            tuple(places[part] if isinstance(part, Region) else len(part) for part in self.stream),
+            loads,
+        )
+        head = pickle.dumps(layout, protocol=5)
+        blob = write_blob(_LENGTH.pack(len(head)), head, *(part for part in self.stream if isinstance(part, bytes)))
+        copied = sum(region.size for region, each in zip(whole, placed, strict=True) if each.is_new)
+        return Parcel(blob, used, self, copied)
+
+
+def _places(
+    regions: Iterable[Region], whole: Sequence[Region], placed: Sequence[Placed], used: Sequence[Segment]
+) -> Iterator[tuple[Region, Place]]:
+    """Where each region stands, which is a part of one that was placed."""
+    numbers = {id(segment): number for number, segment in enumerate(used)}
+    starts = [region.address for region in whole]
+    for region in regions:
+        at = bisect.bisect_right(starts, region.address) - 1
+        offset = placed[at].offset + region.address - starts[at]
+        yield region, Place(numbers[id(placed[at].segment)], offset, region.size)
+
+
+class _BufferInfo(ctypes.Structure):
+    """Python's ``Py_buffer``."""
+
+    _fields_ = [
+        *(("buf", ctypes.c_void_p), ("obj", ctypes.py_object), ("len", ctypes.c_ssize_t)),
+        *(("itemsize", ctypes.c_ssize_t), ("readonly", ctypes.c_int), ("ndim", ctypes.c_int)),
+        *((name, ctypes.c_void_p) for name in ("format", "shape", "strides", "suboffsets", "internal")),
+    ]
+
+
+def _region_of(data: object) -> Region:
+    """Where the bytes of a contiguous object are; its owner must outlive this."""
+    info = _BufferInfo()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(data), ctypes.byref(info), 0)
+    region = Region(info.buf or 0, info.len)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(info))
+    return region
+
+
+# ------------------------------------------------------------------ unpacking
+def unpack(fds: Sequence[int]) -> Any:
+    """Rebuild what `pack` was given. The descriptors are closed.
+
+    Raises:
+        Exception: Whatever user code raises that is run by it.
+    """
+    try:
+        blob = read_blob(fds[0])
+        start = _LENGTH.size + _LENGTH.unpack_from(blob)[0]
+        layout: _Layout = pickle.loads(blob[_LENGTH.size : start])
+        last = 1 + layout.segments
+        mapped = [segments.map_private(fd, os.fstat(fd).st_size) for fd in fds[1:last]]
+
+        def at(place: Place) -> memoryview:
+            return mapped[place.segment][place.offset : place.offset + place.size]
+
+        def parts() -> Iterator[memoryview]:
+            end = start
+            for part in layout.stream:
+                if isinstance(part, Place):
+                    yield at(part)
+                else:
+                    end += part
+                    yield blob[end - part : end]
+
+        buffers: Any = (at(part) if isinstance(part, Place) else fds[last + part] for part in layout.buffers)
+        unpickler = pickle.Unpickler(_Stream(parts()), buffers=buffers)
+        for _ in range(layout.loads):
+            value = unpickler.load()
+        return value
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+class _Stream:
+    """Parts of a pickle as one file."""
+
+    def __init__(self, parts: Iterator[memoryview]) -> None:
+        self._parts = parts
+        self._part = memoryview(b"")
+
+    def read(self, size: int) -> bytes:
+        data = bytearray(size)
+        del data[self.readinto(memoryview(data)) :]
+        return bytes(data)
+
+    def readinto(self, into: Any) -> int:
+        room, done = memoryview(into).cast("B"), 0
+        while done < len(room) and self._fill():
+            taken = min(len(self._part), len(room) - done)
+            room[done : done + taken] = self._part[:taken]
+            self._part = self._part[taken:]
+            done += taken
+        return done
+
+    def readline(self) -> bytes:
+        line = bytearray()
+        while not line.endswith(b"\n") and (byte := self.read(1)):
+            line += byte
+        return bytes(line)
+
+    def _fill(self) -> bool:
+        """Have something to read; False at the end."""
+        while not self._part:
+            part = next(self._parts, None)
+            if part is None:
+                return False
+            self._part = part
+        return True
