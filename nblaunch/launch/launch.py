@@ -27,12 +27,15 @@ from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.view import LaunchInfo, Outcome, Shielded, State, View
 from nblaunch.messages import Payload
 from nblaunch.parcel import unpack
+from nblaunch.segments import in_words
 
 _log = logging.getLogger(__name__)
 _live: dict[str, Launch] = {}
 _told_of: set[str] = set()
-"""Names that the user has been told stay unchanged in the notebook."""
+"""What the user has been told once: names that stay unchanged in the notebook, and what is large."""
 _numbers = itertools.count(1)
+_LARGE = 10**9
+"""Bytes from which on it is said what is sent."""
 _MOST_PLACES = 8
 """Ranks of which is told where they were as their time was over."""
 _END_WITHIN = 3.0
@@ -205,10 +208,24 @@ class Launch:
 
     def _run(self) -> None:
         prune()
+        self._tell_of_payload()
         for number in range(self._plan.max_restarts + 1):
             again = self._attempt(number)
             if not again:
                 return
+
+    def _tell_of_payload(self) -> None:
+        """Say once what is large, and where what was on a GPU goes."""
+        sent = self._shipment.sent
+        if sent.from_gpu:
+            self._view.note(
+                f"{in_words(sent.from_gpu)} of tensors were on a GPU: each rank has them on its own, by way of the host"
+            )
+        largest = next((name for name, _ in sent.parts), "")
+        if sent.size > _LARGE and (told := f"{largest} is large") not in _told_of:
+            _told_of.add(told)
+            parts = ", ".join(f"`{name}` {in_words(size)}" for name, size in sent.parts[:3])
+            self._view.note(f"the ranks are sent {in_words(sent.size)}, of which all map one copy: {parts}")
 
     def _let_go(self) -> None:
         """Close what was to be sent."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import host as hosts
+from nblaunch.launch.snapshots import snapshots
 from nblaunch.launch.start import servers
 from nblaunch.notebook.completion import complete_distributed
 from nblaunch.notebook.host import NotebookHost, can_show_panels, import_widget
@@ -45,7 +46,7 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """Take the magic and the hook out, and end the fork server."""
+    """Take the magic and the hook out, end the fork server, and keep no data."""
     present = hosts.host()
     if isinstance(present, NotebookHost):
         shell.events.unregister(_HOOK, present.after_cell)
@@ -56,6 +57,7 @@ def unload(shell: Any) -> None:
     if complete_distributed in matchers:
         matchers.remove(complete_distributed)
     servers.stop()
+    snapshots.free()
 
 
 def _matchers(shell: Any) -> list[Any]:

@@ -17,11 +17,13 @@ from nblaunch.launch import launcher
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.launch import Launch, live_launches
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.snapshots import snapshots
 from nblaunch.launch.start import servers
 from nblaunch.messages import Payload
 from nblaunch.notebook.cells import make_cell, names_used
+from nblaunch.segments import in_words
 
-ACTIONS = ("stacks", "status", "stop")
+ACTIONS = ("free", "stacks", "status", "stop")
 _LOOK_UP_EVERY = 0.5
 """Seconds: Python does not see an interrupt that comes as it begins to wait, until the wait is over."""
 _OPTIONS = {"metric_patterns": "metric"}
@@ -41,8 +43,8 @@ class DistributedMagics(Magics):
     @argument(
         "action",
         nargs="?",
-        help="without a cell: status (live launches, the fork server), stacks (what each rank is doing now) or stop "
-        "(all launches)",
+        help="without a cell: status (live launches, the fork server), stacks (what each rank is doing now), stop "
+        "(all launches) or free (what is kept of the last launches' data, so that it need not be copied again)",
     )
     @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU, without GPUs 2")
     @argument(
@@ -91,7 +93,7 @@ class DistributedMagics(Magics):
             dist.all_reduce(t)
             t.item()
 
-        Without a cell: %distributed status, %distributed stacks, %distributed stop.
+        Without a cell: %distributed status, %distributed stacks, %distributed stop, %distributed free.
         """
         arguments = dict(vars(self.distributed.parser.parse_args(_words(line, self._expand))))
         action = arguments.pop("action")
@@ -201,18 +203,21 @@ def _act(action: str | None, options: Iterable[str]) -> None:
         _tell_status()
     elif action == "stacks":
         _tell_stacks()
+    elif action == "free":
+        _free()
     else:
         raise UsageError(
-            f"%distributed {action or ''}: write %distributed status, %distributed stacks or %distributed stop, "
-            "or put %%distributed on top of a cell"
+            f"%distributed {action or ''}: write %distributed status, %distributed stacks, %distributed stop or "
+            "%distributed free, or put %%distributed on top of a cell"
         )
 
 
 def _tell_status() -> None:
     from IPython.display import display
 
-    lines = [*map(repr, live_launches()), servers.status()]
-    display({"text/plain": "\n".join(lines or ["no launch is running"])}, raw=True)
+    kept = f"kept for the next launch: {in_words(snapshots.size)} of what the last ones have sent"
+    lines = [*map(repr, live_launches()), servers.status(), *([kept] if snapshots.size else [])]
+    display({"text/plain": "\n".join(lines)}, raw=True)
 
 
 def _tell_stacks() -> None:
@@ -224,6 +229,12 @@ def _tell_stacks() -> None:
         for rank, text in launch.stacks().items():
             lines += ["", f"rank {rank}", *(f"  {line}".rstrip() for line in text.splitlines())]
     display({"text/plain": "\n".join(lines or ["no launch is running"])}, raw=True)
+
+
+def _free() -> None:
+    from IPython.display import display
+
+    display({"text/plain": f"freed {in_words(snapshots.free())}"}, raw=True)
 
 
 def _stop_all() -> None:
