@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever a message changes: a kernel and a fork server of different releases must not talk."""
 
 Method = Literal["forkserver", "spawn", "fork"]
@@ -35,6 +35,31 @@ class NewReaper:
     """Kernel -> fork server: fork a reaper for this launch. One descriptor: its control socket."""
 
     launch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Succeed:
+    """Kernel -> fork server: fork a successor that imports these first. One descriptor: its channel to the kernel."""
+
+    modules: tuple[str, ...]
+    env: dict[str, str]
+    """The ranks' environment, which modules may read while they are imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Importing:
+    """Successor -> kernel: it imports modules of this package now. One descriptor, the first time: its own pidfd."""
+
+    package: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Successor -> kernel, as its last word: ranks must not be forked from a process that has this package."""
+
+    package: str
+    reason: str
 
 
 # ------------------------------------------------------------------ reaper and kernel
@@ -65,6 +90,8 @@ class RankSpec:
     log_dir: str
     scratch: str
     """A folder for what multiprocessing puts into a temporary one; it goes with the launch."""
+    learns: bool = False
+    """Whether it is to tell what it has imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +197,8 @@ class Leaving:
     """Rank -> kernel: its threads have ended too (one may have been saving a checkpoint); the process ends now."""
 
     rank: int
+    imported: tuple[str, ...] = ()
+    """The installed modules that the launch has imported; of a forked rank alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.launch.start import servers
+from nblaunch.launch.servers import servers
 
 MARK = "NBLAUNCH_TEST_RUN"
 """Set in this process's environment, so that whatever a test starts, however detached, can be told by it."""

@@ -16,11 +16,13 @@ from typing import Any
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, ResultError, StartError, text_of
 from nblaunch.launch import failures, start
 from nblaunch.launch.commands import Commands
+from nblaunch.launch.forkserver import Reaper
 from nblaunch.launch.logs import LaunchFiles, RankLogs, prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.process import this_process
 from nblaunch.launch.result import LaunchResult, Metrics
+from nblaunch.launch.servers import servers
 from nblaunch.launch.stacks import WITHIN
 from nblaunch.launch.supervisor import Attempt
 from nblaunch.launch.verdict import Verdict
@@ -239,6 +241,7 @@ class Launch:
             self._view.started(self._info(files, number))
             attempt, verdict = self._see_through(number, files)
             results = attempt.take_results()
+            servers.learn(attempt.imported, self._plan.env)
             error = self._conclude(verdict, attempt, results, files)
             again = number < self._plan.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
@@ -270,13 +273,13 @@ class Launch:
             verdict = attempt.run(reaper)
             if attempt.met_reaper or self._commands.stop or reaper.server is None:
                 break
-            start.servers.give_up(reaper.server)
+            servers.give_up(reaper.server)
         return attempt, verdict
 
-    def _reaper(self) -> start.Reaper:
+    def _reaper(self) -> Reaper:
         if self._plan.method == "fork":
             return start.fork_kernel(self._payload)
-        return start.servers.reaper(self._plan.method, self.id)
+        return servers.reaper(self._plan.method, self.id, self._plan.env)
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan = self._plan

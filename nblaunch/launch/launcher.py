@@ -15,6 +15,7 @@ from nblaunch.launch.host import host
 from nblaunch.launch.launch import Launch
 from nblaunch.launch.plan import STOP_GRACE, make_plan, this_machine
 from nblaunch.launch.result import LaunchResult
+from nblaunch.launch.servers import servers
 from nblaunch.messages import Payload
 
 _NOT_NEEDED: dict[str, tuple[Any, str]] = {
@@ -164,7 +165,7 @@ def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str
     plan = make_plan(this_machine(), **arguments)
     payload = gather(plan.world_size)
     shown = host().view(view)
-    plan = replace(plan, method=start.servers.usable(plan.method))
+    plan = replace(plan, method=servers.usable(plan.method))
     if plan.method == "fork":
         start.check_fork()
         shipment = payloads.share(payload)

@@ -21,6 +21,7 @@ from typing import Any
 from nblaunch.channel import Channel, channel_pair
 from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
+from nblaunch.launch.forkserver import Reaper
 from nblaunch.launch.ladder import Ladder, Reason
 from nblaunch.launch.logs import LaunchFiles, Spool, Tail
 from nblaunch.launch.patterns import PrintedMetrics
@@ -30,7 +31,6 @@ from nblaunch.launch.rank import Rank
 from nblaunch.launch.reading import Reading
 from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.stacks import Stacks
-from nblaunch.launch.start import Reaper
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.view import RankStatus, Stream, View
 from nblaunch.messages import (
@@ -145,6 +145,11 @@ class Attempt:
             rank.result = []
         return taken
 
+    @property
+    def imported(self) -> list[str]:
+        """The installed modules that its ranks have imported."""
+        return list(dict.fromkeys(name for rank in self.ranks for name in rank.imported))
+
     # -------------------------------------------------------------- starting
     def _start_all(self, port: int) -> None:
         try:
@@ -185,6 +190,7 @@ class Attempt:
             limits=self.process.limits,
             log_dir=str(self.files.directory),
             scratch=self.scratch,
+            learns=self.plan.method == "forkserver",
         )
 
     def _tell(self, channel: Channel, message: object, fds: Sequence[int] = ()) -> None:
@@ -268,7 +274,7 @@ class Attempt:
             elif isinstance(message, Failed):
                 rank.failed = message
             elif isinstance(message, Leaving):
-                rank.leaving = True
+                rank.leaving, rank.imported = True, message.imported
         if rank.channel.closed:
             self._unwatch(rank.channel)
         self._note_failure()

@@ -8,8 +8,8 @@ from typing import Any
 
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import host as hosts
+from nblaunch.launch.servers import servers
 from nblaunch.launch.snapshots import snapshots
-from nblaunch.launch.start import servers
 from nblaunch.notebook.completion import complete_distributed
 from nblaunch.notebook.host import NotebookHost, can_show_panels, import_widget
 from nblaunch.notebook.magics import DistributedMagics

@@ -13,6 +13,7 @@ from ipykernel.iostream import OutStream
 
 from nblaunch.errors import warn
 from nblaunch.launch.host import view_choice
+from nblaunch.launch.servers import servers
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.view import NullView, View
 from nblaunch.notebook.panel import PanelView
@@ -50,7 +51,8 @@ class NotebookHost:
         return names
 
     def after_cell(self, result: Any) -> None:
-        """IPython's hook: notice which cell started CUDA in the notebook."""
+        """IPython's hook: notice which cell started CUDA in the notebook, and whether it has installed something."""
+        servers.refresh()
         torch = sys.modules.get("torch")
         if not self._cuda_cell and torch is not None and torch.cuda.is_initialized():
             self._cuda_cell = f"cell [{result.execution_count or self.shell.execution_count - 1}]"

@@ -17,8 +17,8 @@ from nblaunch.launch import launcher
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.launch import Launch, live_launches
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.servers import servers
 from nblaunch.launch.snapshots import snapshots
-from nblaunch.launch.start import servers
 from nblaunch.messages import Payload
 from nblaunch.notebook.cells import make_cell, names_used
 from nblaunch.segments import in_words
@@ -216,7 +216,7 @@ def _tell_status() -> None:
     from IPython.display import display
 
     kept = f"kept for the next launch: {in_words(snapshots.size)} of what the last ones have sent"
-    lines = [*map(repr, live_launches()), servers.status(), *([kept] if snapshots.size else [])]
+    lines = [*map(repr, live_launches()), *servers.status(), *([kept] if snapshots.size else [])]
     display({"text/plain": "\n".join(lines)}, raw=True)
 
 

@@ -29,7 +29,18 @@ from typing import Any, NoReturn
 from nblaunch.channel import Channel
 from nblaunch.messages import Done, Failed, Interrupted, Leaving, Payload, RankSpec, Running, StartRank, Task
 from nblaunch.parcel import Fresh, pack, unpack
-from nblaunch.ranks import environment, failure, main_module, process_group, run, stacks, stand_ins, system, watch
+from nblaunch.ranks import (
+    environment,
+    failure,
+    imports,
+    main_module,
+    process_group,
+    run,
+    stacks,
+    stand_ins,
+    system,
+    watch,
+)
 from nblaunch.ranks.report import Context, enter
 from nblaunch.segments import Region
 
@@ -121,6 +132,7 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
         f"{spec.log_dir}/rank{spec.rank}.spool", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
     voice = _Voice(channel, spec.rank)
+    before = imports.loaded()
     code = 0
     while (received := channel.receive()) is not None:
         task, fds = received
@@ -128,7 +140,7 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
             enter(Context(spec.rank, spec.local_rank, spec.world_size, task.world.device, spool, spec.log_dir))
             code = _run(spec, task, functools.partial(load, fds), voice)
     _await_threads()
-    voice.say(Leaving(spec.rank))
+    voice.say(Leaving(spec.rank, imports.installed_since(before) if spec.learns else ()))
     return code
 
 

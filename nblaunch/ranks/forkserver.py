@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from nblaunch.channel import Channel
-from nblaunch.messages import PROTOCOL, Hello, NewReaper, NotStarted
+from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, NotStarted, Succeed
 from nblaunch.ranks import bootstrap, process_group, reaper, system
 
 _LOOK_EVERY = 0.5
@@ -44,13 +44,15 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
         preload: Modules to import first.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    system.become_subreaper()
     channel = Channel(socket.socket(fileno=fd))
-    hello = _hello(preload)
+    _serve(channel, kernel, _hello(preload), _SOON if preload else ())
+
+
+def _serve(channel: Channel, kernel: int, hello: Hello, soon: tuple[str, ...]) -> NoReturn:
+    system.become_subreaper()
     channel.send(hello)
-    server = _Server(channel, kernel, hello, _SOON if preload else ())
     try:
-        server.serve()
+        _Server(channel, kernel, hello, soon).serve()
     except BaseException:  # noqa: BLE001  # the kernel reads it and starts another; reapers see this one's end
         traceback.print_exc()
         os._exit(1)
@@ -70,6 +72,40 @@ def _hello(preload: tuple[str, ...]) -> Hello:
     problem = problem or _unfit()
     _settle()
     return Hello(PROTOCOL, os.getpid(), preload, problem, time.monotonic() - begin)
+
+
+def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hello) -> Hello:
+    """Import what launches have used, a package at a time: the kernel knows which, should one hang or crash."""
+    begin = time.monotonic()
+    own = system.pidfd(os.getpid())
+    channel.send(Importing("", os.getpid()), [] if own is None else [own])
+    if own is not None:
+        os.close(own)
+    told, files = "", _open_files()
+    for name in modules:
+        package = name.partition(".")[0]
+        if package != told:
+            _leave_if_unfit(channel, told, files)
+            channel.send(Importing(package, os.getpid()))
+            told = package
+        with contextlib.suppress(Exception):  # its ranks will say so if they need it
+            importlib.import_module(name)
+    _leave_if_unfit(channel, told, files)
+    bootstrap.prepare()
+    _settle()
+    return replace(before, pid=os.getpid(), preloaded=modules, seconds=time.monotonic() - begin)
+
+
+def _leave_if_unfit(channel: Channel, package: str, files: int) -> None:
+    """Leave where the package just imported makes forking unsafe."""
+    reason = _unfit() or ("it keeps files open" if _open_files() > files else "")
+    if reason:
+        channel.send(LeftOut(package, reason))
+        os._exit(0)
+
+
+def _open_files() -> int:
+    return len(os.listdir("/dev/fd"))
 
 
 def _settle() -> None:
@@ -115,8 +151,10 @@ class _Server:
     def __init__(self, channel: Channel, kernel: int, hello: Hello, soon: tuple[str, ...]) -> None:
         self.channel = channel
         self.kernel = kernel
+        self.parent = os.getppid()
         self.hello = hello
         self.reapers: set[int] = set()
+        """Children that are left alone: the reapers, and the successor."""
         self.tidying: Iterator[object] | None = self.tidy(soon)
         self.children = system.ChildWatch()
         self.selector = selectors.DefaultSelector()
@@ -128,7 +166,7 @@ class _Server:
 
     def serve(self) -> None:
         """Fork reapers for as long as the kernel may ask, and stay while a launch runs: its end would end that too."""
-        while (self.reapers or not self.channel.closed) and os.getppid() == self.kernel:
+        while (self.reapers or not self.channel.closed) and os.getppid() == self.parent:
             ready = {key.fileobj for key, _ in self.selector.select(self.patience())}
             if not ready and self.tidying and next(self.tidying, self) is self:
                 self.tidying = None
@@ -139,6 +177,8 @@ class _Server:
                 for message, fds in self.channel.drain():
                     if isinstance(message, NewReaper):
                         self.fork_reaper(fds[0])
+                    elif isinstance(message, Succeed):
+                        self.fork_successor(message, fds[0])
                 if self.channel.closed:
                     self.selector.unregister(self.channel)
             self.collect()
@@ -178,6 +218,30 @@ class _Server:
             return
         self.children.close()
         reaper.run(socket.socket(fileno=control), watched, bootstrap.forked)
+
+    def fork_successor(self, message: Succeed, channel: int) -> None:
+        """Fork one that has more modules. It imports them in a process of its own: who knows what they do."""
+        try:
+            pid = os.fork()
+        except OSError:
+            traceback.print_exc()
+            pid = -1
+        if pid == 0:
+            self.become_successor(message, Channel(socket.socket(fileno=channel)))
+        os.close(channel)  # without a successor the kernel hears the end of its channel
+        if pid > 0:
+            self.reapers.add(pid)
+
+    def become_successor(self, message: Succeed, channel: Channel) -> NoReturn:
+        """In the child: import, and be a fork server."""
+        self.children.close()
+        self.selector.close()
+        self.channel.close()
+        system.close_all_but([channel.fileno()])
+        os.environ.clear()
+        os.environ.update(message.env)
+        hello = _hello_of_successor(channel, message.modules, self.hello)
+        _serve(channel, self.kernel, hello, ())
 
     def collect(self) -> None:
         """Read the ends of children; a reaper that was killed leaves its launch's descendants to us."""

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import RankDiedError, RankLostError
-from nblaunch.launch.start import servers
+from nblaunch.launch.servers import servers
 from tests.conftest import eventually
 
 SURVIVES_AT_MOST = 3.0

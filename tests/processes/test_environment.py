@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nblaunch.launch.plan import usable_cpus
-from nblaunch.launch.start import servers
+from nblaunch.launch.servers import servers
 from tests.conftest import eventually, marked_processes
 from tests.processes.conftest import Launcher
 

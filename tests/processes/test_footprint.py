@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.launch.start import servers
+from nblaunch.launch.servers import servers
 from nblaunch.ranks.system import descendants
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher

@@ -87,7 +87,7 @@ def run():
 def kernel() -> Iterator[Kernel]:
     with running_kernel() as running:
         running.run(CELL).check()
-        running.run("from nblaunch.launch.start import servers; servers.warm_up()").check()  # it stays for both tests
+        running.run("from nblaunch.launch.servers import servers; servers.warm_up()").check()  # it stays for both tests
         yield running
 
 

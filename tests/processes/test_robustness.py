@@ -20,7 +20,7 @@ import pytest
 
 from nblaunch import notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, RankDiedError, StartError
-from nblaunch.launch.start import servers
+from nblaunch.launch.servers import servers
 from tests.conftest import eventually, marked_processes
 
 quiet: Callable[..., Any] = functools.partial(notebook_launcher, num_processes=2, view="none")

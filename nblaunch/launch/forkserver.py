@@ -1,0 +1,301 @@
+"""The kernel's end of a fork server: starting one, asking it for reapers, and for a successor that has more modules."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Protocol, cast
+
+from nblaunch.channel import Channel, channel_pair
+from nblaunch.errors import StartError
+from nblaunch.launch.installed import installed_now, installed_path
+from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, Succeed
+
+_READY_LIMIT = 120.0
+"""Seconds that a fork server gets to import torch; a cold disk needs most of a minute."""
+_IMPORT_LIMIT = 60.0
+"""Seconds that a successor gets for a package."""
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+_OWN_ENVIRONMENT = {**ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_MAIN = (
+    "import json, sys; fd, kernel, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; sys.argv[1:] = []; "
+    "from nblaunch.ranks.forkserver import main; main(fd, kernel, tuple(preload))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reaper:
+    """A launch's reaper, just started."""
+
+    channel: Channel
+    child: int | None = None
+    """Its pid where it is a child of this process, whose end must be read here."""
+    server: ForkServer | None = None
+    """Who was asked to fork it."""
+
+
+class ForkServer:
+    """One fork server process and the channel to it. `nblaunch.launch.servers` decides when there is one.
+
+    Args:
+        preload: What it imports before it forks; nothing for a server that only starts fresh interpreters.
+
+    Raises:
+        StartError: The system refuses to start it.
+    """
+
+    def __init__(self, preload: tuple[str, ...]) -> None:
+        self.preload = preload
+        self.environment = dict(os.environ)
+        self.installed = installed_now()
+        self.hello: Hello | None = None
+        self.launches = 0
+        self._problem = ""
+        self._lock = threading.Lock()
+        with contextlib.ExitStack() as undo:
+            try:
+                self._errors = undo.enter_context(_errors_file())
+                self.channel, there = channel_pair()
+                undo.callback(self.channel.close)
+                with there:
+                    self.process: _Process = self._start(there)
+            except OSError as error:
+                raise StartError(f"the fork server could not be started: {error}{_remedy(error)}") from error
+            undo.pop_all()
+
+    def _start(self, there: socket.socket) -> subprocess.Popen[bytes]:
+        arguments = json.dumps([there.fileno(), os.getpid(), installed_path(), self.preload])
+        return subprocess.Popen(
+            [sys.executable, "-c", _MAIN, arguments],
+            env={**os.environ, **_OWN_ENVIRONMENT},
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._errors,
+            cwd=os.path.abspath(os.sep),
+            start_new_session=True,
+        )
+
+    def ready(self) -> Hello:
+        """Wait until its imports are over.
+
+        Raises:
+            StartError: It died, or took too long and was ended; the message carries what it wrote to stderr.
+        """
+        with self._lock:
+            if self._problem:
+                raise StartError(self._problem)
+            if self.hello is not None:
+                self._hear_again()
+            else:
+                try:
+                    self.hello = self._wait_for_hello()
+                except StartError as error:
+                    self._problem = str(error)
+                    self.stop()
+                    raise
+            assert self.hello is not None
+            return self.hello
+
+    def fork_reaper(self, launch_id: str) -> Reaper:
+        """Have it fork the reaper of a launch.
+
+        Raises:
+            OSError: It is gone.
+        """
+        here, there = channel_pair()
+        with there, self._lock:
+            self.channel.send(NewReaper(launch_id), [there.fileno()])
+            self.launches += 1
+        return Reaper(here, server=self)
+
+    def ask_for_successor(self, modules: Sequence[str], env: Mapping[str, str]) -> Channel:
+        """Have it fork a successor, which imports these modules; the channel to that.
+
+        Raises:
+            OSError: It is gone.
+        """
+        here, there = channel_pair()
+        with there, self._lock:
+            self.channel.send(Succeed(tuple(modules), {**env, **_OWN_ENVIRONMENT}), [there.fileno()])
+        return here
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End it, and with it any launch of its own."""
+        self.process.kill()
+        self.process.wait()
+        self.close()
+
+    def retire(self) -> None:
+        """Have it end once its launches have; its end is read by whoever asks `alive`."""
+        with contextlib.suppress(OSError):  # it has ended by itself
+            self.channel.sock.shutdown(socket.SHUT_RDWR)  # closing is not enough: a forked child may hold a copy
+        self.close()
+
+    def close(self) -> None:
+        self.channel.close()
+        self._errors.close()
+
+    def _wait_for_hello(self) -> Hello:
+        deadline = time.monotonic() + _READY_LIMIT
+        while True:
+            for message, _ in self.channel.drain():
+                if isinstance(message, Hello) and message.protocol == PROTOCOL:
+                    return message
+                raise StartError("nblaunch was upgraded while this kernel ran: restart the kernel to use the new one")
+            left = deadline - time.monotonic()
+            if self.channel.closed or left <= 0 or not select.select([self.channel], [], [], left)[0]:
+                raise StartError(f"the fork server did not start{self._last_words()}")
+            self.channel.poll()
+
+    def _hear_again(self) -> None:
+        """Take note of a problem that an import in an idle moment has brought."""
+        self.channel.poll()
+        for message, _ in self.channel.drain():
+            if isinstance(message, Hello):
+                self.hello = message
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        text = self._errors.read()[-4000:].decode(errors="replace").strip()
+        return f": {text}" if text else f" within {_READY_LIMIT:.0f} s (exit status {self.process.poll()})"
+
+
+class LeftOutError(Exception):
+    """A successor cannot have this package."""
+
+    def __init__(self, package: str, reason: str) -> None:
+        super().__init__(package, reason)
+        self.package, self.reason = package, reason
+
+
+class Successor(ForkServer):
+    """A fork server that another forked, and that has the modules which launches have imported.
+
+    Args:
+        parent: Who forks it.
+        modules: What it is to import.
+        env: The ranks' environment, which modules may read while they are imported.
+
+    Raises:
+        OSError: The parent is gone.
+    """
+
+    def __init__(self, parent: ForkServer, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self.preload = tuple(modules)
+        self.environment = dict(env)
+        self.installed = parent.installed
+        self.hello: Hello | None = None
+        self.launches = 0
+        self._problem = ""
+        self._lock = threading.Lock()
+        self.channel = parent.ask_for_successor(modules, env)
+        self._errors = os.fdopen(os.dup(parent._errors.fileno()), "rb")
+        self.process = _Grandchild()
+
+    @property
+    def packages(self) -> frozenset[str]:
+        """What it has besides what its parent has."""
+        return frozenset(name.partition(".")[0] for name in self.preload)
+
+    def import_all(self) -> None:
+        """Wait until it has imported everything.
+
+        Raises:
+            LeftOutError: It cannot have a package. It was ended.
+        """
+        try:
+            self.hello = self._wait_for_imports()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_for_imports(self) -> Hello:
+        package = ""
+        while True:
+            for message, fds in self.channel.drain():
+                if isinstance(message, Importing):
+                    package = message.package
+                    if fds:
+                        self.process = _Grandchild(message.pid, fds[0])
+                elif isinstance(message, LeftOut):
+                    raise LeftOutError(message.package, message.reason)
+                elif isinstance(message, Hello):
+                    return message
+            if self.channel.closed:
+                raise LeftOutError(package, "importing it ends the process")
+            if not select.select([self.channel], [], [], _IMPORT_LIMIT)[0]:
+                raise LeftOutError(package, f"importing it takes more than {_IMPORT_LIMIT:.0f} s")
+            self.channel.poll()
+
+
+class _Process(Protocol):
+    """What is asked of a process."""
+
+    @property
+    def pid(self) -> int:
+        """Its pid; 0 while that is not known."""
+
+    def poll(self) -> int | None:
+        """None while it lives."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+    def wait(self) -> object:
+        """Wait for its end."""
+
+
+class _Grandchild:
+    """A process that another has forked: its pidfd tells of its end."""
+
+    def __init__(self, pid: int = 0, pidfd: int | None = None) -> None:
+        self.pid, self._pidfd = pid, pidfd
+        if pidfd is not None:
+            weakref.finalize(self, os.close, pidfd)
+
+    def poll(self) -> int | None:
+        return 0 if self._pidfd is None or select.select([self._pidfd], [], [], 0)[0] else None
+
+    def kill(self) -> None:
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def wait(self) -> None:
+        if self._pidfd is not None:
+            select.select([self._pidfd], [], [])
+
+
+def _errors_file() -> IO[bytes]:
+    """A file without a name for what a server says at its end."""
+    if hasattr(os, "memfd_create"):  # then no temporary directory is needed
+        return os.fdopen(os.memfd_create("nblaunch-stderr", os.MFD_CLOEXEC), "w+b")
+    return cast("IO[bytes]", tempfile.TemporaryFile())
+
+
+def _remedy(error: OSError) -> str:
+    """What to do about a system that starts no process."""
+    if error.errno == errno.E2BIG:
+        longest = max(os.environ, key=lambda name: len(os.environ[name]))
+        size = len(os.environ[longest])
+        return f": the environment variable {longest} has {size:,} characters: del os.environ[{longest!r}]"
+    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return ": end processes or close files that you do not need (ulimit -u, ulimit -n)"
+    return ""

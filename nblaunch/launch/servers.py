@@ -1,0 +1,291 @@
+"""The fork servers of this kernel, and which of them starts a launch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+
+from nblaunch.errors import StartError, warn
+from nblaunch.launch.forkserver import ONE_THREAD, ForkServer, LeftOutError, Reaper, Successor
+from nblaunch.launch.installed import installed_now, shadowed
+from nblaunch.messages import Method
+
+_log = logging.getLogger(__name__)
+_PRELOAD = ("torch", "torch.distributed", "numpy")
+_READ_AT_IMPORT = (
+    "TORCH",
+    "PYTORCH",
+    "PYTHON",
+    "LD_",
+    "DYLD_",
+    "MKL_",
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "MALLOC_",
+    "GLIBC_TUNABLES",
+    "NUMPY",
+    "NPY_",
+)
+"""Prefixes of variables that torch, its libraries and Python read once, when they are loaded."""
+_INSIGNIFICANT = {
+    *ONE_THREAD,
+    *("PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"),
+    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"),
+}
+"""Variables that differ between launches, and that no module reads when it is imported."""
+
+
+class Servers:
+    """The fork servers of this kernel, each started when needed.
+
+    One has torch imported, one is bare, for ``spawn``. A successor of the first also has what launches have imported,
+    as long as it would import the same now: its packages have read its environment, and may be upgraded.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._warm: ForkServer | None = None
+        self._bare: ForkServer | None = None
+        self._successor: Successor | None = None
+        self._given_up: tuple[Mapping[str, str], str] | None = None
+        """The environment with which the warm one did not get ready, and why: no launch waits for that again."""
+        self._learned: dict[str, None] = {}
+        """The modules that launches have imported, in the order of their import."""
+        self._left_out: dict[str, str] = {}
+        """Packages that a successor cannot have, and why."""
+        self._rank_env: dict[str, str] = {}
+        """The environment of the launch that has imported something last."""
+        self._teacher: threading.Thread | None = None
+
+    def warm_up(self) -> None:
+        """Start the fork server in the background, if it does not run; also if it could not before.
+
+        Raises:
+            StartError: The system refuses to start it.
+        """
+        with self._lock:
+            self._given_up = None
+            self._current()
+
+    def refresh(self) -> None:
+        """If the server that runs is out of date, start another in the background."""
+        with self._lock:
+            if self._alive(self._warm) is not None:
+                self._current()
+
+    def reaper(self, method: Method, launch_id: str, env: Mapping[str, str]) -> Reaper:
+        """The reaper of a new launch over `method`, from a server that runs.
+
+        Args:
+            method: ``forkserver`` or ``spawn``.
+            launch_id: Names the launch.
+            env: Its ranks' environment.
+
+        Raises:
+            StartError: No server could be started.
+        """
+        for last in (False, True):
+            server = self._for(method, env)
+            try:
+                return server.fork_reaper(launch_id)
+            except OSError as error:  # it was killed; the next round starts another
+                if last:
+                    raise StartError(f"the fork server died twice: {error}") from error
+        raise AssertionError  # not reached
+
+    def usable(self, method: Method) -> Method:
+        """`method`, or ``spawn`` where the fork server refuses to fork ranks; that is said as a warning."""
+        if method != "forkserver":
+            return method
+        problem = self._problem()
+        if not problem:
+            return method
+        warn(f"the fork server cannot be used, so ranks are spawned, which is slower: {problem}")
+        return "spawn"
+
+    def _problem(self) -> str:
+        """Why ranks cannot be forked; empty where they can."""
+        with self._lock:
+            if self._given_up is not None and self._given_up[0] == read_at_import(os.environ):
+                return self._given_up[1]
+            server = self._current()
+        try:
+            return server.ready().problem
+        except StartError as error:
+            self._given_up = read_at_import(server.environment), f"{error} (%reload_ext nblaunch tries again)"
+            return self._given_up[1]
+
+    def status(self) -> list[str]:
+        """Lines for ``%distributed status``."""
+        with self._lock:
+            server, successor = self._warm, self._alive(self._successor)
+            left_out = [f"not imported ahead of launches: {name}, as {why}" for name, why in self._left_out.items()]
+            if server is None or not server.alive():
+                given_up = f"given up: {self._given_up[1]}" if self._given_up else "the next launch starts it"
+                return [f"fork server: not running; {given_up}", *left_out]
+            hello = server.hello
+            if hello is None:
+                return [f"fork server: pid {server.process.pid}, importing {', '.join(server.preload)}", *left_out]
+            state = f"refuses to fork: {hello.problem}" if hello.problem else f"ready after {hello.seconds:.1f} s"
+            launches = server.launches + (successor.launches if successor is not None else 0)
+            lines = [f"fork server: pid {hello.pid}, {state}, {launches} launches"]
+            if isinstance(successor, Successor) and successor.hello is not None:
+                names = ", ".join(sorted(successor.packages - sys.stdlib_module_names))
+                lines.append(f"its successor: pid {successor.process.pid}, which has {names} imported")
+            return [*lines, *left_out]
+
+    def stop(self) -> None:
+        """End every server that this process started."""
+        with self._lock:
+            for server in (self._successor, self._warm, self._bare, *_retired):
+                if server is not None:
+                    server.stop()
+            self._warm = self._bare = self._successor = self._given_up = None
+            self._learned, self._left_out = {}, {}
+            _retired.clear()
+
+    def _for(self, method: Method, env: Mapping[str, str]) -> ForkServer:
+        with self._lock:
+            warm = self._alive(self._warm)
+            if method == "forkserver":
+                server = self._current()
+                successor = self._alive(self._successor)
+                if isinstance(successor, Successor) and _fits(successor, env):
+                    return successor
+            elif warm is not None and warm.hello is not None and not warm.hello.problem:
+                server = warm  # of whatever generation: what it spawns reads its own environment
+            else:
+                self._bare = server = self._alive(self._bare) or ForkServer(())
+        server.ready()
+        return server
+
+    def _current(self) -> ForkServer:
+        """The warm server; a new generation where what it has read at its imports has changed."""
+        server = self._alive(self._warm)
+        if server is not None and _is_outdated(server):
+            _log.info("the environment or what is installed has changed: starting a new fork server")
+            self._retire(self._successor)
+            self._retire(server)
+            self._successor = server = None
+            self._left_out.clear()
+        _retired[:] = [old for old in _retired if old.alive()]
+        if server is None:
+            self._warm = server = ForkServer(_PRELOAD)
+            self._teach_soon()
+        return server
+
+    def _retire(self, server: ForkServer | None) -> None:
+        if server is not None:
+            server.retire()
+            _retired.append(server)
+
+    def give_up(self, server: ForkServer) -> None:
+        """Do without a server that does not answer; its other launches go on."""
+        with self._lock:
+            self._retire(server)
+            self._warm = None if server is self._warm else self._warm
+            self._bare = None if server is self._bare else self._bare
+            self._successor = None if server is self._successor else self._successor
+
+    def _alive(self, server: ForkServer | None) -> ForkServer | None:
+        if server is None or os.getpid() != self._owner:
+            self._owner = os.getpid()
+            return None
+        if server.alive():
+            return server
+        server.close()
+        return None
+
+    # -------------------------------------------------------------- what launches import
+    def learn(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
+        """Have these ready for the next launch: a launch with this environment has imported them."""
+        with self._lock:
+            modules = [name for name in modules if _package(name) not in self._left_out]
+            if modules and os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0":
+                self._learned.update(dict.fromkeys(modules))
+                self._rank_env = dict(env)
+                self._teach_soon()
+
+    def _teach_soon(self) -> None:
+        """Have a successor made in the background, if one is wanted and none is being made; the lock is held."""
+        if self._teacher is None and self._wanted():
+            self._teacher = threading.Thread(target=self._teach, name="nblaunch-imports", daemon=True)
+            self._teacher.start()
+
+    def _wanted(self) -> list[str]:
+        """What the next successor is to have; nothing where there is one that has it."""
+        names = [name for name in self._learned if _package(name) not in self._left_out]
+        present = self._alive(self._successor)
+        if present is not None and present.preload == tuple(names) and _alike(present.environment, self._rank_env):
+            return []
+        return names
+
+    def _teach(self) -> None:
+        """Make successors until one has everything, without what none can have."""
+        try:
+            while True:
+                with self._lock:
+                    names, server = self._wanted(), self._warm
+                    if not names or server is None:
+                        return
+                if server.ready().problem:
+                    return
+                self._make_successor(server, names)
+        except (StartError, OSError):  # the server is gone: the next one's first launch brings us back here
+            _log.info("no successor of the fork server was made", exc_info=True)
+        finally:
+            with self._lock:
+                self._teacher = None
+
+    def _make_successor(self, server: ForkServer, names: list[str]) -> None:
+        successor = Successor(server, names, self._rank_env)
+        try:
+            successor.import_all()
+        except LeftOutError as error:
+            with self._lock:
+                self._left_out[error.package] = error.reason
+            return
+        with self._lock:
+            before, self._successor = self._successor, successor
+            self._retire(before)
+            if server is not self._warm:  # another generation has begun meanwhile
+                self._retire(successor)
+                self._successor = None
+
+
+_retired: list[ForkServer] = []
+servers = Servers()
+
+
+def _fits(server: Successor, env: Mapping[str, str]) -> bool:
+    """Whether ranks with this environment would import what the server has imported."""
+    return _alike(server.environment, env) and not shadowed(server.packages)
+
+
+def _alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return _significant(one) == _significant(other)
+
+
+def _significant(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment without what no module reads at its import, or what every server has alike."""
+    return {k: v for k, v in env.items() if k not in _INSIGNIFICANT and not k.startswith("NBLAUNCH_")}
+
+
+def _is_outdated(server: ForkServer) -> bool:
+    return read_at_import(server.environment) != read_at_import(os.environ) or server.installed != installed_now()
+
+
+def _package(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    """The part of an environment that a preload reads once, so that a later change needs a new fork server."""
+    ignored = ("TORCHELASTIC_", *ONE_THREAD)  # of another launch, and those that every server has as 1
+    return {k: v for k, v in env.items() if k.startswith(_READ_AT_IMPORT) and not k.startswith(ignored)}
