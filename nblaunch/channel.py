@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import errno
 import fcntl
-import mmap
 import os
 import pickle
 import socket
@@ -142,14 +141,6 @@ def write_blob(*parts: bytes | bytearray | memoryview) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def read_blob(fd: int) -> memoryview:
-    """The bytes of a blob, mapped and not copied; the descriptor may be closed at once."""
-    size = os.fstat(fd).st_size
-    if size == 0:
-        return memoryview(b"")
-    return memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ))
 
 
 def _write_all(fd: int, parts: Sequence[bytes | bytearray | memoryview]) -> None:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 
 from nblaunch import pickling, segments
 from nblaunch.arrays import LEAST
-from nblaunch.channel import read_blob, write_blob
-from nblaunch.segments import Placed, Region, Segment
+from nblaunch.channel import write_blob
+from nblaunch.segments import NoRoomError, Placed, Region, Segment
 
 _LEAST_OF_STREAM = 1 << 20
 """Bytes from which on a ``bytes`` or ``bytearray`` stands beside the pickle."""
@@ -105,7 +105,7 @@ def pack(build: Callable[[pickling.Found], Any], store: Store, parts: Mapping[st
 
     Raises:
         Exception: Whatever pickling raises; `nblaunch.pickling.explain` then says why.
-        NoRoomError: There is no room for it.
+        NoRoomError: There is no room for it; its ``sizes`` are those of the parts.
     """
     outgoing = _Outgoing()
     try:
@@ -116,7 +116,9 @@ def pack(build: Callable[[pickling.Found], Any], store: Store, parts: Mapping[st
         pickler.dump(build(pickler.found))
         outgoing.count("")
         return outgoing.finish(store, loads=len(parts or {}) + 1)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, NoRoomError):
+            error.sizes = outgoing.sizes
         _close(outgoing.descriptors, [])
         raise
 
@@ -240,11 +242,11 @@ def unpack(fds: Sequence[int]) -> Any:
         Exception: Whatever user code raises that is run by it.
     """
     try:
-        blob = read_blob(fds[0])
+        blob = _mapped(fds[0])
         start = _LENGTH.size + _LENGTH.unpack_from(blob)[0]
         layout: _Layout = pickle.loads(blob[_LENGTH.size : start])
         last = 1 + layout.segments
-        mapped = [segments.map_private(fd, os.fstat(fd).st_size) for fd in fds[1:last]]
+        mapped = [_mapped(fd) for fd in fds[1:last]]
 
         def at(place: Place) -> memoryview:
             return mapped[place.segment][place.offset : place.offset + place.size]
@@ -266,6 +268,10 @@ def unpack(fds: Sequence[int]) -> Any:
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _mapped(fd: int) -> memoryview:
+    return segments.map_private(fd, os.fstat(fd).st_size)
 
 
 class _Stream:

@@ -15,7 +15,7 @@ import os
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,7 +25,8 @@ from nblaunch import arrays
 
 _DEEPEST = 6
 """How far down an object the search for the part that cannot be sent goes."""
-_GLOBAL_LOOKUPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_IN_CLASS_BODIES = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_GLOBAL_LOOKUPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", *_IN_CLASS_BODIES}
 """Instructions that look a name up in a function's globals; in the body of a class after its own names."""
 
 
@@ -238,13 +239,23 @@ def is_sent_by_value(thing: types.FunctionType | type) -> bool:
     return thing.__module__ == "__main__" or found is not thing
 
 
-def _global_names(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=4096)  # code does not change, and reading it takes a while
+def _global_names(code: types.CodeType) -> frozenset[str]:
     """The names that a function's code, and the functions inside it, look up globally."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in _GLOBAL_LOOKUPS}
+    return frozenset(_lookups(code, _GLOBAL_LOOKUPS))
+
+
+@functools.lru_cache(maxsize=4096)
+def names_in_class_bodies(code: types.CodeType) -> frozenset[str]:
+    """The names that bodies of classes inside a function may look up globally: cloudpickle leaves them out."""
+    return frozenset(name for name in _lookups(code, _IN_CLASS_BODIES) if not name.startswith("__"))
+
+
+def _lookups(code: types.CodeType, instructions: Collection[str]) -> Iterator[str]:
+    yield from (step.argval for step in dis.get_instructions(code) if step.opname in instructions)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _global_names(constant)
-    return names
+            yield from _lookups(constant, instructions)
 
 
 def _escaped(key: object) -> str:

@@ -14,8 +14,9 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from nblaunch.limits import free_memory
@@ -98,7 +99,13 @@ class Placed(NamedTuple):
 
 
 class NoRoomError(OSError):
-    """There is no room for so much, neither in memory nor on disk."""
+    """There is no room for so much, neither in memory nor on disk.
+
+    Attributes:
+        sizes: What was to be put there: bytes by name.
+    """
+
+    sizes: Mapping[str, int] = MappingProxyType({})
 
 
 # ------------------------------------------------------------------ which go together

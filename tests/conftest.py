@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.launch.servers import servers
+from nblaunch.launch.snapshots import snapshots
 
 MARK = "NBLAUNCH_TEST_RUN"
 """Set in this process's environment, so that whatever a test starts, however detached, can be told by it."""
@@ -24,6 +25,7 @@ _LEFT_WITHIN = 20.0
 def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours
+    os.environ["NBLAUNCH_LEARN_IMPORTS"] = "0"  # or each test would have packages imported for the next
     multiprocessing.util.get_temp_dir()  # forked workers use it too; a folder of their own is left if they are killed
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))  # but torch's cache, which stays
     yield
@@ -47,6 +49,7 @@ def _nothing_left(_marked: None, _own_logs: None) -> Iterator[None]:
     servers.warm_up()
     before = _Belongings.now()
     yield
+    snapshots.free()
     eventually(lambda: not before.more_than_then(), _LEFT_WITHIN, before.more_than_then)
 
 

@@ -21,7 +21,7 @@ from nblaunch.launch.logs import LaunchFiles, RankLogs, prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.process import this_process
-from nblaunch.launch.result import LaunchResult, Metrics
+from nblaunch.launch.result import LaunchResult, Metrics, named
 from nblaunch.launch.servers import servers
 from nblaunch.launch.stacks import WITHIN
 from nblaunch.launch.supervisor import Attempt
@@ -226,7 +226,7 @@ class Launch:
         largest = next((name for name, _ in sent.parts), "")
         if sent.size > _LARGE and (told := f"{largest} is large") not in _told_of:
             _told_of.add(told)
-            parts = ", ".join(f"`{name}` {in_words(size)}" for name, size in sent.parts[:3])
+            parts = named(dict(sent.parts))
             self._view.note(f"the ranks are sent {in_words(sent.size)}, of which all map one copy: {parts}")
 
     def _let_go(self) -> None:

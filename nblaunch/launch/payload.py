@@ -8,7 +8,7 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from nblaunch import calls, pickling
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.host import host
 from nblaunch.launch.logs import state_root
-from nblaunch.launch.result import NOTHING_SENT, Sent
+from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.launch.snapshots import snapshots
 from nblaunch.messages import Cell, Payload, Settings, Source, WarningFilter
 from nblaunch.parcel import Parcel, pack
@@ -45,14 +45,17 @@ def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
             f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {name_of(function)}: {error}"
         ) from None
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
-    return Payload(function, args, kwargs, _anchor(_namespace(), ()), _settings(), watched)
+    namespace = _namespace()
+    needed = _for_class_bodies([(name_of(function), function), *by_name.items()], namespace)
+    return Payload(function, args, kwargs, _anchor(namespace, sorted(needed)), _settings(), watched)
 
 
 def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
     """Gather what a cell needs: `names` are the notebook's names that it uses."""
     namespace = _namespace()
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
-    return Payload(cell, (), {}, _anchor(namespace, names), _settings(), watched)
+    needed = _for_class_bodies([(name, namespace[name]) for name in names], namespace)
+    return Payload(cell, (), {}, _anchor(namespace, sorted(needed.union(names))), _settings(), watched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,9 @@ def ship(payload: Payload) -> Shipment:
     try:
         parcel = pack(build, _Kept(), parts_of(payload))
     except NoRoomError as error:
-        raise PayloadError(f"{name_of(payload.function)} cannot be sent to the ranks: {error}") from None
+        raise PayloadError(
+            f"{name_of(payload.function)} cannot be sent to the ranks ({named(error.sizes)}): {error.strerror}"
+        ) from None
     except Exception as error:
         raise PayloadError(
             _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {error}"
@@ -157,41 +162,53 @@ def _why(payload: Payload) -> str:
 def parts_of(payload: Payload) -> dict[str, Any]:
     """The data that a payload is made of, by the names that its user knows: arguments, and names that code uses."""
     function = payload.function
-    parts: dict[str, Any] = {}
     if isinstance(function, Cell):
-        anchor = payload.anchor
-        waiting = [(name, anchor.__globals__[name]) for name in anchor.__code__.co_names]
+        roots = [(name, payload.anchor.__globals__[name]) for name in payload.anchor.__code__.co_names]
     else:
-        waiting = [(name_of(function), function), *calls.check(function, payload.args, payload.kwargs).items()]
-    seen: set[int] = set()
-    while waiting:
-        name, value = waiting.pop()
-        if id(value) in seen or isinstance(value, _NO_DATA):
-            continue
-        seen.add(id(value))
-        inside = _names_inside(value)
-        if inside is not None:
-            waiting += inside
-        else:
+        roots = [(name_of(function), function), *calls.check(function, payload.args, payload.kwargs).items()]
+    parts: dict[str, Any] = {}
+    for name, value in _walk(roots):
+        if _inside(value) is None:
             parts[name if name not in parts else f"{name} ({len(parts)})"] = value
     return parts
+
+
+def _walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Values by name, and those behind the code that is among them; each once."""
+    waiting, seen = list(roots), set[int]()
+    while waiting:
+        name, value = waiting.pop()
+        if id(value) not in seen and not isinstance(value, _NO_DATA):
+            seen.add(id(value))
+            yield name, value
+            waiting += _inside(value) or ()
 
 
 _NO_DATA = (types.ModuleType, types.BuiltinFunctionType, bool, int, float, complex, type(None))
 
 
-def _names_inside(value: Any) -> list[tuple[str, Any]] | None:
-    """The data behind code, by name; None where `value` is data itself."""
+def _inside(value: Any) -> list[tuple[str, Any]] | None:
+    """The values behind code, by name; None where `value` is data itself."""
     if isinstance(value, types.MethodType):
         return [(f"{type(value.__self__).__name__} object", value.__self__), ("", value.__func__)]
     if isinstance(value, functools.partial):
-        arguments = (*enumerate(value.args), *value.keywords.items())
-        return [("", value.func), *((f"partial[{key!r}]", part) for key, part in arguments)]
+        arguments = (*((f"args[{i}]", part) for i, part in enumerate(value.args)), *value.keywords.items())
+        return [("", value.func), *arguments]
     if isinstance(value, types.FunctionType):
         return list(pickling.names_of(value).items()) if pickling.is_sent_by_value(value) else []
     if isinstance(value, type):
-        return list(vars(value).items()) if pickling.is_sent_by_value(value) else []
+        named = [(name, part) for name, part in vars(value).items() if not name.startswith("__")]
+        return named if pickling.is_sent_by_value(value) else []
     return None
+
+
+def _for_class_bodies(roots: Iterable[tuple[str, Any]], namespace: Mapping[str, Any]) -> set[str]:
+    """Names of the notebook that bodies of classes need, where these stand in functions."""
+    names: set[str] = set()
+    for _, value in _walk(roots):
+        if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
+            names |= pickling.names_in_class_bodies(value.__code__).intersection(namespace)
+    return names
 
 
 def _namespace() -> dict[str, Any]:

@@ -108,15 +108,24 @@ class Sent:
     @classmethod
     def of(cls, parcel: Parcel) -> Sent:
         """What is in a parcel."""
-        named = sorted(((n, s) for n, s in parcel.sizes.items() if n), key=lambda part: -part[1])
-        parts = tuple((name, size) for name, size in named if size)[:_MOST_PARTS]
-        return cls(sum(parcel.sizes.values()), parts, parcel.copied, parcel.from_gpu)
+        return cls(sum(parcel.sizes.values()), _largest(parcel.sizes), parcel.copied, parcel.from_gpu)
 
     def __repr__(self) -> str:
-        shown = [f"{name} {in_words(size)}" for name, size in self.parts[:_MOST_SHOWN]]
-        more = ["…"] if len(self.parts) > _MOST_SHOWN else []
-        named = f": {', '.join(shown + more)}" if shown else ""
-        return f"<Sent {in_words(self.size)}{named}; {in_words(self.copied)} copied>"
+        parts = f": {named(dict(self.parts))}" if self.parts else ""
+        return f"<Sent {in_words(self.size)}{parts}; {in_words(self.copied)} copied>"
+
+
+def _largest(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The largest parts that have a name."""
+    parts = sorted(((name, size) for name, size in sizes.items() if name), key=lambda part: -part[1])
+    return tuple(parts[:_MOST_PARTS])
+
+
+def named(sizes: Mapping[str, int]) -> str:
+    """The largest parts in words: ``data 1.1 GB, model 90 MB``."""
+    largest = _largest(sizes)
+    shown = [f"{name} {in_words(size)}" for name, size in largest[:_MOST_SHOWN]]
+    return ", ".join([*shown, *(["…"] if len(largest) > _MOST_SHOWN else [])])
 
 
 NOTHING_SENT = Sent(0, (), 0, 0)

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nblaunch.launch.plan import usable_cpus
 from nblaunch.launch.servers import servers
+from nblaunch.limits import usable_cpus
 from tests.conftest import eventually, marked_processes
 from tests.processes.conftest import Launcher
 
@@ -97,7 +97,7 @@ def fail_at_first(folder: str, rank: int) -> tuple[str | None, str | None]:
 
 def server_pid() -> int:
     """The fork server's, as ``%distributed status`` tells it."""
-    return int(servers.status().partition("pid ")[2].partition(",")[0])
+    return int(servers.status()[0].partition("pid ")[2].partition(",")[0])
 
 
 # ------------------------------------------------------------------ torchrun's variables

@@ -17,8 +17,11 @@ import pytest
 from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.channel import Channel
 from nblaunch.errors import StartError
-from nblaunch.launch import start
-from nblaunch.launch.start import ForkServer, Servers, read_at_import
+from nblaunch.launch import forkserver
+from nblaunch.launch import servers as all_servers
+from nblaunch.launch.forkserver import ForkServer
+from nblaunch.launch.installed import installed_path
+from nblaunch.launch.servers import Servers, read_at_import
 from nblaunch.messages import PROTOCOL, Hello, NotStarted
 from nblaunch.ranks.forkserver import _Server
 from tests.conftest import eventually, marked_processes
@@ -43,9 +46,9 @@ def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
     def change(text: str) -> None:
         (tmp_path / "preloaded_for_a_test.py").write_text(text)
-        paths = [*start.installed_path(), str(tmp_path)]
-        monkeypatch.setattr(start, "installed_path", lambda: paths)
-        monkeypatch.setattr(start, "_PRELOAD", ("preloaded_for_a_test",))
+        paths = [*installed_path(), str(tmp_path)]
+        monkeypatch.setattr(forkserver, "installed_path", lambda: paths)
+        monkeypatch.setattr(all_servers, "_PRELOAD", ("preloaded_for_a_test",))
 
     return change
 
@@ -56,17 +59,17 @@ def test_a_fork_server_that_does_not_get_ready_is_ended_and_ranks_are_spawned(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     if way == "hangs":
-        monkeypatch.setattr(start, "_READY_LIMIT", 2.0)
+        monkeypatch.setattr(forkserver, "_READY_LIMIT", 2.0)
     before = marked_processes()
     message = f"cannot be used, so ranks are spawned, which is slower: the fork server did not start.*{reason}"
     with pytest.warns(UserWarning, match=message) as said:
         assert own.usable("forkserver") == "spawn"
     assert [warning.filename for warning in said] == [__file__]
     eventually(lambda: marked_processes() <= before, 5.0)
-    monkeypatch.setattr(start, "ForkServer", _not_again)
+    monkeypatch.setattr(all_servers, "ForkServer", _not_again)
     with pytest.warns(UserWarning, match=r"reload_ext nblaunch tries again"):
         assert own.usable("forkserver") == "spawn"
-    assert own.status().startswith("fork server: not running; given up: the fork server did not start")
+    assert own.status()[0].startswith("fork server: not running; given up: the fork server did not start")
 
 
 def _not_again(preload: tuple[str, ...]) -> NoReturn:
@@ -79,7 +82,7 @@ def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     own.warm_up()
-    own.reaper("spawn", "launch").channel.close()
+    own.reaper("spawn", "launch", {}).channel.close()
     assert own._bare is not None
     assert own._bare.hello is not None
 
@@ -152,8 +155,8 @@ def test_a_fork_server_that_a_later_import_spoils_leaves_ranks_to_spawn(
     (tmp_path / "sympy.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
     )
-    paths = [str(tmp_path), *start.installed_path()]
-    monkeypatch.setattr(start, "installed_path", lambda: paths)
+    paths = [str(tmp_path), *installed_path()]
+    monkeypatch.setattr(forkserver, "installed_path", lambda: paths)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         eventually(lambda: own.usable("forkserver") == "spawn", 60.0)

@@ -17,7 +17,10 @@ from nblaunch import errors
 
 PACKAGE = Path(nblaunch.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-SHARED = ("nblaunch.errors", "nblaunch.messages", "nblaunch.channel", "nblaunch.pickling", "nblaunch.calls")
+SHARED = tuple(
+    f"nblaunch.{name}"
+    for name in ["arrays", "calls", "channel", "errors", "limits", "messages", "parcel", "pickling", "segments"]
+)
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import os
 import random
 import re
 import sys
@@ -16,10 +17,11 @@ import numpy.random
 import pytest
 import torch
 
-from nblaunch import pickling
+from nblaunch import segments
 from nblaunch.errors import ArgumentError, PayloadError
-from nblaunch.launch.payload import for_cell, for_function, name_of, serialise, sources_in
+from nblaunch.launch.payload import for_cell, for_function, name_of, parts_of, ship, sources_in
 from nblaunch.messages import Cell, Payload, Settings, Source
+from nblaunch.parcel import unpack
 from tests.unit.notebooks import Notebook, open_notebook
 
 FIX = ": create it inside the function, or send what it is made from"
@@ -34,7 +36,9 @@ def notebook() -> Iterator[Notebook]:
 
 def arrived(payload: Payload) -> Payload:
     """The payload as a rank gets it."""
-    return pickling.loads(serialise(payload)[0])
+    shipment = ship(payload)
+    assert shipment.parcel is not None
+    return unpack([os.dup(fd) for fd in shipment.parcel.fds])
 
 
 def cell_of(source: str) -> Cell:
@@ -185,20 +189,20 @@ def test_the_part_that_cannot_be_sent_is_named_with_the_fix(
     names = notebook.run(LOCK + source)
     payload = for_function(names["train"], eval(args, names), None)
     with pytest.raises(PayloadError, match=re.escape(f"{path}, a thread lock, which cannot be sent")) as caught:
-        serialise(payload)
+        ship(payload)
     assert str(caught.value).endswith(FIX)
     assert isinstance(caught.value, TypeError)
 
 
 def test_a_keyword_argument_that_cannot_be_sent_is_named() -> None:
     with pytest.raises(PayloadError, match=re.escape("kwargs['data'], a thread lock")):
-        serialise(for_function(train, (), {"data": threading.Lock()}))
+        ship(for_function(train, (), {"data": threading.Lock()}))
 
 
 def test_a_cells_name_that_cannot_be_sent_is_named(notebook: Notebook) -> None:
     notebook.run(LOCK + "held = [lock]")
     with pytest.raises(PayloadError, match=re.escape("the cell uses `held`[0], a thread lock")):
-        serialise(for_cell(cell_of("held"), ["held"]))
+        ship(for_cell(cell_of("held"), ["held"]))
 
 
 def test_a_global_that_only_shares_its_name_with_an_attribute_is_not_sent(notebook: Notebook) -> None:
@@ -206,21 +210,86 @@ def test_a_global_that_only_shares_its_name_with_an_attribute_is_not_sent(notebo
     assert arrived(for_function(names["train"], (1,), None)).watched == {}
 
 
+# ------------------------------------------------------------------ what is sent, and how large it is
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("def train(): return data", {"data"}),
+        ("def helper(): return data\ndef train(): return helper()", {"data"}),
+        ("def train(): return [data for _ in range(2)]", {"data"}),
+        ("def train(): return (lambda: data)()", {"data"}),
+        ("class Net:\n    def forward(self): return data\ndef train(): return Net()", {"data"}),
+        ("class Net:\n    table = [1]\ndef train(): return Net()", {"table"}),
+        ("def make(inner):\n    def train(): return inner\n    return train\ntrain = make([1])", {"inner"}),
+        ("def train(): return other.data", set()),
+        ("def train(): import math; return math.pi, torch.nn", set()),
+        ("class Runner:\n    def go(self): return data\ntrain = Runner().go", {"data", "Runner object"}),
+        ("import functools\ntrain = functools.partial(lambda x, y: data, [1], y=[2])", {"data", "args[0]", "y"}),
+    ],
+)
+def test_only_data_that_code_names_is_sent(notebook: Notebook, source: str, parts: set[str]) -> None:
+    names = notebook.run("import torch\ndata = [0]\nother = 1\nunused = [2]\n" + source)
+    found = parts_of(for_function(names["train"], (), None))
+    assert {name for name in found if not name.startswith("__")} == parts
+
+
+def test_arguments_have_the_names_of_their_parameters(notebook: Notebook) -> None:
+    names = notebook.run("def train(model, *rest, lr, rank): pass")
+    found = parts_of(for_function(names["train"], ([0], [1]), {"lr": [2]}))
+    assert found == {"model": [0], "rest": ([1],), "lr": [2]}
+
+
+def test_a_cells_names_are_its_parts(notebook: Notebook) -> None:
+    notebook.run("data = [0]\nnumber = 3\nunused = [1]\ndef helper(): return more\nmore = [2]")
+    assert parts_of(for_cell(cell_of("helper(), data, number"), ["data", "helper", "number"])) == {
+        "data": [0],
+        "more": [2],
+    }
+
+
+def test_what_was_sent_is_told_the_largest_first(notebook: Notebook) -> None:
+    names = notebook.run(
+        "import torch\nsmall, large = torch.ones(10_000), torch.ones(1_000_000)\ndef train(text): return small, large"
+    )
+    sent = ship(for_function(names["train"], ("x" * 100_000,), None)).sent
+    assert [(name, round(size / 1000)) for name, size in sent.parts] == [("large", 4000), ("text", 100), ("small", 40)]
+    assert sent.copied == 4_040_000
+    assert re.fullmatch(r"<Sent 4 MB: large 4 MB, text 100 KB, small 40 KB; 4 MB copied>", repr(sent))
+
+
+def test_the_body_of_a_class_in_a_function_has_its_globals(notebook: Notebook) -> None:
+    names = notebook.run("size = 3\ndef train():\n    class Net:\n        width = size\n    return Net.width")
+    assert arrived(for_function(names["train"], (), None)).function() == 3
+
+
+def test_where_there_is_no_room_the_largest_parts_are_named(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(segments, "_RESERVE", 1 << 60)
+    names = notebook.run("import torch\ndata = torch.ones(1_000_000)\ndef train(): return data")
+    with pytest.raises(
+        PayloadError, match=r"^train cannot be sent to the ranks \(data 4 MB\): there is no room for 4 MB"
+    ):
+        ship(for_function(names["train"], (), None))
+
+
 # ------------------------------------------------------------------ sources
 def test_the_cells_that_shipped_functions_stand_in_travel_with_their_labels(notebook: Notebook) -> None:
     notebook.run("def helper():\n    raise ValueError\n")
     names = notebook.run("def train():\n    helper()\n")
-    data, sources = serialise(for_function(names["train"], (), None))
+    payload = for_function(names["train"], (), None)
+    sources = ship(payload).sources
     assert sources == {
         "<made-up cell 1>": Source("def helper():\n    raise ValueError\n", "Cell In[1]"),
         "<made-up cell 2>": Source("def train():\n    helper()\n", "Cell In[2]"),
     }
-    assert pickling.loads(data).sources == sources
+    assert arrived(payload).sources == sources
 
 
 def test_a_distributed_cell_brings_its_own_source_and_its_helpers(notebook: Notebook) -> None:
     notebook.run("def helper(): pass")
-    _, sources = serialise(for_cell(cell_of("helper()"), ["helper"]))
+    sources = ship(for_cell(cell_of("helper()"), ["helper"])).sources
     assert sources["<distributed cell 7>"] == Source("helper()", "Cell In[7]")
     assert sources["<made-up cell 1>"].label == "Cell In[1]"
 
@@ -237,7 +306,7 @@ def test_without_serialising_the_functions_own_cell_is_known(notebook: Notebook)
 def test_a_cell_whose_text_is_lost_is_left_out(notebook: Notebook) -> None:
     names = notebook.run("def train(): pass")
     linecache.cache.clear()
-    assert serialise(for_function(names["train"], (), None))[1] == {}
+    assert ship(for_function(names["train"], (), None)).sources == {}
 
 
 # ------------------------------------------------------------------ watched

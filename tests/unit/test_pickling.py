@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch import pickling
 from nblaunch.pickling import Found, UnsendableError, describe, dump, explain, late, loads, names_of
 from nblaunch.ranks import stand_ins
 from tests.unit.notebooks import Notebook, open_notebook
@@ -78,15 +77,6 @@ def test_tensors_and_parameters_travel() -> None:
     assert isinstance(arrived["p"], torch.nn.Parameter)
     assert torch.equal(arrived["p"], parameter)
     assert torch.equal(arrived["t"], torch.eye(2))
-
-
-@pytest.mark.parametrize("parameter", [False, True])
-def test_a_cuda_tensor_is_rebuilt_on_the_host_in_the_notebook(parameter: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NBLAUNCH_RANK", raising=False)
-    tensor = pickling.to_own_device(torch.ones(2), parameter, True)
-    assert tensor.device.type == "cpu"
-    assert tensor.requires_grad
-    assert isinstance(tensor, torch.nn.Parameter) == parameter
 
 
 class InteractiveShell:

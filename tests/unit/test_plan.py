@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
 from nblaunch.errors import ArgumentError, NblaunchError
-from nblaunch.launch import plan as plans
-from nblaunch.launch.plan import Machine, Plan, make_plan, this_machine, usable_cpus
-
-NO_QUOTA = 1_000_000
+from nblaunch.launch.plan import Machine, Plan, make_plan, this_machine
+from nblaunch.limits import usable_cpus
 
 
 def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -> Machine:
@@ -310,74 +306,7 @@ def test_limits_are_kept_as_given() -> None:
     assert planned().timeout is None
 
 
-# ------------------------------------------------------------------ usable CPUs
-class Cgroups:
-    """A made-up /sys/fs/cgroup."""
-
-    def __init__(self, folder: Path) -> None:
-        self.root = folder / "cgroup"
-        self.root.mkdir()
-        self.membership = folder / "membership"
-        self.membership.write_text("0::/\n")
-
-    def holds(self, file: str, text: str) -> None:
-        path = self.root / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
-    def quota(self) -> int:
-        return plans._cgroup_quota(self.root, self.membership)
-
-
-@pytest.fixture
-def cgroups(tmp_path: Path) -> Cgroups:
-    return Cgroups(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "cpus"),
-    [
-        ("400000 100000\n", 4),
-        ("150000 100000\n", 1),
-        ("20000 100000\n", 1),
-        ("max 100000\n", NO_QUOTA),
-        ("", NO_QUOTA),
-        ("nonsense\n", NO_QUOTA),
-    ],
-)
-def test_a_quota_counts_in_whole_cpus(cgroups: Cgroups, text: str, cpus: int) -> None:
-    cgroups.holds("cpu.max", text)
-    assert cgroups.quota() == cpus
-
-
-def test_the_least_quota_on_the_way_to_the_root_counts(cgroups: Cgroups) -> None:
-    cgroups.membership.write_text("12:cpuset:/elsewhere\n0::/pod/notebook\n")
-    cgroups.holds("pod/notebook/cpu.max", "800000 100000")
-    cgroups.holds("pod/cpu.max", "300000 100000")
-    cgroups.holds("cpu.max", "max 100000")
-    cgroups.holds("elsewhere/cpu.max", "100000 100000")
-    assert cgroups.quota() == 3
-
-
-@pytest.mark.parametrize(("quota", "cpus"), [("250000\n", 2), ("-1\n", NO_QUOTA)])
-def test_the_first_version_of_cgroups_is_read_too(cgroups: Cgroups, quota: str, cpus: int) -> None:
-    cgroups.membership.write_text("4:cpu,cpuacct:/\n")
-    cgroups.holds("cpu/cpu.cfs_quota_us", quota)
-    cgroups.holds("cpu/cpu.cfs_period_us", "100000\n")
-    assert cgroups.quota() == cpus
-
-
-def test_no_cgroups_at_all_is_no_quota(cgroups: Cgroups) -> None:
-    cgroups.membership.unlink()
-    assert cgroups.quota() == NO_QUOTA
-
-
-@pytest.mark.parametrize(("quota", "cpus"), [(1, 1), (NO_QUOTA, len(os.sched_getaffinity(0)))])
-def test_usable_cpus_are_the_affinitys_or_the_quotas(monkeypatch: pytest.MonkeyPatch, quota: int, cpus: int) -> None:
-    monkeypatch.setattr(plans, "_cgroup_quota", lambda root, membership: quota)
-    assert usable_cpus() == cpus
-
-
+# ------------------------------------------------------------------ the machine
 def test_this_machine_is_seen_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_VARIABLE_OF_NOW", "1")
     here = this_machine()

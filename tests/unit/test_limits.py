@@ -1,0 +1,128 @@
+"""What this process may use, on made-up machines."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nblaunch import limits
+from nblaunch.limits import free_memory, usable_cpus
+
+NO_QUOTA = 1_000_000
+NO_LIMIT = 1 << 62
+
+
+class Cgroups:
+    """A made-up /sys/fs/cgroup."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "cgroup"
+        self.root.mkdir()
+        self.membership = folder / "membership"
+        self.membership.write_text("0::/\n")
+
+    def holds(self, file: str, text: str) -> None:
+        path = self.root / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def quota(self) -> int:
+        return limits.cpu_quota(self.root, self.membership)
+
+    def left(self) -> int:
+        return limits.memory_left(self.root, self.membership)
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path) -> Cgroups:
+    return Cgroups(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [
+        ("400000 100000\n", 4),
+        ("150000 100000\n", 1),
+        ("20000 100000\n", 1),
+        ("max 100000\n", NO_QUOTA),
+        ("", NO_QUOTA),
+        ("nonsense\n", NO_QUOTA),
+    ],
+)
+def test_a_quota_counts_in_whole_cpus(cgroups: Cgroups, text: str, cpus: int) -> None:
+    cgroups.holds("cpu.max", text)
+    assert cgroups.quota() == cpus
+
+
+def test_the_least_quota_on_the_way_to_the_root_counts(cgroups: Cgroups) -> None:
+    cgroups.membership.write_text("12:cpuset:/elsewhere\n0::/pod/notebook\n")
+    cgroups.holds("pod/notebook/cpu.max", "800000 100000")
+    cgroups.holds("pod/cpu.max", "300000 100000")
+    cgroups.holds("cpu.max", "max 100000")
+    cgroups.holds("elsewhere/cpu.max", "100000 100000")
+    assert cgroups.quota() == 3
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [("250000\n", 2), ("-1\n", NO_QUOTA)])
+def test_the_first_version_of_cgroups_is_read_too(cgroups: Cgroups, quota: str, cpus: int) -> None:
+    cgroups.membership.write_text("4:cpu,cpuacct:/\n")
+    cgroups.holds("cpu/cpu.cfs_quota_us", quota)
+    cgroups.holds("cpu/cpu.cfs_period_us", "100000\n")
+    assert cgroups.quota() == cpus
+
+
+def test_no_cgroups_at_all_is_no_quota(cgroups: Cgroups) -> None:
+    cgroups.membership.unlink()
+    assert cgroups.quota() == NO_QUOTA
+
+
+@pytest.mark.parametrize(("quota", "cpus"), [(1, 1), (NO_QUOTA, len(os.sched_getaffinity(0)))])
+def test_usable_cpus_are_the_affinitys_or_the_quotas(monkeypatch: pytest.MonkeyPatch, quota: int, cpus: int) -> None:
+    monkeypatch.setattr(limits, "cpu_quota", lambda: quota)
+    assert usable_cpus() == cpus
+
+
+# ------------------------------------------------------------------ memory
+def test_a_memory_limit_leaves_what_is_not_used_and_the_file_cache(cgroups: Cgroups) -> None:
+    cgroups.holds("memory.max", "1000000\n")
+    cgroups.holds("memory.current", "400000\n")
+    assert cgroups.left() == 600_000
+    cgroups.holds("memory.stat", "anon 300000\ninactive_file 50000\n")
+    assert cgroups.left() == 650_000
+
+
+def test_the_least_limit_on_the_way_to_the_root_counts(cgroups: Cgroups) -> None:
+    cgroups.membership.write_text("0::/pod/notebook\n")
+    for group, limit, used in (("pod/notebook", 900, 100), ("pod", 1000, 700)):
+        cgroups.holds(f"{group}/memory.max", str(limit))
+        cgroups.holds(f"{group}/memory.current", str(used))
+    assert cgroups.left() == 300
+
+
+@pytest.mark.parametrize("limit", ["max", "", "9223372036854771712"])
+def test_without_a_limit_the_cgroups_leave_everything(cgroups: Cgroups, limit: str) -> None:
+    cgroups.membership.write_text("4:memory:/\n0::/\n")
+    for group in ("", "memory/"):
+        cgroups.holds(f"{group}memory.max", limit)
+        cgroups.holds(f"{group}memory.limit_in_bytes", limit)
+        cgroups.holds(f"{group}memory.current", "1000")
+        cgroups.holds(f"{group}memory.usage_in_bytes", "1000")
+    assert cgroups.left() == NO_LIMIT
+
+
+def test_the_first_version_limits_memory_too(cgroups: Cgroups) -> None:
+    cgroups.membership.write_text("4:memory:/pod\n")
+    cgroups.holds("memory/pod/memory.limit_in_bytes", "1000")
+    cgroups.holds("memory/pod/memory.usage_in_bytes", "600")
+    cgroups.holds("memory/pod/memory.stat", "inactive_file 1\ntotal_inactive_file 50\n")
+    assert cgroups.left() == 450
+
+
+def test_free_memory_is_the_machines_or_the_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "memory_left", lambda: 12_345)
+    assert free_memory() == 12_345
+    monkeypatch.setattr(limits, "memory_left", lambda: NO_LIMIT)
+    assert free_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)

@@ -1,0 +1,511 @@
+"""What arrives is what was sent, aliasing included; what is large is copied once; the sender's own is out of reach."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from nblaunch import arrays, parcel, segments
+from nblaunch.parcel import Fresh, Parcel, pack, unpack
+from nblaunch.segments import NoRoomError, Region
+
+LARGE = 8 * arrays.LEAST
+"""Elements of a tensor or array that stands outside the pickle, whatever its dtype."""
+
+
+def packed(value: Any, parts: dict[str, Any] | None = None, folder: Path = Path("/nowhere")) -> Parcel:
+    return pack(lambda found: value, Fresh(folder), parts)
+
+
+def sent(value: Any) -> Any:
+    """What a receiver gets."""
+    outgoing = packed(value)
+    try:
+        return unpack([os.dup(fd) for fd in outgoing.fds])
+    finally:
+        outgoing.close()
+
+
+def large(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.arange(LARGE).to(dtype)
+
+
+# ------------------------------------------------------------------ tensors
+@pytest.mark.parametrize(
+    "make",
+    [
+        large,
+        lambda: large(torch.bfloat16),
+        lambda: torch.complex(large(), large()),
+        lambda: large().view(4, -1).t(),
+        lambda: large()[3::7],
+        lambda: large().view(8, -1)[:, 2:5],
+        lambda: torch.tensor(3.0),
+        lambda: torch.empty(0),
+        lambda: torch.empty(0, 3, 0),
+        lambda: torch.zeros(1).expand(100_000),
+        lambda: torch.complex(large(), large()).conj(),
+        lambda: large().requires_grad_(),
+        lambda: nn.Parameter(large(), requires_grad=False),
+        lambda: torch.eye(300).to_sparse(),
+        lambda: torch.eye(300).to_sparse_csr(),
+        lambda: torch.quantize_per_tensor(large(), 0.1, 3, torch.qint8),
+        lambda: torch.nested.nested_tensor([large(), large()[:5]]),
+        lambda: torch.ones(100_000, dtype=torch.bool),
+        lambda: torch.empty(30, device="meta"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*nested tensors|.*Sparse|.*quantiz|TypedStorage::")  # torch's own, of prototypes
+def test_tensors_of_every_kind_arrive_as_they_were(make: Callable[[], torch.Tensor]) -> None:
+    tensor = make()
+    arrived = sent(tensor)
+    assert type(arrived) is type(tensor)
+    assert_alike(arrived, tensor)
+
+
+def assert_alike(arrived: torch.Tensor, tensor: torch.Tensor) -> None:
+    assert (arrived.dtype, arrived.device, arrived.layout) == (tensor.dtype, tensor.device, tensor.layout)
+    assert (arrived.requires_grad, arrived.is_conj()) == (tensor.requires_grad, tensor.is_conj())
+    if tensor.is_nested:
+        for one, other in zip(arrived.unbind(), tensor.unbind(), strict=True):
+            assert_alike(one, other)
+        return
+    assert arrived.shape == tensor.shape
+    if tensor.layout == torch.strided:
+        assert arrived.stride() == tensor.stride()
+        assert arrived.storage_offset() == tensor.storage_offset()
+    if tensor.device.type != "meta":
+        assert torch.equal(plain(arrived), plain(tensor))
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values, of whatever kind it is."""
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+class Tagged(torch.Tensor):
+    """A subclass, with an attribute."""
+
+
+def test_a_subclass_arrives_by_torchs_own_way() -> None:
+    tensor = large().as_subclass(Tagged)
+    tensor.tag = "mine"  # type: ignore[attr-defined]
+    arrived = sent(tensor)
+    assert type(arrived) is Tagged
+    assert arrived.tag == "mine"  # type: ignore[attr-defined]
+    assert torch.equal(arrived, tensor)
+
+
+def test_views_share_their_storage_there_too() -> None:
+    base = large()
+    arrived = sent({"base": base, "view": base.view(4, -1)[1], "again": [base]})
+    assert arrived["again"][0] is arrived["base"]
+    arrived["view"].zero_()
+    assert torch.equal(arrived["base"].view(4, -1)[1], torch.zeros(LARGE // 4))
+    assert base[LARGE // 4] == LARGE // 4
+
+
+@pytest.mark.parametrize("size", [10, 1000])
+def test_tied_weights_stay_tied(size: int) -> None:
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
+    model[1].weight = model[0].weight
+    arrived = sent(model)
+    assert arrived[1].weight is arrived[0].weight
+    assert_same(arrived[0].weight, model[0].weight)
+
+
+def test_small_storages_can_be_resized() -> None:
+    assert sent(torch.ones(3)).resize_(1000).shape == (1000,)
+
+
+def test_a_legacy_storage_arrives() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says once in a process that they are deprecated
+        storage = large().storage()
+    arrived = sent(storage)
+    assert type(arrived) is type(storage)
+    assert torch.equal(torch.empty(0).set_(arrived), large())
+
+
+# ------------------------------------------------------------------ arrays and bytes
+def frozen(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.arange(LARGE),
+        lambda: np.arange(LARGE).reshape(8, -1).T,
+        lambda: np.asfortranarray(np.arange(LARGE).reshape(8, -1)),
+        lambda: np.arange(LARGE).reshape(8, -1)[:, ::-1],
+        lambda: np.arange(LARGE).reshape(-1, 8)[:, :5],
+        lambda: np.arange(LARGE)[::100],
+        lambda: np.broadcast_to(np.arange(8.0), (LARGE, 8)),
+        lambda: frozen(np.arange(LARGE)),
+        lambda: frozen(np.arange(LARGE).reshape(8, -1)[:, ::-1]),
+        lambda: np.zeros(LARGE, dtype=[("x", "i4"), ("y", "f8", (2,))]),
+        lambda: np.arange(LARGE).astype("M8[s]"),
+        lambda: np.array([None, "text", [1]], dtype=object),
+        lambda: np.array(["text"] * LARGE),
+        lambda: np.float64(3),
+        lambda: np.array(3.0),
+        lambda: np.empty((0, 3)),
+        lambda: np.ma.masked_array(np.arange(LARGE), mask=np.arange(LARGE) % 2 == 0),
+        lambda: np.arange(LARGE).view(np.matrix) if hasattr(np, "matrix") else np.arange(3),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # numpy's own, of matrix
+def test_arrays_of_every_kind_arrive_as_they_were(make: Callable[[], Any]) -> None:
+    array = make()
+    arrived = sent(array)
+    assert type(arrived) is type(array)
+    assert (arrived.dtype, arrived.shape) == (array.dtype, array.shape)
+    np.testing.assert_array_equal(arrived, array)
+    if isinstance(array, np.ndarray):
+        assert arrived.flags.writeable == array.flags.writeable or not array.flags.owndata
+
+
+def test_arrays_and_tensors_that_share_memory_share_it_there_too() -> None:
+    array = np.arange(LARGE).reshape(8, -1)
+    arrived = sent({"view": array[2:4], "tensor": torch.from_numpy(array), "columns": array[:, ::-1], "array": array})
+    arrived["tensor"][2, 0] = -1
+    assert arrived["view"][0, 0] == arrived["array"][2, 0] == arrived["columns"][2, -1] == -1
+    assert array[2, 0] == 2 * LARGE // 8
+
+
+def test_of_an_array_only_what_is_seen_is_sent() -> None:
+    array = np.zeros(100 * LARGE, dtype=np.uint8)
+    with_all, with_part = packed(array), packed(array[LARGE : 2 * LARGE])
+    assert with_all.copied == 100 * LARGE
+    assert with_part.copied == LARGE
+    with_all.close()
+    with_part.close()
+
+
+def test_frames_arrive_as_they_were() -> None:
+    frame = pd.DataFrame({"x": np.arange(LARGE), "y": np.arange(LARGE) / 3, "name": ["text"] * LARGE})
+    pd.testing.assert_frame_equal(sent(frame), frame)
+
+
+@pytest.mark.parametrize("size", [0, 10, 100_000, 3_000_000])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_bytes_arrive_as_they_were(kind: type, size: int) -> None:
+    data = kind(os.urandom(size))
+    arrived = sent([data, data, "text" * size])
+    assert arrived[0] == data
+    assert type(arrived[0]) is kind
+    assert arrived[1] is arrived[0]
+    assert arrived[2] == "text" * size
+
+
+# ------------------------------------------------------------------ nests of anything
+tensors = st.builds(
+    lambda size, dtype, start: torch.arange(start, start + size).to(dtype),
+    st.sampled_from([0, 1, 7, arrays.LEAST, arrays.LEAST + 3, LARGE]),
+    st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.uint8, torch.complex64]),
+    st.integers(0, 100),
+)
+numpy_arrays = st.builds(
+    lambda size, dtype: np.arange(size).astype(dtype),
+    st.sampled_from([0, 1, 9, arrays.LEAST, LARGE + 5]),
+    st.sampled_from(["f4", "i8", "u1", "c16"]),
+)
+
+
+@st.composite
+def nests(draw: st.DrawFn) -> list[Any]:
+    """Lists of tensors, arrays, views of those before, and lists of those before."""
+    things: list[Any] = []
+    for _ in range(draw(st.integers(1, 8))):
+        kind = draw(st.sampled_from(["tensor", "array", "view", "again", "list", "bytes"]))
+        if kind == "tensor" or not things:
+            things.append(draw(tensors))
+        elif kind == "array":
+            things.append(draw(numpy_arrays))
+        elif kind == "bytes":
+            things.append(bytes(draw(st.sampled_from([3, 1 << 20]))))
+        else:
+            earlier = draw(st.sampled_from(things))
+            if kind == "again":
+                things.append(earlier)
+            elif kind == "list":
+                things.append([earlier, draw(st.integers())])
+            elif isinstance(earlier, (torch.Tensor, np.ndarray)):
+                start, step = draw(st.integers(0, 5)), draw(st.integers(1, 3))
+                things.append(earlier[start::step])
+    return things
+
+
+@given(nests())
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+def test_nests_arrive_as_they_were_with_their_aliasing(things: list[Any]) -> None:
+    arrived = sent(things)
+    assert_same(arrived, things)
+    for one, other in zip(arrived, things, strict=True):
+        for another, its in zip(arrived, things, strict=True):
+            assert (one is another) == (other is its)
+            if isinstance(other, torch.Tensor) and isinstance(its, torch.Tensor) and other.numel() and its.numel():
+                storage, its_storage = other.untyped_storage().data_ptr(), its.untyped_storage().data_ptr()
+                same = one.untyped_storage().data_ptr() == another.untyped_storage().data_ptr()
+                assert same == (storage == its_storage)
+    for one, other in zip(arrived, things, strict=True):  # what the receiver writes stays there
+        if isinstance(one, torch.Tensor):
+            before = other.clone()
+            one.fill_(77)
+            assert torch.equal(other, before)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert_alike(one, other)
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    elif isinstance(one, list):
+        for each, its in zip(one, other, strict=True):
+            assert_same(each, its)
+    else:
+        assert one == other
+
+
+# ------------------------------------------------------------------ shared memory stays shared
+def test_shared_tensors_stay_shared_both_ways() -> None:
+    tensor = torch.zeros(10).share_memory_()
+    arrived = sent([tensor, tensor[3:5]])
+    arrived[0][3] = 7.0
+    assert tensor[3] == 7.0 == arrived[1][0]
+    tensor[4] = 8.0
+    assert arrived[1][1] == 8.0
+
+
+def test_shared_memory_of_a_name_stays_shared() -> None:
+    """In a process of its own: torch starts a manager, which stays as long as that."""
+    code = """
+import os, torch
+from pathlib import Path
+from nblaunch.parcel import Fresh, pack, unpack
+torch.multiprocessing.set_sharing_strategy("file_system")
+tensor = torch.zeros(10).share_memory_()
+outgoing = pack(lambda found: tensor, Fresh(Path("/nowhere")))
+arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+arrived[3] = 7.0
+print(tensor[3].item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["7.0"]
+
+
+# ------------------------------------------------------------------ from a GPU
+class FakeStorage:
+    """As a storage on a GPU is seen by pickling; there is none here."""
+
+    device = torch.device("cuda")
+
+    def cpu(self) -> Any:
+        return large().untyped_storage()
+
+    def nbytes(self) -> int:
+        return 4 * LARGE
+
+
+def test_what_was_on_a_gpu_travels_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, arguments = arrays._reduce_storage(FakeStorage(), outgoing := parcel._Outgoing())  # type: ignore[misc]
+    assert made is arrays.on_own_device
+    assert outgoing.from_gpu == 4 * LARGE
+    monkeypatch.delenv("NBLAUNCH_RANK", raising=False)
+    assert arrays.on_own_device(*arguments).device.type == "cpu"  # in the notebook
+    monkeypatch.setenv("NBLAUNCH_RANK", "0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.UntypedStorage, "cuda", lambda storage: "on the GPU")
+    assert arrays.on_own_device(*arguments) == "on the GPU"  # in a rank
+
+
+# ------------------------------------------------------------------ sealed, and nothing left
+def test_nobody_can_change_what_was_sent() -> None:
+    outgoing = packed(large())
+    for fd in outgoing.fds:
+        with pytest.raises(PermissionError, match="Operation not permitted"):
+            os.write(fd, b"x")
+        for size in (1, 1 << 30):
+            with pytest.raises(PermissionError, match="Operation not permitted"):
+                os.ftruncate(fd, size)
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+    outgoing.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_was_unpacked_holds_no_descriptor() -> None:
+    before = descriptors()
+    held = [sent(large()) for _ in range(20)]
+    assert descriptors() == before
+    assert torch.equal(held[3], large())
+
+
+def test_memory_goes_with_what_was_unpacked() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:nblaunch")
+
+    before = mapped()
+    arrived = sent(large())
+    assert mapped() > before
+    del arrived
+    gc.collect()
+    assert mapped() == before
+
+
+class Stubborn:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("I stay here")
+
+
+def test_a_failure_leaves_nothing() -> None:
+    before = descriptors()
+    with pytest.raises(RuntimeError, match="I stay here"):
+        packed([large(), torch.zeros(3).share_memory_(), Stubborn()])
+    gc.collect()
+    assert descriptors() == before
+
+
+def refuse() -> None:
+    raise ValueError("not here")
+
+
+class Refused:
+    def __reduce__(self) -> Any:
+        return refuse, ()
+
+
+def test_a_receiver_that_fails_leaves_nothing() -> None:
+    before = descriptors()
+    with pytest.raises(ValueError, match="not here"):
+        sent([large(), Refused()])
+    gc.collect()
+    assert descriptors() == before
+
+
+# ------------------------------------------------------------------ sizes
+def test_the_sizes_of_parts_are_told() -> None:
+    data, other = large(), np.arange(LARGE)
+    outgoing = packed({"a": data, "b": other, "c": data[3:]}, {"data": data, "other": other, "view": data[3:]})
+    assert outgoing.sizes["data"] == pytest.approx(4 * LARGE, rel=0.01)
+    assert outgoing.sizes["other"] == pytest.approx(8 * LARGE, rel=0.01)
+    assert outgoing.sizes["view"] < 1000  # its memory is that of data
+    assert outgoing.sizes[""] < 1000
+    assert outgoing.copied == 12 * LARGE
+    outgoing.close()
+
+
+def test_parts_arrive_as_the_objects_that_the_whole_refers_to() -> None:
+    data = [large()]
+    outgoing = packed({"x": data, "y": [data]}, {"data": data})
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+    assert arrived["x"] is arrived["y"][0]
+    assert torch.equal(arrived["x"][0], data[0])
+
+
+# ------------------------------------------------------------------ segments
+def test_overlapping_regions_are_one() -> None:
+    found = segments.merged([Region(100, 50), Region(120, 10), Region(140, 20), Region(160, 5), Region(0, 100)])
+    assert found == [Region(0, 100), Region(100, 60), Region(160, 5)]
+
+
+@given(st.lists(st.integers(1, 100 << 20), max_size=300))
+def test_regions_share_segments_so_that_there_are_few(sizes: list[int]) -> None:
+    regions = [Region(i << 32, size) for i, size in enumerate(sizes)]
+    groups = list(segments.grouped(regions))
+    assert sorted(region for group in groups for region in group) == regions
+    assert len(groups) <= 60
+
+
+@pytest.mark.parametrize("address", [0, 1, 63, 4095])
+def test_pieces_keep_their_alignment(address: int) -> None:
+    memory = np.arange(300_000, dtype=np.uint8)
+    start = memory.ctypes.data + address
+    for regions in ([Region(start, 200_000)], [Region(start, 1000), Region(start + 5000, 2001)]):
+        placed = dict(segments.write(regions, Path("/nowhere")))
+        for region, (segment, offset, is_new) in placed.items():
+            assert is_new
+            assert (offset - region.address) % segments.ALIGNED == 0
+            assert segment.equals(offset, region)
+            memory[address + 5] += 1
+            assert segment.equals(offset, region) == (region.address != start)
+            memory[address + 5] -= 1
+
+
+def test_where_memory_is_short_a_file_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(segments, "free_memory", lambda: 1000)
+    monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
+    outgoing = packed(large(), folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []  # it has no name
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(outgoing.fds[1], b"x")  # and can only be read
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+    arrived[0] = 5
+    assert arrived[1] == 1
+
+
+def test_where_there_is_no_room_at_all_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(segments, "_RESERVE", 1 << 60)
+    monkeypatch.setattr(segments, "free_memory", lambda: 12_345_678)
+    with pytest.raises(NoRoomError, match=r"no room for 524 KB: 12 MB of memory are free, and .* of disk in "):
+        packed(large(), folder=tmp_path)
+
+
+def test_a_folder_in_memory_is_known_as_such(tmp_path: Path) -> None:
+    assert segments._is_memory(Path("/dev/shm"))
+    assert not segments._is_memory(Path("/proc"))
+
+
+def test_sizes_are_said_as_people_do() -> None:
+    words = [segments.in_words(size) for size in (0, 999, 1000, 1_500_000, 2_340_000_000, 5e12)]
+    assert words == ["0 bytes", "999 bytes", "1 KB", "2 MB", "2.3 GB", "5000.0 GB"]
+
+
+def test_pages_that_are_handed_over_hold_the_same_and_stay_writable() -> None:
+    code = """
+import ctypes, mmap, os, sys
+from pathlib import Path
+from nblaunch import segments
+from nblaunch.segments import Region
+size = 130 << 20
+memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory[:] = os.urandom(1 << 20) * 130
+address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
+def resident():
+    return sum(int(line.split()[1]) for line in open("/proc/self/smaps_rollup") if line.startswith("Private_Dirty"))
+before, first = resident(), bytes(memory[:1000])
+region = Region(address + 100, size - 200)
+(_, (segment, offset, _)), = segments.write([region], Path("/nowhere"), lambda region: True)
+print(before - resident() > (120 << 10), segment.equals(offset, region), bytes(memory[:1000]) == first)
+memory[500:503] = b"new"
+print(memory[500:503] == b"new", segment.equals(offset, region))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True", "True", "False"]

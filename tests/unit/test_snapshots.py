@@ -1,0 +1,152 @@
+"""What the last launches sent is not copied again, as long as it is the same and there is room."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nblaunch.errors import ArgumentError
+from nblaunch.launch import snapshots as all_snapshots
+from nblaunch.launch.snapshots import Snapshots, budget
+from nblaunch.segments import Placed, Region
+from tests.conftest import eventually
+
+MB = 1 << 20
+SMALL = 2 * MB
+ALONE = 20 * MB
+
+
+class Data:
+    """Memory of the notebook's."""
+
+    def __init__(self, size: int, value: int) -> None:
+        self.array = np.full(size, value, dtype=np.uint8)
+        self.region = Region(self.array.ctypes.data, size)
+
+    def is_in(self, placed: Placed) -> bool:
+        return placed.segment.equals(placed.offset, self.region)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Snapshots]:
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", str(200 * MB))
+    snapshots = Snapshots()
+    yield snapshots
+    snapshots.free()
+
+
+def placed(snapshots: Snapshots, *data: Data) -> list[Placed]:
+    regions = sorted(each.region for each in data)
+    by_region = dict(zip(regions, snapshots.place(regions, Path("/nowhere")), strict=True))
+    return [by_region[each.region] for each in data]
+
+
+def test_what_has_not_changed_is_not_copied_again(kept: Snapshots) -> None:
+    one, other = Data(ALONE, 1), Data(ALONE, 2)
+    first = placed(kept, one, other)
+    assert all(each.is_new for each in first)
+    again = placed(kept, one, other)
+    assert not any(each.is_new for each in again)
+    assert [each.segment for each in again] == [each.segment for each in first]
+
+
+def test_what_has_changed_gets_a_new_segment_and_the_old_one_stays_as_it_was(kept: Snapshots) -> None:
+    one, other = Data(ALONE, 1), Data(ALONE, 2)
+    before = placed(kept, one, other)
+    one.array[-1] = 7
+    after = placed(kept, one, other)
+    assert [each.is_new for each in after] == [True, False]
+    assert one.is_in(after[0])
+    assert not one.is_in(before[0])  # a launch that runs has the data that it was sent
+    one.array[-1] = 1
+    assert one.is_in(before[0])
+
+
+def test_small_ones_that_share_a_segment_are_told_apart(kept: Snapshots) -> None:
+    data = [Data(SMALL, number) for number in range(4)]
+    assert len({id(each.segment) for each in placed(kept, *data)}) == 1
+    data[2].array[5] = 99
+    again = placed(kept, *data)
+    assert [each.is_new for each in again] == [False, False, True, False]
+    assert all(each.is_in(place) for each, place in zip(data, again, strict=True))
+
+
+def test_what_was_used_longest_ago_goes_first(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, middle, new = (Data(ALONE, number) for number in range(3))
+    for data in (old, middle, old, new):
+        placed(kept, data)
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", str(2 * ALONE + MB))
+    placed(kept, new)
+    assert kept.size <= 2 * ALONE + MB
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", str(200 * MB))
+    assert not placed(kept, old)[0].is_new
+    assert placed(kept, middle)[0].is_new
+
+
+def test_what_exceeds_the_budget_is_sent_and_not_kept(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "0")
+    data = Data(ALONE, 1)
+    assert data.is_in(placed(kept, data)[0])
+    assert kept.size == 0
+
+
+def test_freed_segments_are_gone_but_for_launches_that_run(kept: Snapshots) -> None:
+    data = Data(ALONE, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    running = placed(kept, data)
+    assert ALONE <= kept.free() < ALONE + 2 * 4096
+    assert kept.size == kept.free() == 0
+    assert data.is_in(running[0])
+    del running
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_when_memory_gets_short_they_go_by_themselves(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NBLAUNCH_KEEP_BYTES")
+    monkeypatch.setattr(all_snapshots, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(all_snapshots, "free_memory", lambda: 100 * ALONE)
+    placed(kept, Data(ALONE, 1))
+    assert kept.size >= ALONE
+    monkeypatch.setattr(all_snapshots, "free_memory", lambda: ALONE)
+    eventually(lambda: kept.size == 0, 10)
+    eventually(lambda: "nblaunch-memory" not in [thread.name for thread in threading.enumerate()], 10)
+
+
+def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_snapshots, "free_memory", lambda: 900)
+    assert budget(100) == 100
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "77")
+    assert budget(100) == 77
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "1 GB")
+    with pytest.raises(ArgumentError, match="NBLAUNCH_KEEP_BYTES='1 GB': must be a number of bytes; 0 keeps nothing"):
+        budget(100)
+
+
+def test_files_are_not_kept(kept: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.segments._room", lambda size, folder: folder)
+    data = Data(ALONE, 1)
+    assert data.is_in(kept.place([data.region], tmp_path)[0])
+    assert kept.size == 0
+
+
+def test_launches_from_threads_get_what_they_sent(kept: Snapshots) -> None:
+    data = [Data(SMALL + number, number) for number in range(6)]
+    wrong: list[Data] = []
+
+    def launch(each: Data) -> None:
+        for number in range(10):
+            each.array[0] = number
+            if not each.is_in(placed(kept, each)[0]):
+                wrong.append(each)
+
+    threads = [threading.Thread(target=launch, args=(each,)) for each in data]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
