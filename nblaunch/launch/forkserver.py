@@ -21,7 +21,7 @@ from typing import IO, Protocol, cast
 
 from nblaunch.channel import Channel, channel_pair
 from nblaunch.errors import StartError
-from nblaunch.launch.installed import installed_now, installed_path
+from nblaunch.installed import installed_now, installed_path
 from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, Succeed
 
 _READY_LIMIT = 120.0

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterable, Mapping
 
 from nblaunch.errors import StartError, warn
+from nblaunch.installed import installed_now, shadowed
 from nblaunch.launch.forkserver import ONE_THREAD, ForkServer, LeftOutError, Reaper, Successor
-from nblaunch.launch.installed import installed_now, shadowed
 from nblaunch.messages import Method
 
 _log = logging.getLogger(__name__)

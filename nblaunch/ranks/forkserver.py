@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from nblaunch.channel import Channel
 from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, NotStarted, Succeed
-from nblaunch.ranks import bootstrap, process_group, reaper, system
+from nblaunch.ranks import bootstrap, imports, process_group, reaper, system
 
 _LOOK_EVERY = 0.5
 """Seconds between looks at the kernel where the system has no pidfd."""
@@ -45,6 +45,7 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
+    imports.note_roots()
     _serve(channel, kernel, _hello(preload), _SOON if preload else ())
 
 

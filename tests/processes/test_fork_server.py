@@ -17,10 +17,10 @@ import pytest
 from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.channel import Channel
 from nblaunch.errors import StartError
+from nblaunch.installed import installed_path
 from nblaunch.launch import forkserver
 from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import ForkServer
-from nblaunch.launch.installed import installed_path
 from nblaunch.launch.servers import Servers, read_at_import
 from nblaunch.messages import PROTOCOL, Hello, NotStarted
 from nblaunch.ranks.forkserver import _Server

@@ -19,7 +19,18 @@ PACKAGE = Path(nblaunch.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SHARED = tuple(
     f"nblaunch.{name}"
-    for name in ["arrays", "calls", "channel", "errors", "limits", "messages", "parcel", "pickling", "segments"]
+    for name in [
+        "arrays",
+        "calls",
+        "channel",
+        "errors",
+        "installed",
+        "limits",
+        "messages",
+        "parcel",
+        "pickling",
+        "segments",
+    ]
 )
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")
 

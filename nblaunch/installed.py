@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import sysconfig
 
 import nblaunch
 
@@ -12,11 +14,22 @@ _seen: dict[str, tuple[int, frozenset[tuple[str, int]]]] = {}
 """For each folder: when it was last changed, and what was installed in it."""
 
 
+def is_installed(folder: str) -> bool:
+    """Whether packages are installed in this folder, or it is Python's own library: nobody edits what is there."""
+    if os.path.basename(folder.rstrip(os.sep)) in ("site-packages", "dist-packages"):
+        return True
+    return any(folder == library or folder.startswith(library + os.sep) for library in _libraries())
+
+
+@functools.cache
+def _libraries() -> frozenset[str]:
+    return frozenset(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+
+
 def installed_path() -> list[str]:
     """``sys.path`` without the notebook's own folders: a module that users edit must not be preloaded."""
-    roots = (sys.prefix, sys.base_prefix, sys.exec_prefix)
     own = os.path.dirname(os.path.dirname(os.path.abspath(nblaunch.__file__)))
-    installed = [entry for entry in sys.path if entry.startswith(roots) or "site-packages" in entry]
+    installed = [entry for entry in sys.path if is_installed(entry)]
     return [*installed, own] if own not in installed else installed
 
 
@@ -41,7 +54,7 @@ def _marks_in(folder: str) -> frozenset[tuple[str, int]]:
 
 def shadowed(packages: frozenset[str]) -> bool:
     """Whether a folder of the notebook's own has a module of the name of one of these."""
-    own = [entry or os.curdir for entry in sys.path if entry not in installed_path()]
+    own = [entry or os.curdir for entry in sys.path if not is_installed(entry)]
     return any(
         os.path.exists(os.path.join(folder, name)) or os.path.exists(os.path.join(folder, f"{name}.py"))
         for folder in own

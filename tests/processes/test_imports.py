@@ -1,0 +1,209 @@
+"""Installed packages that launches import are there before the next one's ranks; what may not be, is left out."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.launch import forkserver
+from nblaunch.launch.servers import Servers
+from tests.conftest import eventually
+
+LONG = 60.0
+TELLS = "import os\nWHO, SETTING = os.getpid(), os.environ.get('A_SETTING')\n"
+"""A package that tells who imported it, and what it saw."""
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    """Servers of the test's own, which learn."""
+    servers = Servers()
+    monkeypatch.setattr("nblaunch.launch.launch.servers", servers)
+    monkeypatch.setattr("nblaunch.launch.launcher.servers", servers)
+    monkeypatch.setenv("NBLAUNCH_LEARN_IMPORTS", "1")
+    yield servers
+    eventually(lambda: servers._teacher is None, LONG)
+    servers.stop()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install a module of this name and text, or another version of it."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+
+    def put(name: str, text: str, version: str = "1") -> None:
+        (site / f"{name}.py").write_text(text)
+        for old in site.glob(f"{name}-*.dist-info"):
+            old.rmdir()
+        (site / f"{name}-{version}.dist-info").mkdir()
+
+    return put
+
+
+def use(name: str) -> tuple[int, int, Any]:
+    """Import a module; who had, who did, and what it saw."""
+    module = __import__(name)
+    return os.getpid(), module.WHO, module.SETTING
+
+
+def launched(name: str, **options: Any) -> list[tuple[int, int, Any]]:
+    result = notebook_launcher(use, (name,), 2, start_method="forkserver", view="none", **options)
+    assert isinstance(result, LaunchResult)
+    return list(result)
+
+
+def imported_by_ranks(found: list[tuple[int, int, Any]]) -> bool:
+    return all(rank == who for rank, who, _ in found)
+
+
+def learnt(own: Servers) -> bool:
+    """Whether the successor that was wanted is there."""
+    return own._teacher is None and own._successor is not None
+
+
+def test_what_a_launch_has_imported_is_there_for_the_next(own: Servers, install: Install) -> None:
+    install("tells", TELLS)
+    assert imported_by_ranks(launched("tells"))
+    eventually(lambda: learnt(own), LONG)
+    found = launched("tells")
+    assert {who for _, who, _ in found} == {own._successor.process.pid}  # type: ignore[union-attr]
+    assert re.search(r"its successor: pid \d+, which has .*\btells\b.* imported", "\n".join(own.status()))
+
+
+def test_it_has_what_all_launches_have_imported(own: Servers, install: Install) -> None:
+    install("tells", TELLS)
+    install("another", TELLS)
+    for name in ("tells", "another"):
+        launched(name)
+        eventually(lambda: learnt(own), LONG)
+    assert not imported_by_ranks(launched("tells"))
+    assert not imported_by_ranks(launched("another"))
+
+
+def test_a_module_of_the_notebooks_own_is_never_imported_ahead(
+    own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(TELLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for _ in range(3):
+        assert imported_by_ranks(launched("mine"))
+        eventually(lambda: own._teacher is None, LONG)
+    (tmp_path / "mine.py").write_text(TELLS.replace("os.environ.get('A_SETTING')", "'edited'"))
+    assert [setting for _, _, setting in launched("mine")] == ["edited"] * 2
+
+
+def test_a_module_of_the_notebooks_own_hides_an_installed_one(
+    own: Servers, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("tells", TELLS)
+    launched("tells")
+    eventually(lambda: learnt(own), LONG)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "tells.py").write_text(TELLS)
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    assert imported_by_ranks(launched("tells"))
+
+
+def test_an_environment_that_it_has_not_seen_is_seen(
+    own: Servers, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("tells", TELLS)
+    launched("tells")
+    eventually(lambda: learnt(own), LONG)
+    assert [setting for _, _, setting in launched("tells", env={"A_SETTING": "1"})] == ["1", "1"]
+    monkeypatch.setenv("A_SETTING", "2")
+    assert [setting for _, _, setting in launched("tells")] == ["2", "2"]
+    eventually(lambda: learnt(own), LONG)
+    found = launched("tells")
+    assert not imported_by_ranks(found)
+    assert [setting for _, _, setting in found] == ["2", "2"]
+
+
+def test_another_version_is_noticed(own: Servers, install: Install) -> None:
+    install("tells", TELLS)
+    launched("tells")
+    eventually(lambda: learnt(own), LONG)
+    install("tells", TELLS.replace("os.environ.get('A_SETTING')", "'version 2'"), "2")
+    assert [setting for _, _, setting in launched("tells")] == ["version 2"] * 2
+
+
+def test_a_change_of_what_is_installed_begins_a_generation_in_the_background(own: Servers, install: Install) -> None:
+    own.warm_up()
+    before = own._warm
+    own.refresh()
+    assert own._warm is before
+    install("new", "")
+    own.refresh()
+    assert own._warm is not before
+    assert before is not None
+    eventually(lambda: not before.alive(), LONG)
+
+
+BAD = {
+    "starts a thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
+        "the preload left 2 threads running",
+    ),
+    "keeps a file open": ("FILE = open(__file__)\n", "it keeps files open"),
+    "ends the process": (
+        "import os\nif not os.environ.get('NBLAUNCH_RANK'): os._exit(3)\n",
+        "importing it ends the process",
+    ),
+    "hangs": (
+        "import os, time\nif not os.environ.get('NBLAUNCH_RANK'): time.sleep(600)\n",
+        "importing it takes more than 2 s",
+    ),
+    "touches CUDA": (
+        "import os, torch\nif not os.environ.get('NBLAUNCH_RANK'): torch.cuda.is_initialized = lambda: True\n",
+        "the preload initialised CUDA",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", BAD)
+def test_what_may_not_be_there_before_a_fork_is_left_out_and_that_is_said(
+    way: str, own: Servers, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver, "_IMPORT_LIMIT", 2.0)
+    text, reason = BAD[way]
+    install("tells", TELLS)
+    install("bad", text + TELLS)
+    launched("bad")
+    launched("tells")
+    eventually(lambda: learnt(own) and own._left_out, LONG, own.status)
+    assert any(line.startswith(f"not imported ahead of launches: bad, as {reason}") for line in own.status())
+    assert not imported_by_ranks(launched("tells"))
+    assert imported_by_ranks(launched("bad"))
+
+
+def test_a_successor_that_is_killed_is_replaced(own: Servers, install: Install) -> None:
+    install("tells", TELLS)
+    launched("tells")
+    eventually(lambda: learnt(own), LONG)
+    killed = own._successor
+    assert killed is not None
+    os.kill(killed.process.pid, signal.SIGKILL)
+    assert launched("tells")
+    eventually(lambda: learnt(own) and own._successor is not killed, LONG)
+    assert not imported_by_ranks(launched("tells"))
+
+
+def test_nothing_is_imported_ahead_where_that_is_switched_off(
+    own: Servers, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBLAUNCH_LEARN_IMPORTS", "0")
+    install("tells", TELLS)
+    for _ in range(2):
+        assert imported_by_ranks(launched("tells"))
+    assert own._teacher is None is own._successor
