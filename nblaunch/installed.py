@@ -7,8 +7,6 @@ import os
 import sys
 import sysconfig
 
-import nblaunch
-
 _MARKS = (".dist-info", ".egg-info", ".egg-link", ".pth")
 _seen: dict[str, tuple[int, frozenset[tuple[str, int]]]] = {}
 """For each folder: when it was last changed, and what was installed in it."""
@@ -28,7 +26,7 @@ def _libraries() -> frozenset[str]:
 
 def installed_path() -> list[str]:
     """``sys.path`` without the notebook's own folders: a module that users edit must not be preloaded."""
-    own = os.path.dirname(os.path.dirname(os.path.abspath(nblaunch.__file__)))
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     installed = [entry for entry in sys.path if is_installed(entry)]
     return [*installed, own] if own not in installed else installed
 

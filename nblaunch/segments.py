@@ -29,6 +29,8 @@ _PACKED = 64 << 20
 """Bytes that smaller ones share."""
 _MOST = 24
 """Of what is sent, no more than one in so many bytes is worth a segment of its own: descriptors are few."""
+_WHOLE_PAGES = 256 << 10
+"""Bytes from which on a piece stands on pages as it did in memory, so that one page may take another's place."""
 _AT_ONCE = 64 << 20
 _WORTH_A_LOOK = 64 << 20
 """Bytes from which on it is asked whether there is room."""
@@ -215,10 +217,10 @@ def _write(
 
 
 def _layout(regions: Sequence[Region]) -> tuple[list[int], int]:
-    """Where each region goes; one that is alone as far into its page as it is here."""
-    step = _PAGE if len(regions) == 1 else ALIGNED
+    """Where each region goes; a large one as far into its page as it is here."""
     offsets, end = [], 0
     for region in regions:
+        step = _PAGE if region.size >= _WHOLE_PAGES else ALIGNED
         offset = end + (region.address - end) % step
         offsets.append(offset)
         end = offset + region.size
@@ -261,8 +263,9 @@ def _copy(region: Region, fd: int, offset: int, give_up: bool) -> None:
 def _replace(start: int, end: int, fd: int, offset: int) -> None:
     """Have whole pages of this process be those of a file that holds the same, copied when they are written to."""
     first, last = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
-    if first < last:
-        _map(first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset + first - start)
+    offset += first - start
+    if first < last and offset % _PAGE == 0:
+        _map(first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
 
 
 # ------------------------------------------------------------------ mapping

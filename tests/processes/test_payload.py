@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -84,13 +85,13 @@ def waits(tensor: torch.Tensor, marks: Path, rank: int) -> float:
 
 
 def unsendable(rank: int) -> Any:
-    return {"fine": torch.ones(MB), "gate": open(os.devnull)} if rank == 1 else torch.full((MB,), 5.0)
+    return {"fine": torch.ones(MB), "gate": threading.Lock()} if rank == 1 else torch.full((MB,), 5.0)
 
 
 def descriptors_of_ours() -> list[str]:
     """The segments that this rank holds open."""
-    names = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2]
-    return [name for name in names if "memfd" in name]
+    paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [name for path in paths if os.path.exists(path) and "memfd" in (name := os.readlink(path))]
 
 
 def try_to_change(tensor: torch.Tensor) -> str:
@@ -222,7 +223,7 @@ def test_results_hold_no_descriptors_and_go_with_their_memory(launch: Launcher) 
 
 
 def test_a_result_that_cannot_be_sent_is_named_and_the_others_survive(launch: Launcher) -> None:
-    with pytest.raises(ResultError, match=r"result\['gate'\], an open file, which cannot be sent") as caught:
+    with pytest.raises(ResultError, match=r"result\['gate'\], a thread lock, which cannot be sent") as caught:
         launch(unsendable)
     assert caught.value.rank == 1
     assert torch.equal(caught.value.results[0], torch.full((MB,), 5.0))  # type: ignore[arg-type]
