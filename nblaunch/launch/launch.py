@@ -207,9 +207,9 @@ class Launch:
             del self._payload  # the notebook may hold this handle for long
             self._let_go()
             self._finished.set()
+            prune()  # last: nobody waits for it
 
     def _run(self) -> None:
-        prune()
         self._tell_of_payload()
         for number in range(self._plan.max_restarts + 1):
             again = self._attempt(number)

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _LIVE = "live"
 _OURS = re.compile(r"\d{8}T\d{12}Z-.+")
 _BLOCK = 1 << 20
-_MOST_COUNTED = 64 << 20
-"""Lines of a skipped part are counted up to this size; more would be reading for its own sake."""
+_MOST_COUNTED = 1 << 20
+"""Lines of a skipped part are counted up to this size: a flood is not read for its own sake."""
 _LONGEST_RECORD = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _sizes: dict[Path, int] = {}

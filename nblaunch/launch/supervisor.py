@@ -51,7 +51,8 @@ from nblaunch.messages import (
     Task,
 )
 
-_LOOK_AT_LOGS_EVERY = 0.05
+_LOOK_EVERY = 0.05
+"""Seconds between two looks at the logs."""
 _QUIET = 0.1
 """Seconds between the first failure and the stopping of the others, in which theirs arrive by themselves."""
 _TELL_AFTER = 5.0
@@ -206,14 +207,17 @@ class Attempt:
 
     # -------------------------------------------------------------- following
     def _follow(self) -> None:
+        due = 0.0
         while not (self.swept or self.lost):
-            for key, _ in self.selector.select(_LOOK_AT_LOGS_EVERY):
+            for key, _ in self.selector.select(max(0.0, due - time.monotonic())):
                 key.data()
             self._climb()
             self._tell_states()
-            self.reading.look()
-            self.stacks.look([rank.rank for rank in self.ranks if rank.listens])
-            self.view.tick()
+            if time.monotonic() >= due:  # and not at each of the messages that many ranks send
+                due = time.monotonic() + _LOOK_EVERY
+                self.reading.look()
+                self.stacks.look([rank.rank for rank in self.ranks if rank.listens])
+                self.view.tick()
 
     def _tell_states(self) -> None:
         changed = []

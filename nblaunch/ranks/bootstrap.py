@@ -132,7 +132,7 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
         f"{spec.log_dir}/rank{spec.rank}.spool", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
     )
     voice = _Voice(channel, spec.rank)
-    before = imports.loaded()
+    latest = imports.latest()
     code = 0
     while (received := channel.receive()) is not None:
         task, fds = received
@@ -140,7 +140,7 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
             enter(Context(spec.rank, spec.local_rank, spec.world_size, task.world.device, spool, spec.log_dir))
             code = _run(spec, task, functools.partial(load, fds), voice)
     _await_threads()
-    voice.say(Leaving(spec.rank, imports.installed_since(before) if spec.learns else ()))
+    voice.say(Leaving(spec.rank, imports.installed_since(latest) if spec.learns else ()))
     return code
 
 

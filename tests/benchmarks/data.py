@@ -1,0 +1,266 @@
+"""Data in and results out, side by side: a tensor that a cell's function uses, and one that each rank returns.
+
+Each way runs in a real kernel of its own. What everything is compared with is one copy of the same data into fresh
+memory, measured in the same kernel a moment before.
+
+* `captured`: a launch of ranks that use a tensor of the notebook, for the first time, again, and after a change. Then
+  the ranks read all of it, and the memory of the notebook and the ranks is told as PSS: each page counts once.
+* `returned`: two ranks return a tensor each.
+* `imported`: a launch of a function that imports torchvision and transformers, for the second time and later.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tests.kernel.harness import Kernel, running_kernel
+
+_DATA = """
+import gc, os, re, time
+import torch
+
+data = torch.ones(1024)
+notebook = os.getpid()
+
+def proportional(pid):
+    text = open(f"/proc/{pid}/smaps_rollup").read()
+    return int(re.search(r"^Pss: +([0-9]+)", text, re.M)[1]) << 10
+
+def copied(size):
+    source, times = torch.ones(size // 4), []
+    for _ in range(4):  # a virtual machine's memory is slow when it is touched for the first time
+        begin = time.perf_counter()
+        source.clone()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+def uses(out):
+    import torch.distributed as dist
+    assert float(data.view(-1, 1024)[:, 0].sum()) > 0  # touches every page
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    dist.barrier()
+    share = proportional(os.getpid()) + (proportional(notebook) if dist.get_rank() == 0 else 0)
+    dist.barrier()
+    with open(f"{out}-{dist.get_rank()}", "w") as file:
+        file.write(str(share))
+
+def touches(out):
+    return float(data[-1])
+
+def in_all(out, ranks):
+    return sum(int(open(f"{out}-{rank}").read()) for rank in range(ranks))
+
+def timed(function, ranks, *args):
+    gc.collect()
+    begin = time.perf_counter()
+    result = launch(function, args, ranks)
+    return time.perf_counter() - begin
+"""
+_RETURNS = """
+def gives(size, rank):
+    return torch.full((size // 4,), rank + 1.0), time.monotonic()
+
+def returned(size):
+    results = launch(gives, (size,), 2)
+    seconds = time.monotonic() - max(made for _, made in results)
+    assert [float(result[-1]) for result, _ in results] == [1.0, 2.0]
+    return seconds
+"""
+_SENDS_FILES = """
+def gives(size, folder):  # its user has to write files
+    import torch.distributed as dist
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    result = torch.full((size // 4,), dist.get_rank() + 1.0)
+    made = time.monotonic()
+    torch.save((result, made), f"{folder}/{dist.get_rank()}.pt")
+    dist.destroy_process_group()
+
+def returned(size):
+    folder = os.environ["BENCHMARK_FOLDER"]
+    launch(gives, (size, folder), 2)
+    results = [torch.load(f"{folder}/{rank}.pt") for rank in range(2)]
+    seconds = time.monotonic() - max(made for _, made in results)
+    assert [float(result[-1]) for result, _ in results] == [1.0, 2.0]
+    return seconds
+"""
+_IMPORTS = """
+def plain():
+    pass
+
+def imports():
+    import torchvision, transformers
+"""
+_NBLAUNCH = """
+%load_ext nblaunch
+from nblaunch import notebook_launcher
+
+def launch(function, args, ranks):
+    return notebook_launcher(function, args, ranks, device="cpu", view="none", start_method="forkserver")
+"""
+_ACCELERATE = """
+import contextlib, io
+from accelerate import notebook_launcher
+
+def launch(function, args, ranks):
+    with contextlib.redirect_stdout(io.StringIO()):
+        notebook_launcher(function, args, ranks, use_port="29513")
+"""
+_TORCHS_PICKLE = """
+import multiprocessing, pickle
+import cloudpickle
+
+def _run(data, rank, ranks):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29514")
+    function, args = pickle.loads(data)
+    function(*args)
+
+def launch(function, args, ranks):  # what launchers do that know nothing of tensors
+    data = cloudpickle.dumps((function, args))
+    context = multiprocessing.get_context("fork")
+    children = [context.Process(target=_run, args=(data, rank, ranks)) for rank in range(ranks)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+"""
+
+
+@dataclass
+class Captured:
+    """What a launch over data took."""
+
+    name: str
+    first: list[float] = field(default_factory=list)
+    again: list[float] = field(default_factory=list)
+    changed: list[float] = field(default_factory=list)
+    empty: list[float] = field(default_factory=list)
+    """A launch of as many ranks over no data."""
+    copy: list[float] = field(default_factory=list)
+    """One copy of the data into fresh memory."""
+    share: float = 0.0
+    """Memory of the notebook and the ranks beyond the notebook's own data, as a part of that."""
+
+
+@dataclass
+class Figures:
+    """All of the module's."""
+
+    size: int
+    ranks: int
+    captured: list[Captured]
+    returned: dict[str, list[float]]
+    copy: list[float]
+    """One copy of a result into fresh memory."""
+    imports: dict[str, list[float]]
+
+    def as_json(self) -> dict[str, Any]:
+        """For the file."""
+        return asdict(self)
+
+
+WAYS = {"nblaunch": _NBLAUNCH, "accelerate (fork)": _ACCELERATE, "pickle, then fork": _TORCHS_PICKLE}
+
+
+def measure(size: int, ranks: int, rounds: int) -> Figures:
+    """Measure everything.
+
+    Args:
+        size: Bytes of the data, and of each result.
+        ranks: That use the data.
+        rounds: Measurements of each.
+    """
+    captured = [_captured(name, size, ranks, rounds) for name in WAYS]
+    returned, copy = {}, []
+    for name, rest in {"nblaunch": _RETURNS, "accelerate (fork), by files": _SENDS_FILES}.items():
+        returned[name], copy = _in_kernel(
+            WAYS[name.partition(",")[0]] + rest,
+            lambda kernel: (
+                [float(kernel.ask(f"returned({size})")) for _ in range(rounds)],
+                [float(kernel.ask(f"copied({size})")) for _ in range(rounds)],
+            ),
+        )
+    return Figures(
+        size, ranks, captured, returned, copy, _in_kernel(_NBLAUNCH + _IMPORTS, lambda k: _imported(k, rounds))
+    )
+
+
+def _in_kernel(setup: str, work: Callable[[Kernel], Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"BENCHMARK_FOLDER": folder, "TMPDIR": folder, "NBLAUNCH_STATE_DIR": f"{folder}/state"}
+        with running_kernel(OMP_NUM_THREADS="1", **own) as kernel:  # with more, a fork of the kernel hangs for ever
+            kernel.run(_DATA + setup).check()
+            kernel.run("def warms(): pass\nlaunch(warms, (), 2)").check()
+            return work(kernel)
+
+
+def _captured(name: str, size: int, ranks: int, rounds: int) -> Captured:
+    found = Captured(name)
+
+    def work(kernel: Kernel) -> None:
+        out = "os.environ['BENCHMARK_FOLDER'] + '/share'"
+        kernel.run(f"timed(uses, {ranks}, {out})").check()
+        before = int(kernel.ask(f"in_all({out}, {ranks})"))
+        for _ in range(rounds):
+            found.empty.append(float(kernel.ask(f"timed(warms, {ranks})")))
+            kernel.run(f"data = None; data = torch.ones({size} // 4)").check()
+            found.copy.append(float(kernel.ask(f"copied({size})")))
+            found.first.append(float(kernel.ask(f"timed(touches, {ranks}, '')")))
+            found.again.append(float(kernel.ask(f"timed(touches, {ranks}, '')")))
+            kernel.run("data.add_(1); None").check()
+            found.changed.append(float(kernel.ask(f"timed(touches, {ranks}, '')")))
+        kernel.run(f"timed(uses, {ranks}, {out})").check()
+        found.share = (int(kernel.ask(f"in_all({out}, {ranks})")) - before) / size - 1
+
+    _in_kernel(WAYS[name], work)
+    return found
+
+
+def _imported(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
+    first = [float(kernel.ask("timed(imports, 2)"))]
+    kernel.run(
+        "from nblaunch.launch.servers import servers\n"
+        "while servers._teacher is not None or servers._successor is None: time.sleep(0.1)\n"
+        "time.sleep(5)  # it gathers its memory in idle moments"
+    ).check()
+    times: dict[str, list[float]] = {"first": first, "later": [], "plain": []}
+    for _ in range(rounds):
+        times["later"].append(float(kernel.ask("timed(imports, 2)")))
+        times["plain"].append(float(kernel.ask("timed(plain, 2)")))
+    return times
+
+
+# ------------------------------------------------------------------ in words
+def table(figures: Figures) -> str:
+    """The figures as Markdown tables."""
+    size = f"{figures.size / 1e9:.1f} GB"
+    rows = [
+        f"| {size} used by {figures.ranks} ranks: seconds | first launch | again | after a change | no data | "
+        "first, to one copy | memory beyond the notebook's, to the data |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for way in figures.captured:
+        first, again, changed, empty, copy = map(
+            statistics.median, (way.first, way.again, way.changed, way.empty, way.copy)
+        )
+        rows.append(
+            f"| {way.name} | {first:.2f} | {again:.2f} | {changed:.2f} | {empty:.2f} "
+            f"| {first / copy:.2f} | {way.share:.2f} |"
+        )
+    copy = statistics.median(figures.copy)
+    rows += ["", f"| {size} from each of 2 ranks | seconds | to one copy of {size} |", "|---|---|---|"]
+    for name, times in figures.returned.items():
+        rows.append(f"| {name} | {statistics.median(times):.2f} | {statistics.median(times) / copy:.2f} |")
+    first, later, plain = (statistics.median(figures.imports[name]) for name in ("first", "later", "plain"))
+    rows += [
+        "",
+        f"A function that imports torchvision and transformers: {first:.2f} s the first time, then {later:.3f} s, "
+        f"{later / plain:.2f} of one that imports nothing ({plain:.3f} s).",
+    ]
+    return "\n".join(rows)
