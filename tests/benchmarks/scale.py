@@ -200,7 +200,8 @@ def table(figures: Figures) -> str:
             f"{count} launches of 2 ranks: {together:.2f} s at once, {apart:.2f} s one after the other."
             for count, (together, apart) in figures.at_once.items()
         ),
-        f"The kernel's CPU: {figures.line * 1e6:.2f} µs for a printed line, {figures.report * 1e6:.1f} µs for a report.",
+        f"The kernel's CPU: {figures.line * 1e6:.2f} µs for a printed line, "
+        f"{figures.report * 1e6:.1f} µs for a report.",
         "",
         f"| 2 × {figures.lines:,} lines | seconds | to the files alone | kernel's CPU, of a core |",
         "|---|---|---|---|",

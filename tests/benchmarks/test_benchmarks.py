@@ -2,11 +2,15 @@
 
 import argparse
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from nblaunch.launch.rendezvous import Rendezvous
-from tests.benchmarks import streaming, training
+from tests.benchmarks import scale, streaming, training
 from tests.benchmarks.__main__ import _parts, import_time, machine, measure, table
 from tests.benchmarks.contenders import CONTENDERS
 
@@ -54,7 +58,26 @@ def test_the_training_benchmark_trains_alike_and_counts_right() -> None:
     assert json.loads(json.dumps(figures.as_json()))["evaluations"][0]["samples"] == 10_000
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", ["data", "scale", "day"])
+def test_the_other_parts_measure_and_draw(part: str, tmp_path: Path) -> None:
+    file, folder = tmp_path / "figures.json", tmp_path / "plots"
+    command = [sys.executable, "-m", "tests.benchmarks", "--only", part, "--quick"]
+    done = subprocess.run(
+        [*command, "--json", str(file), "--plots", str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nblaunch" in done.stdout
+    assert not re.search(r"\b(inf|nan)\b", done.stdout)
+    assert json.loads(file.read_text())[part]
+    assert [path.name for path in folder.iterdir()] == ([] if part == "day" else [f"{part}.png"])
+
+
+def test_growth_is_the_line_of_least_squares() -> None:
+    assert scale.slope({2: 5.0, 4: 9.0, 8: 17.0}) == pytest.approx(2.0)
+
+
 def test_a_part_is_asked_for_by_its_name() -> None:
     assert _parts("training,launch") == ["training", "launch"]
-    with pytest.raises(argparse.ArgumentTypeError, match="speed: there are launch, lines, training"):
+    with pytest.raises(argparse.ArgumentTypeError, match="speed: there are launch, data, scale, day, lines, training"):
         _parts("launch,speed")
