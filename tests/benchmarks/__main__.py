@@ -5,10 +5,10 @@ way in a real kernel of its own. Medians, with ratios; of many printed lines and
 
 Usage: python -m tests.benchmarks [--only launch,data,...] [--rounds 11] [--quick] [--json FILE] [--plots FOLDER]
 
-Where the time of a launch of two ranks goes, on 2 cores (50 ms; time stamps in a copy of the package): checking,
-packing and asking the fork server 5, its fork and the reaper's start 5, the ranks' forks 6, each rank's own start 5, meeting by
-gloo 12 (the floor: a bare fork and gloo take 40), unpacking and the notebook's settings 4, the function 2, and the end
-of the processes with their 90 MB 8.
+Where the time of a launch of two ranks goes, on 2 cores (50 ms; by time stamps in a copy of the package): checking,
+packing and asking the fork server 5, its fork and the reaper's start 5, the ranks' forks 6, each rank's own start 5,
+meeting by gloo 12 (a bare fork and gloo, the floor, take 40 in all), unpacking and the notebook's settings 4, the
+function 2, and the end of the processes 8.
 """
 
 from __future__ import annotations
