@@ -32,9 +32,14 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class NewReaper:
-    """Kernel -> fork server: fork a reaper for this launch. One descriptor: its control socket."""
+    """Kernel -> fork server: a reaper for this launch. One descriptor: its control socket.
+
+    Fork server -> a reaper that waits for a launch: this is it.
+    """
 
     launch_id: str
+    ranks: int = 0
+    """How many ranks it will fork; the fork server has as many waiting for the next launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +233,8 @@ class Settings:
     numpy_rng: Any = None
     torch_rng: bytes | None = None
     torch_seed: int | None = None
+    has_gpu: bool = True
+    """Whether there may be a GPU to seed."""
     default_dtype: str | None = None
     matmul_precision: str | None = None
     deterministic: tuple[bool, bool] | None = None

@@ -15,6 +15,7 @@ import pytest
 
 from nblaunch.launch.servers import servers
 from nblaunch.launch.snapshots import snapshots
+from nblaunch.ranks.reaper import SPARE
 
 MARK = "NBLAUNCH_TEST_RUN"
 """Set in this process's environment, so that whatever a test starts, however detached, can be told by it."""
@@ -91,6 +92,8 @@ def marked_processes() -> set[int]:
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
+                if Path(f"/proc/{name}/comm").read_text() == f"{SPARE}\n":
+                    continue  # it waits for the next launch, and belongs to a fork server
                 environment = Path(f"/proc/{name}/environ").read_bytes()
                 state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
             except OSError:

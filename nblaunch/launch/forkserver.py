@@ -110,15 +110,15 @@ class ForkServer:
             assert self.hello is not None
             return self.hello
 
-    def fork_reaper(self, launch_id: str) -> Reaper:
-        """Have it fork the reaper of a launch.
+    def fork_reaper(self, launch_id: str, ranks: int) -> Reaper:
+        """Have it fork the reaper of a launch of so many forked ranks.
 
         Raises:
             OSError: It is gone.
         """
         here, there = channel_pair()
         with there, self._lock:
-            self.channel.send(NewReaper(launch_id), [there.fileno()])
+            self.channel.send(NewReaper(launch_id, ranks), [there.fileno()])
             self.launches += 1
         return Reaper(here, server=self)
 

@@ -279,7 +279,7 @@ class Launch:
     def _reaper(self) -> Reaper:
         if self._plan.method == "fork":
             return start.fork_kernel(self._payload)
-        return servers.reaper(self._plan.method, self.id, self._plan.env)
+        return servers.reaper(self._plan.method, self.id, self.world_size, self._plan.env)
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan = self._plan

@@ -265,6 +265,7 @@ def _torch_settings(torch: Any) -> dict[str, Any]:
     return {
         "torch_rng": bytes(torch.get_rng_state().tolist()),
         "torch_seed": None if seed == _DEFAULT_SEED else seed,
+        "has_gpu": sys.platform == "darwin" or torch.cuda.device_count() > 0,
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": (

@@ -79,12 +79,13 @@ class Servers:
             if self._alive(self._warm) is not None:
                 self._current()
 
-    def reaper(self, method: Method, launch_id: str, env: Mapping[str, str]) -> Reaper:
+    def reaper(self, method: Method, launch_id: str, ranks: int, env: Mapping[str, str]) -> Reaper:
         """The reaper of a new launch over `method`, from a server that runs.
 
         Args:
             method: ``forkserver`` or ``spawn``.
             launch_id: Names the launch.
+            ranks: Of it.
             env: Its ranks' environment.
 
         Raises:
@@ -93,7 +94,7 @@ class Servers:
         for last in (False, True):
             server = self._for(method, env)
             try:
-                return server.fork_reaper(launch_id)
+                return server.fork_reaper(launch_id, ranks if method == "forkserver" else 0)
             except OSError as error:  # it was killed; the next round starts another
                 if last:
                     raise StartError(f"the fork server died twice: {error}") from error

@@ -31,6 +31,9 @@ _LOOK_EVERY = 0.5
 _SOON = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """Imported in idle moments, in steps that a launch may come between: the first optimizer or DistributedDataParallel of
 a process imports torch._dynamo, which takes longer than torch itself, and then no rank has to."""
+_SPARE_AFTER = 0.05
+"""Seconds without a launch after which one that waits for the next is forked: the present one needs the CPUs."""
+_MOST_SPARES = 8
 _LAST_LAUNCHES = 2.0
 """Seconds that reapers get to end their launches when the kernel has gone, before they are ended too."""
 
@@ -156,6 +159,10 @@ class _Server:
         self.hello = hello
         self.reapers: set[int] = set()
         """Children that are left alone: the reapers, and the successor."""
+        self.spares: int | None = None
+        """How many ranks wait with the reaper that waits for the next launch; None before the first."""
+        self.spare: tuple[int, Channel] | None = None
+        """The pid of that reaper, and the channel to it."""
         self.tidying: Iterator[object] | None = self.tidy(soon)
         self.children = system.ChildWatch()
         self.selector = selectors.DefaultSelector()
@@ -169,19 +176,20 @@ class _Server:
         """Fork reapers for as long as the kernel may ask, and stay while a launch runs: its end would end that too."""
         while (self.reapers or not self.channel.closed) and os.getppid() == self.parent:
             ready = {key.fileobj for key, _ in self.selector.select(self.patience())}
-            if not ready and self.tidying and next(self.tidying, self) is self:
-                self.tidying = None
+            if not ready:
+                self.use_idle_moment()
             if self.death in ready:
                 break
             if self.channel in ready:
                 self.channel.poll()
                 for message, fds in self.channel.drain():
                     if isinstance(message, NewReaper):
-                        self.fork_reaper(fds[0])
+                        self.start_reaper(message, fds[0])
                     elif isinstance(message, Succeed):
                         self.fork_successor(message, fds[0])
                 if self.channel.closed:
                     self.selector.unregister(self.channel)
+                    self.dismiss_spare()
             self.collect()
         self.end()
 
@@ -201,24 +209,63 @@ class _Server:
         """Seconds to wait for something to do: none while there is tidying left for idle moments."""
         if self.tidying:
             return 0.0
+        if self.wants_spare():
+            return _SPARE_AFTER
         return None if self.death is not None else _LOOK_EVERY
 
-    def fork_reaper(self, control: int) -> None:
-        watched = [self.kernel, os.getpid()]
-        try:
-            if self.hello.problem:  # the kernel asked before it was told
-                raise OSError(f"{self.hello.problem}; the next launch will spawn its ranks")
-            pid = os.fork()
-        except OSError as error:
-            with socket.socket(fileno=control) as sock:
+    def use_idle_moment(self) -> None:
+        if self.tidying:
+            if next(self.tidying, self) is self:
+                self.tidying = None
+        elif self.wants_spare():
+            here, there = socket.socketpair()
+            with contextlib.suppress(OSError):  # no more processes: the next launch will say so
+                pid = self.fork_reaper(there, self.spares)
+                self.spare = pid, Channel(here)
+            there.close()
+
+    def wants_spare(self) -> bool:
+        """Whether there is no reaper that waits for the next launch; from the first launch on there is to be one."""
+        return self.spares is not None and self.spare is None and not self.channel.closed and not self.hello.problem
+
+    def dismiss_spare(self) -> None:
+        if self.spare is not None:
+            self.spare[1].close()
+            self.spare = None
+
+    def start_reaper(self, message: NewReaper, control: int) -> None:
+        self.spares = min(message.ranks, _MOST_SPARES)
+        with socket.socket(fileno=control) as sock:
+            if not self.hello.problem and self.give_to_spare(message, control):
+                return
+            try:
+                if self.hello.problem:  # the kernel asked before it was told
+                    raise OSError(f"{self.hello.problem}; the next launch will spawn its ranks")
+                self.fork_reaper(sock, None)
+            except OSError as error:
                 Channel(sock).send(NotStarted(-1, f"the fork server could not fork: {error}"))
-            return
-        if pid:
-            os.close(control)
-            self.reapers.add(pid)
-            return
-        self.children.close()
-        reaper.run(socket.socket(fileno=control), watched, bootstrap.forked)
+
+    def give_to_spare(self, message: NewReaper, control: int) -> bool:
+        """Have the reaper that waits take this launch; whether there is one."""
+        if self.spare is None:
+            return False
+        try:
+            self.spare[1].send(message, [control])
+        except OSError:  # somebody has killed it
+            return False
+        finally:
+            self.dismiss_spare()
+        return True
+
+    def fork_reaper(self, control: socket.socket, spares: int | None) -> int:
+        """Fork a reaper: of a launch, or one that waits for a launch with so many spares."""
+        watched = [self.kernel, os.getpid()]
+        pid = os.fork()
+        if pid == 0:
+            self.children.close()
+            reaper.run(control, watched, bootstrap.forked, spares)
+        self.reapers.add(pid)
+        return pid
 
     def fork_successor(self, message: Succeed, channel: int) -> None:
         """Fork one that has more modules. It imports them in a process of its own: who knows what they do."""
@@ -250,6 +297,8 @@ class _Server:
         for pid, returncode in self.children.ended():
             strays = strays or returncode != 0 or pid not in self.reapers
             self.reapers.discard(pid)
+            if self.spare is not None and pid == self.spare[0]:
+                self.dismiss_spare()
         if strays:
             reaper.kill_descendants(self.children, self.reapers, lambda: None)
 

@@ -22,7 +22,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO, NoReturn
 
 from nblaunch.channel import Channel
-from nblaunch.messages import NotStarted, RankExited, RankSpec, RankStarted, ReaperStarted, SendSignal, StartRank, Swept
+from nblaunch.messages import (
+    NewReaper,
+    NotStarted,
+    RankExited,
+    RankSpec,
+    RankStarted,
+    ReaperStarted,
+    SendSignal,
+    StartRank,
+    Swept,
+)
 from nblaunch.ranks import system
 
 RankMain = Callable[[RankSpec, socket.socket], None]
@@ -32,6 +42,8 @@ _SPAWN = (
     "import json, sys; fd, path = int(sys.argv[1]), json.loads(sys.argv[2]); sys.path[:] = path; del sys.argv[1:]; "
     "from nblaunch.ranks.bootstrap import spawned; spawned(fd)"
 )
+SPARE = "nblaunch-spare"
+"""The name of processes that wait for a launch."""
 _SWEEP_LIMIT = 5.0
 """Seconds for a launch's processes to die; trackers are killed too for the last half second of it."""
 _TRACKER_LIMIT = 2.0
@@ -40,13 +52,14 @@ _LOOK_EVERY = 0.5
 """Seconds between looks at the watched processes where the system has no pidfd."""
 
 
-def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain) -> NoReturn:
+def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain, spares: int | None = None) -> NoReturn:
     """Be a reaper, to the end. Call it in a fresh child.
 
     Args:
-        control: The channel to the kernel.
+        control: The channel to the kernel; of one that waits for a launch, to the fork server.
         watched: Pids whose end ends the launch.
         rank_main: What forked ranks run.
+        spares: Wait for a launch, with so many processes that are ranks then. Default: the launch is there.
     """
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
@@ -56,7 +69,8 @@ def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain) -> 
     system.close_all_but([control.fileno()])
     reaper = _Reaper(Channel(control), watched, rank_main)
     try:
-        reaper.serve()
+        if spares is None or reaper.wait_for_launch(spares):
+            reaper.serve()
         shutil.rmtree(reaper.scratch, ignore_errors=True)  # the kernel may not be there to do it
     except BaseException:  # noqa: BLE001  # the process must end here in any case
         traceback.print_exc()
@@ -71,6 +85,8 @@ class _Reaper:
         self.control = control
         self.rank_main = rank_main
         self.ranks: dict[int, int] = {}  # pid -> rank
+        self.spares: list[tuple[int, Channel]] = []
+        """Processes that wait to be ranks, and the channels to them."""
         self.started, self.expected = 0, 1
         self.scratch = ""
         self.children = system.ChildWatch()
@@ -81,6 +97,47 @@ class _Reaper:
         self.deaths = [fd for fd in map(system.pidfd, watched) if fd is not None]
         for fd in self.deaths:
             self.selector.register(fd, selectors.EVENT_READ)
+
+    def wait_for_launch(self, spares: int) -> bool:
+        """Fork what a launch will need, so that it need not wait for that; whether one has come."""
+        system.set_name(SPARE)
+        for _ in range(spares):
+            here, there = socket.socketpair()
+            pid = self.fork_child(there.fileno(), lambda there=there: self.be_spare(there))  # type: ignore[misc]
+            there.close()
+            self.spares.append((pid, Channel(here)))
+        while not self.control.closed:
+            ready = {key.fileobj for key, _ in self.selector.select(_LOOK_EVERY if self.looks() else None)}
+            if self.bereft(ready):
+                break
+            if self.control in ready:
+                self.control.poll()
+                for message, fds in self.control.drain():
+                    if isinstance(message, NewReaper):
+                        self.take_launch(Channel(socket.socket(fileno=fds[0])), message.ranks)
+                        return True
+            if self.children in ready and self.children.ended():
+                break  # somebody has killed one: the fork server forks others
+        kill_descendants(self.children, (), lambda: None)
+        return False
+
+    def take_launch(self, control: Channel, ranks: int) -> None:
+        self.selector.unregister(self.control)
+        self.control.close()
+        self.control = control
+        self.selector.register(control, selectors.EVENT_READ)
+        system.set_name("nblaunch-reaper")
+        while len(self.spares) > ranks:
+            self.spares.pop()[1].close()  # it leaves
+
+    def be_spare(self, sock: socket.socket) -> None:
+        """In a child: wait until this is a rank, or not needed."""
+        system.set_name(SPARE)
+        received = Channel(sock).receive()
+        if received is not None and isinstance(received[0], StartRank):
+            system.set_name("nblaunch-rank")
+            sock.close()
+            self.rank_main(received[0].spec, socket.socket(fileno=received[1][0]))
 
     def serve(self) -> None:
         own = system.pidfd(os.getpid())
@@ -134,6 +191,19 @@ class _Reaper:
         self.tell(RankStarted(spec.rank, pid))
 
     def fork(self, spec: RankSpec, fd: int) -> int:
+        while self.spares:
+            pid, channel = self.spares.pop(0)
+            try:
+                channel.send(StartRank(spec), [fd])
+            except OSError:  # somebody has killed it
+                continue
+            finally:
+                channel.close()
+            return pid
+        return self.fork_child(fd, lambda: self.rank_main(spec, socket.socket(fileno=fd)))
+
+    def fork_child(self, fd: int, run: Callable[[], None]) -> int:
+        """Fork a child with this descriptor alone."""
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -146,7 +216,7 @@ class _Reaper:
             self.children.close()
             system.close_all_but([fd])
             system.forget_resource_tracker()
-            self.rank_main(spec, socket.socket(fileno=fd))
+            run()
         finally:
             os._exit(1)
 

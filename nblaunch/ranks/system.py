@@ -16,6 +16,7 @@ from typing import Any
 
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _OOM_LEVEL = 500
 _MADV_COLLAPSE = 25
@@ -35,6 +36,12 @@ def die_with_parent(parent: int) -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def set_name(name: str) -> None:
+    """Name this process in the system's lists; of at most 15 characters."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def become_subreaper() -> bool:

@@ -22,7 +22,7 @@ from nblaunch.launch import forkserver
 from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import ForkServer
 from nblaunch.launch.servers import Servers, read_at_import
-from nblaunch.messages import PROTOCOL, Hello, NotStarted
+from nblaunch.messages import PROTOCOL, Hello, NewReaper, NotStarted
 from nblaunch.ranks.forkserver import _Server
 from tests.conftest import eventually, marked_processes
 
@@ -82,7 +82,7 @@ def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     own.warm_up()
-    own.reaper("spawn", "launch", {}).channel.close()
+    own.reaper("spawn", "launch", 2, {}).channel.close()
     assert own._bare is not None
     assert own._bare.hello is not None
 
@@ -169,7 +169,7 @@ def test_a_launch_that_asks_a_spoilt_fork_server_is_told() -> None:
     hello = Hello(PROTOCOL, os.getpid(), ("torch",), "the preload left 2 threads running", 0.0)
     with kernel, ours, control:
         server = _Server(Channel(ours), os.getpid(), hello, ())
-        server.fork_reaper(its.detach())
+        server.start_reaper(NewReaper("launch", 2), its.detach())
         server.children.close()
         server.selector.close()
         if server.death is not None:
