@@ -269,10 +269,12 @@ def _brief(error: Exception) -> str:
 
 # ------------------------------------------------------------------ the notebook's shell stays in the notebook
 def _reduce_shell(obj: Any) -> tuple[Any, ...] | None:
-    """``get_ipython``, which a cell-defined function with a ``!command`` in it refers to."""
-    if isinstance(obj, types.MethodType) and obj.__func__.__qualname__ == "InteractiveShell.get_ipython":
-        return _stand_in, (obj.__name__,)
-    return None
+    return (_stand_in, (obj.__name__,)) if is_shells(obj) else None
+
+
+def is_shells(obj: Any) -> bool:
+    """Whether it is ``get_ipython``, which a cell-defined function with a ``!command`` in it refers to."""
+    return isinstance(obj, types.MethodType) and obj.__func__.__qualname__ == "InteractiveShell.get_ipython"
 
 
 def _stand_in(name: str) -> Any:

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""Few of the pages will be written to: they are not to count as memory that is promised."""
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -275,10 +278,10 @@ def map_private(fd: int, size: int) -> memoryview:
         return memoryview(bytearray())
     # Python's own mmap keeps a descriptor for each mapping, and a notebook may hold thousands of results: so it maps
     # nothing, and the segment takes the place of that.
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     here = ctypes.c_ubyte.from_buffer(room)
     try:
-        _map(ctypes.addressof(here), size, mmap.MAP_PRIVATE | _MAP_FIXED, fd, 0)
+        _map(ctypes.addressof(here), size, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, fd, 0)
     finally:
         del here
     return memoryview(room)

@@ -189,6 +189,8 @@ _NO_DATA = (types.ModuleType, types.BuiltinFunctionType, bool, int, float, compl
 
 def _inside(value: Any) -> list[tuple[str, Any]] | None:
     """The values behind code, by name; None where `value` is data itself."""
+    if pickling.is_shells(value):
+        return []
     if isinstance(value, types.MethodType):
         return [(f"{type(value.__self__).__name__} object", value.__self__), ("", value.__func__)]
     if isinstance(value, functools.partial):
@@ -197,8 +199,8 @@ def _inside(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, types.FunctionType):
         return list(pickling.names_of(value).items()) if pickling.is_sent_by_value(value) else []
     if isinstance(value, type):
-        named = [(name, part) for name, part in vars(value).items() if not name.startswith("__")]
-        return named if pickling.is_sent_by_value(value) else []
+        functions = [(name, part) for name, part in vars(value).items() if isinstance(part, types.FunctionType)]
+        return functions if pickling.is_sent_by_value(value) else []
     return None
 
 

@@ -145,7 +145,10 @@ def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fi
 
 
 def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:
-    assert "write %distributed status, %distributed stacks or %distributed stop" in kernel.run("%distributed").stderr
+    assert (
+        "write %distributed status, %distributed stacks, %distributed stop or %distributed free"
+        in kernel.run("%distributed").stderr
+    )
 
 
 def test_await_at_the_top_of_a_cell_names_the_substitute(kernel: Kernel) -> None:

@@ -219,7 +219,7 @@ def test_a_global_that_only_shares_its_name_with_an_attribute_is_not_sent(notebo
         ("def train(): return [data for _ in range(2)]", {"data"}),
         ("def train(): return (lambda: data)()", {"data"}),
         ("class Net:\n    def forward(self): return data\ndef train(): return Net()", {"data"}),
-        ("class Net:\n    table = [1]\ndef train(): return Net()", {"table"}),
+        ("class Net:\n    table = [1]\ndef train(): return Net()", set()),
         ("def make(inner):\n    def train(): return inner\n    return train\ntrain = make([1])", {"inner"}),
         ("def train(): return other.data", set()),
         ("def train(): import math; return math.pi, torch.nn", set()),

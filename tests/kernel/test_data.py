@@ -1,0 +1,53 @@
+"""A notebook's data in a real kernel: what the magic tells and frees, and what is said of large data."""
+
+from __future__ import annotations
+
+import re
+
+from tests.kernel.harness import Kernel
+
+DATA = "import torch\ndata = torch.ones(1_000_000)"
+
+
+def test_a_cells_data_is_sent_once_and_freed_when_asked(kernel: Kernel) -> None:
+    kernel.run(DATA).check()
+    for copied in (4_000_000, 0):
+        assert kernel.run("%%distributed -n 2 -o sums\ndata[rank] = 0\nfloat(data.sum())").check().value == "999999.0"
+        assert kernel.ask("sums.payload.copied, sums.payload.parts[0][0], list(sums)") == (
+            copied,
+            "data",
+            [999999.0, 999999.0],
+        )
+    assert kernel.ask("float(data.sum())") == 1_000_000
+    assert "kept for the next launch: 4 MB of what the last ones have sent" in kernel.run("%distributed status").stdout
+    assert kernel.run("%distributed free").check().stdout == "freed 4 MB\n"
+    assert kernel.run("%distributed free").check().stdout == "freed 0 bytes\n"
+    assert "kept" not in kernel.run("%distributed status").stdout
+
+
+def test_only_the_names_that_a_cell_uses_are_sent(kernel: Kernel) -> None:
+    kernel.run(f"{DATA}\nother = torch.ones(2_000_000)").check()
+    kernel.run("%%distributed -n 2 -o found\n[float(part.sum()) for part in data.split(500_000)]").check()
+    assert kernel.ask("[name for name, size in found.payload.parts if size > 1000]") == ["data"]
+
+
+def test_that_much_is_sent_is_said_once(kernel: Kernel) -> None:
+    kernel.run(f"{DATA}\nfrom nblaunch.launch import launch as launches\nlaunches._LARGE = 1_000_000").check()
+    said = [kernel.run("%%distributed -n 2\nfloat(data[0])").check().text for _ in range(2)]
+    assert re.search(r"nblaunch: the ranks are sent 4 MB, of which all map one copy: data 4 MB", said[0])
+    assert "are sent" not in said[1]
+    kernel.run("%distributed free")
+
+
+def test_a_launch_over_changed_data_has_the_change(kernel: Kernel) -> None:
+    kernel.run(DATA).check()
+    for value in (1.0, 2.0, 2.0, 3.0):
+        kernel.run(f"data[-1] = {value}").check()
+        assert kernel.run("%%distributed -n 2\nfloat(data[-1])").check().value == str(value)
+    kernel.run("%distributed free")
+
+
+def test_a_result_is_the_notebooks_own(kernel: Kernel) -> None:
+    kernel.run("%%distributed -n 2 -o made\nimport torch\ntorch.full((1_000_000,), float(rank))").check()
+    kernel.run("made[0][3] = 7.0\nmade[1].add_(1)").check()
+    assert kernel.ask("float(made[0].sum()), float(made[1].sum())") == (7.0, 2_000_000.0)
