@@ -62,9 +62,11 @@ def _reduce_storage(storage: Any, buffers: Buffers | None) -> tuple[Any, ...] | 
         return on_own_device, (storage.cpu(),)
     if storage.device.type != "cpu":
         return None
-    if buffers is not None and storage.is_shared():
-        return _reduce_shared(storage, buffers)
     size = storage.nbytes()
+    if buffers is not None and size and storage.is_shared():
+        shared = _reduce_shared(storage, buffers)
+        if shared is not None:
+            return shared
     memory = memory_at(storage.data_ptr(), size) if size else memoryview(b"")
     if buffers is None or size < LEAST:
         return of_bytes, (memory.tobytes(),)
@@ -72,14 +74,14 @@ def _reduce_storage(storage: Any, buffers: Buffers | None) -> tuple[Any, ...] | 
     return of_buffer, (pickle.PickleBuffer(memory),)
 
 
-def _reduce_shared(storage: Any, buffers: Buffers) -> tuple[Any, ...]:
-    """What the user has put in shared memory stays shared."""
+def _reduce_shared(storage: Any, buffers: Buffers) -> tuple[Any, ...] | None:
+    """What the user has put in shared memory stays shared; None for a file that he has mapped, which torch calls so."""
     from torch.multiprocessing import get_sharing_strategy
 
     buffers.hold(storage)
     if get_sharing_strategy() == "file_descriptor":
         fd, size = storage._share_fd_cpu_()
-        return attached, (buffers.descriptor(fd), size)
+        return (attached, (buffers.descriptor(fd), size)) if fd >= 0 else None
     return attached_by_name, storage._share_filename_cpu_()
 
 

@@ -150,8 +150,9 @@ class _Outgoing:
         if len(data) < _LEAST_OF_STREAM:
             self.stream.append(bytes(data))
         else:
-            self.held.append(data)
-            self.stream.append(_region_of(data))
+            view = memoryview(data)  # while there is one, a bytearray cannot be resized
+            self.held.append(view)
+            self.stream.append(_region_of(view))
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()

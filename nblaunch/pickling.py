@@ -252,7 +252,12 @@ def names_in_class_bodies(code: types.CodeType) -> frozenset[str]:
 
 
 def _lookups(code: types.CodeType, instructions: Collection[str]) -> Iterator[str]:
-    yield from (step.argval for step in dis.get_instructions(code) if step.opname in instructions)
+    own: set[str] = set()  # what the body of a class has bound itself by then
+    for step in dis.get_instructions(code):
+        if step.opname == "STORE_NAME":
+            own.add(step.argval)
+        elif step.opname in instructions and not (step.opname in _IN_CLASS_BODIES and step.argval in own):
+            yield step.argval
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _lookups(constant, instructions)

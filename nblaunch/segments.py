@@ -162,19 +162,26 @@ def write(
     Raises:
         NoRoomError: There is no room.
     """
-    where = _room(sum(region.size for region in regions), folder)
+    where = _room(sum(region.size for region in regions if give_up is None or not give_up(region)), folder)
     for group in grouped(regions):
         segment, offsets = _write(group, where, give_up)
         for region, offset in zip(group, offsets, strict=True):
             yield region, Placed(segment, offset, True)
 
 
+def fits(regions: Sequence[Region]) -> bool:
+    """Whether there is memory for these."""
+    size = sum(region.size for region in regions)
+    return size < _WORTH_A_LOOK or _fits(size, free_memory())
+
+
+def _fits(size: int, memory: int) -> bool:
+    return size <= memory - max(_RESERVE, memory // 20)
+
+
 def _room(size: int, folder: Path) -> Path | None:
     """Where there is room for so much: None for memory, else the folder."""
-    if size < _WORTH_A_LOOK:
-        return None
-    memory = free_memory()
-    if size <= memory - max(_RESERVE, memory // 20):
+    if size < _WORTH_A_LOOK or _fits(size, memory := free_memory()):
         return None
     disk = 0 if _is_memory(folder) else shutil.disk_usage(folder).free
     if size <= disk - _RESERVE:
@@ -236,11 +243,12 @@ def _create(folder: Path | None) -> tuple[int, bool]:
         return os.memfd_create("nblaunch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
     fd, path = tempfile.mkstemp(dir=folder)
     os.unlink(path)
+    os.fchmod(fd, 0o400)  # nobody but root can open it for writing by way of /proc
     return fd, False
 
 
 def _finish(fd: int, in_memory: bool) -> int:
-    """The descriptor to hand out: nobody can write through it."""
+    """The descriptor to hand out: nobody can write through it. Memory is sealed; of a file root could open another."""
     if in_memory:
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)

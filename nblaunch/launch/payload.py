@@ -168,7 +168,7 @@ def parts_of(payload: Payload) -> dict[str, Any]:
         roots = [(name_of(function), function), *calls.check(function, payload.args, payload.kwargs).items()]
     parts: dict[str, Any] = {}
     for name, value in _walk(roots):
-        if _inside(value) is None:
+        if _inside(value) is None and not name.startswith("__"):
             parts[name if name not in parts else f"{name} ({len(parts)})"] = value
     return parts
 

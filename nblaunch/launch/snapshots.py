@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from nblaunch import segments
@@ -51,7 +51,7 @@ class Snapshots:
             for region in new:
                 self._kept.pop(region, None)
             if new:
-                placed |= dict(segments.write(new, folder))
+                placed |= dict(self._written(new, placed, folder))
             for region in regions:
                 self._kept.pop(region, None)
                 if placed[region].segment.in_memory and placed[region].segment.size >= _LEAST:
@@ -59,6 +59,14 @@ class Snapshots:
             self._keep_within(budget(self.size))
             self._watch_memory()
             return [placed[region] for region in regions]
+
+    def _written(
+        self, new: Sequence[Region], placed: Collection[Region], folder: Path
+    ) -> Iterator[tuple[Region, Placed]]:
+        """Copy regions; what is kept and not sent now gives way, if memory is short."""
+        if not segments.fits(new):
+            self._kept = {region: kept for region, kept in self._kept.items() if region in placed}
+        return segments.write(new, folder)
 
     @property
     def size(self) -> int:
@@ -103,6 +111,7 @@ class Snapshots:
         while True:
             self._wake.wait(_LOOK_EVERY)
             with self._lock:
+                self._wake.clear()
                 with contextlib.suppress(ArgumentError):  # the next launch says so
                     self._keep_within(budget(self.size))
                 if not self._kept:

@@ -509,3 +509,32 @@ print(memory[500:503] == b"new", segment.equals(offset, region))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "True", "True", "True", "False"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_file_that_a_tensor_maps_is_sent_as_what_it_holds(shared: bool, tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    file.write_bytes(np.arange(LARGE, dtype=np.float32).tobytes())
+    tensor = torch.from_file(str(file), shared=shared, size=LARGE)
+    assert torch.equal(sent(tensor), torch.arange(LARGE, dtype=torch.float32))
+
+
+def test_an_empty_tensor_in_shared_memory_arrives() -> None:
+    assert sent(torch.empty(0).share_memory_()).shape == (0,)
+
+
+class Clears:
+    """Empties a bytearray while it is being sent."""
+
+    def __init__(self, data: bytearray) -> None:
+        self.data = data
+
+    def __reduce__(self) -> Any:
+        self.data.clear()
+        return int, ()
+
+
+def test_bytes_that_are_being_sent_cannot_be_resized() -> None:
+    data = bytearray(3 << 20)
+    with pytest.raises(BufferError, match="cannot be re-sized"):
+        packed([data, Clears(data)])

@@ -230,7 +230,7 @@ def test_a_global_that_only_shares_its_name_with_an_attribute_is_not_sent(notebo
 def test_only_data_that_code_names_is_sent(notebook: Notebook, source: str, parts: set[str]) -> None:
     names = notebook.run("import torch\ndata = [0]\nother = 1\nunused = [2]\n" + source)
     found = parts_of(for_function(names["train"], (), None))
-    assert {name for name in found if not name.startswith("__")} == parts
+    assert set(found) == parts
 
 
 def test_arguments_have_the_names_of_their_parameters(notebook: Notebook) -> None:
@@ -260,6 +260,24 @@ def test_what_was_sent_is_told_the_largest_first(notebook: Notebook) -> None:
 def test_the_body_of_a_class_in_a_function_has_its_globals(notebook: Notebook) -> None:
     names = notebook.run("size = 3\ndef train():\n    class Net:\n        width = size\n    return Net.width")
     assert arrived(for_function(names["train"], (), None)).function() == 3
+
+
+def test_names_that_a_class_binds_itself_are_not_the_notebooks(notebook: Notebook) -> None:
+    names = notebook.run(
+        LOCK + "data = [1]\n"
+        "def train():\n"
+        "    class Net:\n"
+        "        lock = 3\n"
+        "        double = lock * 2\n"
+        "        @property\n"
+        "        def data(self): return self.double\n"
+        "        @data.setter\n"
+        "        def data(self, value): ...\n"
+        "    return Net().data"
+    )
+    payload = for_function(names["train"], (), None)
+    assert parts_of(payload) == {}
+    assert arrived(payload).function() == 6
 
 
 def test_where_there_is_no_room_the_largest_parts_are_named(

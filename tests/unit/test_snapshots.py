@@ -150,3 +150,24 @@ def test_launches_from_threads_get_what_they_sent(kept: Snapshots) -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: Snapshots) -> None:
+    data = Data(ALONE, 1)
+    for _ in range(5):
+        placed(kept, data)
+        kept.free()
+        placed(kept, data)
+    eventually(lambda: not kept._wake.is_set(), 10)
+
+
+def test_what_is_kept_gives_way_to_a_launch_that_needs_the_memory(
+    kept: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nblaunch.segments._WORTH_A_LOOK", 0)
+    monkeypatch.setattr("nblaunch.segments._RESERVE", 0)
+    monkeypatch.setattr("nblaunch.segments.free_memory", lambda: 3 * ALONE - kept.size)
+    old, new = Data(2 * ALONE, 1), Data(2 * ALONE, 2)
+    placed(kept, old)
+    assert new.is_in(placed(kept, new)[0])
+    assert placed(kept, new)[0].segment.in_memory
