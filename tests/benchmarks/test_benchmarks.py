@@ -36,10 +36,8 @@ def test_the_streaming_benchmark_receives_every_way() -> None:
     lines = 200  # of more, text leaves some out where all come at once
     streamed = streaming.measure(lines)
     received = {way.name: way.lines for way in streamed}
-    assert received["nblaunch, to /dev/null"] == 0
-    assert received["nblaunch, panel"] >= 2 * lines
-    assert received["nblaunch, text"] >= 2 * lines
-    assert received["accelerate (fork)"] > 0  # whether all arrive is accelerate's affair
+    assert received.pop("nblaunch, to /dev/null") == 0
+    assert all(count >= 2 * lines for count in received.values()), received
     assert all(way.name in streaming.table(streamed, lines) for way in streamed)
 
 
