@@ -159,6 +159,26 @@ def test_the_end_of_a_launch_leaves_the_reader_where_he_is(lab: Lab) -> None:
 
 
 @pytest.mark.timeout(180)
+def test_a_log_that_leaves_the_page_while_it_scrolls_goes_on_at_the_end(lab: Lab) -> None:
+    lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 400}, num_processes=2)")
+    lab.log_says("step 240")  # more lines than are in sight
+    lab.page.evaluate(_SCROLLED_AND_HIDDEN)
+    lab.wait_for_state("finished", 60)
+    lab.log_says("step 380", 10)
+    assert lab.button("Pause").is_visible()
+
+
+_SCROLLED_AND_HIDDEN = """async () => {
+    const log = document.querySelector(".nbl-log"), root = log.closest(".nbl-root")
+    log.scrollTop -= 1 // as a new line would: the event comes with the next frame
+    root.style.display = "none"
+    await new Promise(requestAnimationFrame)
+    await new Promise(requestAnimationFrame)
+    root.style.display = ""
+}"""
+
+
+@pytest.mark.timeout(180)
 def test_a_background_launch_is_followed_and_stopped_with_the_kernel_free(lab: Lab) -> None:
     lab.run(TRAINS + "launch = notebook_launcher(train, num_processes=2, block=False)", "40 + 2")
     lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for(timeout=30_000)

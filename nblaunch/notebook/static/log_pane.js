@@ -175,7 +175,7 @@ export class LogPane {
 
   #scrolled() {
     const top = this.node.scrollTop;
-    if (!this.height || Math.abs(top - this.top) < 2) return;
+    if (!this.height || !this.node.clientHeight || Math.abs(top - this.top) < 2) return; // off the page it is nowhere
     const down = top > this.top;
     this.top = top;
     this.setFollow(down ? top >= this.#lowest - LINE_HEIGHT / 2 : this.follow && top >= this.#lowest - 2);

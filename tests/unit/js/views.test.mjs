@@ -93,6 +93,18 @@ test("a second view of a launch that has ended shows what the first one showed",
   assert.ok(!second.host.one("nbl-stacks").hidden);
 });
 
+test("a view that leaves the page while a scroll is on its way leaves the next one at the end", (t) => {
+  const { delta, view } = opened(t);
+  const first = view();
+  delta(...chunk(numbered(0, 100)));
+  first.log.clientHeight = 0;
+  scroll(first.log, 0); // what a browser says of an element that is not on the page
+  const second = view();
+  first.close();
+  assert.equal(button(second.host, "Pause")?.textContent, "Pause");
+  assert.equal(rows(second.host).at(-1), "[rank 0] line 99");
+});
+
 test("a second view has the search and its hit, whichever view goes first", (t) => {
   const { delta, view } = opened(t);
   const first = view();
