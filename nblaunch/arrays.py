@@ -18,8 +18,6 @@ from nblaunch.segments import memory_at
 LEAST = 16 << 10
 """Bytes from which on a buffer stands outside the pickle; torch cannot resize a storage in memory that it did not
 allocate itself, so smaller ones are copied into storages of torch's own."""
-_MOST_SPREAD = 2
-"""A strided array is sent as the memory that it spans, if that is at most so many times its own size."""
 
 
 class Buffers(Protocol):
@@ -27,6 +25,12 @@ class Buffers(Protocol):
 
     def hold(self, owner: object) -> None:
         """Keep the owner of memory that is given as a buffer alive."""
+
+    def lend(self, owner: object) -> None:
+        """Keep the owner of memory that has a name alive until it has arrived."""
+
+    def spread(self, array: Any, address: int, size: int) -> pickle.PickleBuffer:
+        """A buffer of what an array spans, if that is little more than its elements or sent anyway; else of those."""
 
     def descriptor(self, fd: int) -> pickle.PickleBuffer:
         """A buffer that stands for a descriptor, and arrives as one."""
@@ -49,8 +53,8 @@ def reduce(obj: Any, buffers: Buffers | None) -> tuple[Any, ...] | None:
             return _reduce_storage(obj, buffers)
         if kind is torch.TypedStorage:
             return typed, (obj._untyped_storage, obj.dtype)
-    if buffers is not None and numpy is not None and kind is getattr(numpy, "ndarray", None) and obj.nbytes >= LEAST:
-        return _reduce_strided(obj, buffers)
+    if buffers is not None and numpy is not None and kind is getattr(numpy, "ndarray", None):
+        return _reduce_array(obj, buffers)
     return None
 
 
@@ -78,10 +82,12 @@ def _reduce_shared(storage: Any, buffers: Buffers) -> tuple[Any, ...] | None:
     """What the user has put in shared memory stays shared; None for a file that he has mapped, which torch calls so."""
     from torch.multiprocessing import get_sharing_strategy
 
-    buffers.hold(storage)
     if get_sharing_strategy() == "file_descriptor":
         fd, size = storage._share_fd_cpu_()
         return (attached, (buffers.descriptor(fd), size)) if fd >= 0 else None
+    if "NBLAUNCH_RANK" in os.environ:
+        return None  # the name goes with its last user, which is this rank
+    buffers.lend(storage)
     return attached_by_name, storage._share_filename_cpu_()
 
 
@@ -132,28 +138,27 @@ def on_own_device(storage: Any) -> Any:
 
 
 # ------------------------------------------------------------------ arrays
-def _reduce_strided(array: Any, buffers: Buffers) -> tuple[Any, ...] | None:
-    """An array that is not contiguous, which numpy would copy into the pickle; numpy's own way is right for others."""
-    if array.flags.c_contiguous or array.flags.f_contiguous or array.dtype.hasobject:
+def _reduce_array(array: Any, buffers: Buffers) -> tuple[Any, ...] | None:
+    """An array that numpy would copy into the pickle; None where numpy's own way is right."""
+    is_large, is_whole = array.nbytes >= LEAST, array.flags.c_contiguous or array.flags.f_contiguous
+    is_view = getattr(array.base, "nbytes", 0) >= LEAST  # what owns the memory may be sent too
+    if array.dtype.hasobject or not array.nbytes or (is_whole if is_large else not is_view):
         return None
-    import numpy
-
     start = array.__array_interface__["data"][0]
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in steps if step < 0)
     span = start + sum(step for step in steps if step > 0) + array.itemsize - low
-    if span > _MOST_SPREAD * array.nbytes:
-        compact: Any = numpy.ascontiguousarray(array).__reduce_ex__(5)
-        return compact  # type: ignore[no-any-return]  # a tuple, whatever numpy's types say
-    buffers.hold(array)
-    buffer = pickle.PickleBuffer(memory_at(low, span))
-    return strided, (buffer, array.dtype, array.shape, start - low, array.strides, array.flags.writeable)
+    buffer = buffers.spread(array, low, span)
+    return strided, (buffer, array.dtype, array.shape, start - low, array.strides, span, array.flags.writeable)
 
 
-def strided(buffer: memoryview, dtype: Any, shape: Any, offset: int, strides: Any, writeable: bool) -> Any:
-    """An array in the memory of this buffer."""
+def strided(buffer: memoryview, dtype: Any, shape: Any, offset: int, strides: Any, span: int, writeable: bool) -> Any:
+    """An array in the memory of this buffer, which holds what it spanned, or its elements alone."""
     import numpy
 
-    array = numpy.ndarray(shape, dtype, buffer, offset, strides)
+    if len(buffer) == span:
+        array = numpy.ndarray(shape, dtype, buffer, offset, strides)
+    else:
+        array = numpy.ndarray(shape, dtype, buffer)
     array.flags.writeable = writeable
     return array

@@ -15,14 +15,28 @@ import socket
 import struct
 import sys
 import tempfile
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 _HEADER = struct.Struct("!II")
 _SEND_LIMIT = struct.pack("ll", 10, 0)
 _MOST_FDS = 250
 """Descriptors that may travel at once; Linux takes 253."""
+_TAKEN_WITHIN = 30.0
+"""Seconds that others get to take the descriptors that are on their way, where the system lets no more be sent."""
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+class LostDescriptorsError(OSError):
+    """A message has come without its descriptors: this process may not open so many.
+
+    Attributes:
+        message: What came.
+    """
+
+    message: object = None
 
 
 class Channel:
@@ -37,24 +51,53 @@ class Channel:
         """The other end is gone: nothing more will come."""
         self._bytes = bytearray()
         self._fds: list[int] = []
+        self._posted: deque[tuple[bytes, Sequence[int]]] = deque()
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send one message; blocks while the other end is slow.
+        """Send one message; blocks while the other end is slow, or nobody takes the descriptors that are on their way.
 
         Raises:
             OSError: The other end is gone.
         """
+        self.post(message, fds)
+        deadline = time.monotonic() + _TAKEN_WITHIN
+        while not self.flush():
+            if time.monotonic() > deadline:
+                raise OSError(errno.ETOOMANYREFS, "too many descriptors are on their way (ulimit -n)")
+            time.sleep(0.005)  # no event tells that another process has taken some
+
+    def post(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Have `flush` send one message; its descriptors must stay open until then."""
         body = pickle.dumps(message, protocol=5)
         frame = _HEADER.pack(len(body), len(fds)) + body
         while len(fds) > _MOST_FDS:  # a byte carries them
-            self._send_with(frame[:1], fds[:_MOST_FDS])
+            self._posted.append((frame[:1], fds[:_MOST_FDS]))
             frame, fds = frame[1:], fds[_MOST_FDS:]
-        sent = self._send_with(frame, fds)
-        if sent < len(frame):
-            self.sock.sendall(frame[sent:])
+        self._posted.append((frame, fds))
+
+    def flush(self) -> bool:
+        """Send what was posted; False where some is left, as too many descriptors of this user's are on their way.
+
+        Linux lets only root have more of them on their way than ``ulimit -n``.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        while self._posted:
+            data, fds = self._posted[0]
+            try:
+                sent = self._send_with(data, fds)
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    raise
+                return False
+            self._posted.popleft()
+            if sent < len(data):
+                self.sock.sendall(data[sent:])
+        return True
 
     def _send_with(self, data: bytes, fds: Sequence[int]) -> int:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -74,7 +117,11 @@ class Channel:
         self._read(socket.MSG_DONTWAIT)
 
     def drain(self) -> Iterator[tuple[object, list[int]]]:
-        """The messages that have arrived whole."""
+        """The messages that have arrived whole.
+
+        Raises:
+            LostDescriptorsError: One has, without its descriptors.
+        """
         while len(self._bytes) >= _HEADER.size:
             size, count = _HEADER.unpack_from(self._bytes)
             end = _HEADER.size + size
@@ -83,28 +130,36 @@ class Channel:
             body = bytes(self._bytes[_HEADER.size : end])
             del self._bytes[:end]
             if len(self._fds) < count:
-                raise OSError(errno.EMFILE, "a message lost its descriptors: too many open files (ulimit -n)")
+                self._close_fds()
+                lost = LostDescriptorsError(errno.EMFILE, f"too many open files (ulimit -n) for {count} more")
+                lost.message = pickle.loads(body)
+                raise lost
             fds, self._fds = self._fds[:count], self._fds[count:]
             yield pickle.loads(body), fds
 
     def _read(self, flags: int) -> None:
         try:
-            data, ancillary, _, _ = self.sock.recvmsg(1 << 16, _FDS_SPACE, flags | _CLOEXEC)
+            data, ancillary, about, _ = self.sock.recvmsg(1 << 16, _FDS_SPACE, flags | _CLOEXEC)
         except BlockingIOError:
             return
         except ConnectionError:
-            data, ancillary = b"", []
+            data, ancillary, about = b"", [], 0
         self._fds += _descriptors_in(ancillary)
+        if about & socket.MSG_CTRUNC:
+            self._close_fds()  # some are lost, and others need the room
         self._bytes += data
         if not data:
             self.closed = True
 
     def close(self) -> None:
         """Close the socket and every descriptor that nobody took."""
-        while self._fds:
-            os.close(self._fds.pop())
+        self._close_fds()
         self.sock.close()
         self.closed = True
+
+    def _close_fds(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:

@@ -25,6 +25,8 @@ from nblaunch.segments import NoRoomError, Placed, Region, Segment
 
 _LEAST_OF_STREAM = 1 << 20
 """Bytes from which on a ``bytes`` or ``bytearray`` stands beside the pickle."""
+_MOST_SPREAD = 2
+"""A strided array is sent as the memory that it spans, if that is at most so many times its own size."""
 _LENGTH = struct.Struct("!Q")
 
 
@@ -85,10 +87,10 @@ class Parcel:
     def __init__(self, blob: int, placed: Sequence[Segment], outgoing: _Outgoing, copied: int) -> None:
         self.sizes, self.from_gpu, self.copied = outgoing.sizes, outgoing.from_gpu, copied
         self.fds = (blob, *(segment.fd for segment in placed), *outgoing.descriptors)
-        self.close = weakref.finalize(self, _close, [blob, *outgoing.descriptors], list(placed))
+        self.close = weakref.finalize(self, _close, [blob, *outgoing.descriptors], [*placed, *outgoing.lent])
 
 
-def _close(fds: list[int], held: list[Segment]) -> None:
+def _close(fds: list[int], held: list[object]) -> None:
     held.clear()  # a store may keep them
     while fds:
         os.close(fds.pop())
@@ -123,10 +125,17 @@ def pack(build: Callable[[pickling.Found], Any], store: Store, parts: Mapping[st
         raise
 
 
-class _Descriptor(bytearray):
-    """A buffer that stands for a descriptor."""
+class _StandIn(bytearray):
+    """A buffer that stands for something else, which is in place of it among the buffers."""
 
-    number = -1
+    meant: int | _Spread = -1
+
+
+class _Spread(NamedTuple):
+    """An array, and the memory that it spans."""
+
+    array: Any
+    span: Region
 
 
 @dataclass(slots=True)
@@ -134,13 +143,15 @@ class _Outgoing:
     """The pickle in parts, and what has left it."""
 
     stream: list[bytes | Region] = field(default_factory=list)
-    buffers: list[Region | int] = field(default_factory=list)
-    """Memory, or the number of a descriptor."""
+    buffers: list[Region | int | _Spread] = field(default_factory=list)
+    """Memory, the number of a descriptor, or an array of which either its span or its elements are sent."""
     descriptors: list[int] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     from_gpu: int = 0
     held: list[object] = field(default_factory=list)
     """Who owns the regions."""
+    lent: list[object] = field(default_factory=list)
+    """And what the receiver finds by its name."""
     seen: set[Region] = field(default_factory=set)
     uncounted: int = 0
 
@@ -156,8 +167,8 @@ class _Outgoing:
 
     def take(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
-        if isinstance(raw.obj, _Descriptor):
-            self.buffers.append(raw.obj.number)
+        if isinstance(raw.obj, _StandIn):
+            self.buffers.append(raw.obj.meant)
         elif raw.nbytes < LEAST:
             return True
         else:
@@ -171,10 +182,21 @@ class _Outgoing:
     def hold(self, owner: object) -> None:
         self.held.append(owner)
 
+    def lend(self, owner: object) -> None:
+        self.lent.append(owner)
+
     def descriptor(self, fd: int) -> pickle.PickleBuffer:
-        stand_in = _Descriptor(1)
-        stand_in.number = len(self.descriptors)
         self.descriptors.append(os.dup(fd))
+        return self._stand_in(len(self.descriptors) - 1)
+
+    def spread(self, array: Any, address: int, size: int) -> pickle.PickleBuffer:
+        self.held.append(array)
+        self.uncounted += min(size, array.nbytes)
+        return self._stand_in(_Spread(array, Region(address, size)))
+
+    def _stand_in(self, meant: int | _Spread) -> pickle.PickleBuffer:
+        stand_in = _StandIn(1)
+        stand_in.meant = meant
         return pickle.PickleBuffer(stand_in)
 
     def came_from_gpu(self, size: int) -> None:
@@ -187,14 +209,15 @@ class _Outgoing:
         self.uncounted = 0
 
     def finish(self, store: Store, loads: int) -> Parcel:
-        regions = [part for part in (*self.buffers, *self.stream) if isinstance(part, Region)]
+        buffers = self._buffers()
+        regions = [part for part in (*buffers, *self.stream) if isinstance(part, Region)]
         whole = segments.merged(regions)
         placed = store.place(whole)
         used = list({id(each.segment): each.segment for each in placed}.values())
         places = dict(_places(regions, whole, placed, used))
         layout = _Layout(
             len(used),
-            tuple(places[part] if isinstance(part, Region) else part for part in self.buffers),
+            tuple(places[part] if isinstance(part, Region) else part for part in buffers),
             tuple(places[part] if isinstance(part, Region) else len(part) for part in self.stream),
             loads,
         )
@@ -202,6 +225,20 @@ class _Outgoing:
         blob = write_blob(_LENGTH.pack(len(head)), head, *(part for part in self.stream if isinstance(part, bytes)))
         copied = sum(region.size for region, each in zip(whole, placed, strict=True) if each.is_new)
         return Parcel(blob, used, self, copied)
+
+    def _buffers(self) -> list[Region | int]:
+        """Memory and numbers: of an array its span or a copy of its elements."""
+        whole = segments.merged([part for part in self.buffers if isinstance(part, Region)])
+        return [self._memory_of(part, whole) if isinstance(part, _Spread) else part for part in self.buffers]
+
+    def _memory_of(self, spread: _Spread, sent: Sequence[Region]) -> Region:
+        at = bisect.bisect_right(sent, spread.span.address, key=lambda region: region.address) - 1
+        is_sent = at >= 0 and spread.span.end <= sent[at].end
+        if is_sent or spread.span.size <= _MOST_SPREAD * spread.array.nbytes:
+            return spread.span
+        elements = spread.array.copy(order="C")
+        self.held.append(elements)
+        return _region_of(elements)
 
 
 def _places(

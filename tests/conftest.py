@@ -92,8 +92,8 @@ def marked_processes() -> set[int]:
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
-                if Path(f"/proc/{name}/comm").read_text() == f"{SPARE}\n":
-                    continue  # it waits for the next launch, and belongs to a fork server
+                if is_spare(int(name)):
+                    continue
                 environment = Path(f"/proc/{name}/environ").read_bytes()
                 state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
@@ -101,6 +101,16 @@ def marked_processes() -> set[int]:
             if mark in environment and state != "Z":
                 found.add(int(name))
     return found
+
+
+def is_spare(pid: int) -> bool:
+    """Whether a process waits for the next launch, as a child of a fork server or of such a child."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text()
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return False  # it has ended meanwhile
+    return name == f"{SPARE}\n" and "nblaunch.ranks.forkserver" in command_of(parent)
 
 
 def command_of(pid: int) -> str:

@@ -116,11 +116,9 @@ class ForkServer:
         Raises:
             OSError: It is gone.
         """
-        here, there = channel_pair()
-        with there, self._lock:
-            self.channel.send(NewReaper(launch_id, ranks), [there.fileno()])
-            self.launches += 1
-        return Reaper(here, server=self)
+        channel = self._ask(NewReaper(launch_id, ranks))
+        self.launches += 1
+        return Reaper(channel, server=self)
 
     def ask_for_successor(self, modules: Sequence[str], env: Mapping[str, str]) -> Channel:
         """Have it fork a successor, which imports these modules; the channel to that.
@@ -128,10 +126,29 @@ class ForkServer:
         Raises:
             OSError: It is gone.
         """
+        return self._ask(Succeed(tuple(modules), {**env, **_OWN_ENVIRONMENT}))
+
+    def _ask(self, message: NewReaper | Succeed) -> Channel:
+        """Have it fork a process; the channel to that."""
         here, there = channel_pair()
         with there, self._lock:
-            self.channel.send(Succeed(tuple(modules), {**env, **_OWN_ENVIRONMENT}), [there.fileno()])
+            try:
+                self.channel.send(message, [there.fileno()])
+            except OSError:
+                here.close()
+                raise
         return here
+
+    def errors_again(self) -> IO[bytes]:
+        """What it writes to stderr, opened once more.
+
+        Raises:
+            OSError: It was closed.
+        """
+        try:
+            return os.fdopen(os.dup(self._errors.fileno()), "rb")
+        except ValueError as error:
+            raise OSError(errno.EBADF, str(error)) from None
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -205,8 +222,12 @@ class Successor(ForkServer):
         self.launches = 0
         self._problem = ""
         self._lock = threading.Lock()
-        self.channel = parent.ask_for_successor(modules, env)
-        self._errors = os.fdopen(os.dup(parent._errors.fileno()), "rb")
+        self._errors = parent.errors_again()
+        try:
+            self.channel = parent.ask_for_successor(modules, env)
+        except OSError:
+            self._errors.close()
+            raise
         self.process = _Grandchild()
 
     @property

@@ -371,7 +371,7 @@ def _load_all(parcels: Mapping[int, Sequence[int]], files: LaunchFiles) -> tuple
     for rank, fds in sorted(parcels.items()):
         try:
             values[rank] = unpack(fds)
-        except Exception as trouble:  # noqa: BLE001  # user code
+        except BaseException as trouble:  # noqa: BLE001  # user code, which may call sys.exit
             error = error or ResultError(
                 f"what rank {rank} returned cannot be rebuilt in the notebook: {type(trouble).__name__}: {trouble}",
                 rank,

@@ -89,6 +89,8 @@ def ship(payload: Payload) -> Shipment:
 
     try:
         parcel = pack(build, _Kept(), parts_of(payload))
+    except ArgumentError:
+        raise
     except NoRoomError as error:
         raise PayloadError(
             f"{name_of(payload.function)} cannot be sent to the ranks ({named(error.sizes)}): {error.strerror}"
@@ -151,6 +153,8 @@ def _why(payload: Payload) -> str:
     else:
         named = [(f"args[{i}]", value) for i, value in enumerate(payload.args)]
         named += [(f"kwargs[{name!r}]", value) for name, value in payload.kwargs.items()]
+        names = payload.anchor.__code__.co_names
+        named += [(f"`{name}`, which a class in it uses", payload.anchor.__globals__[name]) for name in names]
         suspects = [(f"`{name_of(function)}`", function), *named]
     for name, value in suspects:
         reason = pickling.explain(value, name)
@@ -267,7 +271,7 @@ def _torch_settings(torch: Any) -> dict[str, Any]:
     return {
         "torch_rng": bytes(torch.get_rng_state().tolist()),
         "torch_seed": None if seed == _DEFAULT_SEED else seed,
-        "has_gpu": sys.platform == "darwin" or torch.cuda.device_count() > 0,
+        "has_gpu": _has_gpu(torch),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic": (
@@ -276,3 +280,11 @@ def _torch_settings(torch: Any) -> dict[str, Any]:
         ),
         "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
     }
+
+
+def _has_gpu(torch: Any) -> bool:
+    """Whether there may be a GPU, of whatever kind; asked so that none is touched."""
+    made_for = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None  # from torch 2.6 on
+    if sys.platform == "darwin" or (made_for is not None and made_for.type != "cuda"):
+        return True
+    return bool(torch.cuda.device_count())

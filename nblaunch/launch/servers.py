@@ -61,6 +61,8 @@ class Servers:
         """Packages that a successor cannot have, and why."""
         self._rank_env: dict[str, str] = {}
         """The environment of the launch that has imported something last."""
+        self._env_before: dict[str, str] = {}
+        """And of the one before."""
         self._teacher: threading.Thread | None = None
 
     def warm_up(self) -> None:
@@ -210,7 +212,7 @@ class Servers:
             modules = [name for name in modules if _package(name) not in self._left_out]
             if modules and os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0":
                 self._learned.update(dict.fromkeys(modules))
-                self._rank_env = dict(env)
+                self._env_before, self._rank_env = self._rank_env, dict(env)
                 self._teach_soon()
 
     def _teach_soon(self) -> None:
@@ -220,44 +222,55 @@ class Servers:
             self._teacher.start()
 
     def _wanted(self) -> list[str]:
-        """What the next successor is to have; nothing where there is one that has it."""
+        """What the next successor is to have; nothing where there is one that has it.
+
+        Another environment must have come twice: those of a sweep, each new, would have one made after every launch.
+        """
         names = [name for name in self._learned if _package(name) not in self._left_out]
         present = self._alive(self._successor)
-        if present is not None and present.preload == tuple(names) and _alike(present.environment, self._rank_env):
-            return []
-        return names
+        if present is None:
+            return names
+        if not _alike(present.environment, self._rank_env):
+            return names if _alike(self._env_before, self._rank_env) else []
+        return [] if present.preload == tuple(names) else names
 
     def _teach(self) -> None:
         """Make successors until one has everything, without what none can have."""
-        try:
-            while True:
-                with self._lock:
-                    names, server = self._wanted(), self._warm
-                    if not names or server is None:
-                        return
-                if server.ready().problem:
+        made = True
+        while made:
+            with self._lock:
+                names, server = self._wanted(), self._warm
+                if not names or server is None:
+                    self._teacher = None  # whoever learns from now on starts another
                     return
-                self._make_successor(server, names)
+            made = self._made_successor(server, names)
+        with self._lock:
+            self._teacher = None
+
+    def _made_successor(self, server: ForkServer, names: list[str]) -> bool:
+        """Make a successor, or learn which package none can have; false where none can be made at all."""
+        try:
+            if server.ready().problem:
+                return False
+            successor = Successor(server, names, self._rank_env)
         except (StartError, OSError):  # the server is gone: the next one's first launch brings us back here
             _log.info("no successor of the fork server was made", exc_info=True)
-        finally:
-            with self._lock:
-                self._teacher = None
-
-    def _make_successor(self, server: ForkServer, names: list[str]) -> None:
-        successor = Successor(server, names, self._rank_env)
+            return False
         try:
             successor.import_all()
         except LeftOutError as error:
             with self._lock:
+                if self._warm is not server:
+                    return False  # which was stopped, and the successor with it
                 self._left_out[error.package] = error.reason
-            return
+            return True
         with self._lock:
             before, self._successor = self._successor, successor
             self._retire(before)
             if server is not self._warm:  # another generation has begun meanwhile
                 self._retire(successor)
                 self._successor = None
+        return True
 
 
 _retired: list[ForkServer] = []

@@ -45,6 +45,7 @@ class Snapshots:
         Raises:
             NoRoomError: There is no room.
         """
+        budget(0)  # a bad setting is told before anything is copied
         with self._lock:
             placed = {region: kept for region in regions if (kept := self._same(region)) is not None}
             new = [region for region in regions if region not in placed]
@@ -94,9 +95,10 @@ class Snapshots:
         """Let go what was used longest ago."""
         left, stays = most, set()
         for segment in self._segments():
-            if segment.size <= left:
-                left -= segment.size
-                stays.add(id(segment))
+            left -= segment.size
+            if left < 0:
+                break
+            stays.add(id(segment))
         self._kept = {region: kept for region, kept in self._kept.items() if id(kept.segment) in stays}
 
     # -------------------------------------------------------------- when memory gets short

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nblaunch.channel import Channel, channel_pair
+from nblaunch.channel import Channel, LostDescriptorsError, channel_pair
 from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.forkserver import Reaper
@@ -99,6 +99,8 @@ class Attempt:
         self.plan, self.launch_id, self.number, self.process = plan, launch_id, number, process
         self.parcel, self.files, self.view, self.commands = parcel, files, view, commands
         self.ranks: list[Rank] = []
+        self.taskless: list[Rank] = []
+        """Those that have not been sent what they are to do."""
         self.reading = Reading(self.ranks, view, commands)
         self.ladder: Ladder | None = None
         self.met_reaper = False
@@ -170,10 +172,21 @@ class Attempt:
             self._tell(self.control, StartRank(spec), [there.fileno()])
         if spec.method == "spawn":
             self._tell(channel, StartRank(spec))  # a fresh interpreter has not got it from the reaper
-        self._tell(channel, Task(self.plan.world(number, port)), self.parcel)
-        with contextlib.suppress(OSError):
-            channel.sock.shutdown(socket.SHUT_WR)  # no further task will come
+        channel.post(Task(self.plan.world(number, port)), self.parcel)
+        self.taskless.append(rank)
+        self._hand_out_tasks()
         self._watch(channel, lambda: self._hear_rank(rank))
+
+    def _hand_out_tasks(self) -> None:
+        """Send the ranks what they are to do: all at once, but where so many descriptors must be taken first."""
+        while self.taskless:
+            channel = self.taskless[0].channel
+            with contextlib.suppress(ConnectionError):  # it has ended, which we hear by another road
+                if not channel.flush():
+                    return
+            with contextlib.suppress(OSError):
+                channel.sock.shutdown(socket.SHUT_WR)  # no further task will come
+            del self.taskless[0]
 
     def _spec(self, rank: int, port: int) -> RankSpec:
         return RankSpec(
@@ -215,6 +228,7 @@ class Attempt:
             self._tell_states()
             if time.monotonic() >= due:  # and not at each of the messages that many ranks send
                 due = time.monotonic() + _LOOK_EVERY
+                self._hand_out_tasks()
                 self.reading.look()
                 self.stacks.look([rank.rank for rank in self.ranks if rank.listens])
                 self.view.tick()
@@ -268,6 +282,18 @@ class Attempt:
 
     def _hear_rank(self, rank: Rank) -> None:
         rank.channel.poll()
+        try:
+            self._take_in(rank)
+        except LostDescriptorsError as lost:
+            if not isinstance(lost.message, Done):
+                raise
+            text = f"its result holds too much shared memory or too many large pieces for the notebook: {lost.strerror}"
+            rank.failed = Failed(rank.rank, lost.message.time_ns, "result", "OSError", text, "")
+        if rank.channel.closed:
+            self._unwatch(rank.channel)
+        self._note_failure()
+
+    def _take_in(self, rank: Rank) -> None:
         for message, fds in rank.channel.drain():
             if isinstance(message, Running):
                 rank.running = True
@@ -279,9 +305,6 @@ class Attempt:
                 rank.failed = message
             elif isinstance(message, Leaving):
                 rank.leaving, rank.imported = True, message.imported
-        if rank.channel.closed:
-            self._unwatch(rank.channel)
-        self._note_failure()
 
     def _hear_out(self, rank: Rank) -> None:
         while not rank.channel.closed and _readable(rank.channel):

@@ -199,10 +199,11 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, voice: _Voice) 
 def _may_be_replaced() -> Callable[[Region], bool] | None:
     """Of which memory the result's segments may take the place, so that it is not there twice while it travels.
 
-    Only of plain memory: that of files is theirs, and CUDA's pinned memory is known to the driver by its pages.
+    Only of plain memory: that of files is theirs, and CUDA's pinned memory is known to the driver by its pages. And of
+    none while a thread of the user's runs: what that writes at that moment would be lost to it.
     """
     torch = sys.modules.get("torch")
-    if not system.LINUX or (torch is not None and torch.cuda.is_initialized()):
+    if not system.LINUX or threading.active_count() > 1 or (torch is not None and torch.cuda.is_initialized()):
         return None
     plain = system.anonymous_memory()
     return lambda region: any(start <= region.address and region.end <= end for start, end in plain)

@@ -269,12 +269,14 @@ class _Server:
 
     def fork_successor(self, message: Succeed, channel: int) -> None:
         """Fork one that has more modules. It imports them in a process of its own: who knows what they do."""
+        parent = os.getpid()
         try:
             pid = os.fork()
         except OSError:
             traceback.print_exc()
             pid = -1
         if pid == 0:
+            system.die_with_parent(parent)  # while it imports it watches nobody
             self.become_successor(message, Channel(socket.socket(fileno=channel)))
         os.close(channel)  # without a successor the kernel hears the end of its channel
         if pid > 0:

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from nblaunch import Launch, notebook_launcher
 from nblaunch.launch.servers import servers
-from nblaunch.ranks.reaper import SPARE
 from nblaunch.ranks.system import descendants
-from tests.conftest import eventually
+from tests.conftest import eventually, is_spare
 from tests.processes.conftest import Launcher
 
 LONG = 60.0
@@ -81,14 +80,6 @@ class Footprint:
 
     def counts(self) -> tuple[int, ...]:
         return self.descriptors, self.threads, self.children, self.server_descriptors
-
-
-def is_spare(pid: int) -> bool:
-    """Whether a process waits for the next launch."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text() == f"{SPARE}\n"
-    except OSError:
-        return False
 
 
 def descriptors_of(pid: int) -> int:

@@ -14,6 +14,7 @@ import pytest
 from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.launch import forkserver
 from nblaunch.launch.servers import Servers
+from nblaunch.ranks import system
 from tests.conftest import eventually
 
 LONG = 60.0
@@ -123,11 +124,24 @@ def test_an_environment_that_it_has_not_seen_is_seen(
     eventually(lambda: learnt(own), LONG)
     assert [setting for _, _, setting in launched("tells", env={"A_SETTING": "1"})] == ["1", "1"]
     monkeypatch.setenv("A_SETTING", "2")
-    assert [setting for _, _, setting in launched("tells")] == ["2", "2"]
+    for _ in range(2):
+        assert [setting for _, _, setting in launched("tells")] == ["2", "2"]
     eventually(lambda: learnt(own), LONG)
     found = launched("tells")
     assert not imported_by_ranks(found)
     assert [setting for _, _, setting in found] == ["2", "2"]
+
+
+def test_environments_that_are_each_used_once_make_no_successors(own: Servers, install: Install) -> None:
+    install("tells", TELLS)
+    launched("tells")
+    eventually(lambda: learnt(own), LONG)
+    first = own._successor
+    for seed in range(3):
+        assert [setting for _, _, setting in launched("tells", env={"A_SETTING": f"{seed}"})] == [f"{seed}"] * 2
+        eventually(lambda: own._teacher is None, LONG)
+    assert own._successor is first
+    assert not imported_by_ranks(launched("tells"))
 
 
 def test_another_version_is_noticed(own: Servers, install: Install) -> None:
@@ -197,6 +211,23 @@ def test_a_successor_that_is_killed_is_replaced(own: Servers, install: Install) 
     assert launched("tells")
     eventually(lambda: learnt(own) and own._successor is not killed, LONG)
     assert not imported_by_ranks(launched("tells"))
+
+
+@pytest.mark.parametrize("way", ["stopped", "killed"])
+def test_a_successor_that_hangs_in_an_import_ends_with_its_server(
+    way: str, own: Servers, install: Install, tmp_path: Path
+) -> None:
+    tells = f"if not os.environ.get('NBLAUNCH_RANK'): open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    install("bad", f"import os\n{tells}{BAD['hangs'][0]}{TELLS}")
+    launched("bad")
+    eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), LONG)
+    assert own._warm is not None
+    if way == "stopped":
+        own.stop()
+    else:
+        os.kill(own._warm.process.pid, signal.SIGKILL)
+    hanging = int((tmp_path / "pid").read_text())
+    eventually(lambda: not system.alive(hanging), LONG)
 
 
 def test_nothing_is_imported_ahead_where_that_is_switched_off(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import os
 import re
+import resource
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nblaunch import Launch, LaunchResult, notebook_launcher, segments
+from nblaunch.channel import Channel
 from nblaunch.errors import LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
 from nblaunch.launch.snapshots import snapshots
 from tests.conftest import eventually
@@ -84,6 +89,12 @@ def waits(tensor: torch.Tensor, marks: Path, rank: int) -> float:
     return float(tensor.sum())
 
 
+def returns_shared(count: int, marks: Path, rank: int) -> list[torch.Tensor]:
+    (marks / f"began{rank}").touch()
+    eventually(lambda: (marks / "go").exists(), LONG)
+    return [torch.ones(3).share_memory_() for _ in range(rank * count)]
+
+
 def unsendable(rank: int) -> Any:
     return {"fine": torch.ones(MB), "gate": threading.Lock()} if rank == 1 else torch.full((MB,), 5.0)
 
@@ -94,15 +105,17 @@ def descriptors_of_ours() -> list[str]:
     return [name for path in paths if os.path.exists(path) and "memfd" in (name := os.readlink(path))]
 
 
-def try_to_change(tensor: torch.Tensor) -> str:
-    """Reach for the memory that all ranks map."""
+def try_to_change(tensor: torch.Tensor) -> tuple[str, int | None]:
+    """Reach for the memory that all ranks map: how far that came, and what stopped it."""
     block = next(block for block in _mappings() if "memfd:nblaunch" in block[0])
+    step = "open"
     try:
-        with open(f"/proc/self/map_files/{block[0].split()[0]}", "r+b") as file:
+        with open(f"/proc/self/map_files/{block[0].split()[0]}", "r+b", buffering=0) as file:
+            step = "write"
             file.write(b"x" * 100)
     except OSError as error:
-        return type(error).__name__
-    return "changed"
+        return step, error.errno
+    return "changed", None
 
 
 # ------------------------------------------------------------------ in
@@ -123,8 +136,11 @@ def test_all_ranks_map_one_copy(launch: Launcher, tmp_path: Path) -> None:
 
 def test_nobody_can_change_what_all_ranks_map(launch: Launcher) -> None:
     tensor = torch.ones(MB)
-    assert "changed" not in set(launch(try_to_change, (tensor,)))
+    step = "write" if os.getuid() == 0 else "open"  # others are kept from opening it, whatever it is
+    assert list(launch(try_to_change, (tensor,))) == [(step, errno.EPERM)] * 2
     assert list(launch(sums, (tensor,))) == [[MB]] * 2
+    seals = {fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) for segment in snapshots._segments()}
+    assert seals == {fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL}
 
 
 def test_ranks_hold_no_descriptors_of_what_they_map(launch: Launcher) -> None:
@@ -143,6 +159,41 @@ def test_shared_tensors_stay_shared_both_ways(launch: Launcher) -> None:
     assert tensor.tolist() == [1.0, 2.0, 0.0, 0.0]
     tensor[3] = 9.0
     assert all(back[3] == 9.0 for back in result)
+
+
+def test_ranks_get_their_data_when_the_system_takes_its_descriptors(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for users who are not root, of many ranks with many segments."""
+    send = Channel._send_with
+    refused: list[int] = []
+
+    def send_later(self: Channel, data: bytes, fds: Sequence[int]) -> int:
+        if len(fds) > 1 and len(refused) < 5:
+            refused.append(len(fds))
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+        return send(self, data, fds)
+
+    monkeypatch.setattr(Channel, "_send_with", send_later)
+    assert list(launch(sums, (torch.ones(MB),))) == [[MB]] * 2
+    assert len(refused) == 5
+
+
+def test_a_result_of_more_descriptors_than_may_be_open_is_that_ranks_error(tmp_path: Path) -> None:
+    launched = notebook_launcher(returns_shared, (300, tmp_path), 2, view="none", block=False)
+    assert isinstance(launched, Launch)
+    eventually(lambda: len(list(tmp_path.glob("began*"))) == 2, LONG)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = {int(fd) for fd in os.listdir("/proc/self/fd")}
+    free = [number for number in range(len(used) + 250) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[200], before[1]))
+    try:
+        (tmp_path / "go").touch()
+        with pytest.raises(ResultError, match=r"too many open files \(ulimit -n\)") as caught:
+            launched.result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert caught.value.rank == 1
 
 
 def test_a_launch_again_copies_what_has_changed_and_nothing_else(launch: Launcher) -> None:

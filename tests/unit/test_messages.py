@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import resource
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch import channel, messages
-from nblaunch.channel import Channel, channel_pair, write_blob
+from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, write_blob
 from nblaunch.messages import Done, Interrupted, Running, Source
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
@@ -199,6 +201,46 @@ def test_closing_a_channel_closes_what_nobody_took(ends: tuple[Channel, Channel]
     assert not is_open(arrived[0])
     assert is_open(blob), "the sender's own stays the sender's"
     os.close(blob)
+
+
+def test_who_is_not_root_sends_more_descriptors_when_others_have_been_taken() -> None:
+    """In a process of its own, which is nobody's: Linux counts them for each user."""
+    code = """
+import os, resource, socket
+from nblaunch.channel import Channel
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
+if os.getuid() == 0:
+    os.setresuid(65534, 65534, 65534)
+ends = [tuple(map(Channel, socket.socketpair())) for _ in range(4)]
+told = []
+for number, (here, _) in enumerate(ends):
+    here.post(number, [0] * 70)
+    told.append(here.flush())
+print(told)
+for here, there in ends:
+    here.flush()
+    number, fds = there.receive()
+    print(number, len(fds), end=" ")
+    for fd in fds:
+        os.close(fd)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[True, True, True, False]\n0 70 1 70 2 70 3 70 "
+
+
+def test_descriptors_that_cannot_be_opened_are_told_with_their_message(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    here.send("a message", [0] * 50)
+    here.send("the next")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(LostDescriptorsError, match=r"too many open files .* for 50 more") as caught:
+            there.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert caught.value.message == "a message"
+    assert there.receive() == ("the next", [])
 
 
 def test_hundreds_of_descriptors_travel_with_one_message(ends: tuple[Channel, Channel]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
+import socket
 import subprocess
 import sys
 import warnings
@@ -135,6 +136,18 @@ def test_small_storages_can_be_resized() -> None:
     assert sent(torch.ones(3)).resize_(1000).shape == (1000,)
 
 
+def test_large_storages_are_not_resized_and_their_clones_are() -> None:
+    arrived = sent(torch.ones(LARGE))
+    for resize in (
+        lambda: arrived.resize_(2 * LARGE),
+        lambda: arrived.untyped_storage().resize_(0),
+        lambda: torch.arange(2.0 * LARGE, out=arrived),
+    ):
+        with pytest.raises(RuntimeError, match="resize storage that is not resizable"):
+            resize()
+    assert arrived.clone().resize_(2 * LARGE).shape == (2 * LARGE,)
+
+
 def test_a_legacy_storage_arrives() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch says once in a process that they are deprecated
@@ -181,7 +194,15 @@ def test_arrays_of_every_kind_arrive_as_they_were(make: Callable[[], Any]) -> No
     assert (arrived.dtype, arrived.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(arrived, array)
     if isinstance(array, np.ndarray):
-        assert arrived.flags.writeable == array.flags.writeable or not array.flags.owndata
+        assert arrived.flags.writeable == array.flags.writeable
+        assert (arrived.flags.c_contiguous, arrived.flags.f_contiguous) == (
+            array.flags.c_contiguous or is_scattered(array),  # then only its elements are sent, one after the other
+            array.flags.f_contiguous or (is_scattered(array) and array.ndim == 1),
+        )
+
+
+def is_scattered(array: Any) -> bool:
+    return bool(array.strides and min(array.strides) > 2 * array.itemsize)
 
 
 def test_arrays_and_tensors_that_share_memory_share_it_there_too() -> None:
@@ -190,6 +211,38 @@ def test_arrays_and_tensors_that_share_memory_share_it_there_too() -> None:
     arrived["tensor"][2, 0] = -1
     assert arrived["view"][0, 0] == arrived["array"][2, 0] == arrived["columns"][2, -1] == -1
     assert array[2, 0] == 2 * LARGE // 8
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda array: array[::3],
+        lambda array: array[:10],
+        lambda array: array[5:50:20],
+        lambda array: array[::-1],
+        lambda array: array.reshape(8, -1)[:3, :3].T,
+        lambda array: np.lib.stride_tricks.sliding_window_view(array, 3, writeable=True),
+    ],
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_view_of_an_array_that_is_sent_is_one_there_too(view: Callable[[Any], Any], is_first: bool) -> None:
+    array = np.arange(LARGE)
+    both = [view(array), array] if is_first else [array, view(array)]
+    arrived = sent(both)
+    its_view, whole = arrived if is_first else arrived[::-1]
+    np.testing.assert_array_equal(its_view, view(array))
+    its_view[...] = -7
+    assert np.count_nonzero(whole == -7) == len(np.unique(view(array)))
+    assert array.min() == 0
+
+
+def test_of_views_alone_their_elements_are_sent() -> None:
+    array = np.arange(100 * LARGE, dtype=np.uint8)
+    for view in (array[::50], array[::-100], array[:10], array[::1000], array.reshape(100, -1)[:, 3:5].T):
+        outgoing = packed(view)
+        np.testing.assert_array_equal(unpack([os.dup(fd) for fd in outgoing.fds]), view)
+        assert outgoing.copied == view.nbytes
+        outgoing.close()
 
 
 def test_of_an_array_only_what_is_seen_is_sent() -> None:
@@ -267,11 +320,20 @@ def test_nests_arrive_as_they_were_with_their_aliasing(things: list[Any]) -> Non
                 storage, its_storage = other.untyped_storage().data_ptr(), its.untyped_storage().data_ptr()
                 same = one.untyped_storage().data_ptr() == another.untyped_storage().data_ptr()
                 assert same == (storage == its_storage)
+            if isinstance(other, np.ndarray) and isinstance(its, np.ndarray):
+                tied = np.shares_memory(one, another)
+                assert not tied or np.shares_memory(other, its)
+                if other.base is None and other.nbytes >= arrays.LEAST:  # the whole of the memory is sent
+                    assert tied == np.shares_memory(other, its)
     for one, other in zip(arrived, things, strict=True):  # what the receiver writes stays there
         if isinstance(one, torch.Tensor):
             before = other.clone()
             one.fill_(77)
             assert torch.equal(other, before)
+        elif isinstance(one, np.ndarray):
+            kept = other.copy()
+            one.fill(77)
+            np.testing.assert_array_equal(other, kept)
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -313,6 +375,35 @@ print(tensor[3].item())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["7.0"]
+
+
+def test_shared_memory_of_a_name_arrives_though_the_notebook_has_let_it_go() -> None:
+    code = """
+import os, torch
+from pathlib import Path
+from nblaunch.parcel import Fresh, pack, unpack
+torch.multiprocessing.set_sharing_strategy("file_system")
+outgoing = pack(lambda found: torch.ones(10).share_memory_(), Fresh(Path("/nowhere")))
+print(unpack([os.dup(fd) for fd in outgoing.fds]).sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["10.0"]
+
+
+def test_shared_memory_of_a_name_arrives_though_its_rank_has_ended() -> None:
+    code = """
+import os, socket, sys, torch
+from pathlib import Path
+from nblaunch.parcel import Fresh, pack
+torch.multiprocessing.set_sharing_strategy("file_system")
+outgoing = pack(lambda found: torch.ones(10).share_memory_(), Fresh(Path("/nowhere")))
+socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], outgoing.fds)
+"""
+    here, there = socket.socketpair()
+    with here, there:
+        rank = [sys.executable, "-c", code, str(there.fileno())]
+        subprocess.run(rank, env={**os.environ, "NBLAUNCH_RANK": "0"}, pass_fds=[there.fileno()], check=True)
+        assert unpack(socket.recv_fds(here, 1, 10)[1]).sum().item() == 10.0
 
 
 # ------------------------------------------------------------------ from a GPU
