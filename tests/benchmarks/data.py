@@ -153,7 +153,8 @@ class Figures:
 
     size: int
     ranks: int
-    captured: list[Captured]
+    captured: dict[int, list[Captured]]
+    """By the size of the data: all, and half of it, which is more likely to be kept for the next launch."""
     returned: dict[str, list[float]]
     copy: list[float]
     """One copy of a result into fresh memory."""
@@ -175,7 +176,7 @@ def measure(size: int, ranks: int, rounds: int) -> Figures:
         ranks: That use the data.
         rounds: Measurements of each.
     """
-    captured = [_captured(name, size, ranks, rounds) for name in WAYS]
+    captured = {part: [_captured(name, part, ranks, rounds) for name in WAYS] for part in (size, size // 2)}
     returned, copy = {}, []
     for name, rest in {"nblaunch": _RETURNS, "accelerate (fork), by files": _SENDS_FILES}.items():
         returned[name], copy = _in_kernel(
@@ -239,22 +240,10 @@ def _imported(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
 # ------------------------------------------------------------------ in words
 def table(figures: Figures) -> str:
     """The figures as Markdown tables."""
+    rows = [row for size, ways in figures.captured.items() for row in [*_captured_table(size, figures.ranks, ways), ""]]
     size = f"{figures.size / 1e9:.1f} GB"
-    rows = [
-        f"| {size} used by {figures.ranks} ranks: seconds | first launch | again | after a change | no data | "
-        "first, to one copy | memory beyond the notebook's, to the data |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for way in figures.captured:
-        first, again, changed, empty, copy = map(
-            statistics.median, (way.first, way.again, way.changed, way.empty, way.copy)
-        )
-        rows.append(
-            f"| {way.name} | {first:.2f} | {again:.2f} | {changed:.2f} | {empty:.2f} "
-            f"| {first / copy:.2f} | {way.share:.2f} |"
-        )
     copy = statistics.median(figures.copy)
-    rows += ["", f"| {size} from each of 2 ranks | seconds | to one copy of {size} |", "|---|---|---|"]
+    rows += [f"| {size} from each of 2 ranks | seconds | to one copy of {size} |", "|---|---|---|"]
     for name, times in figures.returned.items():
         rows.append(f"| {name} | {statistics.median(times):.2f} | {statistics.median(times) / copy:.2f} |")
     first, later, plain = (statistics.median(figures.imports[name]) for name in ("first", "later", "plain"))
@@ -264,3 +253,20 @@ def table(figures: Figures) -> str:
         f"{later / plain:.2f} of one that imports nothing ({plain:.3f} s).",
     ]
     return "\n".join(rows)
+
+
+def _captured_table(size: int, ranks: int, ways: list[Captured]) -> list[str]:
+    rows = [
+        f"| {size / 1e9:.1f} GB used by {ranks} ranks: seconds | first launch | again | after a change | no data | "
+        "first, to one copy | memory beyond the notebook's, to the data |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for way in ways:
+        first, again, changed, empty, copy = map(
+            statistics.median, (way.first, way.again, way.changed, way.empty, way.copy)
+        )
+        rows.append(
+            f"| {way.name} | {first:.2f} | {again:.2f} | {changed:.2f} | {empty:.2f} "
+            f"| {first / copy:.2f} | {way.share:.2f} |"
+        )
+    return rows

@@ -35,7 +35,7 @@ def _launch(figures: Mapping[str, Any]) -> Bars:
 
 
 def _data(figures: Mapping[str, Any]) -> Bars:
-    ways = figures.get("data", {}).get("captured", [])
+    ways: list[dict[str, Any]] = next(iter(figures.get("data", {}).get("captured", {}).values()), [])
     names = {"first": "first launch", "again": "again", "changed": "after a change"} if ways else {}
     return {
         words: {"one copy": statistics.median(ways[0]["copy"])}

@@ -58,6 +58,11 @@ from nblaunch import notebook_launcher, report as tell
 def launch(function, args, block=True):
     return notebook_launcher(function, args, RANKS, device="cpu", start_method="forkserver", block=block)
 
+def steps(folder, rank):
+    open(f"{folder}/steps{rank}", "w").close()
+    while True:
+        time.sleep(0.001)
+
 def day():
     folder, times = os.environ["BENCHMARK_FOLDER"], {}
     begin = time.perf_counter()
@@ -76,6 +81,13 @@ def day():
     times["stop, with 4 checkpoints of 16 MB, to the end"] = time.perf_counter() - asked
     found = [name for name in os.listdir(folder) if name.startswith("checkpoint")]
     assert len(found) == 4 * RANKS, found
+    running = launch(steps, (folder,), block=False)
+    while not all(os.path.exists(f"{folder}/steps{rank}") for rank in range(RANKS)):
+        time.sleep(0.001)
+    asked = time.perf_counter()
+    running.stop()
+    running.wait()
+    times["stop of ranks that save nothing, to the end"] = time.perf_counter() - asked
     return times
 """
 _ACCELERATE = """
