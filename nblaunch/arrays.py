@@ -85,8 +85,8 @@ def _reduce_shared(storage: Any, buffers: Buffers) -> tuple[Any, ...] | None:
     if get_sharing_strategy() == "file_descriptor":
         fd, size = storage._share_fd_cpu_()
         return (attached, (buffers.descriptor(fd), size)) if fd >= 0 else None
-    if "NBLAUNCH_RANK" in os.environ:
-        return None  # the name goes with its last user, which is this rank
+    if "NBLAUNCH_RANK" in os.environ or storage.filename is not None:
+        return None  # the name would go with its last user, which is this rank; or it is a file of the user's
     buffers.lend(storage)
     return attached_by_name, storage._share_filename_cpu_()
 

@@ -23,7 +23,7 @@ _HEADER = struct.Struct("!II")
 _SEND_LIMIT = struct.pack("ll", 10, 0)
 _MOST_FDS = 250
 """Descriptors that may travel at once; Linux takes 253."""
-_TAKEN_WITHIN = 30.0
+_TAKEN_WITHIN = 600.0
 """Seconds that others get to take the descriptors that are on their way, where the system lets no more be sent."""
 _FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -66,6 +66,7 @@ class Channel:
         deadline = time.monotonic() + _TAKEN_WITHIN
         while not self.flush():
             if time.monotonic() > deadline:
+                self._posted.clear()
                 raise OSError(errno.ETOOMANYREFS, "too many descriptors are on their way (ulimit -n)")
             time.sleep(0.005)  # no event tells that another process has taken some
 

@@ -28,6 +28,8 @@ class Hello:
     problem: str
     """Why it must not fork ranks (a second thread, CUDA, an import that failed); empty when it is fit."""
     seconds: float
+    files: tuple[tuple[str, int], ...] = ()
+    """Of a successor: the files that it has imported, with the times of their last changes (``st_mtime_ns``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class Succeed:
 
     modules: tuple[str, ...]
     env: dict[str, str]
-    """The ranks' environment, which modules may read while they are imported."""
+    """What modules may read while they are imported: the ranks' environment, without what differs between them."""
+    cwd: str
+    """And their folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +157,21 @@ class Swept:
 # ------------------------------------------------------------------ rank and kernel
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Kernel -> rank: something to run. One descriptor: the blob that holds the payload.
+    """Kernel -> rank: something to run. Its descriptors: the payload's parcel.
 
     A launch sends one and closes its side; the rank leaves when no further task can come.
     """
 
     world: World
+    acknowledge: bool = False
+    """Whether the rank is to say when it has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Rank -> kernel: its task has come, and the descriptors are no longer on their way."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +202,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Rank -> kernel: the function returned. One descriptor: the blob that holds the result."""
+    """Rank -> kernel: the function returned. Its descriptors: the result's parcel."""
 
     rank: int
     time_ns: int

@@ -137,6 +137,14 @@ class _Spread(NamedTuple):
     array: Any
     span: Region
 
+    @property
+    def is_dense(self) -> bool:
+        return self.span.size <= _MOST_SPREAD * int(self.array.nbytes)
+
+    def elements(self) -> bytes | memoryview:
+        """What to send of it alone."""
+        return self.span.view() if self.is_dense else self.array.tobytes()
+
 
 @dataclass(slots=True)
 class _Outgoing:
@@ -209,9 +217,9 @@ class _Outgoing:
         self.uncounted = 0
 
     def finish(self, store: Store, loads: int) -> Parcel:
-        buffers = self._buffers()
+        buffers, elements = self._buffers()
         regions = [part for part in (*buffers, *self.stream) if isinstance(part, Region)]
-        whole = segments.merged(regions)
+        whole = segments.merged([*regions, elements] if elements.size else regions)
         placed = store.place(whole)
         used = list({id(each.segment): each.segment for each in placed}.values())
         places = dict(_places(regions, whole, placed, used))
@@ -226,19 +234,33 @@ class _Outgoing:
         copied = sum(region.size for region, each in zip(whole, placed, strict=True) if each.is_new)
         return Parcel(blob, used, self, copied)
 
-    def _buffers(self) -> list[Region | int]:
-        """Memory and numbers: of an array its span or a copy of its elements."""
-        whole = segments.merged([part for part in self.buffers if isinstance(part, Region)])
-        return [self._memory_of(part, whole) if isinstance(part, _Spread) else part for part in self.buffers]
+    def _buffers(self) -> tuple[list[Region | int], Region]:
+        """Memory and numbers; and where those elements stand together of whose arrays nothing else is sent."""
+        sent = segments.merged([part for part in self.buffers if isinstance(part, Region)])
+        together, offsets = bytearray(), dict[int, Place]()
+        for number, part in enumerate(self.buffers):
+            if isinstance(part, _Spread) and not _is_sent(part, sent):
+                together += bytes(-len(together) % segments.ALIGNED)
+                data = part.elements()
+                offsets[number] = Place(0, len(together), len(data))
+                together += data
+        self.held.append(together)
+        base = _region_of(together)
+        found: list[Region | int] = []
+        for number, part in enumerate(self.buffers):
+            if number in offsets:
+                found.append(Region(base.address + offsets[number].offset, offsets[number].size))
+            else:
+                found.append(part.span if isinstance(part, _Spread) else part)
+        return found, base
 
-    def _memory_of(self, spread: _Spread, sent: Sequence[Region]) -> Region:
-        at = bisect.bisect_right(sent, spread.span.address, key=lambda region: region.address) - 1
-        is_sent = at >= 0 and spread.span.end <= sent[at].end
-        if is_sent or spread.span.size <= _MOST_SPREAD * spread.array.nbytes:
-            return spread.span
-        elements = spread.array.copy(order="C")
-        self.held.append(elements)
-        return _region_of(elements)
+
+def _is_sent(spread: _Spread, sent: Sequence[Region]) -> bool:
+    """Whether the memory that an array spans is a part of what is sent, or is to be."""
+    at = bisect.bisect_right(sent, spread.span.address, key=lambda region: region.address) - 1
+    if at >= 0 and spread.span.end <= sent[at].end:
+        return True
+    return spread.span.size >= LEAST and spread.is_dense
 
 
 def _places(

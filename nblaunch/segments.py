@@ -162,9 +162,14 @@ def write(
     Raises:
         NoRoomError: There is no room.
     """
-    where = _room(sum(region.size for region in regions if give_up is None or not give_up(region)), folder)
+
+    def is_given_up(region: Region) -> bool:
+        return give_up is not None and region.size >= _WHOLE_PAGES and give_up(region)  # smaller ones lie askew
+
+    more = sum(region.size for region in regions if not is_given_up(region))
+    where = _room(more, sum(region.size for region in regions), folder)
     for group in grouped(regions):
-        segment, offsets = _write(group, where, give_up)
+        segment, offsets = _write(group, where, is_given_up)
         for region, offset in zip(group, offsets, strict=True):
             yield region, Placed(segment, offset, True)
 
@@ -179,9 +184,9 @@ def _fits(size: int, memory: int) -> bool:
     return size <= memory - max(_RESERVE, memory // 20)
 
 
-def _room(size: int, folder: Path) -> Path | None:
-    """Where there is room for so much: None for memory, else the folder."""
-    if size < _WORTH_A_LOOK or _fits(size, memory := free_memory()):
+def _room(more: int, size: int, folder: Path) -> Path | None:
+    """Where there is room: None for memory, which takes so much more, else the folder, for all of it."""
+    if more < _WORTH_A_LOOK or _fits(more, memory := free_memory()):
         return None
     disk = 0 if _is_memory(folder) else shutil.disk_usage(folder).free
     if size <= disk - _RESERVE:
@@ -211,14 +216,14 @@ def in_words(size: float) -> str:
 
 
 def _write(
-    regions: Sequence[Region], folder: Path | None, give_up: Callable[[Region], bool] | None
+    regions: Sequence[Region], folder: Path | None, is_given_up: Callable[[Region], bool]
 ) -> tuple[Segment, list[int]]:
     offsets, size = _layout(regions)
     fd, in_memory = _create(folder)
     try:
         os.ftruncate(fd, size)
         for region, offset in zip(regions, offsets, strict=True):
-            _copy(region, fd, offset, give_up is not None and in_memory and give_up(region))
+            _copy(region, fd, offset, in_memory and is_given_up(region))
         fd = _finish(fd, in_memory)
     except BaseException:
         os.close(fd)

@@ -120,13 +120,13 @@ class ForkServer:
         self.launches += 1
         return Reaper(channel, server=self)
 
-    def ask_for_successor(self, modules: Sequence[str], env: Mapping[str, str]) -> Channel:
+    def ask_for_successor(self, modules: Sequence[str], env: Mapping[str, str], cwd: str) -> Channel:
         """Have it fork a successor, which imports these modules; the channel to that.
 
         Raises:
             OSError: It is gone.
         """
-        return self._ask(Succeed(tuple(modules), {**env, **_OWN_ENVIRONMENT}))
+        return self._ask(Succeed(tuple(modules), {**env, **_OWN_ENVIRONMENT}, cwd))
 
     def _ask(self, message: NewReaper | Succeed) -> Channel:
         """Have it fork a process; the channel to that."""
@@ -208,15 +208,17 @@ class Successor(ForkServer):
     Args:
         parent: Who forks it.
         modules: What it is to import.
-        env: The ranks' environment, which modules may read while they are imported.
+        env: The environment of launches, which modules may read while they are imported.
+        cwd: And their folder.
 
     Raises:
         OSError: The parent is gone.
     """
 
-    def __init__(self, parent: ForkServer, modules: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, parent: ForkServer, modules: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
+        self.parent = parent
         self.preload = tuple(modules)
-        self.environment = dict(env)
+        self.environment, self.cwd = dict(env), cwd
         self.installed = parent.installed
         self.hello: Hello | None = None
         self.launches = 0
@@ -224,7 +226,7 @@ class Successor(ForkServer):
         self._lock = threading.Lock()
         self._errors = parent.errors_again()
         try:
-            self.channel = parent.ask_for_successor(modules, env)
+            self.channel = parent.ask_for_successor(modules, env, cwd)
         except OSError:
             self._errors.close()
             raise
@@ -235,11 +237,16 @@ class Successor(ForkServer):
         """What it has besides what its parent has."""
         return frozenset(name.partition(".")[0] for name in self.preload)
 
+    def edited(self) -> bool:
+        """Whether a file that it has imported has changed since."""
+        return self.hello is not None and any(_changed(*file) for file in self.hello.files)
+
     def import_all(self) -> None:
         """Wait until it has imported everything.
 
         Raises:
             LeftOutError: It cannot have a package. It was ended.
+            StartError: It could not be made at all.
         """
         try:
             self.hello = self._wait_for_imports()
@@ -255,15 +262,28 @@ class Successor(ForkServer):
                     package = message.package
                     if fds:
                         self.process = _Grandchild(message.pid, fds[0])
+                    elif not package:
+                        raise StartError("this system does not tell of the end of a process (pidfd_open)")
                 elif isinstance(message, LeftOut):
                     raise LeftOutError(message.package, message.reason)
                 elif isinstance(message, Hello):
                     return message
+            if self.channel.closed and (not package or not self.parent.alive()):
+                raise StartError("the fork server is gone, or cannot fork")
             if self.channel.closed:
                 raise LeftOutError(package, "importing it ends the process")
             if not select.select([self.channel], [], [], _IMPORT_LIMIT)[0]:
+                if not package:
+                    raise StartError("the fork server does not answer")
                 raise LeftOutError(package, f"importing it takes more than {_IMPORT_LIMIT:.0f} s")
             self.channel.poll()
+
+
+def _changed(path: str, mtime_ns: int) -> bool:
+    try:
+        return os.stat(path).st_mtime_ns != mtime_ns
+    except OSError:
+        return True
 
 
 class _Process(Protocol):

@@ -241,8 +241,8 @@ class Launch:
             self._view.started(self._info(files, number))
             attempt, verdict = self._see_through(number, files)
             results = attempt.take_results()
-            servers.learn(attempt.imported, self._plan.env)
             error = self._conclude(verdict, attempt, results, files)
+            servers.learn(attempt.imported, self._plan.env, self._process.cwd)
             again = number < self._plan.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
                 self._view.note(f"{_summary(error)}: restarting all ranks ({number + 1} of {self._plan.max_restarts})")
@@ -279,7 +279,7 @@ class Launch:
     def _reaper(self) -> Reaper:
         if self._plan.method == "fork":
             return start.fork_kernel(self._payload)
-        return servers.reaper(self._plan.method, self.id, self.world_size, self._plan.env)
+        return servers.reaper(self._plan.method, self.id, self.world_size, self._plan.env, self._process.cwd)
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan = self._plan

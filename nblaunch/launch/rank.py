@@ -24,6 +24,8 @@ class Rank:
     spool: Spool
     printed: PrintedMetrics
     pid: int = 0
+    took: bool = False
+    """It has its task, if it was to say so."""
     running: bool = False
     interrupted: bool = False
     """It has seen its one SIGINT, ours or an editor's that came before."""

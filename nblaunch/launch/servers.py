@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from nblaunch.errors import StartError, warn
 from nblaunch.installed import installed_now, shadowed
@@ -14,6 +16,7 @@ from nblaunch.launch.forkserver import ONE_THREAD, ForkServer, LeftOutError, Rea
 from nblaunch.messages import Method
 
 _log = logging.getLogger(__name__)
+_Server = TypeVar("_Server", bound=ForkServer)
 _PRELOAD = ("torch", "torch.distributed", "numpy")
 _READ_AT_IMPORT = (
     "TORCH",
@@ -49,7 +52,6 @@ class Servers:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._owner = os.getpid()
         self._warm: ForkServer | None = None
         self._bare: ForkServer | None = None
         self._successor: Successor | None = None
@@ -59,10 +61,10 @@ class Servers:
         """The modules that launches have imported, in the order of their import."""
         self._left_out: dict[str, str] = {}
         """Packages that a successor cannot have, and why."""
-        self._rank_env: dict[str, str] = {}
-        """The environment of the launch that has imported something last."""
-        self._env_before: dict[str, str] = {}
-        """And of the one before."""
+        self._last = _Where({}, "")
+        """Where the launch ran that has imported something last."""
+        self._before = self._last
+        """And the one before."""
         self._teacher: threading.Thread | None = None
 
     def warm_up(self) -> None:
@@ -81,7 +83,13 @@ class Servers:
             if self._alive(self._warm) is not None:
                 self._current()
 
-    def reaper(self, method: Method, launch_id: str, ranks: int, env: Mapping[str, str]) -> Reaper:
+    def forget(self) -> None:
+        """Have none: in a forked child of the kernel they are its parent's."""
+        inherited = self.__dict__.copy()
+        self.__init__()  # type: ignore[misc]  # begin anew, with a lock that nobody holds
+        self._inherited = inherited  # or a Popen that goes would warn of a process that still runs
+
+    def reaper(self, method: Method, launch_id: str, ranks: int, env: Mapping[str, str], cwd: str) -> Reaper:
         """The reaper of a new launch over `method`, from a server that runs.
 
         Args:
@@ -89,12 +97,13 @@ class Servers:
             launch_id: Names the launch.
             ranks: Of it.
             env: Its ranks' environment.
+            cwd: Their folder.
 
         Raises:
             StartError: No server could be started.
         """
         for last in (False, True):
-            server = self._for(method, env)
+            server = self._for(method, _Where(env, cwd))
             try:
                 return server.fork_reaper(launch_id, ranks if method == "forkserver" else 0)
             except OSError as error:  # it was killed; the next round starts another
@@ -138,7 +147,7 @@ class Servers:
             state = f"refuses to fork: {hello.problem}" if hello.problem else f"ready after {hello.seconds:.1f} s"
             launches = server.launches + (successor.launches if successor is not None else 0)
             lines = [f"fork server: pid {hello.pid}, {state}, {launches} launches"]
-            if isinstance(successor, Successor) and successor.hello is not None:
+            if successor is not None and successor.hello is not None:
                 names = ", ".join(sorted(successor.packages - sys.stdlib_module_names))
                 lines.append(f"its successor: pid {successor.process.pid}, which has {names} imported")
             return [*lines, *left_out]
@@ -153,13 +162,16 @@ class Servers:
             self._learned, self._left_out = {}, {}
             _retired.clear()
 
-    def _for(self, method: Method, env: Mapping[str, str]) -> ForkServer:
+    def _for(self, method: Method, where: _Where) -> ForkServer:
         with self._lock:
             warm = self._alive(self._warm)
             if method == "forkserver":
                 server = self._current()
                 successor = self._alive(self._successor)
-                if isinstance(successor, Successor) and _fits(successor, env):
+                if successor is not None and successor.edited():
+                    self._retire(successor)
+                    self._successor = successor = None
+                if successor is not None and _fits(successor, where):
                     return successor
             elif warm is not None and warm.hello is not None and not warm.hello.problem:
                 server = warm  # of whatever generation: what it spawns reads its own environment
@@ -196,94 +208,108 @@ class Servers:
             self._bare = None if server is self._bare else self._bare
             self._successor = None if server is self._successor else self._successor
 
-    def _alive(self, server: ForkServer | None) -> ForkServer | None:
-        if server is None or os.getpid() != self._owner:
-            self._owner = os.getpid()
-            return None
-        if server.alive():
+    def _alive(self, server: _Server | None) -> _Server | None:
+        if server is None or server.alive():
             return server
         server.close()
         return None
 
     # -------------------------------------------------------------- what launches import
-    def learn(self, modules: Iterable[str], env: Mapping[str, str]) -> None:
-        """Have these ready for the next launch: a launch with this environment has imported them."""
+    def learn(self, modules: Iterable[str], env: Mapping[str, str], cwd: str) -> None:
+        """Have these ready for the next launch: a launch with this environment has imported them in this folder."""
         with self._lock:
             modules = [name for name in modules if _package(name) not in self._left_out]
             if modules and os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0":
                 self._learned.update(dict.fromkeys(modules))
-                self._env_before, self._rank_env = self._rank_env, dict(env)
+                self._before, self._last = self._last, _Where(dict(env), cwd)
                 self._teach_soon()
 
     def _teach_soon(self) -> None:
         """Have a successor made in the background, if one is wanted and none is being made; the lock is held."""
         if self._teacher is None and self._wanted():
-            self._teacher = threading.Thread(target=self._teach, name="nblaunch-imports", daemon=True)
-            self._teacher.start()
+            teacher = threading.Thread(target=self._teach, name="nblaunch-imports", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: the next launch imports for itself
+                teacher.start()
+                self._teacher = teacher
 
     def _wanted(self) -> list[str]:
         """What the next successor is to have; nothing where there is one that has it.
 
-        Another environment must have come twice: those of a sweep, each new, would have one made after every launch.
+        Another environment or folder must have come twice: those of a sweep, each new, would have one made after every
+        launch.
         """
         names = [name for name in self._learned if _package(name) not in self._left_out]
         present = self._alive(self._successor)
         if present is None:
             return names
-        if not _alike(present.environment, self._rank_env):
-            return names if _alike(self._env_before, self._rank_env) else []
+        if not self._last.is_like(_Where(present.environment, present.cwd)):
+            return names if self._last.is_like(self._before) else []
         return [] if present.preload == tuple(names) else names
 
     def _teach(self) -> None:
         """Make successors until one has everything, without what none can have."""
-        made = True
-        while made:
-            with self._lock:
-                names, server = self._wanted(), self._warm
-                if not names or server is None:
-                    self._teacher = None  # whoever learns from now on starts another
-                    return
-            made = self._made_successor(server, names)
-        with self._lock:
-            self._teacher = None
-
-    def _made_successor(self, server: ForkServer, names: list[str]) -> bool:
-        """Make a successor, or learn which package none can have; false where none can be made at all."""
         try:
-            if server.ready().problem:
-                return False
-            successor = Successor(server, names, self._rank_env)
-        except (StartError, OSError):  # the server is gone: the next one's first launch brings us back here
+            more = True
+            while more:
+                with self._lock:
+                    names, server, where = self._wanted(), self._warm, self._last
+                    if not names or server is None:
+                        self._teacher = None  # whoever learns from now on starts another
+                        return
+                more = self._made_successor(server, names, where)
+        except (StartError, OSError):  # the next launch that imports something brings us back here
             _log.info("no successor of the fork server was made", exc_info=True)
+        finally:
+            with self._lock:
+                if self._teacher is threading.current_thread():
+                    self._teacher = None
+
+    def _made_successor(self, server: ForkServer, names: list[str], where: _Where) -> bool:
+        """Make a successor, or learn which package none can have; whether to look for what is wanted then.
+
+        Raises:
+            StartError, OSError: None can be made.
+        """
+        if server.ready().problem:
             return False
+        successor = Successor(server, names, where.env, where.cwd)
         try:
             successor.import_all()
         except LeftOutError as error:
             with self._lock:
-                if self._warm is not server:
-                    return False  # which was stopped, and the successor with it
-                self._left_out[error.package] = error.reason
+                if self._warm is server:
+                    self._left_out[error.package] = error.reason
             return True
         with self._lock:
-            before, self._successor = self._successor, successor
-            self._retire(before)
-            if server is not self._warm:  # another generation has begun meanwhile
+            if not successor.alive():
+                raise StartError("the successor of the fork server has ended")
+            if server is self._warm:
+                before, self._successor = self._successor, successor
+                self._retire(before)
+            else:  # another generation has begun meanwhile
                 self._retire(successor)
-                self._successor = None
         return True
+
+
+class _Where(NamedTuple):
+    """What modules may see of a launch while they are imported."""
+
+    env: Mapping[str, str]
+    cwd: str
+
+    def is_like(self, other: _Where) -> bool:
+        return self.cwd == other.cwd and _significant(self.env) == _significant(other.env)
 
 
 _retired: list[ForkServer] = []
 servers = Servers()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=servers.forget)
 
 
-def _fits(server: Successor, env: Mapping[str, str]) -> bool:
-    """Whether ranks with this environment would import what the server has imported."""
-    return _alike(server.environment, env) and not shadowed(server.packages)
-
-
-def _alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    return _significant(one) == _significant(other)
+def _fits(server: Successor, where: _Where) -> bool:
+    """Whether ranks there would import what the server has imported."""
+    return where.is_like(_Where(server.environment, server.cwd)) and not shadowed(server.packages)
 
 
 def _significant(env: Mapping[str, str]) -> dict[str, str]:

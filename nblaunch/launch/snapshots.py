@@ -21,8 +21,10 @@ _SHARE = 10
 """One part in so many of the free memory may be kept."""
 _LOOK_EVERY = 1.0
 """Seconds between looks at the free memory while something is kept."""
-_LEAST = 1 << 20
+_LEAST = 64 << 10
 """Smaller segments are not worth being kept."""
+_MOST_SEGMENTS = 64
+"""Each holds a descriptor."""
 
 
 class Snapshots:
@@ -94,7 +96,7 @@ class Snapshots:
     def _keep_within(self, most: int) -> None:
         """Let go what was used longest ago."""
         left, stays = most, set()
-        for segment in self._segments():
+        for segment in self._segments()[:_MOST_SEGMENTS]:
             left -= segment.size
             if left < 0:
                 break
@@ -105,8 +107,13 @@ class Snapshots:
     def _watch_memory(self) -> None:
         if self._kept and self._watch is None:
             self._wake.clear()
-            self._watch = threading.Thread(target=self._look, name="nblaunch-memory", daemon=True)
-            self._watch.start()
+            watch = threading.Thread(target=self._look, name="nblaunch-memory", daemon=True)
+            try:
+                watch.start()
+            except RuntimeError:  # no more threads: nobody would see that memory gets short
+                self._kept.clear()
+            else:
+                self._watch = watch
 
     def _look(self) -> None:
         """Look at the free memory for as long as something is kept."""
@@ -139,3 +146,5 @@ def budget(kept: int) -> int:
 
 
 snapshots = Snapshots()
+if hasattr(os, "register_at_fork"):  # a forked child has no such thread
+    os.register_at_fork(after_in_child=snapshots.__init__)  # type: ignore[misc]  # begin anew

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -48,6 +49,7 @@ from nblaunch.messages import (
     Source,
     StartRank,
     Swept,
+    Taken,
     Task,
 )
 
@@ -57,6 +59,9 @@ _QUIET = 0.1
 """Seconds between the first failure and the stopping of the others, in which theirs arrive by themselves."""
 _TELL_AFTER = 5.0
 """Seconds that a rank which has returned may wait for its threads before that is said."""
+_ON_THEIR_WAY = 100
+"""Descriptors that a launch may have on their way at once, or those of one rank if these are more: Linux lets users
+who are not root have as many, of all their programs together, as one process may open."""
 _LEAVE_WITHIN = 30.0
 """Seconds that a rank gets to leave once its threads have ended: atexit functions, torch's clean-up."""
 _SWEEP_WITHIN = 8.0
@@ -101,6 +106,9 @@ class Attempt:
         self.ranks: list[Rank] = []
         self.taskless: list[Rank] = []
         """Those that have not been sent what they are to do."""
+        self.offered: set[int] = set()
+        """Those that have."""
+        self.is_careful = len(parcel) * plan.world_size > _ON_THEIR_WAY
         self.reading = Reading(self.ranks, view, commands)
         self.ladder: Ladder | None = None
         self.met_reaper = False
@@ -172,21 +180,26 @@ class Attempt:
             self._tell(self.control, StartRank(spec), [there.fileno()])
         if spec.method == "spawn":
             self._tell(channel, StartRank(spec))  # a fresh interpreter has not got it from the reaper
-        channel.post(Task(self.plan.world(number, port)), self.parcel)
+        channel.post(Task(self.plan.world(number, port), acknowledge=self.is_careful), self.parcel)
         self.taskless.append(rank)
         self._hand_out_tasks()
         self._watch(channel, lambda: self._hear_rank(rank))
 
     def _hand_out_tasks(self) -> None:
         """Send the ranks what they are to do: all at once, but where so many descriptors must be taken first."""
-        while self.taskless:
+        while self.taskless and (not self.is_careful or self._would_take(self.taskless[0])):
             channel = self.taskless[0].channel
             with contextlib.suppress(ConnectionError):  # it has ended, which we hear by another road
                 if not channel.flush():
                     return
             with contextlib.suppress(OSError):
                 channel.sock.shutdown(socket.SHUT_WR)  # no further task will come
-            del self.taskless[0]
+            self.offered.add(self.taskless.pop(0).rank)
+
+    def _would_take(self, rank: Rank) -> bool:
+        """Whether a rank runs that would take its descriptors, and few others have theirs still to take."""
+        waiting = [number for number in self.offered if not self.ranks[number].took and self.ranks[number].listens]
+        return rank.pid > 0 and (len(waiting) + 1) * len(self.parcel) <= max(_ON_THEIR_WAY, len(self.parcel))
 
     def _spec(self, rank: int, port: int) -> RankSpec:
         return RankSpec(
@@ -261,6 +274,7 @@ class Attempt:
                 self.first_failure = self.first_failure or time.monotonic()
             elif isinstance(message, RankStarted):
                 self.ranks[message.rank].pid = message.pid
+                self._hand_out_tasks()
             elif isinstance(message, RankExited):
                 self._hear_out(self.ranks[message.rank])  # what it said before it ended
                 self.ranks[message.rank].exited = message
@@ -295,7 +309,10 @@ class Attempt:
 
     def _take_in(self, rank: Rank) -> None:
         for message, fds in rank.channel.drain():
-            if isinstance(message, Running):
+            if isinstance(message, Taken):
+                rank.took = True
+                self._hand_out_tasks()
+            elif isinstance(message, Running):
                 rank.running = True
             elif isinstance(message, Interrupted):
                 rank.interrupted = True
@@ -419,6 +436,6 @@ def _kill_process(pidfd: int | None, child: int | None) -> None:
 
 
 def _readable(channel: Channel) -> bool:
-    with selectors.DefaultSelector() as ready:
-        ready.register(channel, selectors.EVENT_READ)
-        return bool(ready.select(0))
+    ready = select.poll()  # which needs no descriptor: a rank's result may have taken the last
+    ready.register(channel, select.POLLIN)
+    return bool(ready.poll(0))

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from nblaunch.channel import Channel
-from nblaunch.messages import Done, Failed, Interrupted, Leaving, Payload, RankSpec, Running, StartRank, Task
+from nblaunch.messages import Done, Failed, Interrupted, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
 from nblaunch.parcel import Fresh, pack, unpack
 from nblaunch.ranks import (
     environment,
@@ -137,6 +137,8 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     while (received := channel.receive()) is not None:
         task, fds = received
         if isinstance(task, Task):
+            if task.acknowledge:
+                voice.say(Taken(spec.rank))
             enter(Context(spec.rank, spec.local_rank, spec.world_size, task.world.device, spool, spec.log_dir))
             code = _run(spec, task, functools.partial(load, fds), voice)
     _await_threads()
@@ -203,10 +205,15 @@ def _may_be_replaced() -> Callable[[Region], bool] | None:
     none while a thread of the user's runs: what that writes at that moment would be lost to it.
     """
     torch = sys.modules.get("torch")
-    if not system.LINUX or threading.active_count() > 1 or (torch is not None and torch.cuda.is_initialized()):
+    if not system.LINUX or _user_threads() or (torch is not None and torch.cuda.is_initialized()):
         return None
     plain = system.anonymous_memory()
     return lambda region: any(start <= region.address and region.end <= end for start, end in plain)
+
+
+def _user_threads() -> bool:
+    """Whether there are threads besides this one; that of tqdm, which looks at progress bars, is none of the user's."""
+    return any(type(thread).__name__ != "TMonitor" for thread in set(threading.enumerate()) - {threading.main_thread()})
 
 
 def _set_device(device: str) -> None:

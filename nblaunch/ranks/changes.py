@@ -27,13 +27,18 @@ def unreturned(watched: Mapping[str, Any], before: Mapping[str, Any], result: An
 def _fingerprint(value: Any) -> Any:
     """Module: the versions of its tensors, which every change in place raises. Container: its elements' identity."""
     if hasattr(value, "state_dict"):
-        return [(name, _version(tensor)) for name, tensor in _tensors(value).items()]
+        return [(name, _version(tensor)) for name, tensor in _tensors(value).items() if not _is_shared(tensor)]
     elements = list(value.items()) if isinstance(value, dict) else list(value)
     return [len(elements), [tuple(map(id, e)) if isinstance(value, dict) else id(e) for e in elements[:_MOST]]]
 
 
 def _tensors(module: Any) -> dict[str, Any]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _is_shared(tensor: Any) -> bool:
+    """Whether the notebook sees its changes; of a tensor on a GPU torch always says that it is shared."""
+    return _is_tensor(tensor) and tensor.device.type == "cpu" and bool(tensor.is_shared())
 
 
 def _version(tensor: Any) -> int:

@@ -14,13 +14,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.messages import RankSpec, Settings, WarningFilter
-from nblaunch.ranks import system
+from nblaunch.ranks import imports, system
 from nblaunch.ranks.reaper import open_log
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
 _blas: ThreadpoolController | None = None
+_streams: dict[str, io.TextIOWrapper] = {}
 
 
 def find_blas() -> None:
@@ -40,12 +41,17 @@ def redirect(spec: RankSpec) -> None:
 
 
 def open_streams() -> None:
-    """Put text streams over fds 0, 1 and 2: whole lines at a time, whatever bytes they hold."""
-    for name, stream in (
-        ("stdin", io.TextIOWrapper(io.FileIO(0, closefd=False))),
-        ("stdout", _stream(1)),
-        ("stderr", _stream(2)),
-    ):
+    """Put text streams over fds 0, 1 and 2: whole lines at a time, whatever bytes they hold.
+
+    Those of the fork server are its ranks' too: what it has imported may hold them.
+    """
+    global _streams
+    _streams = _streams or {
+        "stdin": io.TextIOWrapper(io.FileIO(0, closefd=False)),
+        "stdout": _stream(1),
+        "stderr": _stream(2),
+    }
+    for name, stream in _streams.items():
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -104,7 +110,8 @@ def apply_settings(settings: Settings) -> None:
     if settings.warning_filters is not None:
         entries = [(f.action, f.message, _category(f), f.module, f.lineno) for f in settings.warning_filters]
         known: Any = warnings.filters  # typeshed calls it a Sequence
-        known[:] = [entry for entry in entries if entry[2] is not None]
+        own = [entry for entry in entries if entry[2] is not None]
+        known[:] = [*(entry for entry in imports.filters() if entry not in own), *own]
         _filters_changed()
 
 

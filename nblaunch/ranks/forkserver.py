@@ -18,13 +18,14 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NoReturn
 
 from nblaunch.channel import Channel
 from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, NotStarted, Succeed
-from nblaunch.ranks import bootstrap, imports, process_group, reaper, system
+from nblaunch.ranks import bootstrap, environment, imports, process_group, reaper, system
 
 _LOOK_EVERY = 0.5
 """Seconds between looks at the kernel where the system has no pidfd."""
@@ -48,6 +49,7 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
+    environment.open_streams()
     imports.note_roots()
     _serve(channel, kernel, _hello(preload), _SOON if preload else ())
 
@@ -85,24 +87,31 @@ def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hell
     channel.send(Importing("", os.getpid()), [] if own is None else [own])
     if own is not None:
         os.close(own)
-    told, files = "", _open_files()
+    for _ in _import_soon(_SOON):  # the server that forked this one may not have come so far
+        pass
+    filters = list(warnings.filters)
+    told, files, witness = "", _open_files(), imports.Witness()
     for name in modules:
         package = name.partition(".")[0]
         if package != told:
-            _leave_if_unfit(channel, told, files)
+            _leave_if_unfit(channel, told, files, witness)
             channel.send(Importing(package, os.getpid()))
             told = package
         with contextlib.suppress(Exception):  # its ranks will say so if they need it
             importlib.import_module(name)
-    _leave_if_unfit(channel, told, files)
+    _leave_if_unfit(channel, told, files, witness)
+    witness.close()
+    imports.note_filters(filters)
+    os.chdir(os.sep)
     bootstrap.prepare()
     _settle()
-    return replace(before, pid=os.getpid(), preloaded=modules, seconds=time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    return replace(before, pid=os.getpid(), preloaded=modules, seconds=seconds, files=imports.files(modules))
 
 
-def _leave_if_unfit(channel: Channel, package: str, files: int) -> None:
-    """Leave where the package just imported makes forking unsafe."""
-    reason = _unfit() or ("it keeps files open" if _open_files() > files else "")
+def _leave_if_unfit(channel: Channel, package: str, files: int, witness: imports.Witness) -> None:
+    """Leave where the package just imported makes forking unsafe, or is not for all ranks alike."""
+    reason = _unfit() or ("it keeps files open" if _open_files() > files else "") or witness.objection()
     if reason:
         channel.send(LeftOut(package, reason))
         os._exit(0)
@@ -290,6 +299,8 @@ class _Server:
         system.close_all_but([channel.fileno()])
         os.environ.clear()
         os.environ.update(message.env)
+        with contextlib.suppress(OSError):  # it is gone, and its ranks will be told
+            os.chdir(message.cwd)
         hello = _hello_of_successor(channel, message.modules, self.hello)
         _serve(channel, self.kernel, hello, ())
 

@@ -5,10 +5,18 @@ Never a module of the notebook's own folders, nor of an editable installation: t
 
 from __future__ import annotations
 
+import gc
 import itertools
+import logging
+import multiprocessing
 import os
+import random
+import signal
 import sys
+import warnings
+from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 from nblaunch.installed import is_installed
 
@@ -46,3 +54,126 @@ def _is_installed(name: str, module: ModuleType | None) -> bool:
     if origin in ("built-in", "frozen"):
         return True
     return isinstance(origin, str) and os.path.realpath(origin).startswith(_roots)
+
+
+def files(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
+    """The files of these modules, with the times of their last changes; not of Python's own."""
+    found = []
+    for name in names:
+        origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
+        if isinstance(origin, str) and os.path.realpath(origin).startswith(_roots):
+            try:
+                found.append((origin, os.stat(origin).st_mtime_ns))
+            except OSError:
+                continue  # it is in an archive
+    return tuple(found)
+
+
+# ------------------------------------------------------------------ what an import does besides
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NBLAUNCH_RANK", "NBLAUNCH_LAUNCH_ID")
+_OF_RANKS_BEGIN = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+
+
+class _WatchedEnvironment(os._Environ[str]):
+    """The environment, which notes what is read."""
+
+    read: set[str]
+
+    def __getitem__(self, name: str) -> str:
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+class Witness:
+    """Sees what an import does that each rank must have done for itself, or not at all.
+
+    Ranks that are forked after an import have what it left in the process, whether they import the module or not, and
+    lose what they set anew. So packages that read what differs between ranks, or change what all code of a process
+    shares, cannot be there before.
+    """
+
+    def __init__(self) -> None:
+        environment: Any = os.environ
+        environment.__class__ = _WatchedEnvironment
+        environment.read = self._read = set[str]()
+        self._generators = _generators()
+        self._shared = _shared()
+        self._read.clear()
+
+    def close(self) -> None:
+        environment: Any = os.environ
+        environment.__class__ = os._Environ
+        del environment.read
+
+    def objection(self) -> str:
+        """Why what has been imported cannot be there before ranks are; empty if it can."""
+        read = [name for name in sorted(self._read) if name in _OF_RANKS or name.startswith(_OF_RANKS_BEGIN)]
+        if read:
+            return f"it reads {read[0]} while it is imported"
+        if _generators() - self._generators:
+            return "it makes generators of random numbers while it is imported"
+        now = _shared()
+        changed = [name for name, value in now.items() if value != self._shared[name]]
+        return f"it changes {changed[0]} while it is imported" if changed else ""
+
+
+def _generators() -> set[int]:
+    """The generators of random numbers in this process; those of the operating system are everyone's."""
+    import numpy
+    import torch
+
+    kinds = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+    return {
+        id(each)
+        for each in gc.get_objects()
+        if issubclass(kind := type(each), kinds) and not issubclass(kind, random.SystemRandom)  # proxies are left alone
+    }
+
+
+def _shared() -> dict[str, object]:
+    """What all code of a process shares, and imports may change; `warnings.filters` are the ranks' to take over."""
+    import numpy
+    import torch
+    from torch import multiprocessing as torch_multiprocessing
+
+    numpy_state: Any = numpy.random.get_state()
+    root = logging.getLogger()
+    umask = os.umask(0o77)
+    os.umask(umask)
+    return {
+        "os.environ": dict(os.environ),
+        "sys.path": list(sys.path),
+        "the working directory": os.getcwd(),
+        "the umask": umask,
+        "random's state": random.getstate(),
+        "NumPy's random state": (numpy_state[1].tobytes(), *numpy_state[2:]),
+        "torch's random state": torch.get_rng_state().numpy().tobytes(),
+        "torch's settings": (
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            vars(torch._tensor_str.PRINT_OPTS).copy(),
+            torch_multiprocessing.get_sharing_strategy(),
+        ),
+        "NumPy's settings": (numpy.geterr(), numpy.get_printoptions()),
+        "logging's root": (root.level, list(root.handlers), logging.root.manager.disable),
+        "the start method of multiprocessing": multiprocessing.get_start_method(allow_none=True),
+        "how signals are handled": [signal.getsignal(number) for number in signal.valid_signals()],
+        "sys's hooks": (sys.excepthook, sys.displayhook, sys.getrecursionlimit(), sys.stdout, sys.stderr),
+    }
+
+
+_filters: list[Any] = []
+"""Warnings' filters that imports of the fork server have added, which ranks would have added by importing."""
+
+
+def note_filters(before: list[Any]) -> None:
+    """Note what has been added to ``warnings.filters``."""
+    _filters[:] = [entry for entry in warnings.filters if entry not in before]
+
+
+def filters() -> list[Any]:
+    """The filters that imports have added, the last one first, as Python has them."""
+    return list(_filters)

@@ -82,7 +82,7 @@ def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     own.warm_up()
-    own.reaper("spawn", "launch", 2, {}).channel.close()
+    own.reaper("spawn", "launch", 2, {}, "/").channel.close()
     assert own._bare is not None
     assert own._bare.hello is not None
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.errors import StartError
 from nblaunch.launch import forkserver
-from nblaunch.launch.servers import Servers
+from nblaunch.launch.servers import Servers, servers
 from nblaunch.ranks import system
 from tests.conftest import eventually
 
@@ -176,7 +177,23 @@ BAD = {
     ),
     "hangs": (
         "import os, time\nif not os.environ.get('NBLAUNCH_RANK'): time.sleep(600)\n",
-        "importing it takes more than 2 s",
+        "importing it takes more than 5 s",
+    ),
+    "reads its rank": ("import os\nRANK = os.environ.get('RANK')\n", "it reads RANK while it is imported"),
+    "asks for its peers": ("import os\nALONE = 'MASTER_ADDR' not in os.environ\n", "it reads MASTER_ADDR while"),
+    "makes a generator": ("import random\nDRAW = random.Random()\n", "it makes generators of random numbers"),
+    "makes NumPy's generator": ("import numpy\nDRAW = numpy.random.default_rng()\n", "it makes generators of random"),
+    "draws a number": ("import random\nNUMBER = random.random()\n", "it changes random's state while it is imported"),
+    "seeds torch": ("import torch\ntorch.manual_seed(5)\n", "it changes torch's random state"),
+    "changes the environment": ("import os\nos.environ['A_CHANGE'] = '1'\n", "it changes os.environ"),
+    "changes the path": ("import sys\nsys.path.append('/a/folder')\n", "it changes sys.path"),
+    "changes the folder": ("import os\nos.chdir('/tmp')\n", "it changes the working directory"),
+    "switches gradients off": ("import torch\ntorch.set_grad_enabled(False)\n", "it changes torch's settings"),
+    "makes numpy strict": ("import numpy\nnumpy.seterr(all='raise')\n", "it changes NumPy's settings"),
+    "logs": ("import logging\nlogging.basicConfig(level=logging.DEBUG)\n", "it changes logging's root"),
+    "ignores a signal": (
+        "import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n",
+        "it changes how signals are handled",
     ),
     "touches CUDA": (
         "import os, torch\nif not os.environ.get('NBLAUNCH_RANK'): torch.cuda.is_initialized = lambda: True\n",
@@ -189,7 +206,8 @@ BAD = {
 def test_what_may_not_be_there_before_a_fork_is_left_out_and_that_is_said(
     way: str, own: Servers, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forkserver, "_IMPORT_LIMIT", 2.0)
+    if way == "hangs":
+        monkeypatch.setattr(forkserver, "_IMPORT_LIMIT", 5.0)
     text, reason = BAD[way]
     install("tells", TELLS)
     install("bad", text + TELLS)
@@ -228,6 +246,102 @@ def test_a_successor_that_hangs_in_an_import_ends_with_its_server(
         os.kill(own._warm.process.pid, signal.SIGKILL)
     hanging = int((tmp_path / "pid").read_text())
     eventually(lambda: not system.alive(hanging), LONG)
+    eventually(lambda: own._teacher is None, LONG)
+    assert not own._left_out  # it is not to blame
+
+
+def test_where_no_successor_can_be_made_that_is_tried_once_a_launch(
+    own: Servers, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(*arguments: object) -> None:
+        asked.append(arguments)
+        raise StartError("no more processes")
+
+    monkeypatch.setattr("nblaunch.launch.servers.Successor", refuse)
+    install("tells", TELLS)
+    for count in (1, 2):
+        assert imported_by_ranks(launched("tells"))
+        eventually(lambda: own._teacher is None, LONG)
+        assert len(asked) == count
+
+
+def test_a_forked_child_of_the_kernel_has_no_servers() -> None:
+    mine = {"_warm", "_successor"}
+    assert servers._warm is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(vars(servers)[name] is not None for name in mine))
+    assert os.waitpid(child, 0)[1] == 0
+    assert servers._warm.alive()
+
+
+def test_an_edited_file_of_an_installed_package_is_seen(own: Servers, install: Install, tmp_path: Path) -> None:
+    install("tells", TELLS)
+    launched("tells")
+    eventually(lambda: learnt(own), LONG)
+    (tmp_path / "site-packages" / "tells.py").write_text(TELLS.replace("os.environ.get('A_SETTING')", "'edited'"))
+    assert [setting for _, _, setting in launched("tells")] == ["edited"] * 2
+    eventually(lambda: learnt(own), LONG)
+    found = launched("tells")
+    assert not imported_by_ranks(found)
+    assert [setting for _, _, setting in found] == ["edited"] * 2
+
+
+def twice(own: Servers, function: Callable[[], Any]) -> list[LaunchResult]:
+    """A launch that imports something, and one in which that is there before."""
+    results = []
+    for _ in range(2):
+        results.append(notebook_launcher(function, (), 2, start_method="forkserver", view="none"))
+        eventually(lambda: learnt(own), LONG)
+    return [result for result in results if isinstance(result, LaunchResult)]
+
+
+def test_its_warnings_filters_hold_there_too(own: Servers, install: Install) -> None:
+    install("strict", "import warnings\nwarnings.filterwarnings('error', message='not here')\n")
+
+    def warns() -> str:
+        import warnings
+
+        import strict  # type: ignore[import-not-found]
+
+        try:
+            warnings.warn("not here", stacklevel=1)
+        except UserWarning as warning:
+            return f"{warning} in {strict.__name__}"
+        return "no error"
+
+    assert [list(result) for result in twice(own, warns)] == [["not here in strict"] * 2] * 2
+
+
+def test_what_it_writes_to_the_stream_that_it_found_is_in_the_log(own: Servers, install: Install) -> None:
+    install("writes", "import sys\nOUT = sys.stdout\n")
+
+    def says() -> None:
+        import writes  # type: ignore[import-not-found]
+
+        writes.OUT.write("said by the package")  # and no end of a line
+
+    for result in twice(own, says):
+        assert [log.out.read_text() for log in result.logs] == ["said by the package"] * 2
+
+
+def test_it_finds_the_settings_in_the_notebooks_folder(
+    own: Servers, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("configured", "try:\n    SETTING = open('settings').read()\nexcept OSError:\n    SETTING = 'none'\n")
+
+    def setting() -> str:
+        import configured  # type: ignore[import-not-found]
+
+        return str(configured.SETTING)
+
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings").write_text(name)
+        monkeypatch.chdir(tmp_path / name)
+        assert [list(result) for result in twice(own, setting)] == [[name] * 2] * 2
 
 
 def test_nothing_is_imported_ahead_where_that_is_switched_off(

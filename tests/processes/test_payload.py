@@ -9,6 +9,8 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from nblaunch import Launch, LaunchResult, notebook_launcher, segments
 from nblaunch.channel import Channel
 from nblaunch.errors import LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
 from nblaunch.launch.snapshots import snapshots
+from nblaunch.ranks import bootstrap
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher
 
@@ -177,6 +180,59 @@ def test_ranks_get_their_data_when_the_system_takes_its_descriptors(
     monkeypatch.setattr(Channel, "_send_with", send_later)
     assert list(launch(sums, (torch.ones(MB),))) == [[MB]] * 2
     assert len(refused) == 5
+
+
+def hands_over() -> tuple[bool, bool, bool]:
+    """Whether a result's pages would be handed over: alone, after a progress bar, and while a thread may write."""
+    from tqdm import tqdm
+
+    alone = bootstrap._may_be_replaced() is not None
+    list(tqdm(range(3), mininterval=0.001))
+    after_a_bar = bootstrap._may_be_replaced() is not None
+    end = threading.Event()
+    threading.Thread(target=end.wait).start()
+    beside_a_thread = bootstrap._may_be_replaced() is not None
+    end.set()
+    return alone, after_a_bar, beside_a_thread
+
+
+def test_pages_are_handed_over_unless_a_thread_may_write_to_them(launch: Launcher) -> None:
+    assert list(launch(hands_over)) == [(True, True, False)] * 2
+
+
+@pytest.mark.timeout(240)
+def test_who_is_not_root_sends_much_shared_memory_to_many_ranks() -> None:
+    """In a process of its own, without root's right to have any number of descriptors on their way."""
+    code = """
+import ctypes, resource
+libc = ctypes.CDLL(None)
+for capability in (21, 24):  # CAP_SYS_ADMIN, CAP_SYS_RESOURCE
+    libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: the fork server will not have it
+head, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+libc.capget(head, sets)
+for i in range(0, 3):
+    sets[i] &= ~(1 << 21 | 1 << 24)
+libc.capset(head, sets)
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+import torch
+from nblaunch import notebook_launcher
+data = [torch.ones(3).share_memory_() for _ in range(130)]
+print(list(notebook_launcher(lambda: sum(float(each.sum()) for each in data), num_processes=9, view="none")))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == f"{[390.0] * 9}\n", done.stderr
+
+
+def test_changes_of_a_shared_module_are_the_notebooks(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(3, 3).share_memory()
+
+    def fills(rank: int) -> None:
+        with torch.no_grad():
+            model.weight[rank].fill_(rank + 1.0)
+
+    launch(fills, view="text")
+    assert model.weight[:2].tolist() == [[1.0] * 3, [2.0] * 3]
+    assert "which is a copy there" not in capsys.readouterr().out
 
 
 def test_a_result_of_more_descriptors_than_may_be_open_is_that_ranks_error(tmp_path: Path) -> None:

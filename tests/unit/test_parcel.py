@@ -564,6 +564,18 @@ def test_where_memory_is_short_a_file_holds_it(tmp_path: Path, monkeypatch: pyte
     assert arrived[1] == 1
 
 
+def test_pages_that_cannot_be_handed_over_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(segments, "free_memory", lambda: segments._RESERVE)
+    monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
+    memory = np.ones(4 << 20, dtype=np.uint8)
+    small = [Region(memory.ctypes.data + at, 100_000) for at in range(0, memory.size - 100_000, 200_000)]
+    placed = dict(segments.write(small, tmp_path, lambda region: True))
+    assert not any(each.segment.in_memory for each in placed.values())
+    placed = dict(segments.write([Region(memory.ctypes.data, memory.size)], tmp_path, lambda region: True))
+    assert all(each.segment.in_memory for each in placed.values())
+
+
 def test_where_there_is_no_room_at_all_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
     monkeypatch.setattr(segments, "_RESERVE", 1 << 60)
@@ -611,6 +623,23 @@ def test_a_file_that_a_tensor_maps_is_sent_as_what_it_holds(shared: bool, tmp_pa
     file.write_bytes(np.arange(LARGE, dtype=np.float32).tobytes())
     tensor = torch.from_file(str(file), shared=shared, size=LARGE)
     assert torch.equal(sent(tensor), torch.arange(LARGE, dtype=torch.float32))
+
+
+def test_a_file_that_a_tensor_maps_stays_its_own_where_shared_memory_has_names(tmp_path: Path) -> None:
+    code = f"""
+import os, torch
+from pathlib import Path
+from nblaunch.parcel import Fresh, pack, unpack
+torch.multiprocessing.set_sharing_strategy("file_system")
+tensor = torch.from_file({str(tmp_path / "data")!r}, shared=True, size=3)
+tensor[0] = 1
+outgoing = pack(lambda found: tensor, Fresh(Path("/nowhere")))
+print(unpack([os.dup(fd) for fd in outgoing.fds])[0].item())
+tensor[1] = 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1.0"]
+    assert np.fromfile(tmp_path / "data", dtype=np.float32).tolist() == [1.0, 2.0, 0.0]
 
 
 def test_an_empty_tensor_in_shared_memory_arrives() -> None:

@@ -76,6 +76,24 @@ def test_small_ones_that_share_a_segment_are_told_apart(kept: Snapshots) -> None
     assert all(each.is_in(place) for each, place in zip(data, again, strict=True))
 
 
+def test_a_small_change_is_copied_once(kept: Snapshots) -> None:
+    parts = [Data(MB // 8, value) for value in range(10)]
+    assert all(each.is_new for each in placed(kept, *parts))
+    parts[3].array += 1
+    assert [each.is_new for each in placed(kept, *parts)] == [part is parts[3] for part in parts]
+    assert not any(each.is_new for each in placed(kept, *parts))
+
+
+def test_few_descriptors_are_held_whatever_changes(kept: Snapshots) -> None:
+    parts = [Data(MB // 8, value) for value in range(100)]
+    before = len(os.listdir("/proc/self/fd"))
+    placed(kept, *parts)
+    for part in parts:
+        part.array += 1
+        placed(kept, *parts)
+    assert len(os.listdir("/proc/self/fd")) - before <= all_snapshots._MOST_SEGMENTS
+
+
 def test_what_was_used_longest_ago_goes_first(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
     old, middle, new = (Data(ALONE, number) for number in range(3))
     for data in (old, middle, old, new):
@@ -128,7 +146,7 @@ def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyP
 
 
 def test_files_are_not_kept(kept: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.segments._room", lambda size, folder: folder)
+    monkeypatch.setattr("nblaunch.segments._room", lambda more, size, folder: folder)
     data = Data(ALONE, 1)
     assert data.is_in(kept.place([data.region], tmp_path)[0])
     assert kept.size == 0
