@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import linecache
 import random
@@ -96,8 +97,10 @@ def ship(payload: Payload) -> Shipment:
             f"{name_of(payload.function)} cannot be sent to the ranks ({named(error.sizes)}): {error.strerror}"
         ) from None
     except Exception as error:
+        is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
+        said = f"{error} (ulimit -n; each tensor after share_memory_() takes one)" if is_full else str(error)
         raise PayloadError(
-            _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {error}"
+            _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {said}"
         ) from error
     return Shipment(parcel, sources, Sent.of(parcel))
 
