@@ -303,8 +303,7 @@ class _Where(NamedTuple):
 
 _retired: list[ForkServer] = []
 servers = Servers()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=servers.forget)
+os.register_at_fork(after_in_child=servers.forget)
 
 
 def _fits(server: Successor, where: _Where) -> bool:

@@ -146,5 +146,4 @@ def budget(kept: int) -> int:
 
 
 snapshots = Snapshots()
-if hasattr(os, "register_at_fork"):  # a forked child has no such thread
-    os.register_at_fork(after_in_child=snapshots.__init__)  # type: ignore[misc]  # begin anew
+os.register_at_fork(after_in_child=snapshots.__init__)  # type: ignore[misc]  # it has no such thread: begin anew
