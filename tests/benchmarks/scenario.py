@@ -8,6 +8,7 @@ can follow where nothing runs in the background: the two whole runs.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import tempfile
 import time
@@ -18,8 +19,8 @@ from typing import Any
 from tests.kernel.harness import Kernel, running_kernel
 
 RANKS = 4
-_LIMIT = 120.0
-"""Seconds after which a run counts as endless."""
+_LIMIT = 60.0
+"""Seconds after which a run counts as endless: a fork of a kernel with threads now and then hangs for ever."""
 
 _TRAINS = """
 import os, time
@@ -138,7 +139,9 @@ def measure(size: int, lines: int, busy: float) -> Figures:
                     figures.day = _asked(kernel, "day()")
                     kernel.run("%distributed free\ndel data").check()  # the whole runs begin alike
                     kernel.run(f"data = torch.ones({size} // 4)").check()
-                figures.whole[name] = [_whole(kernel, lines // RANKS, Path(folder, str(n))) for n in range(2)]
+                first = _whole(kernel, lines // RANKS, Path(folder, "first"))
+                again = _whole(kernel, lines // RANKS, Path(folder, "again")) if math.isfinite(first) else math.inf
+                figures.whole[name] = [first, again]
     return figures
 
 
@@ -153,7 +156,7 @@ def _whole(kernel: Kernel, steps: int, told: Path) -> float:
     deadline = time.monotonic() + _LIMIT
     while not (told.exists() and told.read_text()):
         if time.monotonic() > deadline:
-            return float("inf")
+            return math.inf
         with contextlib.suppress(queue.Empty):
             kernel.client.get_iopub_msg(timeout=0.02)
     return float(told.read_text())
@@ -164,5 +167,9 @@ def table(figures: Figures) -> str:
     rows = [f"| {figures.size / 1e9:.1f} GB, {RANKS} ranks, a busy kernel: nblaunch | seconds |", "|---|---|"]
     rows += [f"| {phase} | {seconds:.2f} |" for phase, seconds in figures.day.items()]
     rows += ["", f"| a whole run, with {figures.lines:,} lines | first, s | again, s |", "|---|---|---|"]
-    rows += [f"| {name} | {first:.2f} | {again:.2f} |" for name, (first, again) in figures.whole.items()]
+    rows += [f"| {name} | {_seconds(first)} | {_seconds(again)} |" for name, (first, again) in figures.whole.items()]
     return "\n".join(rows)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "endless"
