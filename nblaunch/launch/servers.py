@@ -109,6 +109,7 @@ class Servers:
             except OSError as error:  # it was killed; the next round starts another
                 if last:
                     raise StartError(f"the fork server died twice: {error}") from error
+                self.give_up(server)  # though the system may not tell of its end yet
         raise AssertionError  # not reached
 
     def usable(self, method: Method) -> Method:
@@ -164,6 +165,7 @@ class Servers:
 
     def _for(self, method: Method, where: _Where) -> ForkServer:
         with self._lock:
+            _retired[:] = [old for old in _retired if old.alive()]
             warm = self._alive(self._warm)
             if method == "forkserver":
                 server = self._current()

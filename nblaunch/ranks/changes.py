@@ -38,7 +38,10 @@ def _tensors(module: Any) -> dict[str, Any]:
 
 def _is_shared(tensor: Any) -> bool:
     """Whether the notebook sees its changes; of a tensor on a GPU torch always says that it is shared."""
-    return _is_tensor(tensor) and tensor.device.type == "cpu" and bool(tensor.is_shared())
+    try:
+        return _is_tensor(tensor) and tensor.device.type == "cpu" and bool(tensor.is_shared())
+    except ValueError:
+        return False  # a lazy module's, which has no memory yet
 
 
 def _version(tensor: Any) -> int:
