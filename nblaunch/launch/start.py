@@ -137,7 +137,11 @@ class ForkServer:
         """
         here, there = channel_pair()
         with there, self._lock:
-            self.channel.send(NewReaper(launch_id), [there.fileno()])
+            try:
+                self.channel.send(NewReaper(launch_id), [there.fileno()])
+            except OSError:
+                here.close()
+                raise
             self.launches += 1
         return Reaper(here, server=self)
 
@@ -237,6 +241,7 @@ class Servers:
             except OSError as error:  # it was killed; the next round starts another
                 if last:
                     raise StartError(f"the fork server died twice: {error}") from error
+                self.give_up(server)  # though the system may not tell of its end yet
         raise AssertionError  # not reached
 
     def usable(self, method: Method) -> Method:
