@@ -22,7 +22,7 @@ from nblaunch.launch import forkserver
 from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import ForkServer
 from nblaunch.launch.servers import Servers, read_at_import
-from nblaunch.messages import PROTOCOL, Hello, NewReaper, NotStarted
+from nblaunch.messages import PROTOCOL, Hello, Method, NewReaper, NotStarted
 from nblaunch.ranks.forkserver import _Server
 from tests.conftest import eventually, marked_processes
 
@@ -85,6 +85,22 @@ def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
     own.reaper("spawn", "launch", 2, {}, "/").channel.close()
     assert own._bare is not None
     assert own._bare.hello is not None
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_fork_server_whose_end_is_not_told_yet_is_replaced(
+    method: Method, own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.warm_up()
+    server = own._warm
+    assert server is not None
+    server.ready()
+    server.process.kill()
+    server.process.wait()
+    with monkeypatch.context() as context:
+        context.setattr(server, "alive", lambda: True)  # as in the moment between its last breath and the news
+        own.reaper(method, "launch", 2, {}, "/").channel.close()
+    assert own._warm is not server
 
 
 def test_loading_the_extension_again_tries_a_fork_server_again(own: Servers, preload: Callable[[str], None]) -> None:
