@@ -241,7 +241,8 @@ class Servers:
             except OSError as error:  # it was killed; the next round starts another
                 if last:
                     raise StartError(f"the fork server died twice: {error}") from error
-                self.give_up(server)  # though the system may not tell of its end yet
+                if isinstance(error, (ConnectionError, BlockingIOError)):  # it, and not this process, is in trouble
+                    self.give_up(server)  # though the system may not tell of its end yet
         raise AssertionError  # not reached
 
     def usable(self, method: Method) -> Method:
