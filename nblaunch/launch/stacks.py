@@ -35,8 +35,8 @@ _PATIENCE = 1.0
 """Seconds, but at most half of those that it has, after which a rank is sent the signal: something keeps the GIL."""
 _QUIET = 0.2
 """Seconds without growth after which faulthandler's dump is whole: it puts no mark at the end."""
-_WHOLE = "(whole)\n"
-"""The end of an answer that the rank's own thread gives."""
+_BEGIN, _WHOLE = "(answer)\n", "(whole)\n"
+"""The ends of an answer that the rank's own thread gives."""
 _MOST = 1 << 20
 """Bytes that are read of one dump; 100 threads of 100 frames, which is all that faulthandler writes, fit."""
 _LONGEST_LINE = 200
@@ -222,8 +222,10 @@ class _Rank:
                 self.hurry = math.inf
                 self.send(self.signal)
             return False
-        self.dump = self._read()
-        self.owing = not self.dump.endswith(_WHOLE) and now - self.grown < _QUIET
+        dump = self._read()
+        own = _own_answer(dump)
+        self.owing = own is None and now - self.grown < _QUIET
+        self.dump = dump if own is None else own
         return not self.owing
 
     def _meet(self) -> bool:
@@ -247,6 +249,15 @@ class _Rank:
             file.seek(self.begin)
             return file.read(_MOST).decode("ascii", errors="replace")
         return ""
+
+
+def _own_answer(dump: str) -> str | None:
+    """What the rank's own thread wrote, in one piece; faulthandler, if it answers at the same time, writes around it.
+
+    Both do where a rank that was stopped goes on: it has been sent the signal by then, and the question waits too.
+    """
+    until_its_end, end, _ = dump.rpartition(_WHOLE)
+    return until_its_end.rpartition(_BEGIN)[2] if end else None
 
 
 def _write(pipe: str) -> None:

@@ -26,8 +26,8 @@ belong to language runtimes and to Valgrind; their middle is nobody's. macOS has
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _MOST_CALLS = 100
 """As faulthandler has it."""
-WHOLE = "(whole)\n"
-"""The end of an answer."""
+BEGIN, WHOLE = "(answer)\n", "(whole)\n"
+"""The ends of an answer. It is appended in one write, while faulthandler may be writing around it."""
 
 
 def answer(spec: RankSpec) -> None:
@@ -67,7 +67,7 @@ def dump() -> str:
         for ident, frame in sys._current_frames().items()
         if ident != own
     ]
-    return "".join(threads) + WHOLE
+    return "".join([BEGIN, *threads, WHOLE])
 
 
 def _calls(frame: FrameType | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -101,6 +102,24 @@ def test_a_fork_server_whose_end_is_not_told_yet_is_replaced(
         context.setattr(server, "alive", lambda: True)  # as in the moment between its last breath and the news
         own.reaper(method, "launch", 2, {}, "/").channel.close()
     assert own._warm is not server
+
+
+def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
+    own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    own.warm_up()
+    server = own._warm
+    assert server is not None
+    server.ready()
+    with monkeypatch.context() as context:
+        context.setattr(start, "channel_pair", refuse)
+        with pytest.raises(StartError, match="Too many open files"):
+            own.reaper("forkserver", "launch")
+    assert own._warm is server
+    own.reaper("forkserver", "launch").channel.close()
 
 
 def test_loading_the_extension_again_tries_a_fork_server_again(own: Servers, preload: Callable[[str], None]) -> None:

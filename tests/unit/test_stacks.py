@@ -17,7 +17,7 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.stacks import Frame, Stack, Stacks, Teller, parse
 from nblaunch.launch.view import NullView
 from nblaunch.messages import Source
-from nblaunch.ranks.stacks import WHOLE, dump
+from nblaunch.ranks.stacks import BEGIN, WHOLE, dump
 
 RANKS = str(Path(nblaunch.__file__).parent / "ranks")
 LIBRARY = f"{sysconfig.get_path('stdlib')}/site-packages/torch/distributed/distributed_c10d.py"
@@ -212,7 +212,7 @@ def test_a_rank_that_is_not_ready_is_asked_when_it_is(asking: Asking) -> None:
     assert (asking.asked(0), asking.asked(1)) == (0, 1)
 
     for rank in (0, 1):
-        asking.write(rank, DUMP + WHOLE)
+        asking.write(rank, BEGIN + DUMP + WHOLE)
     asking.look_until(asked.done, 0, 1)
     assert sorted(asked.result()) == [0, 1]
 
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_answer_is_sent_the_signal_once_and_asked_no_more(a
     asked = asking.commands.want_stacks(60.0)
     asking.stacks.look([0])
     assert asking.asked(0) == 1
-    asking.write(0, DUMP + DUMP.replace("line 4 in train", "line 3 in train") + WHOLE)
+    asking.write(0, DUMP + BEGIN + DUMP.replace("line 4 in train", "line 3 in train") + WHOLE)
     asking.look_until(asked.done, 0)
     assert asked.result()[0].count("Main thread") == 1
     assert "Cell In[3], line 3, in train" in asked.result()[0]
@@ -240,10 +240,22 @@ def test_a_rank_that_answers_is_sent_no_signal(asking: Asking) -> None:
     asking.register(0)
     asked = asking.commands.want_stacks(60.0)
     asking.stacks.look([0])
-    asking.write(0, DUMP + WHOLE)
+    asking.write(0, BEGIN + DUMP + WHOLE)
     asking.look_until(asked.done, 0)
 
     assert asking.sent == []
+
+
+@pytest.mark.parametrize("begun", range(0, len(DUMP), 10))
+def test_an_answer_that_comes_amid_faulthandlers_is_told_alone(asking: Asking, begun: int) -> None:
+    """A rank that was stopped goes on: the signal and the question have both waited for it."""
+    asking.register(0)
+    asked = asking.commands.want_stacks(60.0)
+    asking.stacks.look([0])
+    asking.write(0, DUMP[:begun] + BEGIN + DUMP + WHOLE + DUMP[begun:])
+    asking.look_until(asked.done, 0)
+
+    assert asked.result() == {0: Teller(SOURCES).tell(parse(DUMP), MAIN)}
 
 
 def test_what_a_rank_says_of_itself_is_read_as_faulthandlers_words_are() -> None:
@@ -270,6 +282,7 @@ def test_what_a_rank_says_of_itself_is_read_as_faulthandlers_words_are() -> None
     assert (len(found.frames), found.cut) == (100, True)
     assert [frame.function for frame in found.frames[-3:]] == ["grüße", "wait", "wait"]
     assert any(stack.name == "MainThread" and not stack.cut for stack in parse(text))
+    assert text.startswith(BEGIN)
     assert text.endswith(WHOLE)
 
 
