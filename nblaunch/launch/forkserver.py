@@ -73,7 +73,7 @@ class ForkServer:
                 with there:
                     self.process: _Process = self._start(there)
             except OSError as error:
-                raise StartError(f"the fork server could not be started: {error}{_remedy(error)}") from error
+                raise StartError(f"the fork server could not be started: {error}{remedy(error)}") from error
             undo.pop_all()
 
     def _start(self, there: socket.socket) -> subprocess.Popen[bytes]:
@@ -331,7 +331,7 @@ def _errors_file() -> IO[bytes]:
     return cast("IO[bytes]", tempfile.TemporaryFile())
 
 
-def _remedy(error: OSError) -> str:
+def remedy(error: OSError) -> str:
     """What to do about a system that starts no process."""
     if error.errno == errno.E2BIG:
         longest = max(os.environ, key=lambda name: len(os.environ[name]))

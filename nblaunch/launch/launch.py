@@ -16,7 +16,7 @@ from typing import Any
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, ResultError, StartError, text_of
 from nblaunch.launch import failures, start
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.forkserver import Reaper
+from nblaunch.launch.forkserver import Reaper, remedy
 from nblaunch.launch.logs import LaunchFiles, RankLogs, prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
@@ -236,7 +236,10 @@ class Launch:
 
     def _attempt(self, number: int) -> bool:
         """One attempt; whether another is to follow."""
-        files = LaunchFiles.create(self.id)
+        try:
+            files = LaunchFiles.create(self.id)
+        except OSError as refusal:
+            raise StartError(f"{self.name} has no place for its logs: {refusal}{remedy(refusal)}") from refusal
         try:
             self._view.started(self._info(files, number))
             attempt, verdict = self._see_through(number, files)

@@ -6,6 +6,7 @@ Pure: everything about the machine comes in as a `Machine`, so that it is tested
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import math
 import operator
@@ -29,12 +30,12 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 DEFAULT_RANKS = 2
 """Ranks of a launch that names no number on a machine without GPUs."""
 STOP_GRACE = 30.0
-_FILES_PER_RANK = 5
-"""In the notebook's process: a channel, two logs, reports, the result."""
+_FILES_PER_RANK = 7
+"""In the notebook's process: a channel, two logs, reports, the store's connection, the result (most have one piece)."""
 _FILES_TO_SEARCH = 2
 """More for each rank where metrics are read out of its logs."""
-_FILES_BESIDES = 50
-"""What a kernel and the rest of a launch have open."""
+_FILES_BESIDES = 30
+"""What the rest of a launch opens: 15, and some more where it begins to keep data for the next."""
 MASTER_ADDR = "127.0.0.1"
 
 _TORCHRUN = (
@@ -57,7 +58,7 @@ class Machine:
     env: Mapping[str, str]
     gpu_backend: str = "nccl"
     open_files: int = 1 << 20
-    """How many this process may have."""
+    """How many more this process may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +202,11 @@ def _world_size(num_processes: Any, device: str, backend: str | None, machine: M
 
 def _check_files(count: int, for_each: int, machine: Machine) -> None:
     needed = for_each * count + _FILES_BESIDES
-    if needed > machine.open_files:
+    if needed > machine.open_files:  # torch's store would try to connect, in silence, for minutes
         raise ArgumentError(
-            f"num_processes={count} needs about {needed:,} open files, and the limit is {machine.open_files:,} "
-            "(ulimit -n): raise it before the notebook starts, or use fewer ranks"
+            f"num_processes={count} opens about {needed:,} files in the notebook, which may open "
+            f"{machine.open_files:,} more (ulimit -n): close what you do not need, raise the limit before the notebook "
+            "starts, or use fewer ranks"
         )
 
 
@@ -279,7 +281,7 @@ def this_machine() -> Machine:
     import torch
 
     gpus = torch.cuda.device_count()
-    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), open_files=_open_files())
+    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), open_files=_files_left())
 
 
 def _import_torch() -> None:
@@ -295,10 +297,17 @@ def _import_torch() -> None:
         thread.join()
 
 
-def _open_files() -> int:
+def _files_left() -> int:
+    """How many files this process may open."""
     if sys.platform == "win32":
         return 1 << 20  # make_plan refuses in any case
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+    if soft == resource.RLIM_INFINITY:
+        return 1 << 20
+    try:
+        used = len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")) - 1  # the list's own
+        return max(0, soft - used)
+    except OSError as error:
+        return 0 if error.errno == errno.EMFILE else soft  # not even the list can be opened

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 from nblaunch.errors import StartError, warn
 from nblaunch.installed import installed_now, shadowed
-from nblaunch.launch.forkserver import ONE_THREAD, ForkServer, LeftOutError, Reaper, Successor
+from nblaunch.launch.forkserver import ONE_THREAD, ForkServer, LeftOutError, Reaper, Successor, remedy
 from nblaunch.messages import Method
 
 _log = logging.getLogger(__name__)
@@ -100,16 +100,18 @@ class Servers:
             cwd: Their folder.
 
         Raises:
-            StartError: No server could be started.
+            StartError: No server could be started, or this process may not open the files for it.
         """
         for last in (False, True):
             server = self._for(method, _Where(env, cwd))
             try:
                 return server.fork_reaper(launch_id, ranks if method == "forkserver" else 0)
-            except OSError as error:  # it was killed; the next round starts another
+            except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
                 if last:
                     raise StartError(f"the fork server died twice: {error}") from error
                 self.give_up(server)  # though the system may not tell of its end yet
+            except OSError as error:  # this process, and not the server, is in trouble
+                raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
         raise AssertionError  # not reached
 
     def usable(self, method: Method) -> Method:

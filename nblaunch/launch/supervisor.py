@@ -22,7 +22,7 @@ from typing import Any
 from nblaunch.channel import Channel, LostDescriptorsError, channel_pair
 from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.forkserver import Reaper
+from nblaunch.launch.forkserver import Reaper, remedy
 from nblaunch.launch.ladder import Ladder, Reason
 from nblaunch.launch.logs import LaunchFiles, Spool, Tail
 from nblaunch.launch.patterns import PrintedMetrics
@@ -167,7 +167,7 @@ class Attempt:
             for rank in range(self.plan.world_size):
                 self._start(rank, port)
         except OSError as error:  # descriptors have run out, or nobody reads
-            raise StartError(f"the ranks could not be started: {error}") from error
+            raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
 
     def _start(self, number: int, port: int) -> None:
         channel, there = channel_pair()
@@ -262,6 +262,14 @@ class Attempt:
 
     def _hear_reaper(self) -> None:
         self.control.poll()
+        try:
+            self._take_in_reapers()
+        except LostDescriptorsError as error:  # without it nobody would tell that the reaper was killed
+            raise StartError(f"the ranks could not be started: {error}") from error
+        if self.control.closed:
+            self._reaper_ended()
+
+    def _take_in_reapers(self) -> None:
         for message, fds in self.control.drain():
             if isinstance(message, ReaperStarted):
                 self.met_reaper = True
@@ -281,8 +289,6 @@ class Attempt:
                 self._note_failure()
             elif isinstance(message, Swept):
                 self.swept, self.stuck = True, message.stuck
-        if self.control.closed:
-            self._reaper_ended()
 
     def _reaper_ended(self) -> None:
         """The reaper's process is gone. What it said before is still in the channel."""

@@ -115,11 +115,13 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
     assert server is not None
     server.ready()
     with monkeypatch.context() as context:
-        context.setattr(start, "channel_pair", refuse)
-        with pytest.raises(StartError, match="Too many open files"):
-            own.reaper("forkserver", "launch")
+        context.setattr(forkserver, "channel_pair", refuse)
+        with pytest.raises(
+            StartError, match=r"^the ranks could not be started: .*Too many open files.*\(.*ulimit -n\)$"
+        ):
+            own.reaper("forkserver", "launch", 2, {}, "/")
     assert own._warm is server
-    own.reaper("forkserver", "launch").channel.close()
+    own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
 
 
 def test_loading_the_extension_again_tries_a_fork_server_again(own: Servers, preload: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 
 from nblaunch import Launch, LaunchResult, notebook_launcher, segments
 from nblaunch.channel import Channel
-from nblaunch.errors import LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
+from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
 from nblaunch.launch.snapshots import snapshots
 from nblaunch.ranks import bootstrap
 from tests.conftest import eventually
@@ -239,17 +240,34 @@ def test_a_result_of_more_descriptors_than_may_be_open_is_that_ranks_error(tmp_p
     launched = notebook_launcher(returns_shared, (300, tmp_path), 2, view="none", block=False)
     assert isinstance(launched, Launch)
     eventually(lambda: len(list(tmp_path.glob("began*"))) == 2, LONG)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = {int(fd) for fd in os.listdir("/proc/self/fd")}
-    free = [number for number in range(len(used) + 250) if number not in used]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[200], before[1]))
-    try:
+    with may_open(200), pytest.raises(ResultError, match=r"too many open files \(ulimit -n\)") as caught:
         (tmp_path / "go").touch()
-        with pytest.raises(ResultError, match=r"too many open files \(ulimit -n\)") as caught:
-            launched.result()
+        launched.result()
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_launch_needs_no_more_descriptors_than_it_is_refused_for(launch: Launcher, ranks: int) -> None:
+    """One less is refused before anything starts; torch's store would try to connect for minutes."""
+    tensor = torch.ones(MB)
+    launch(sums, (tensor,), num_processes=ranks)  # what stays open after a first launch is open
+    needed = 7 * ranks + 30
+    with may_open(needed - 1), pytest.raises(ArgumentError, match=rf"opens about {needed} files .* {needed - 1} more"):
+        launch(sums, (tensor,), num_processes=ranks)
+    with may_open(needed):
+        assert launch(sums, (tensor + 1,), num_processes=ranks)[ranks - 1] == [2.0 * MB]
+
+
+@contextlib.contextmanager
+def may_open(count: int) -> Iterator[None]:
+    """Let this process open so many files and no more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd")) - 1  # the list's own is closed again
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + count, before[1]))
+    try:
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert caught.value.rank == 1
 
 
 def test_a_launch_again_copies_what_has_changed_and_nothing_else(launch: Launcher) -> None:

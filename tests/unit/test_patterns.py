@@ -97,9 +97,9 @@ def test_the_plan_holds_the_patterns() -> None:
 
 def test_the_logs_that_are_searched_count_among_the_open_files() -> None:
     machine = Machine(0, 8, "linux", {}, open_files=1024)
-    assert make_plan(machine, num_processes=194).world_size == 194
-    with pytest.raises(ArgumentError, match=r"^num_processes=194 needs about 1,408 open files"):
-        make_plan(machine, num_processes=194, metric_patterns=ACCURACY)
+    assert make_plan(machine, num_processes=142).world_size == 142
+    with pytest.raises(ArgumentError, match=r"^num_processes=142 opens about 1,308 files in the notebook"):
+        make_plan(machine, num_processes=142, metric_patterns=ACCURACY)
 
 
 # ------------------------------------------------------------------ numbers
