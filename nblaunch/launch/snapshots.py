@@ -121,7 +121,7 @@ class Snapshots:
             self._wake.wait(_LOOK_EVERY)
             with self._lock:
                 self._wake.clear()
-                with contextlib.suppress(ArgumentError):  # the next launch says so
+                with contextlib.suppress(ArgumentError, OSError):  # the next launch says so
                     self._keep_within(budget(self.size))
                 if not self._kept:
                     self._watch = None
@@ -136,9 +136,10 @@ def budget(kept: int) -> int:
 
     Raises:
         ArgumentError: The variable is no number.
+        OSError: This process may not open the file that tells of free memory.
     """
     chosen = os.environ.get("NBLAUNCH_KEEP_BYTES")
-    if chosen is None:
+    if not chosen:
         return (free_memory() + kept) // _SHARE
     if not chosen.isdecimal():
         raise ArgumentError(f"NBLAUNCH_KEEP_BYTES={chosen!r}: must be a number of bytes; 0 keeps nothing")

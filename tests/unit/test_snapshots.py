@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -135,8 +136,31 @@ def test_when_memory_gets_short_they_go_by_themselves(kept: Snapshots, monkeypat
     eventually(lambda: "nblaunch-memory" not in [thread.name for thread in threading.enumerate()], 10)
 
 
+def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
+    kept: Snapshots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[None] = []
+
+    def free_memory() -> int:
+        looks.append(None)
+        if len(looks) <= 2:
+            return 100 * ALONE
+        if len(looks) <= 5:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return ALONE
+
+    monkeypatch.delenv("NBLAUNCH_KEEP_BYTES")
+    monkeypatch.setattr(all_snapshots, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(all_snapshots, "free_memory", free_memory)
+    placed(kept, Data(ALONE, 1))
+    eventually(lambda: kept.size == 0, 10)
+    assert len(looks) > 5
+
+
 def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_snapshots, "free_memory", lambda: 900)
+    assert budget(100) == 100
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "")
     assert budget(100) == 100
     monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "77")
     assert budget(100) == 77
