@@ -210,7 +210,6 @@ class Launch:
             prune()  # last: nobody waits for it
 
     def _run(self) -> None:
-        self._tell_of_payload()
         for number in range(self._plan.max_restarts + 1):
             again = self._attempt(number)
             if not again:
@@ -242,6 +241,8 @@ class Launch:
             raise StartError(f"{self.name} has no place for its logs: {refusal}{remedy(refusal)}") from refusal
         try:
             self._view.started(self._info(files, number))
+            if number == 0:
+                self._tell_of_payload()
             attempt, verdict = self._see_through(number, files)
             results = attempt.take_results()
             error = self._conclude(verdict, attempt, results, files)
