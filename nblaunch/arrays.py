@@ -24,7 +24,7 @@ class Buffers(Protocol):
     """Takes what leaves a pickle."""
 
     def hold(self, owner: object) -> None:
-        """Keep the owner of memory that is given as a buffer alive."""
+        """Keep a storage alive whose memory is given as a buffer; it must still have that when it is copied."""
 
     def lend(self, owner: object) -> None:
         """Keep the owner of memory that has a name alive until it has arrived."""
@@ -162,3 +162,10 @@ def strided(buffer: memoryview, dtype: Any, shape: Any, offset: int, strides: An
         array = numpy.ndarray(shape, dtype, buffer)
     array.flags.writeable = writeable
     return array
+
+
+def copy_elements(array: Any, into: memoryview) -> None:
+    """Put an array's elements there, one after the other."""
+    import numpy
+
+    numpy.copyto(numpy.ndarray(array.shape, array.dtype, into), array)

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import pickle
+import select
 import socket
 import struct
 import sys
@@ -18,6 +19,10 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 _HEADER = struct.Struct("!II")
 _SEND_LIMIT = struct.pack("ll", 10, 0)
@@ -182,6 +187,16 @@ def channel_pair() -> tuple[Channel, socket.socket]:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_LIMIT)
     return Channel(here), there
+
+
+def readable(source: FileDescriptorLike, seconds: float | None = 0.0) -> bool:
+    """Whether something can be read there, or nobody is left to write; waits for it so long, or without end for None.
+
+    ``select.select`` takes no descriptor from 1024 on, and a selector needs one of its own where the last may be taken.
+    """
+    ready = select.poll()
+    ready.register(source, select.POLLIN)
+    return bool(ready.poll(None if seconds is None else seconds * 1000))
 
 
 # ------------------------------------------------------------------ blobs

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import sysconfig
+from importlib.machinery import PathFinder
 
 _MARKS = (".dist-info", ".egg-info", ".egg-link", ".pth")
 _seen: dict[str, tuple[int, frozenset[tuple[str, int]]]] = {}
@@ -51,10 +52,14 @@ def _marks_in(folder: str) -> frozenset[tuple[str, int]]:
 
 
 def shadowed(packages: frozenset[str]) -> bool:
-    """Whether a folder of the notebook's own has a module of the name of one of these."""
-    own = [entry or os.curdir for entry in sys.path if not is_installed(entry)]
-    return any(
-        os.path.exists(os.path.join(folder, name)) or os.path.exists(os.path.join(folder, f"{name}.py"))
-        for folder in own
-        for name in packages
-    )
+    """Whether an import of one of these would find something in a folder of the notebook's own."""
+    own = [entry for entry in sys.path if not is_installed(entry)]
+    return any(_is_shadowed(name, own) for name in packages)
+
+
+def _is_shadowed(name: str, own: list[str]) -> bool:
+    here = PathFinder.find_spec(name, own)
+    if here is None or here.loader is not None:
+        return here is not None
+    anywhere = PathFinder.find_spec(name)  # a folder without __init__.py hides no package, but becomes part of its like
+    return anywhere is None or anywhere.loader is None

@@ -24,7 +24,6 @@ class Hello:
 
     protocol: int
     pid: int
-    preloaded: tuple[str, ...]
     problem: str
     """Why it must not fork ranks (a second thread, CUDA, an import that failed); empty when it is fit."""
     seconds: float

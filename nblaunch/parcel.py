@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import itertools
+import mmap
 import os
 import pickle
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from nblaunch import pickling, segments
+from nblaunch import arrays, pickling, segments
 from nblaunch.arrays import LEAST
 from nblaunch.channel import write_blob
 from nblaunch.segments import NoRoomError, Placed, Region, Segment
@@ -33,8 +35,13 @@ _LENGTH = struct.Struct("!Q")
 class Store(Protocol):
     """Puts memory into segments."""
 
-    def place(self, regions: Sequence[Region]) -> Sequence[Placed]:
-        """Put these regions, which are in order and do not overlap, into segments."""
+    def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
+        """Put these regions, which are in order and do not overlap, into segments.
+
+        Args:
+            regions: What to put there.
+            passing: Those of them that were made for this parcel, and will be gone when the next is packed.
+        """
 
 
 class Fresh:
@@ -48,7 +55,7 @@ class Fresh:
     def __init__(self, folder: Path, give_up: Callable[[Region], bool] | None = None) -> None:
         self._folder, self._give_up = folder, give_up
 
-    def place(self, regions: Sequence[Region]) -> Sequence[Placed]:
+    def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
         placed = dict(segments.write(regions, self._folder, self._give_up))
         return [placed[region] for region in regions]
 
@@ -141,9 +148,16 @@ class _Spread(NamedTuple):
     def is_dense(self) -> bool:
         return self.span.size <= _MOST_SPREAD * int(self.array.nbytes)
 
-    def elements(self) -> bytes | memoryview:
-        """What to send of it alone."""
-        return self.span.view() if self.is_dense else self.array.tobytes()
+    @property
+    def size(self) -> int:
+        """Bytes of what to send of it alone."""
+        return self.span.size if self.is_dense else int(self.array.nbytes)
+
+    def copy_to(self, place: Region) -> None:
+        if self.is_dense:
+            place.view()[:] = self.span.view()
+        else:
+            arrays.copy_elements(self.array, place.view())
 
 
 @dataclass(slots=True)
@@ -158,6 +172,8 @@ class _Outgoing:
     from_gpu: int = 0
     held: list[object] = field(default_factory=list)
     """Who owns the regions."""
+    storages: list[tuple[Any, Region]] = field(default_factory=list)
+    """torch's, whose memory may go while they stay."""
     lent: list[object] = field(default_factory=list)
     """And what the receiver finds by its name."""
     seen: set[Region] = field(default_factory=set)
@@ -187,8 +203,8 @@ class _Outgoing:
             self.seen.add(region)
         return False
 
-    def hold(self, owner: object) -> None:
-        self.held.append(owner)
+    def hold(self, owner: Any) -> None:
+        self.storages.append((owner, _memory_of(owner)))
 
     def lend(self, owner: object) -> None:
         self.lent.append(owner)
@@ -217,10 +233,11 @@ class _Outgoing:
         self.uncounted = 0
 
     def finish(self, store: Store, loads: int) -> Parcel:
-        buffers, elements = self._buffers()
+        buffers, alone = self._buffers()
         regions = [part for part in (*buffers, *self.stream) if isinstance(part, Region)]
-        whole = segments.merged([*regions, elements] if elements.size else regions)
-        placed = store.place(whole)
+        whole = segments.merged(regions)
+        self._check_storages()
+        placed = store.place(whole, alone)
         used = list({id(each.segment): each.segment for each in placed}.values())
         places = dict(_places(regions, whole, placed, used))
         layout = _Layout(
@@ -234,25 +251,46 @@ class _Outgoing:
         copied = sum(region.size for region, each in zip(whole, placed, strict=True) if each.is_new)
         return Parcel(blob, used, self, copied)
 
-    def _buffers(self) -> tuple[list[Region | int], Region]:
-        """Memory and numbers; and where those elements stand together of whose arrays nothing else is sent."""
+    def _check_storages(self) -> None:
+        for storage, memory in self.storages:
+            if _memory_of(storage) != memory:
+                raise BufferError(
+                    f"a tensor of {segments.in_words(memory.size)} was resized or freed while it was being packed, "
+                    "by another object's __reduce__ or __getstate__ or by another thread"
+                )
+
+    def _buffers(self) -> tuple[list[Region | int], set[Region]]:
+        """Memory and numbers; and where elements stand of whose arrays nothing else is sent."""
         sent = segments.merged([part for part in self.buffers if isinstance(part, Region)])
-        together, offsets = bytearray(), dict[int, Place]()
-        for number, part in enumerate(self.buffers):
-            if isinstance(part, _Spread) and not _is_sent(part, sent):
-                together += bytes(-len(together) % segments.ALIGNED)
-                data = part.elements()
-                offsets[number] = Place(0, len(together), len(data))
-                together += data
-        self.held.append(together)
-        base = _region_of(together)
-        found: list[Region | int] = []
-        for number, part in enumerate(self.buffers):
-            if number in offsets:
-                found.append(Region(base.address + offsets[number].offset, offsets[number].size))
-            else:
-                found.append(part.span if isinstance(part, _Spread) else part)
-        return found, base
+        alone = {
+            number: part
+            for number, part in enumerate(self.buffers)
+            if isinstance(part, _Spread) and not _is_sent(part, sent)
+        }
+        places = self._room_for([part.size for part in alone.values()])
+        found: list[Region | int] = [part.span if isinstance(part, _Spread) else part for part in self.buffers]
+        for (number, part), place in zip(alone.items(), places, strict=True):
+            part.copy_to(place)
+            found[number] = place
+        return found, set(places)
+
+    def _room_for(self, sizes: Sequence[int]) -> list[Region]:
+        """New memory, in one piece, as there may be many; no page of it is there before it is written to."""
+        *starts, end = itertools.accumulate((_aligned(size) for size in sizes), initial=0)
+        if not end:
+            return []
+        room = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.held.append(room)
+        address = _region_of(room).address
+        return [Region(address + start, size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // segments.ALIGNED) * segments.ALIGNED
+
+
+def _memory_of(storage: Any) -> Region:
+    return Region(storage.data_ptr(), storage.nbytes())
 
 
 def _is_sent(spread: _Spread, sent: Sequence[Region]) -> bool:

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,8 +28,13 @@ _ALONE = 16 << 20
 """Bytes from which on a piece has a segment of its own."""
 _PACKED = 64 << 20
 """Bytes that smaller ones share."""
+_SMALL = 1 << 20
+"""Bytes below which a piece stands among such pieces alone: whoever keeps one keeps its segment, and no more."""
+_FEW = 4 << 20
+"""Bytes that those share."""
 _MOST = 24
-"""Of what is sent, no more than one in so many bytes is worth a segment of its own: descriptors are few."""
+"""A part in so many of what is sent shares a segment, where that is more: descriptors are few. So of 1 GB in small
+tensors one that is kept holds 42 MB; with the 4 MiB of smaller results it would be 250 descriptors."""
 _WHOLE_PAGES = 256 << 10
 """Bytes from which on a piece stands on pages as it did in memory, so that one page may take another's place."""
 _AT_ONCE = 64 << 20
@@ -126,16 +131,22 @@ def merged(regions: Sequence[Region]) -> list[Region]:
 
 
 def grouped(regions: Sequence[Region]) -> Iterator[list[Region]]:
-    """Regions by the segment that they are to share: a large one has its own."""
-    total = sum(region.size for region in regions)
-    alone, packed = max(_ALONE, total // _MOST), max(_PACKED, total // _MOST)
+    """Regions by the segment that they are to share: a large one has its own, small ones stand among themselves."""
+    share = sum(region.size for region in regions) // _MOST
+    yield from _filled([region for region in regions if region.size < _SMALL], _SMALL, max(_FEW, share))
+    rest = [region for region in regions if region.size >= _SMALL]
+    yield from _filled(rest, max(_ALONE, share), max(_PACKED, share))
+
+
+def _filled(regions: Iterable[Region], alone: int, most: int) -> Iterator[list[Region]]:
+    """Groups of so many bytes at most, and each region of `alone` bytes or more by itself."""
     group: list[Region] = []
     size = 0
     for region in regions:
         if region.size >= alone:
             yield [region]
             continue
-        if group and size + region.size > packed:
+        if group and size + region.size > most:
             yield group
             group, size = [], 0
         group.append(region)
@@ -287,8 +298,6 @@ def _replace(start: int, end: int, fd: int, offset: int) -> None:
 # ------------------------------------------------------------------ mapping
 def map_private(fd: int, size: int) -> memoryview:
     """The bytes of a segment, writable; what is written stays in this process. The descriptor may be closed at once."""
-    if size == 0:
-        return memoryview(bytearray())
     # Python's own mmap keeps a descriptor for each mapping, and a notebook may hold thousands of results: so it maps
     # nothing, and the segment takes the place of that.
     room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)

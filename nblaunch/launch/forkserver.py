@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol, cast
 
-from nblaunch.channel import Channel, channel_pair
+from nblaunch.channel import Channel, channel_pair, readable
 from nblaunch.errors import StartError
 from nblaunch.installed import installed_now, installed_path
 from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, Succeed
@@ -58,13 +57,8 @@ class ForkServer:
     """
 
     def __init__(self, preload: tuple[str, ...]) -> None:
-        self.preload = preload
-        self.environment = dict(os.environ)
+        self._begin(preload, os.environ)
         self.installed = installed_now()
-        self.hello: Hello | None = None
-        self.launches = 0
-        self._problem = ""
-        self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             try:
                 self._errors = undo.enter_context(_errors_file())
@@ -75,6 +69,14 @@ class ForkServer:
             except OSError as error:
                 raise StartError(f"the fork server could not be started: {error}{remedy(error)}") from error
             undo.pop_all()
+
+    def _begin(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
+        """What a successor has too."""
+        self.preload, self.environment = tuple(preload), dict(env)
+        self.hello: Hello | None = None
+        self.launches = 0
+        self._problem = ""
+        self._lock = threading.Lock()
 
     def _start(self, there: socket.socket) -> subprocess.Popen[bytes]:
         arguments = json.dumps([there.fileno(), os.getpid(), installed_path(), self.preload])
@@ -100,14 +102,13 @@ class ForkServer:
                 raise StartError(self._problem)
             if self.hello is not None:
                 self._hear_again()
-            else:
-                try:
-                    self.hello = self._wait_for_hello()
-                except StartError as error:
-                    self._problem = str(error)
-                    self.stop()
-                    raise
-            assert self.hello is not None
+                return self.hello
+            try:
+                self.hello = self._wait_for_hello()
+            except (StartError, OSError, ValueError) as error:  # of the last two: another thread has retired it
+                self._problem = str(error)
+                self.stop()
+                raise StartError(self._problem) from None
             return self.hello
 
     def fork_reaper(self, launch_id: str, ranks: int) -> Reaper:
@@ -134,8 +135,10 @@ class ForkServer:
         with there, self._lock:
             try:
                 self.channel.send(message, [there.fileno()])
-            except OSError:
+            except OSError as error:
                 here.close()
+                if self.channel.closed:
+                    raise ConnectionError("another thread has retired the fork server") from error
                 raise
         return here
 
@@ -177,13 +180,14 @@ class ForkServer:
                     return message
                 raise StartError("nblaunch was upgraded while this kernel ran: restart the kernel to use the new one")
             left = deadline - time.monotonic()
-            if self.channel.closed or left <= 0 or not select.select([self.channel], [], [], left)[0]:
+            if self.channel.closed or left <= 0 or not readable(self.channel, left):
                 raise StartError(f"the fork server did not start{self._last_words()}")
             self.channel.poll()
 
     def _hear_again(self) -> None:
         """Take note of a problem that an import in an idle moment has brought."""
-        self.channel.poll()
+        with contextlib.suppress(OSError):  # another thread has retired it: whoever asks it for a reaper is told
+            self.channel.poll()
         for message, _ in self.channel.drain():
             if isinstance(message, Hello):
                 self.hello = message
@@ -216,14 +220,8 @@ class Successor(ForkServer):
     """
 
     def __init__(self, parent: ForkServer, modules: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        self.parent = parent
-        self.preload = tuple(modules)
-        self.environment, self.cwd = dict(env), cwd
-        self.installed = parent.installed
-        self.hello: Hello | None = None
-        self.launches = 0
-        self._problem = ""
-        self._lock = threading.Lock()
+        self._begin(modules, env)
+        self.parent, self.cwd = parent, cwd
         self._errors = parent.errors_again()
         try:
             self.channel = parent.ask_for_successor(modules, env, cwd)
@@ -272,7 +270,7 @@ class Successor(ForkServer):
                 raise StartError("the fork server is gone, or cannot fork")
             if self.channel.closed:
                 raise LeftOutError(package, "importing it ends the process")
-            if not select.select([self.channel], [], [], _IMPORT_LIMIT)[0]:
+            if not readable(self.channel, _IMPORT_LIMIT if package else _READY_LIMIT):
                 if not package:
                     raise StartError("the fork server does not answer")
                 raise LeftOutError(package, f"importing it takes more than {_IMPORT_LIMIT:.0f} s")
@@ -312,7 +310,7 @@ class _Grandchild:
             weakref.finalize(self, os.close, pidfd)
 
     def poll(self) -> int | None:
-        return 0 if self._pidfd is None or select.select([self._pidfd], [], [], 0)[0] else None
+        return 0 if self._pidfd is None or readable(self._pidfd) else None
 
     def kill(self) -> None:
         if self._pidfd is not None:
@@ -321,7 +319,7 @@ class _Grandchild:
 
     def wait(self) -> None:
         if self._pidfd is not None:
-            select.select([self._pidfd], [], [])
+            readable(self._pidfd, None)
 
 
 def _errors_file() -> IO[bytes]:

@@ -9,7 +9,7 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,8 +108,8 @@ def ship(payload: Payload) -> Shipment:
 class _Kept:
     """What the last launches have sent is not copied again."""
 
-    def place(self, regions: Sequence[Region]) -> Sequence[Placed]:
-        return snapshots.place(regions, state_root()) if regions else ()
+    def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
+        return snapshots.place(regions, state_root(), passing) if regions else ()
 
 
 def share(payload: Payload) -> Shipment:

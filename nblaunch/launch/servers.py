@@ -40,7 +40,7 @@ _INSIGNIFICANT = {
     *("PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"),
     *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"),
 }
-"""Variables that differ between launches, and that no module reads when it is imported."""
+"""Variables that differ between launches, and that hardly a module reads when it is imported: it is then left out."""
 
 
 class Servers:
@@ -133,8 +133,11 @@ class Servers:
         try:
             return server.ready().problem
         except StartError as error:
-            self._given_up = read_at_import(server.environment), f"{error} (%reload_ext nblaunch tries again)"
-            return self._given_up[1]
+            with self._lock:
+                if server is self._warm:
+                    self._given_up = read_at_import(server.environment), f"{error} (%reload_ext nblaunch tries again)"
+                    return self._given_up[1]
+            return self._problem()  # another generation has begun meanwhile
 
     def status(self) -> list[str]:
         """Lines for ``%distributed status``."""
@@ -150,9 +153,9 @@ class Servers:
             state = f"refuses to fork: {hello.problem}" if hello.problem else f"ready after {hello.seconds:.1f} s"
             launches = server.launches + (successor.launches if successor is not None else 0)
             lines = [f"fork server: pid {hello.pid}, {state}, {launches} launches"]
-            if successor is not None and successor.hello is not None:
-                names = ", ".join(sorted(successor.packages - sys.stdlib_module_names))
-                lines.append(f"its successor: pid {successor.process.pid}, which has {names} imported")
+            names = sorted(successor.packages - sys.stdlib_module_names) if successor is not None else []
+            if successor is not None and names:
+                lines.append(f"its successor: pid {successor.process.pid}, which has {', '.join(names)} imported")
             return [*lines, *left_out]
 
     def stop(self) -> None:
@@ -186,17 +189,18 @@ class Servers:
 
     def _current(self) -> ForkServer:
         """The warm server; a new generation where what it has read at its imports has changed."""
-        server = self._alive(self._warm)
-        if server is not None and _is_outdated(server):
-            _log.info("the environment or what is installed has changed: starting a new fork server")
-            self._retire(self._successor)
-            self._retire(server)
-            self._successor = server = None
-            self._left_out.clear()
         _retired[:] = [old for old in _retired if old.alive()]
-        if server is None:
-            self._warm = server = ForkServer(_PRELOAD)
-            self._teach_soon()
+        server = self._alive(self._warm)
+        if server is not None and not _is_outdated(server):
+            return server
+        if server is not None:
+            _log.info("the environment or what is installed has changed: starting a new fork server")
+            self._left_out.clear()
+        for old in (self._successor, server):
+            self._retire(old)
+        self._successor = self._warm = None  # also where no other can be started
+        self._warm = server = ForkServer(_PRELOAD)
+        self._teach_soon()
         return server
 
     def _retire(self, server: ForkServer | None) -> None:
@@ -261,7 +265,7 @@ class Servers:
                         self._teacher = None  # whoever learns from now on starts another
                         return
                 more = self._made_successor(server, names, where)
-        except (StartError, OSError):  # the next launch that imports something brings us back here
+        except Exception:  # noqa: BLE001  # ranks import for themselves; the next launch that does brings us back here
             _log.info("no successor of the fork server was made", exc_info=True)
         finally:
             with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from nblaunch import segments
@@ -37,12 +37,13 @@ class Snapshots:
         self._watch: threading.Thread | None = None
         self._wake = threading.Event()
 
-    def place(self, regions: Sequence[Region], folder: Path) -> list[Placed]:
+    def place(self, regions: Sequence[Region], folder: Path, passing: Collection[Region] = ()) -> list[Placed]:
         """Put regions into segments: into the kept ones where they hold the same.
 
         Args:
             regions: In order; they do not overlap.
             folder: Where to put a file if memory is short.
+            passing: Those of them that are not to be kept, as their memory is there this once.
 
         Raises:
             NoRoomError: There is no room.
@@ -53,23 +54,18 @@ class Snapshots:
             new = [region for region in regions if region not in placed]
             for region in new:
                 self._kept.pop(region, None)
-            if new:
-                placed |= dict(self._written(new, placed, folder))
+            if not segments.fits(new):  # what is kept and not sent now gives way
+                self._kept = {region: kept for region, kept in self._kept.items() if region in placed}
+            for group in ([r for r in new if r not in passing], [r for r in new if r in passing]):  # kept as a whole
+                placed |= segments.write(group, folder)
             for region in regions:
                 self._kept.pop(region, None)
-                if placed[region].segment.in_memory and placed[region].segment.size >= _LEAST:
+                segment = placed[region].segment
+                if segment.in_memory and segment.size >= _LEAST and region not in passing:
                     self._kept[region] = placed[region]._replace(is_new=False)
             self._keep_within(budget(self.size))
             self._watch_memory()
             return [placed[region] for region in regions]
-
-    def _written(
-        self, new: Sequence[Region], placed: Collection[Region], folder: Path
-    ) -> Iterator[tuple[Region, Placed]]:
-        """Copy regions; what is kept and not sent now gives way, if memory is short."""
-        if not segments.fits(new):
-            self._kept = {region: kept for region, kept in self._kept.items() if region in placed}
-        return segments.write(new, folder)
 
     @property
     def size(self) -> int:
@@ -122,7 +118,8 @@ class Snapshots:
             with self._lock:
                 self._wake.clear()
                 with contextlib.suppress(ArgumentError, OSError):  # the next launch says so
-                    self._keep_within(budget(self.size))
+                    if self._kept:  # else it is not asked how much is free: that opens files
+                        self._keep_within(budget(self.size))
                 if not self._kept:
                     self._watch = None
                     return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nblaunch.channel import Channel, LostDescriptorsError, channel_pair
+from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, readable
 from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.forkserver import Reaper, remedy
@@ -217,7 +216,7 @@ class Attempt:
             limits=self.process.limits,
             log_dir=str(self.files.directory),
             scratch=self.scratch,
-            learns=self.plan.method == "forkserver",
+            learns=self.plan.method == "forkserver" and os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0",
         )
 
     def _tell(self, channel: Channel, message: object, fds: Sequence[int] = ()) -> None:
@@ -330,7 +329,7 @@ class Attempt:
                 rank.leaving, rank.imported = True, message.imported
 
     def _hear_out(self, rank: Rank) -> None:
-        while not rank.channel.closed and _readable(rank.channel):
+        while not rank.channel.closed and readable(rank.channel):
             self._hear_rank(rank)
 
     def _note_failure(self) -> None:
@@ -439,9 +438,3 @@ def _kill_process(pidfd: int | None, child: int | None) -> None:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         elif child is not None:
             os.kill(child, signal.SIGKILL)
-
-
-def _readable(channel: Channel) -> bool:
-    ready = select.poll()  # which needs no descriptor: a rank's result may have taken the last
-    ready.register(channel, select.POLLIN)
-    return bool(ready.poll(0))

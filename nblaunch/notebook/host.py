@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from ipykernel.iostream import OutStream
 
-from nblaunch.errors import warn
+from nblaunch.errors import StartError, warn
 from nblaunch.launch.host import view_choice
 from nblaunch.launch.servers import servers
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
@@ -52,7 +53,8 @@ class NotebookHost:
 
     def after_cell(self, result: Any) -> None:
         """IPython's hook: notice which cell started CUDA in the notebook, and whether it has installed something."""
-        servers.refresh()
+        with contextlib.suppress(StartError):  # the next launch tries again, and says so
+            servers.refresh()
         torch = sys.modules.get("torch")
         if not self._cuda_cell and torch is not None and torch.cuda.is_initialized():
             self._cuda_cell = f"cell [{result.execution_count or self.shell.execution_count - 1}]"

@@ -142,8 +142,16 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
             enter(Context(spec.rank, spec.local_rank, spec.world_size, task.world.device, spool, spec.log_dir))
             code = _run(spec, task, functools.partial(load, fds), voice)
     _await_threads()
-    voice.say(Leaving(spec.rank, imports.installed_since(latest) if spec.learns else ()))
+    voice.say(Leaving(spec.rank, _imported_since(latest) if spec.learns else ()))
     return code
+
+
+def _imported_since(latest: str) -> tuple[str, ...]:
+    """What the next launch can have ready; nothing where that cannot be told: the user may have put anything there."""
+    try:
+        return imports.installed_since(latest)
+    except BaseException:  # noqa: BLE001  # the result is sent: this must not make it a failure
+        return ()
 
 
 def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice) -> int:

@@ -77,7 +77,7 @@ def _hello(preload: tuple[str, ...]) -> Hello:
         problem = f"importing {', '.join(preload)} failed:\n{traceback.format_exc()}"
     problem = problem or _unfit()
     _settle()
-    return Hello(PROTOCOL, os.getpid(), preload, problem, time.monotonic() - begin)
+    return Hello(PROTOCOL, os.getpid(), problem, time.monotonic() - begin)
 
 
 def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hello) -> Hello:
@@ -92,6 +92,8 @@ def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hell
     filters = list(warnings.filters)
     told, files, witness = "", _open_files(), imports.Witness()
     for name in modules:
+        if name in sys.modules:
+            continue  # another has imported it, and a look takes 50 ms
         package = name.partition(".")[0]
         if package != told:
             _leave_if_unfit(channel, told, files, witness)
@@ -106,7 +108,7 @@ def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hell
     bootstrap.prepare()
     _settle()
     seconds = time.monotonic() - begin
-    return replace(before, pid=os.getpid(), preloaded=modules, seconds=seconds, files=imports.files(modules))
+    return replace(before, pid=os.getpid(), seconds=seconds, files=imports.files(modules))
 
 
 def _leave_if_unfit(channel: Channel, package: str, files: int, witness: imports.Witness) -> None:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import gc
 import itertools
+import locale
 import logging
 import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 from nblaunch.installed import is_installed
+from nblaunch.ranks.bindings import Bindings
 
 _roots: tuple[str, ...] = ()
 """The folders that the fork server finds installed modules in, with a separator at the end."""
@@ -41,7 +45,8 @@ def installed_since(latest: str) -> tuple[str, ...]:
     Those before it are not looked at: counting a reference to each of their names would copy pages that all ranks
     share, which takes 10 ms.
     """
-    fresh = list(itertools.takewhile(lambda name: name != latest, reversed(sys.modules)))
+    present = list(sys.modules)  # a thread may import something meanwhile
+    fresh = list(itertools.takewhile(lambda name: name != latest, reversed(present)))
     names = [name for name in reversed(fresh) if not name.startswith("nblaunch")]
     return tuple(name for name in names if _is_installed(name, sys.modules.get(name)))
 
@@ -72,15 +77,17 @@ def files(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
 # ------------------------------------------------------------------ what an import does besides
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NBLAUNCH_RANK", "NBLAUNCH_LAUNCH_ID")
 _OF_RANKS_BEGIN = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_OF_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+"""Of which fork servers have 1, so that libraries start no threads there, and each launch its own."""
 
 
 class _WatchedEnvironment(os._Environ[str]):
     """The environment, which notes what is read."""
 
-    read: set[str]
+    read: Counter[str]
 
     def __getitem__(self, name: str) -> str:
-        self.read.add(name)
+        self.read[name] += 1
         return super().__getitem__(name)
 
 
@@ -95,10 +102,10 @@ class Witness:
     def __init__(self) -> None:
         environment: Any = os.environ
         environment.__class__ = _WatchedEnvironment
-        environment.read = self._read = set[str]()
+        environment.read = self._read = Counter[str]()
         self._generators = _generators()
         self._shared = _shared()
-        self._read.clear()
+        self._bindings = Bindings()
 
     def close(self) -> None:
         environment: Any = os.environ
@@ -107,14 +114,25 @@ class Witness:
 
     def objection(self) -> str:
         """Why what has been imported cannot be there before ranks are; empty if it can."""
-        read = [name for name in sorted(self._read) if name in _OF_RANKS or name.startswith(_OF_RANKS_BEGIN)]
+        read = [name for name in self._asked_for() if _differs(name)]
         if read:
             return f"it reads {read[0]} while it is imported"
         if _generators() - self._generators:
             return "it makes generators of random numbers while it is imported"
         now = _shared()
         changed = [name for name, value in now.items() if value != self._shared[name]]
+        changed = changed or list(filter(None, [self._bindings.changed()]))
         return f"it changes {changed[0]} while it is imported" if changed else ""
+
+    def _asked_for(self) -> list[str]:
+        """The variables that were read by their names: fsspec copies them all, and networkx looks for a prefix."""
+        copies = min((self._read[name] for name in os.environ), default=0)
+        return sorted(self._read - Counter(dict.fromkeys(os.environ, copies)))
+
+
+def _differs(name: str) -> bool:
+    """Whether ranks have another value of this variable than the process that imports for them."""
+    return name in (*_OF_RANKS, *_OF_THREADS) or name.startswith(_OF_RANKS_BEGIN)
 
 
 def _generators() -> set[int]:
@@ -141,8 +159,11 @@ def _shared() -> dict[str, object]:
     umask = os.umask(0o77)
     os.umask(umask)
     return {
-        "os.environ": dict(os.environ),
+        "os.environ": dict(os.environb),  # which notes nothing as read
         "sys.path": list(sys.path),
+        "sys.meta_path": sys.meta_path[:1],  # six appends to it, for names of its own
+        "the locale": locale.setlocale(locale.LC_ALL),
+        "the timeout of sockets": socket.getdefaulttimeout(),
         "the working directory": os.getcwd(),
         "the umask": umask,
         "random's state": random.getstate(),

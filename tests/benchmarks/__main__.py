@@ -143,7 +143,8 @@ def import_time() -> float:
     """Seconds that ``import nblaunch`` adds to Python's start: the least of ten."""
     script = "import time; t = time.perf_counter(); import nblaunch; print(time.perf_counter() - t)"
     runs = [
-        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True) for _ in range(10)
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+        for _ in range(10)
     ]
     return min(float(run.stdout) for run in runs)
 

@@ -227,7 +227,10 @@ def _imported(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
     first = [float(kernel.ask("timed(imports, 2)"))]
     kernel.run(
         "from nblaunch.launch.servers import servers\n"
-        "while servers._teacher is not None or servers._successor is None: time.sleep(0.1)\n"
+        "deadline = time.monotonic() + 60\n"
+        "while servers._teacher is not None or servers._successor is None:\n"
+        "    assert time.monotonic() < deadline, servers.status()\n"
+        "    time.sleep(0.1)\n"
         "time.sleep(5)  # it gathers its memory in idle moments"
     ).check()
     times: dict[str, list[float]] = {"first": first, "later": [], "plain": []}

@@ -62,7 +62,11 @@ def test_the_other_parts_measure_and_draw(part: str, tmp_path: Path) -> None:
     file, folder = tmp_path / "figures.json", tmp_path / "plots"
     command = [sys.executable, "-m", "tests.benchmarks", "--only", part, "--quick"]
     done = subprocess.run(
-        [*command, "--json", str(file), "--plots", str(folder)], capture_output=True, text=True, check=False
+        [*command, "--json", str(file), "--plots", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     assert "nblaunch" in done.stdout

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.kernel.harness import Kernel
 
 DATA = "import torch\ndata = torch.ones(1_000_000)"
+
+
+@pytest.fixture
+def kernel(shared_kernel: Kernel) -> Kernel:
+    """The shared kernel, which keeps what it sends, however little memory is free."""
+    shared_kernel.run("import os; os.environ['NBLAUNCH_KEEP_BYTES'] = '1000000000'").check()
+    return shared_kernel
 
 
 def test_a_cells_data_is_sent_once_and_freed_when_asked(kernel: Kernel) -> None:

@@ -11,7 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -24,6 +24,7 @@ from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import ForkServer
 from nblaunch.launch.servers import Servers, read_at_import
 from nblaunch.messages import PROTOCOL, Hello, Method, NewReaper, NotStarted
+from nblaunch.notebook.host import NotebookHost
 from nblaunch.ranks.forkserver import _Server
 from tests.conftest import eventually, marked_processes
 
@@ -124,6 +125,62 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
     own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
 
 
+def test_a_launch_that_asks_a_server_which_is_retired_meanwhile_asks_the_next(
+    own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose, chosen = own._for, []
+
+    def late(method: Method, where: Any) -> ForkServer:
+        chosen.append(choose(method, where))
+        if len(chosen) == 1:
+            own._retire(chosen[0])
+            assert chosen[0].ready().problem == ""
+        return chosen[-1]
+
+    monkeypatch.setattr(own, "_for", late)
+    own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
+    assert own._warm is chosen[1] is not chosen[0]
+
+
+def test_a_launch_that_waits_for_a_server_which_is_retired_meanwhile_waits_for_the_next(
+    own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.warm_up()
+    before = own._warm
+    assert before is not None
+    wait = before._wait_for_hello
+
+    def retired_meanwhile() -> Hello:
+        monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
+        own.refresh()
+        return wait()
+
+    monkeypatch.setattr(before, "_wait_for_hello", retired_meanwhile)
+    assert own.usable("forkserver") == "forkserver"
+    assert own._warm is not before
+
+
+def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_the_next_launch_starts_one(
+    own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(preload: tuple[str, ...]) -> NoReturn:
+        raise StartError("no more processes")
+
+    monkeypatch.setattr("nblaunch.notebook.host.servers", own)
+    own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
+    before = own._warm
+    monkeypatch.setattr(before, "alive", lambda: True)  # as while a launch of it goes on
+    with monkeypatch.context() as context:
+        context.setenv("OMP_DISPLAY_ENV", "false")
+        context.setattr(all_servers, "ForkServer", refuse)
+        NotebookHost(None).after_cell(None)
+        assert own.status() == ["fork server: not running; the next launch starts it"]
+        with pytest.raises(StartError, match="no more processes"):
+            own.reaper("forkserver", "launch", 2, {}, "/")
+    own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
+    assert own._warm is not before
+
+
 def test_loading_the_extension_again_tries_a_fork_server_again(own: Servers, preload: Callable[[str], None]) -> None:
     preload(IN_ITS_IMPORT["dies"])
     with pytest.warns(UserWarning, match="no licence"):
@@ -203,7 +260,7 @@ def test_a_fork_server_that_a_later_import_spoils_leaves_ranks_to_spawn(
 def test_a_launch_that_asks_a_spoilt_fork_server_is_told() -> None:
     kernel, ours = socket.socketpair()
     control, its = socket.socketpair()
-    hello = Hello(PROTOCOL, os.getpid(), ("torch",), "the preload left 2 threads running", 0.0)
+    hello = Hello(PROTOCOL, os.getpid(), "the preload left 2 threads running", 0.0)
     with kernel, ours, control:
         server = _Server(Channel(ours), os.getpid(), hello, ())
         server.start_reaper(NewReaper("launch", 2), its.detach())

@@ -181,6 +181,11 @@ BAD = {
     ),
     "reads its rank": ("import os\nRANK = os.environ.get('RANK')\n", "it reads RANK while it is imported"),
     "asks for its peers": ("import os\nALONE = 'MASTER_ADDR' not in os.environ\n", "it reads MASTER_ADDR while"),
+    "asks for its threads": (
+        "import os\nTHREADS = os.environ.get('OMP_NUM_THREADS')\n",
+        "it reads OMP_NUM_THREADS while",
+    ),
+    "patches another": ("import json\njson.dumps = lambda value: 'patched'\n", "it changes json.dumps while"),
     "makes a generator": ("import random\nDRAW = random.Random()\n", "it makes generators of random numbers"),
     "makes NumPy's generator": ("import numpy\nDRAW = numpy.random.default_rng()\n", "it makes generators of random"),
     "draws a number": ("import random\nNUMBER = random.random()\n", "it changes random's state while it is imported"),
@@ -240,6 +245,7 @@ def test_a_successor_that_hangs_in_an_import_ends_with_its_server(
     launched("bad")
     eventually(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), LONG)
     assert own._warm is not None
+    assert not own._left_out
     if way == "stopped":
         own.stop()
     else:
@@ -352,3 +358,35 @@ def test_nothing_is_imported_ahead_where_that_is_switched_off(
     for _ in range(2):
         assert imported_by_ranks(launched("tells"))
     assert own._teacher is None is own._successor
+
+
+def touches(path: Path) -> Callable[[], str]:
+    """A function that puts something among the modules, which cannot be looked at: it leaves a file, and fails."""
+
+    def function() -> str:
+        import sys
+
+        class Strange:
+            def __getattr__(self, name: str) -> object:
+                path.touch()
+                raise KeyError(name)
+
+        sys.modules["strange"] = Strange()  # type: ignore[assignment]
+        return "a result"
+
+    return function
+
+
+def test_what_a_function_puts_among_the_modules_does_not_cost_its_result(own: Servers, tmp_path: Path) -> None:
+    result = notebook_launcher(touches(tmp_path / "it"), (), 2, start_method="forkserver", view="none")
+    assert (tmp_path / "it").exists()
+    assert isinstance(result, LaunchResult)
+    assert list(result) == ["a result"] * 2
+
+
+def test_nobody_looks_at_modules_where_learning_is_switched_off(
+    own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NBLAUNCH_LEARN_IMPORTS", "0")
+    assert notebook_launcher(touches(tmp_path / "it"), (), 2, start_method="forkserver", view="none")
+    assert not (tmp_path / "it").exists()

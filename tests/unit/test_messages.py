@@ -204,13 +204,14 @@ def test_closing_a_channel_closes_what_nobody_took(ends: tuple[Channel, Channel]
 
 
 def test_who_is_not_root_sends_more_descriptors_when_others_have_been_taken() -> None:
-    """In a process of its own, which is nobody's: Linux counts them for each user."""
+    """In a process of its own, and of a user of its own: Linux counts them for each user."""
     code = """
 import os, resource, socket
 from nblaunch.channel import Channel
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 if os.getuid() == 0:
-    os.setresuid(65534, 65534, 65534)
+    own = 20_000 + os.getpid() % 40_000
+    os.setresuid(own, own, own)
 ends = [tuple(map(Channel, socket.socketpair())) for _ in range(4)]
 told = []
 for number, (here, _) in enumerate(ends):

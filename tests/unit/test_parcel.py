@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import mmap
 import os
 import socket
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,8 @@ from nblaunch import arrays, parcel, segments
 from nblaunch.parcel import Fresh, Parcel, pack, unpack
 from nblaunch.segments import NoRoomError, Region
 
+MB = 1 << 20
+LONG = 60.0
 LARGE = 8 * arrays.LEAST
 """Elements of a tensor or array that stands outside the pickle, whatever its dtype."""
 
@@ -40,6 +44,12 @@ def sent(value: Any) -> Any:
         return unpack([os.dup(fd) for fd in outgoing.fds])
     finally:
         outgoing.close()
+
+
+def printed(code: str) -> list[str]:
+    """The words that a process of its own prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=LONG).stdout.split()
 
 
 def large(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -248,6 +258,21 @@ def test_of_views_alone_their_elements_are_sent() -> None:
         outgoing.close()
 
 
+def test_thinned_out_views_are_copied_once_and_go_with_what_they_are_in() -> None:
+    array = np.arange(40 * MB, dtype=np.uint8)
+    views = [array[::4], array[::-4], array.reshape(-1, 256)[:, :10], array[4::400_000]]
+    tracemalloc.start()
+    outgoing = packed(views)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    assert len(outgoing.fds) == 3  # the pickle, the larger ones, the small one
+    outgoing.close()
+    for view, its in zip(views, arrived, strict=True):
+        np.testing.assert_array_equal(its, view)
+    assert peak < MB  # the elements went to where they stand together, and nowhere else on the way
+
+
 def test_of_an_array_only_what_is_seen_is_sent() -> None:
     array = np.zeros(100 * LARGE, dtype=np.uint8)
     with_all, with_part = packed(array), packed(array[LARGE : 2 * LARGE])
@@ -312,7 +337,7 @@ def nests(draw: st.DrawFn) -> list[Any]:
 
 
 @given(nests())
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_nests_arrive_as_they_were_with_their_aliasing(things: list[Any]) -> None:
     arrived = sent(things)
     assert_same(arrived, things)
@@ -376,8 +401,7 @@ arrived = unpack([os.dup(fd) for fd in outgoing.fds])
 arrived[3] = 7.0
 print(tensor[3].item())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["7.0"]
+    assert printed(code) == ["7.0"]
 
 
 def test_shared_memory_of_a_name_arrives_though_the_notebook_has_let_it_go() -> None:
@@ -389,8 +413,7 @@ torch.multiprocessing.set_sharing_strategy("file_system")
 outgoing = pack(lambda found: torch.ones(10).share_memory_(), Fresh(Path("/nowhere")))
 print(unpack([os.dup(fd) for fd in outgoing.fds]).sum().item())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["10.0"]
+    assert printed(code) == ["10.0"]
 
 
 def test_shared_memory_of_a_name_arrives_though_its_rank_has_ended() -> None:
@@ -405,7 +428,8 @@ socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], outgoing.fds)
     here, there = socket.socketpair()
     with here, there:
         rank = [sys.executable, "-c", code, str(there.fileno())]
-        subprocess.run(rank, env={**os.environ, "NBLAUNCH_RANK": "0"}, pass_fds=[there.fileno()], check=True)
+        environment = {**os.environ, "NBLAUNCH_RANK": "0"}
+        subprocess.run(rank, env=environment, pass_fds=[there.fileno()], check=True, timeout=LONG)
         assert unpack(socket.recv_fds(here, 1, 10)[1]).sum().item() == 10.0
 
 
@@ -528,11 +552,35 @@ def test_overlapping_regions_are_one() -> None:
 
 
 @given(st.lists(st.integers(1, 100 << 20), max_size=300))
+@settings(deadline=None, derandomize=True)
 def test_regions_share_segments_so_that_there_are_few(sizes: list[int]) -> None:
     regions = [Region(i << 32, size) for i, size in enumerate(sizes)]
     groups = list(segments.grouped(regions))
     assert sorted(region for group in groups for region in group) == regions
     assert len(groups) <= 60
+
+
+def test_ten_thousand_small_pieces_need_few_segments() -> None:
+    groups = list(segments.grouped([Region(i << 20, 100_000) for i in range(10_000)]))
+    assert len(groups) <= 30
+
+
+def test_a_small_piece_that_is_kept_holds_little_more() -> None:
+    def mapped() -> int:
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:nblaunch" in line]
+        ends = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+        return sum(end - start for start, end in ends)
+
+    gc.collect()
+    before = mapped()
+    data = [*(torch.randn(1 << 20) for _ in range(14)), torch.ones(5000), *(torch.ones(200_000) for _ in range(30))]
+    arrived = sent(data)
+    assert mapped() - before > 60 << 20
+    kept = arrived[14]
+    del arrived
+    gc.collect()
+    assert kept.sum() == 5000
+    assert mapped() - before <= 4 << 20
 
 
 @pytest.mark.parametrize("address", [0, 1, 63, 4095])
@@ -568,7 +616,8 @@ def test_pages_that_cannot_be_handed_over_need_room(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
     monkeypatch.setattr(segments, "free_memory", lambda: segments._RESERVE)
     monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
-    memory = np.ones(4 << 20, dtype=np.uint8)
+    own = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the heap's pages would stay replaced
+    memory = np.frombuffer(own, dtype=np.uint8)
     small = [Region(memory.ctypes.data + at, 100_000) for at in range(0, memory.size - 100_000, 200_000)]
     placed = dict(segments.write(small, tmp_path, lambda region: True))
     assert not any(each.segment.in_memory for each in placed.values())
@@ -613,8 +662,7 @@ print(before - resident() > (120 << 10), segment.equals(offset, region), bytes(m
 memory[500:503] = b"new"
 print(memory[500:503] == b"new", segment.equals(offset, region))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", "True", "True", "False"]
+    assert printed(code) == ["True", "True", "True", "True", "False"]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -637,8 +685,7 @@ outgoing = pack(lambda found: tensor, Fresh(Path("/nowhere")))
 print(unpack([os.dup(fd) for fd in outgoing.fds])[0].item())
 tensor[1] = 2
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1.0"]
+    assert printed(code) == ["1.0"]
     assert np.fromfile(tmp_path / "data", dtype=np.float32).tolist() == [1.0, 2.0, 0.0]
 
 
@@ -655,6 +702,24 @@ class Clears:
     def __reduce__(self) -> Any:
         self.data.clear()
         return int, ()
+
+
+class Frees:
+    """Frees the memory of a tensor while it is being sent, as caches do."""
+
+    def __init__(self, tensor: torch.Tensor, size: int) -> None:
+        self.tensor, self.size = tensor, size
+
+    def __reduce__(self) -> Any:
+        self.tensor.untyped_storage().resize_(self.size)
+        return int, ()
+
+
+@pytest.mark.parametrize("size", [0, 4 * LARGE - 4, 400 * LARGE])
+def test_a_tensor_whose_memory_goes_while_it_is_packed_is_not_sent(size: int) -> None:
+    tensor = large()
+    with pytest.raises(BufferError, match="a tensor of 524 KB was resized or freed while it was being packed, by an"):
+        packed([tensor, Frees(tensor, size)])
 
 
 def test_bytes_that_are_being_sent_cannot_be_resized() -> None:

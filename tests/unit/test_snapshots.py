@@ -157,6 +157,27 @@ def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
     assert len(looks) > 5
 
 
+def test_when_all_is_freed_the_memory_is_not_looked_at_again(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(all_snapshots, "_LOOK_EVERY", 3600.0)
+    placed(kept, Data(ALONE, 1))
+    monkeypatch.setattr(all_snapshots, "budget", looks.append)
+    kept.free()
+    eventually(lambda: kept._watch is None, 10)
+    assert looks == []
+
+
+def test_what_is_there_this_once_is_not_kept(kept: Snapshots) -> None:
+    stays, passes = Data(SMALL, 1), Data(2 * SMALL, 2)
+    for is_new in (True, False):
+        found = kept.place(sorted([stays.region, passes.region]), Path("/nowhere"), {passes.region})
+        by_region = {each.segment.size // SMALL: each for each in found}
+        assert (by_region[1].is_new, by_region[2].is_new) == (is_new, True)
+        assert stays.is_in(by_region[1])
+        assert passes.is_in(by_region[2])
+        assert SMALL <= kept.size < 2 * SMALL
+
+
 def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_snapshots, "free_memory", lambda: 900)
     assert budget(100) == 100

@@ -1,0 +1,50 @@
+"""Which modules of the notebook's own hide an installed package."""
+
+from __future__ import annotations
+
+import importlib.machinery
+from pathlib import Path
+
+import pytest
+
+from nblaunch.installed import shadowed
+
+SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+
+
+@pytest.fixture(autouse=True)
+def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook's own folder, which comes first, and one where packages are installed."""
+    site = tmp_path / "site-packages"
+    for place in (tmp_path / "own", site / "package", site / "namespace"):
+        place.mkdir(parents=True)
+    (site / "package" / "__init__.py").touch()
+    (site / "namespace" / "part.py").touch()
+    monkeypatch.setattr("sys.path", ["", str(site)])
+    monkeypatch.chdir(tmp_path / "own")
+
+
+@pytest.mark.parametrize(
+    ("file", "hides"),
+    [
+        ("package.py", True),
+        ("package/__init__.py", True),
+        (f"package{SUFFIX}", True),
+        ("package/run-1/debug.log", False),
+        ("package.txt", False),
+        ("another.py", False),
+        ("namespace.py", True),
+        ("namespace/part.py", True),
+    ],
+)
+def test_what_an_import_would_find_hides_a_package_and_a_folder_of_data_does_not(file: str, hides: bool) -> None:
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).touch()
+    assert shadowed(frozenset({"package", "namespace"})) is hides
+
+
+def test_it_looks_where_the_notebook_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("package.py").touch()
+    assert shadowed(frozenset({"package"}))
+    monkeypatch.chdir(tmp_path)
+    assert not shadowed(frozenset({"package"}))
