@@ -116,7 +116,7 @@ def lab(server: tuple[str, Path, str], size: tuple[int, int]) -> Iterator[Lab]:
     url, folder, app = server
     with open_page(url, *size) as page:
         yield Lab(url, folder, app, page)
-        end_kernels(url)
+    end_kernels(url)  # the page has gone: it asks for no more of them
 
 
 def keep_picture(page: Page, name: str) -> None:
