@@ -112,8 +112,15 @@ def returns_shared(count: int, marks: Path, rank: int) -> list[torch.Tensor]:
     return [torch.ones(3).share_memory_() for _ in range(rank * count)]
 
 
-def unsendable(rank: int) -> Any:
-    return {"fine": torch.ones(MB), "gate": threading.Lock()} if rank == 1 else torch.full((MB,), 5.0)
+def unsendable(rank: int, folder: Path) -> Any:
+    """The rank whose result can be sent returns it when the other has gone."""
+    if rank == 1:
+        (folder / "new").write_text(str(os.getpid()))
+        (folder / "new").rename(folder / "pid")
+        return {"fine": torch.ones(MB), "gate": threading.Lock()}
+    eventually((folder / "pid").exists, LONG)
+    eventually(lambda: not Path("/proc", (folder / "pid").read_text()).exists(), LONG)
+    return torch.full((MB,), 5.0)
 
 
 def descriptors_of_ours() -> list[str]:
@@ -380,9 +387,12 @@ def test_results_hold_no_descriptors_and_go_with_their_memory(launch: Launcher) 
     assert held() == mapped
 
 
-def test_a_result_that_cannot_be_sent_is_named_and_the_others_survive(launch: Launcher) -> None:
+def test_a_result_that_cannot_be_sent_is_named_and_the_others_survive(
+    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nblaunch.launch.supervisor._QUIET", 0.0)
     with pytest.raises(ResultError, match=r"result\['gate'\], a thread lock, which cannot be sent") as caught:
-        launch(unsendable)
+        launch(unsendable, kwargs={"folder": tmp_path})
     assert caught.value.rank == 1
     assert torch.equal(caught.value.results[0], torch.full((MB,), 5.0))  # type: ignore[arg-type]
 
