@@ -46,6 +46,13 @@ class Rank:
         """Whether it has not ended, and still is what it was: one that called exec would die of a signal for stacks."""
         return self.exited is None and not self.channel.closed
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the others are to be stopped; not for a result that could not be sent: theirs are still to come."""
+        if self.failed is not None:
+            return self.failed.kind != "result"
+        return self.exited is not None and (self.done is None or self.exited.returncode != 0)
+
     def state(self, asked: Collection[int]) -> RankState:
         """Where it stands, if these ranks have been asked to end."""
         was_asked = self.rank in asked

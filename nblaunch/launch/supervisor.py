@@ -278,10 +278,7 @@ class Attempt:
             self._hear_rank(rank)
 
     def _note_failure(self) -> None:
-        if not self.first_failure and any(
-            rank.failed is not None or (rank.exited is not None and (rank.done is None or rank.exited.returncode))
-            for rank in self.ranks
-        ):
+        if not self.first_failure and any(rank.has_failed for rank in self.ranks):
             self.first_failure = time.monotonic()
 
     # -------------------------------------------------------------- stopping
