@@ -52,9 +52,9 @@ class Rank:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the others are to be stopped; not for a result that could not be sent: theirs are still to come."""
+        """Whether it raised, cannot send its result, or ended as it should not."""
         if self.failed is not None:
-            return self.failed.kind != "result"
+            return True
         return self.exited is not None and (self.done is None or self.exited.returncode != 0)
 
     def state(self, asked: Collection[int]) -> RankState:

@@ -256,8 +256,9 @@ def _own_answer(dump: str) -> str | None:
 
     Both do where a rank that was stopped goes on: it has been sent the signal by then, and the question waits too.
     """
-    until_its_end, end, _ = dump.rpartition(_WHOLE)
-    return until_its_end.rpartition(_BEGIN)[2] if end else None
+    until_its_end, _, _ = dump.rpartition(_WHOLE)
+    _, begin, own = until_its_end.rpartition(_BEGIN)
+    return own if begin else None
 
 
 def _write(pipe: str) -> None:

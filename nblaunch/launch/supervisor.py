@@ -8,6 +8,7 @@ by the clock, as they are files.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import shutil
@@ -56,6 +57,8 @@ _LOOK_EVERY = 0.05
 """Seconds between two looks at the logs."""
 _QUIET = 0.1
 """Seconds between the first failure and the stopping of the others, in which theirs arrive by themselves."""
+_RETURN_WITHIN = 5.0
+"""The same where a result cannot be sent: what the others return, a little later, is not to be lost."""
 _TELL_AFTER = 5.0
 """Seconds that a rank which has returned may wait for its threads before that is said."""
 _ON_THEIR_WAY = 100
@@ -114,7 +117,7 @@ class Attempt:
         self.lost = False
         self.swept = False
         self.stuck: tuple[int, ...] = ()
-        self.first_failure = 0.0
+        self.stop_others_at = math.inf
         self.all_done = 0.0
         self.all_leaving = 0.0
         self.told = False
@@ -278,7 +281,7 @@ class Attempt:
             elif isinstance(message, NotStarted):
                 name = f"rank {message.rank} could not be started" if message.rank >= 0 else "no rank could be started"
                 self.refusal = self.refusal or f"{name}: {message.reason}"
-                self.first_failure = self.first_failure or time.monotonic()
+                self._stop_others_within(_QUIET)
             elif isinstance(message, RankStarted):
                 self.ranks[message.rank].pid = message.pid
                 self._hand_out_tasks()
@@ -333,8 +336,13 @@ class Attempt:
             self._hear_rank(rank)
 
     def _note_failure(self) -> None:
-        if not self.first_failure and any(rank.has_failed for rank in self.ranks):
-            self.first_failure = time.monotonic()
+        for rank in self.ranks:
+            if rank.has_failed:
+                is_only_its_result = rank.failed is not None and rank.failed.kind == "result"
+                self._stop_others_within(_RETURN_WITHIN if is_only_its_result else _QUIET)
+
+    def _stop_others_within(self, seconds: float) -> None:
+        self.stop_others_at = min(self.stop_others_at, time.monotonic() + seconds)
 
     # -------------------------------------------------------------- stopping
     def _climb(self) -> None:
@@ -361,7 +369,7 @@ class Attempt:
             return "user"
         if now >= self.deadline and self.stacks.located(now):
             return "timeout"
-        if self.first_failure and now - self.first_failure >= _QUIET:
+        if now >= self.stop_others_at:
             return "failure"
         return None
 

@@ -114,9 +114,11 @@ def size() -> tuple[int, int]:
 def lab(server: tuple[str, Path, str], size: tuple[int, int]) -> Iterator[Lab]:
     """A page in the server; its kernels are ended with the test."""
     url, folder, app = server
-    with open_page(url, *size) as page:
-        yield Lab(url, folder, app, page)
-    end_kernels(url)  # the page has gone: it asks for no more of them
+    try:
+        with open_page(url, *size) as page:
+            yield Lab(url, folder, app, page)
+    finally:
+        end_kernels(url)  # the page has gone: it asks for no more of them
 
 
 def keep_picture(page: Page, name: str) -> None:

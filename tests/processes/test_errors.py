@@ -183,6 +183,13 @@ def raise_with_a_stuck_exit_function(rank: int) -> None:
     raise ValueError("before the exit function")
 
 
+def return_a_lock_with_a_stuck_exit_function(rank: int) -> Any:
+    if rank == 0:
+        return "whole"
+    atexit.register(threading.Event().wait)
+    return threading.Lock()
+
+
 def raise_while_the_other_is_busy(rank: int) -> None:
     if rank == 1:
         raise ValueError("early")
@@ -409,6 +416,12 @@ def test_an_exception_is_not_held_up_by_what_is_stuck_behind_it(
     with pytest.raises(ValueError, match=r"^before the"):
         launch(function)
     assert time.monotonic() - begin < SOON
+
+
+def test_a_rank_that_is_stuck_behind_a_result_that_cannot_be_sent_is_ended(launch: Launcher) -> None:
+    with pytest.raises(ResultError, match="what rank 1 returned cannot come back: result, a thread lock") as caught:
+        launch(return_a_lock_with_a_stuck_exit_function)
+    assert caught.value.results == {0: "whole"}
 
 
 # ------------------------------------------------------------------ all of them

@@ -252,7 +252,8 @@ def test_an_answer_that_comes_amid_faulthandlers_is_told_alone(asking: Asking, b
     asking.register(0)
     asked = asking.commands.want_stacks(60.0)
     asking.stacks.look([0])
-    asking.write(0, DUMP[:begun] + BEGIN + DUMP + WHOLE + DUMP[begun:])
+    other = DUMP.replace("line 4 in train", "line 3 in train")
+    asking.write(0, other[:begun] + BEGIN + DUMP + WHOLE + other[begun:])
     asking.look_until(asked.done, 0)
 
     assert asked.result() == {0: Teller(SOURCES).tell(parse(DUMP), MAIN)}
