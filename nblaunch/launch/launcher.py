@@ -85,7 +85,7 @@ def notebook_launcher(
             one, or a list. Each named group that holds a number is a metric, as in
             ``r"Accuracy: (?P<accuracy>[\d.]+)"``, and a group named ``step`` is the step. Every line of a rank's
             stdout and stderr is searched (of a long one the first 8 KB), in the notebook's process: a pattern that
-            is slow makes the notebook slow. The lines of each stream stay in order. Default: none.
+            is slow makes the notebook slow. Each stream's metrics stay in its order. Default: none.
         block: True (default): wait, and return the result. False: return a `Launch` at once.
         view: What to show: ``"auto"`` (default), ``"text"``, ``"none"``.
         use_port, master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, monitor_interval,

@@ -53,9 +53,8 @@ class Rank:
     @property
     def has_failed(self) -> bool:
         """Whether it raised, cannot send its result, or ended as it should not."""
-        if self.failed is not None:
-            return True
-        return self.exited is not None and (self.done is None or self.exited.returncode != 0)
+        ended_badly = self.exited is not None and (self.done is None or self.exited.returncode != 0)
+        return self.failed is not None or ended_badly
 
     def state(self, asked: Collection[int]) -> RankState:
         """Where it stands, if these ranks have been asked to end."""
@@ -63,7 +62,7 @@ class Rank:
         if self.failed is not None:
             return "ended" if self.failed.collective or was_asked else "failed"
         if self.exited is not None:
-            if self.done is not None and not self.exited.returncode:
+            if not self.has_failed:
                 return "returned"
             return "ended" if was_asked else "failed"
         if was_asked:

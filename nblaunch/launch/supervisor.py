@@ -288,7 +288,7 @@ class Attempt:
             elif isinstance(message, RankExited):
                 self._hear_out(self.ranks[message.rank])  # what it said before it ended
                 self.ranks[message.rank].exited = message
-                self._note_failure()
+                self._note_failure(self.ranks[message.rank])
             elif isinstance(message, Swept):
                 self.swept, self.stuck = True, message.stuck
 
@@ -313,7 +313,7 @@ class Attempt:
             rank.failed = Failed(rank.rank, lost.message.time_ns, "result", "OSError", text, "")
         if rank.channel.closed:
             self._unwatch(rank.channel)
-        self._note_failure()
+        self._note_failure(rank)
 
     def _take_in(self, rank: Rank) -> None:
         for message, fds in rank.channel.drain():
@@ -335,11 +335,10 @@ class Attempt:
         while not rank.channel.closed and readable(rank.channel):
             self._hear_rank(rank)
 
-    def _note_failure(self) -> None:
-        for rank in self.ranks:
-            if rank.has_failed:
-                is_only_its_result = rank.failed is not None and rank.failed.kind == "result"
-                self._stop_others_within(_RETURN_WITHIN if is_only_its_result else _QUIET)
+    def _note_failure(self, rank: Rank) -> None:
+        if rank.has_failed:
+            is_only_its_result = rank.failed is not None and rank.failed.kind == "result"
+            self._stop_others_within(_RETURN_WITHIN if is_only_its_result else _QUIET)
 
     def _stop_others_within(self, seconds: float) -> None:
         self.stop_others_at = min(self.stop_others_at, time.monotonic() + seconds)

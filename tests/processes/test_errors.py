@@ -145,14 +145,13 @@ def finish_early(rank: int) -> str:
     return "done"
 
 
-def return_unsendable(rank: int, folder: Path) -> Any:
+def return_unsendable(rank: int) -> Any:
     """The rank whose result can be sent returns it when the other has gone."""
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
     if rank == 1:
-        (folder / "new").write_text(str(os.getpid()))
-        (folder / "new").rename(folder / "pid")
         return {"model": [1, threading.Lock()]}
-    eventually((folder / "pid").exists, 60.0)
-    eventually(lambda: not Path("/proc", (folder / "pid").read_text()).exists(), 60.0)
+    eventually(lambda: not Path(f"/proc/{pids[1]}").exists(), 60.0)
     return f"value of {rank}"
 
 
@@ -388,12 +387,12 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher
 
 # ------------------------------------------------------------------ results that cannot come back
 def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_survive(
-    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nblaunch.launch.supervisor._QUIET", 0.0)
     message = r"what rank 1 returned cannot come back: result\['model'\]\[1\], a thread lock"
     with pytest.raises(ResultError, match=message) as caught:
-        launch(return_unsendable, kwargs={"folder": tmp_path})
+        launch(return_unsendable)
     assert caught.value.rank == 1
     assert caught.value.results == {0: "value of 0"}
 
