@@ -35,7 +35,8 @@ def timed(function, ranks):
     try:
         launch(function, ranks)
     except Exception:
-        pass
+        if function is not die:
+            raise
     return time.perf_counter() - begin
 """
 
@@ -94,10 +95,23 @@ def launch(function, ranks):
     mp.spawn(spawned_functions.run, args=(function.__name__, ranks, port), nprocs=ranks)
 """.replace("TRAIN", f'"""{_TRAIN}"""')
 
+_TORCHRUN = """
+import os, pathlib, subprocess, sys
+
+# torchrun starts a program, so its user has to write a file too
+_program = pathlib.Path(os.environ["BENCHMARK_FOLDER"], "program.py")
+_program.write_text('import sys\\n' + TRAIN + 'globals()[sys.argv[1]]()\\n')
+
+def launch(function, ranks):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    subprocess.run([*command, _program, function.__name__], check=True, capture_output=True)
+""".replace("TRAIN", f"""'''{_TRAIN}'''""")
+
 CONTENDERS = (
     Contender("nblaunch", _nblaunch("forkserver")),
     Contender("nblaunch, spawn", _nblaunch("spawn")),
     Contender("accelerate (fork)", _ACCELERATE),
     Contender("torch spawn", _TORCH_SPAWN),
+    Contender("torchrun", _TORCHRUN),
 )
 BASELINE = "accelerate (fork)"
