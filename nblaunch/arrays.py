@@ -32,15 +32,15 @@ class Buffers(Protocol):
     def spread(self, array: Any, address: int, size: int) -> pickle.PickleBuffer:
         """A buffer of what an array spans, if that is little more than its elements or sent anyway; else of those."""
 
-    def descriptor(self, fd: int) -> pickle.PickleBuffer:
-        """A buffer that stands for a descriptor, and arrives as one."""
+    def descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
+        """A buffer that stands for a descriptor, and arrives as one; its owner must be kept until then."""
 
     def came_from_gpu(self, size: int) -> None:
         """Note that so many bytes had to be copied from a GPU."""
 
 
 def reduce(obj: Any, buffers: Buffers | None) -> tuple[Any, ...] | None:
-    """How to pickle a torch storage or a strided array; None where `obj` is neither.
+    """How to pickle a torch storage, or an array that numpy would copy; None for all else.
 
     Args:
         obj: What is to be pickled.
@@ -53,8 +53,10 @@ def reduce(obj: Any, buffers: Buffers | None) -> tuple[Any, ...] | None:
             return _reduce_storage(obj, buffers)
         if kind is torch.TypedStorage:
             return typed, (obj._untyped_storage, obj.dtype)
-    if buffers is not None and numpy is not None and kind is getattr(numpy, "ndarray", None):
-        return _reduce_array(obj, buffers)
+        if obj is getattr(torch._utils, "_rebuild_tensor_v3", torch):
+            return rebuilds_new_dtypes, ()
+    if buffers is not None and numpy is not None and issubclass(kind, getattr(numpy, "ndarray", ())):
+        return _reduce_array(obj, buffers) if kind is numpy.ndarray else _reduce_kind(obj, numpy.ndarray)
     return None
 
 
@@ -79,16 +81,40 @@ def _reduce_storage(storage: Any, buffers: Buffers | None) -> tuple[Any, ...] | 
 
 
 def _reduce_shared(storage: Any, buffers: Buffers) -> tuple[Any, ...] | None:
-    """What the user has put in shared memory stays shared; None for a file that he has mapped, which torch calls so."""
+    """What the user has put in shared memory stays shared; None for all else that torch calls so."""
     from torch.multiprocessing import get_sharing_strategy
 
     if get_sharing_strategy() == "file_descriptor":
         fd, size = storage._share_fd_cpu_()
-        return (attached, (buffers.descriptor(fd), size)) if fd >= 0 else None
+        return (attached, (buffers.descriptor(fd, storage), size)) if fd >= 0 and _is_users(fd) else None
     if "NBLAUNCH_RANK" in os.environ or storage.filename is not None:
         return None  # the name would go with its last user, which is this rank; or it is a file of the user's
     buffers.lend(storage)
     return attached_by_name, storage._share_filename_cpu_()
+
+
+_HERE = os.getpid()
+"""Of a rank that is forked off the notebook, this is the notebook's."""
+_came: set[tuple[int, int]] = set()
+"""The shared memory that has come from the notebook or its ranks, by device and inode."""
+
+
+def _is_users(fd: int) -> bool:
+    """Whether shared memory was made in this process, or has come from one of ours.
+
+    All else is from a DataLoader's workers, which put each batch in shared memory: nobody wants to share those, and
+    there may be more of them than descriptors.
+    """
+    try:
+        made = os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return True  # the system does not tell
+    return any(f"/torch_{pid}_" in made for pid in (_HERE, os.getpid())) or _identity(fd) in _came
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def typed(storage: Any, dtype: Any) -> Any:
@@ -96,6 +122,18 @@ def typed(storage: Any, dtype: Any) -> Any:
     import torch
 
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def rebuilds_new_dtypes() -> Any:
+    """What rebuilds tensors of float8, uint16 and the like."""
+    return rebuild_new_dtype
+
+
+def rebuild_new_dtype(storage: Any, *rest: Any) -> Any:
+    """Torch's own, which takes such a storage as `torch.load` makes: one that has an untyped storage."""
+    import torch
+
+    return torch._utils._rebuild_tensor_v3(typed(storage, torch.uint8), *rest)
 
 
 def of_bytes(data: bytes) -> Any:
@@ -118,6 +156,7 @@ def attached(fd: int, size: int) -> Any:
     """A storage in shared memory."""
     import torch
 
+    _came.add(_identity(fd))
     make: Any = torch.UntypedStorage  # torch's types leave out what follows
     return make._new_shared_fd_cpu(fd, size)
 
@@ -150,6 +189,22 @@ def _reduce_array(array: Any, buffers: Buffers) -> tuple[Any, ...] | None:
     span = start + sum(step for step in steps if step > 0) + array.itemsize - low
     buffer = buffers.spread(array, low, span)
     return strided, (buffer, array.dtype, array.shape, start - low, array.strides, span, array.flags.writeable)
+
+
+def _reduce_kind(array: Any, plain: Any) -> tuple[Any, ...] | None:
+    """An array of a subclass, such as a memmap, which numpy would copy; None for one that has its own way."""
+    kind = type(array)
+    if array.dtype.hasobject or any(
+        getattr(kind, name, None) is not getattr(plain, name, None)
+        for name in ("__reduce_ex__", "__reduce__", "__setstate__", "__getstate__")
+    ):
+        return None
+    return of_kind, (kind, array.view(plain))
+
+
+def of_kind(kind: Any, array: Any) -> Any:
+    """An array as one of a subclass."""
+    return array.view(kind)
 
 
 def strided(buffer: memoryview, dtype: Any, shape: Any, offset: int, strides: Any, span: int, writeable: bool) -> Any:

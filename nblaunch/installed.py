@@ -9,6 +9,11 @@ import sysconfig
 from importlib.machinery import PathFinder
 
 _MARKS = (".dist-info", ".egg-info", ".egg-link", ".pth")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+"""What fork servers have, so that libraries start no threads there; each launch has its own."""
+_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
+_OF_LAUNCHES = (*ONE_THREAD, "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+_OF_EITHER_BEGIN = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "NBLAUNCH_")
 _seen: dict[str, tuple[int, frozenset[tuple[str, int]]]] = {}
 """For each folder: when it was last changed, and what was installed in it."""
 
@@ -32,9 +37,12 @@ def installed_path() -> list[str]:
     return [*installed, own] if own not in installed else installed
 
 
-def installed_now() -> frozenset[tuple[str, int]]:
-    """Every installed distribution's mark, with the time of its last change. Cheap while nothing is installed."""
-    marks: frozenset[tuple[str, int]] = frozenset()
+def installed_now() -> tuple[tuple[str, frozenset[tuple[str, int]]], ...]:
+    """Every installed distribution's mark, with the time of its last change; by folder, of which the first wins.
+
+    Cheap while nothing is installed.
+    """
+    marks: dict[str, frozenset[tuple[str, int]]] = {}
     for folder in installed_path():
         try:
             changed = os.stat(folder).st_mtime_ns
@@ -42,13 +50,21 @@ def installed_now() -> frozenset[tuple[str, int]]:
                 _seen[folder] = changed, _marks_in(folder)
         except OSError:  # the folder is gone, or a zip file
             continue
-        marks |= _seen[folder][1]
-    return marks
+        marks[folder] = _seen[folder][1]
+    return tuple(marks.items())
 
 
 def _marks_in(folder: str) -> frozenset[tuple[str, int]]:
     with os.scandir(folder) as entries:
         return frozenset((e.path, e.stat().st_mtime_ns) for e in entries if e.name.endswith(_MARKS))
+
+
+def differs(name: str) -> bool:
+    """Whether ranks may have another value of this variable than the process that imports packages for them.
+
+    So it imports none that reads it, and what it has imported is for launches with any value of it.
+    """
+    return name in (*_OF_RANKS, *_OF_LAUNCHES) or name.startswith(_OF_EITHER_BEGIN)
 
 
 def shadowed(packages: frozenset[str]) -> bool:

@@ -29,6 +29,8 @@ class Hello:
     seconds: float
     files: tuple[tuple[str, int], ...] = ()
     """Of a successor: the files that it has imported, with the times of their last changes (``st_mtime_ns``)."""
+    not_found: tuple[str, ...] = ()
+    """Of a successor: the modules that those have looked for in vain, such as ``project_config``."""
 
 
 @dataclass(frozen=True, slots=True)

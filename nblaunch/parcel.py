@@ -94,13 +94,12 @@ class Parcel:
     def __init__(self, blob: int, placed: Sequence[Segment], outgoing: _Outgoing, copied: int) -> None:
         self.sizes, self.from_gpu, self.copied = outgoing.sizes, outgoing.from_gpu, copied
         self.fds = (blob, *(segment.fd for segment in placed), *outgoing.descriptors)
-        self.close = weakref.finalize(self, _close, [blob, *outgoing.descriptors], [*placed, *outgoing.lent])
+        self.close = weakref.finalize(self, _close, blob, [*placed, *outgoing.lent])
 
 
-def _close(fds: list[int], held: list[object]) -> None:
+def _close(blob: int, held: list[object]) -> None:
     held.clear()  # a store may keep them
-    while fds:
-        os.close(fds.pop())
+    os.close(blob)
 
 
 # ------------------------------------------------------------------ packing
@@ -128,7 +127,6 @@ def pack(build: Callable[[pickling.Found], Any], store: Store, parts: Mapping[st
     except BaseException as error:
         if isinstance(error, NoRoomError):
             error.sizes = outgoing.sizes
-        _close(outgoing.descriptors, [])
         raise
 
 
@@ -175,7 +173,7 @@ class _Outgoing:
     storages: list[tuple[Any, Region]] = field(default_factory=list)
     """torch's, whose memory may go while they stay."""
     lent: list[object] = field(default_factory=list)
-    """And what the receiver finds by its name."""
+    """And what the receiver finds by its name or descriptor."""
     seen: set[Region] = field(default_factory=set)
     uncounted: int = 0
 
@@ -209,8 +207,9 @@ class _Outgoing:
     def lend(self, owner: object) -> None:
         self.lent.append(owner)
 
-    def descriptor(self, fd: int) -> pickle.PickleBuffer:
-        self.descriptors.append(os.dup(fd))
+    def descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
+        self.descriptors.append(fd)
+        self.lent.append(owner)
         return self._stand_in(len(self.descriptors) - 1)
 
     def spread(self, array: Any, address: int, size: int) -> pickle.PickleBuffer:
@@ -279,6 +278,7 @@ class _Outgoing:
         *starts, end = itertools.accumulate((_aligned(size) for size in sizes), initial=0)
         if not end:
             return []
+        segments.check_memory(end)
         room = mmap.mmap(-1, end, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.held.append(room)
         address = _region_of(room).address

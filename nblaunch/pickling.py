@@ -28,6 +28,7 @@ _DEEPEST = 6
 _IN_CLASS_BODIES = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _GLOBAL_LOOKUPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", *_IN_CLASS_BODIES}
 """Instructions that look a name up in a function's globals; in the body of a class after its own names."""
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 class UnsendableError(Exception):
@@ -88,7 +89,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
     def reducer_override(self, obj: Any) -> Any:
         """Pickle's hook, asked for every object."""
-        reduced = arrays.reduce(obj, self._buffers) or _reduce_shell(obj)
+        reduced = arrays.reduce(obj, self._buffers) or _reduce_shell(obj) or _reduce_cached(obj)
         if reduced is not None:
             return reduced
         reduced = super().reducer_override(obj)
@@ -164,7 +165,7 @@ class _Nowhere:
     def hold(self, owner: object) -> None: ...
     def lend(self, owner: object) -> None: ...
     def came_from_gpu(self, size: int) -> None: ...
-    def descriptor(self, fd: int) -> pickle.PickleBuffer:
+    def descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         return pickle.PickleBuffer(b"")
 
     def spread(self, array: object, address: int, size: int) -> pickle.PickleBuffer:
@@ -235,7 +236,7 @@ def names_of(function: types.FunctionType) -> dict[str, Any]:
     return names
 
 
-def is_sent_by_value(thing: types.FunctionType | type) -> bool:
+def is_sent_by_value(thing: Any) -> bool:
     """Whether a function or class travels with all that it names; one that ranks import does not."""
     found: Any = sys.modules.get(thing.__module__)
     for name in thing.__qualname__.split("."):
@@ -256,9 +257,11 @@ def names_in_class_bodies(code: types.CodeType) -> frozenset[str]:
 
 
 def _lookups(code: types.CodeType, instructions: Collection[str]) -> Iterator[str]:
-    own: set[str] = set()  # what the body of a class has bound itself by then
+    own: set[str] = set()  # what the body of a class has bound itself by then, whichever way it went
+    is_straight = not getattr(code, "co_exceptiontable", b"")
     for step in dis.get_instructions(code):
-        if step.opname == "STORE_NAME":
+        is_straight = is_straight and step.opcode not in _JUMPS
+        if step.opname == "STORE_NAME" and is_straight:
             own.add(step.argval)
         elif step.opname in instructions and not (step.opname in _IN_CLASS_BODIES and step.argval in own):
             yield step.argval
@@ -274,6 +277,32 @@ def _escaped(key: object) -> str:
 def _brief(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
+
+
+# ------------------------------------------------------------------ what functools has wrapped
+CACHED: Any = functools._lru_cache_wrapper
+
+
+def _reduce_cached(obj: Any) -> tuple[Any, ...] | None:
+    """A function of a cell with a cache, of which pickle has the name alone; or a property with one, and its lock.
+
+    The cache is empty in the rank.
+    """
+    if isinstance(obj, CACHED) and is_sent_by_value(obj):
+        return _cached, (obj.__wrapped__, obj.cache_parameters())
+    if type(obj) is functools.cached_property:
+        return _cached_property, (obj.func, obj.attrname)
+    return None
+
+
+def _cached(function: Any, parameters: Mapping[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _cached_property(function: Any, name: str | None) -> Any:
+    made = functools.cached_property(function)
+    made.attrname = name
+    return made
 
 
 # ------------------------------------------------------------------ the notebook's shell stays in the notebook

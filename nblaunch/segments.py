@@ -6,6 +6,7 @@ once and sealed; each process maps it privately, so pages are shared until one o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -191,6 +192,16 @@ def fits(regions: Sequence[Region]) -> bool:
     return size < _WORTH_A_LOOK or _fits(size, free_memory())
 
 
+def check_memory(size: int) -> None:
+    """See that there is memory for so much.
+
+    Raises:
+        NoRoomError: There is not.
+    """
+    if size >= _WORTH_A_LOOK and not _fits(size, memory := free_memory()):
+        raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {in_words(memory)} of memory are free")
+
+
 def _fits(size: int, memory: int) -> bool:
     return size <= memory - max(_RESERVE, memory // 20)
 
@@ -292,7 +303,8 @@ def _replace(start: int, end: int, fd: int, offset: int) -> None:
     first, last = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
     offset += first - start
     if first < last and offset % _PAGE == 0:
-        _map(first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
+        with contextlib.suppress(OSError):  # a process may have so many mappings: these pages then stay there twice
+            _map(first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
 
 
 # ------------------------------------------------------------------ mapping

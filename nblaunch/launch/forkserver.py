@@ -14,20 +14,21 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol, cast
 
 from nblaunch.channel import Channel, channel_pair, readable
 from nblaunch.errors import StartError
-from nblaunch.installed import installed_now, installed_path
+from nblaunch.installed import ONE_THREAD, installed_now, installed_path
 from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, Succeed
 
 _READY_LIMIT = 120.0
 """Seconds that a fork server gets to import torch; a cold disk needs most of a minute."""
 _IMPORT_LIMIT = 60.0
 """Seconds that a successor gets for a package."""
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+_LAST_MOMENT = 1.0
+"""Seconds that a successor gets to leave by itself."""
 _OWN_ENVIRONMENT = {**ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _MAIN = (
     "import json, sys; fd, kernel, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; sys.argv[1:] = []; "
@@ -77,6 +78,7 @@ class ForkServer:
         self.launches = 0
         self._problem = ""
         self._lock = threading.Lock()
+        self._is_retired = False
 
     def _start(self, there: socket.socket) -> subprocess.Popen[bytes]:
         arguments = json.dumps([there.fileno(), os.getpid(), installed_path(), self.preload])
@@ -97,7 +99,7 @@ class ForkServer:
         Raises:
             StartError: It died, or took too long and was ended; the message carries what it wrote to stderr.
         """
-        with self._lock:
+        with self._using():
             if self._problem:
                 raise StartError(self._problem)
             if self.hello is not None:
@@ -132,7 +134,7 @@ class ForkServer:
     def _ask(self, message: NewReaper | Succeed) -> Channel:
         """Have it fork a process; the channel to that."""
         here, there = channel_pair()
-        with there, self._lock:
+        with there, self._using():
             try:
                 self.channel.send(message, [there.fileno()])
             except OSError as error:
@@ -148,10 +150,11 @@ class ForkServer:
         Raises:
             OSError: It was closed.
         """
-        try:
-            return os.fdopen(os.dup(self._errors.fileno()), "rb")
-        except ValueError as error:
-            raise OSError(errno.EBADF, str(error)) from None
+        with self._using():
+            try:
+                return os.fdopen(os.dup(self._errors.fileno()), "rb")
+            except ValueError as error:
+                raise OSError(errno.EBADF, str(error)) from None
 
     def alive(self) -> bool:
         return self.process.poll() is None
@@ -160,17 +163,36 @@ class ForkServer:
         """End it, and with it any launch of its own."""
         self.process.kill()
         self.process.wait()
-        self.close()
+        self.retire()
 
     def retire(self) -> None:
         """Have it end once its launches have; its end is read by whoever asks `alive`."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self.channel.sock.shutdown(socket.SHUT_RDWR)  # closing is not enough: a forked child may hold a copy
-        self.close()
+        self._is_retired = True
+        self._close()
 
-    def close(self) -> None:
-        self.channel.close()
-        self._errors.close()
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Hold the lock, and with it the files open."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            if self._is_retired:
+                self._close()
+
+    def _close(self) -> None:
+        """Close its files, or leave that to the thread that uses them.
+
+        That may wait in ``poll``, and the next file to be opened takes the number: it would wait for that one.
+        """
+        if self._lock.acquire(blocking=False):
+            try:
+                self.channel.close()
+                self._errors.close()
+            finally:
+                self._lock.release()
 
     def _wait_for_hello(self) -> Hello:
         deadline = time.monotonic() + _READY_LIMIT
@@ -228,12 +250,22 @@ class Successor(ForkServer):
         except OSError:
             self._errors.close()
             raise
-        self.process = _Grandchild()
+        self.process: _Grandchild = _Grandchild()
+
+    def leave(self) -> None:
+        """End it in order, if that takes but a moment: its exit removes what its packages have made."""
+        self.retire()
+        self.process.wait(_LAST_MOMENT)
 
     @property
     def packages(self) -> frozenset[str]:
         """What it has besides what its parent has."""
         return frozenset(name.partition(".")[0] for name in self.preload)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """What it has found, or not, where the notebook's own folders are not looked in."""
+        return self.packages.union(self.hello.not_found if self.hello is not None else ())
 
     def edited(self) -> bool:
         """Whether a file that it has imported has changed since."""
@@ -317,9 +349,9 @@ class _Grandchild:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         if self._pidfd is not None:
-            readable(self._pidfd, None)
+            readable(self._pidfd, seconds)
 
 
 def _errors_file() -> IO[bytes]:

@@ -336,7 +336,7 @@ class Launch:
             _told_of.add(name)
             self._view.note(
                 f"the ranks changed `{name}`, which is a copy there: the notebook's own is as it was. To have it, "
-                f"return it (of a module, {name}.state_dict()) and take it from the result"
+                "return it (of a module, its state_dict()) and take it from the result"
             )
 
 

@@ -203,6 +203,8 @@ def _inside(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, functools.partial):
         arguments = (*((f"args[{i}]", part) for i, part in enumerate(value.args)), *value.keywords.items())
         return [("", value.func), *arguments]
+    if isinstance(value, pickling.CACHED):
+        return [("", value.__wrapped__)]
     if isinstance(value, types.FunctionType):
         return list(pickling.names_of(value).items()) if pickling.is_sent_by_value(value) else []
     if isinstance(value, type):
@@ -235,9 +237,10 @@ def _anchor(namespace: dict[str, Any], names: Sequence[str]) -> types.FunctionTy
 
 
 def _globals_of(function: Any) -> dict[str, Any]:
-    """Globals and variables of enclosing functions that a function names itself."""
+    """Globals and variables of enclosing functions that a function names itself; none of one that ranks import."""
     function = getattr(function, "__func__", function)
-    return pickling.names_of(function) if isinstance(function, types.FunctionType) else {}
+    is_sent = isinstance(function, types.FunctionType) and pickling.is_sent_by_value(function)
+    return pickling.names_of(function) if is_sent else {}
 
 
 def _is_watched(value: Any) -> bool:

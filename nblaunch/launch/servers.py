@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
 from nblaunch.errors import StartError, warn
-from nblaunch.installed import installed_now, shadowed
-from nblaunch.launch.forkserver import ONE_THREAD, ForkServer, LeftOutError, Reaper, Successor, remedy
+from nblaunch.installed import ONE_THREAD, differs, installed_now, shadowed
+from nblaunch.launch.forkserver import ForkServer, LeftOutError, Reaper, Successor, remedy
 from nblaunch.messages import Method
 
 _log = logging.getLogger(__name__)
@@ -35,12 +35,6 @@ _READ_AT_IMPORT = (
     "NPY_",
 )
 """Prefixes of variables that torch, its libraries and Python read once, when they are loaded."""
-_INSIGNIFICANT = {
-    *ONE_THREAD,
-    *("PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"),
-    *("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"),
-}
-"""Variables that differ between launches, and that hardly a module reads when it is imported: it is then left out."""
 
 
 class Servers:
@@ -66,6 +60,8 @@ class Servers:
         self._before = self._last
         """And the one before."""
         self._teacher: threading.Thread | None = None
+        self._retired: list[ForkServer] = []
+        """Those that stay for the launches that they have."""
 
     def warm_up(self) -> None:
         """Start the fork server in the background, if it does not run; also if it could not before.
@@ -161,21 +157,22 @@ class Servers:
     def stop(self) -> None:
         """End every server that this process started."""
         with self._lock:
-            for server in (self._successor, self._warm, self._bare, *_retired):
+            if self._successor is not None:
+                self._successor.leave()
+            for server in (self._successor, self._warm, self._bare, *self._retired):
                 if server is not None:
                     server.stop()
             self._warm = self._bare = self._successor = self._given_up = None
-            self._learned, self._left_out = {}, {}
-            _retired.clear()
+            self._learned, self._left_out, self._retired = {}, {}, []
 
     def _for(self, method: Method, where: _Where) -> ForkServer:
         with self._lock:
-            _retired[:] = [old for old in _retired if old.alive()]
+            self._retired = [old for old in self._retired if old.alive()]
             warm = self._alive(self._warm)
             if method == "forkserver":
                 server = self._current()
                 successor = self._alive(self._successor)
-                if successor is not None and successor.edited():
+                if successor is not None and (successor.edited() or not _learns()):
                     self._retire(successor)
                     self._successor = successor = None
                 if successor is not None and _fits(successor, where):
@@ -189,7 +186,7 @@ class Servers:
 
     def _current(self) -> ForkServer:
         """The warm server; a new generation where what it has read at its imports has changed."""
-        _retired[:] = [old for old in _retired if old.alive()]
+        self._retired = [old for old in self._retired if old.alive()]
         server = self._alive(self._warm)
         if server is not None and not _is_outdated(server):
             return server
@@ -206,7 +203,7 @@ class Servers:
     def _retire(self, server: ForkServer | None) -> None:
         if server is not None:
             server.retire()
-            _retired.append(server)
+            self._retired.append(server)
 
     def give_up(self, server: ForkServer) -> None:
         """Do without a server that does not answer; its other launches go on."""
@@ -219,7 +216,7 @@ class Servers:
     def _alive(self, server: _Server | None) -> _Server | None:
         if server is None or server.alive():
             return server
-        server.close()
+        server.retire()
         return None
 
     # -------------------------------------------------------------- what launches import
@@ -227,7 +224,7 @@ class Servers:
         """Have these ready for the next launch: a launch with this environment has imported them in this folder."""
         with self._lock:
             modules = [name for name in modules if _package(name) not in self._left_out]
-            if modules and os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0":
+            if modules and _learns():
                 self._learned.update(dict.fromkeys(modules))
                 self._before, self._last = self._last, _Where(dict(env), cwd)
                 self._teach_soon()
@@ -246,7 +243,7 @@ class Servers:
         Another environment or folder must have come twice: those of a sweep, each new, would have one made after every
         launch.
         """
-        names = [name for name in self._learned if _package(name) not in self._left_out]
+        names = [name for name in self._learned if _learns() and _package(name) not in self._left_out]
         present = self._alive(self._successor)
         if present is None:
             return names
@@ -309,19 +306,23 @@ class _Where(NamedTuple):
         return self.cwd == other.cwd and _significant(self.env) == _significant(other.env)
 
 
-_retired: list[ForkServer] = []
 servers = Servers()
 os.register_at_fork(after_in_child=servers.forget)
 
 
+def _learns() -> bool:
+    """Whether launches may have imports ready; that may be switched off at any time."""
+    return os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0"
+
+
 def _fits(server: Successor, where: _Where) -> bool:
     """Whether ranks there would import what the server has imported."""
-    return where.is_like(_Where(server.environment, server.cwd)) and not shadowed(server.packages)
+    return where.is_like(_Where(server.environment, server.cwd)) and not shadowed(server.names)
 
 
 def _significant(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment without what no module reads at its import, or what every server has alike."""
-    return {k: v for k, v in env.items() if k not in _INSIGNIFICANT and not k.startswith("NBLAUNCH_")}
+    """What packages may have read of an environment while they were imported ahead."""
+    return {name: value for name, value in env.items() if not differs(name)}
 
 
 def _is_outdated(server: ForkServer) -> bool:

@@ -51,7 +51,7 @@ def prepare() -> None:
     """What the fork server can do once for all ranks, besides importing torch."""
     import cloudpickle  # noqa: F401  # ranks need it at once
 
-    environment.find_blas()
+    environment.find_pools()
     process_group.find_backends()
     forget_finalizers()
 
@@ -215,8 +215,14 @@ def _may_be_replaced() -> Callable[[Region], bool] | None:
     torch = sys.modules.get("torch")
     if not system.LINUX or _user_threads() or (torch is not None and torch.cuda.is_initialized()):
         return None
-    plain = system.anonymous_memory()
-    return lambda region: any(start <= region.address and region.end <= end for start, end in plain)
+    plain: list[tuple[int, int]] = []
+
+    def may_be_replaced(region: Region) -> bool:
+        if not plain:
+            plain.extend(system.anonymous_memory())  # only now: pickling may have made copies
+        return any(start <= region.address and region.end <= end for start, end in plain)
+
+    return may_be_replaced
 
 
 def _user_threads() -> bool:

@@ -20,16 +20,16 @@ from nblaunch.ranks.reaper import open_log
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
 
-_blas: ThreadpoolController | None = None
+_pools: ThreadpoolController | None = None
 _streams: dict[str, io.TextIOWrapper] = {}
 
 
-def find_blas() -> None:
-    """Look up the BLAS libraries that are loaded, once, so that forked ranks need not."""
-    global _blas
+def find_pools() -> None:
+    """Look up the libraries for BLAS and OpenMP that are loaded, once, so that forked ranks need not."""
+    global _pools
     from threadpoolctl import ThreadpoolController
 
-    _blas = ThreadpoolController()
+    _pools = ThreadpoolController()
 
 
 def redirect(spec: RankSpec) -> None:
@@ -91,10 +91,10 @@ def set_threads(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    if _blas is None:
-        find_blas()
-    if _blas is not None:
-        _blas.limit(limits=threads, user_api="blas")
+    if _pools is None:
+        find_pools()
+    if _pools is not None:
+        _pools.limit(limits=threads)
 
 
 def apply_settings(settings: Settings) -> None:

@@ -82,7 +82,7 @@ def _hello(preload: tuple[str, ...]) -> Hello:
 
 def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hello) -> Hello:
     """Import what launches have used, a package at a time: the kernel knows which, should one hang or crash."""
-    begin = time.monotonic()
+    begin, since = time.monotonic(), imports.now()
     own = system.pidfd(os.getpid())
     channel.send(Importing("", os.getpid()), [] if own is None else [own])
     if own is not None:
@@ -90,7 +90,8 @@ def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hell
     for _ in _import_soon(_SOON):  # the server that forked this one may not have come so far
         pass
     filters = list(warnings.filters)
-    told, files, witness = "", _open_files(), imports.Witness()
+    witness = imports.Witness()
+    told, files = "", _open_files()
     for name in modules:
         if name in sys.modules:
             continue  # another has imported it, and a look takes 50 ms
@@ -107,16 +108,37 @@ def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hell
     os.chdir(os.sep)
     bootstrap.prepare()
     _settle()
-    seconds = time.monotonic() - begin
-    return replace(before, pid=os.getpid(), seconds=seconds, files=imports.files(modules))
+    return replace(
+        before,
+        pid=os.getpid(),
+        seconds=time.monotonic() - begin,
+        files=imports.files(modules, since),
+        not_found=witness.not_found(),
+    )
 
 
 def _leave_if_unfit(channel: Channel, package: str, files: int, witness: imports.Witness) -> None:
     """Leave where the package just imported makes forking unsafe, or is not for all ranks alike."""
-    reason = _unfit() or ("it keeps files open" if _open_files() > files else "") or witness.objection()
+    try:
+        reason = _unfit() or _keeps(files) or witness.objection()
+    except Exception as error:  # noqa: BLE001  # it may have put anything anywhere
+        reason = f"it cannot be told what it does while it is imported: {error!r}"
     if reason:
+        with contextlib.suppress(BaseException):  # as at an interpreter's end; first, as the kernel ends who has left
+            atexit._run_exitfuncs()
         channel.send(LeftOut(package, reason))
-        os._exit(0)
+        os._exit(1)  # a failure, so that the server ends what is left of the processes that it started
+
+
+def _keeps(files: int) -> str:
+    """What the process has by now that forked ranks would share, besides so many open files."""
+    if _open_files() > files:
+        return "it keeps files open"
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # nor did a child leave one behind: this process would have adopted that
+        return ""
+    return "it starts processes"
 
 
 def _open_files() -> int:
@@ -209,7 +231,8 @@ class _Server:
         for _ in _import_soon(soon):
             if problem := _unfit():
                 self.hello = replace(self.hello, problem=problem)
-                self.channel.send(self.hello)  # the kernel has launches spawn their ranks from now on
+                with contextlib.suppress(OSError):  # it is retired, and stays for the launches that it has
+                    self.channel.send(self.hello)  # the kernel has launches spawn their ranks from now on
                 return
             yield
         bootstrap.forget_finalizers()
@@ -254,7 +277,8 @@ class _Server:
                     raise OSError(f"{self.hello.problem}; the next launch will spawn its ranks")
                 self.fork_reaper(sock, None)
             except OSError as error:
-                Channel(sock).send(NotStarted(-1, f"the fork server could not fork: {error}"))
+                with contextlib.suppress(OSError):  # the kernel has given this launch up
+                    Channel(sock).send(NotStarted(-1, f"the fork server could not fork: {error}"))
 
     def give_to_spare(self, message: NewReaper, control: int) -> bool:
         """Have the reaper that waits take this launch; whether there is one."""
@@ -288,6 +312,7 @@ class _Server:
             pid = -1
         if pid == 0:
             system.die_with_parent(parent)  # while it imports it watches nobody
+            system.become_subreaper()  # so that it sees the daemons that a package starts
             self.become_successor(message, Channel(socket.socket(fileno=channel)))
         os.close(channel)  # without a successor the kernel hears the end of its channel
         if pid > 0:

@@ -5,23 +5,18 @@ Never a module of the notebook's own folders, nor of an editable installation: t
 
 from __future__ import annotations
 
-import gc
 import itertools
-import locale
-import logging
-import multiprocessing
 import os
-import random
-import signal
-import socket
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
-from nblaunch.installed import is_installed
+from nblaunch.installed import differs, is_installed
+from nblaunch.ranks import overheard, shared
 from nblaunch.ranks.bindings import Bindings
 
 _roots: tuple[str, ...] = ()
@@ -61,36 +56,30 @@ def _is_installed(name: str, module: ModuleType | None) -> bool:
     return isinstance(origin, str) and os.path.realpath(origin).startswith(_roots)
 
 
-def files(names: Iterable[str]) -> tuple[tuple[str, int], ...]:
-    """The files of these modules, with the times of their last changes; not of Python's own."""
+def now() -> int:
+    """The time as files have it: their clock goes in steps, and is behind the exact one."""
+    return time.clock_gettime_ns(getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME))
+
+
+def files(names: Iterable[str], since: int) -> tuple[tuple[str, int], ...]:
+    """The files of these modules, with the times of their last changes; not of Python's own.
+
+    Of one that has been changed since the imports began, nobody knows which text was imported: its time is 0, which
+    no file has. A change is told by ``st_ctime``, which nobody can set, as some programs set that of the text.
+    """
     found = []
     for name in names:
         origin = getattr(getattr(sys.modules.get(name), "__spec__", None), "origin", None)
         if isinstance(origin, str) and os.path.realpath(origin).startswith(_roots):
             try:
-                found.append((origin, os.stat(origin).st_mtime_ns))
+                status = os.stat(origin)
             except OSError:
                 continue  # it is in an archive
+            found.append((origin, status.st_mtime_ns if status.st_ctime_ns < since else 0))
     return tuple(found)
 
 
 # ------------------------------------------------------------------ what an import does besides
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "NBLAUNCH_RANK", "NBLAUNCH_LAUNCH_ID")
-_OF_RANKS_BEGIN = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-_OF_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-"""Of which fork servers have 1, so that libraries start no threads there, and each launch its own."""
-
-
-class _WatchedEnvironment(os._Environ[str]):
-    """The environment, which notes what is read."""
-
-    read: Counter[str]
-
-    def __getitem__(self, name: str) -> str:
-        self.read[name] += 1
-        return super().__getitem__(name)
-
-
 class Witness:
     """Sees what an import does that each rank must have done for itself, or not at all.
 
@@ -101,89 +90,64 @@ class Witness:
 
     def __init__(self) -> None:
         environment: Any = os.environ
-        environment.__class__ = _WatchedEnvironment
+        environment.__class__ = overheard.Environment
         environment.read = self._read = Counter[str]()
-        self._generators = _generators()
-        self._shared = _shared()
+        self._plain_arguments = sys.argv
+        sys.argv = self._arguments = overheard.Arguments(sys.argv)
+        self._not_found = overheard.NotFound()
+        sys.meta_path.append(self._not_found)
+        self._exits = overheard.Exits()
+        self._output = overheard.Output()
+        self._finalizers = shared.finalizers()
+        self._generators = shared.generators()
+        self._state = shared.state()
         self._bindings = Bindings()
+        self._references = sys.getrefcount(self._arguments)
+        self._arguments.is_read = False
 
     def close(self) -> None:
         environment: Any = os.environ
         environment.__class__ = os._Environ
         del environment.read
+        sys.argv = self._plain_arguments
+        sys.meta_path.remove(self._not_found)
+        self._exits.close()
+        self._output.close()
+
+    def not_found(self) -> tuple[str, ...]:
+        """The modules that were looked for, and that ranks may find in a folder of the notebook's own."""
+        return tuple(sorted(self._not_found.names - sys.modules.keys()))
 
     def objection(self) -> str:
         """Why what has been imported cannot be there before ranks are; empty if it can."""
-        read = [name for name in self._asked_for() if _differs(name)]
-        if read:
-            return f"it reads {read[0]} while it is imported"
-        if _generators() - self._generators:
-            return "it makes generators of random numbers while it is imported"
-        now = _shared()
-        changed = [name for name, value in now.items() if value != self._shared[name]]
+        does = next(filter(None, (look() for look in (self._reads, self._does, self._changes))), "")
+        return does and f"it {does} while it is imported"
+
+    def _reads(self) -> str:
+        read = [name for name in self._asked_for() if differs(name)]
+        if self._arguments.is_read or sys.getrefcount(self._arguments) > self._references:  # or keeps it, to be read
+            read.append("sys.argv")
+        return f"reads {read[0]}" if read else ""
+
+    def _does(self) -> str:
+        if self._output.is_written():
+            return "prints"
+        new = shared.finalizers().items() - self._finalizers.items()
+        if self._exits.packages or any(not home.startswith("torch.") for _, home in new):
+            return "arranges something for the exit of the process"
+        return "makes generators of random numbers" if shared.generators() - self._generators else ""
+
+    def _changes(self) -> str:
+        changed = [name for name, value in shared.state().items() if value != self._state[name]]
+        if self._not_found not in sys.meta_path:
+            changed.append("sys.meta_path")
         changed = changed or list(filter(None, [self._bindings.changed()]))
-        return f"it changes {changed[0]} while it is imported" if changed else ""
+        return f"changes {changed[0]}" if changed else ""
 
     def _asked_for(self) -> list[str]:
         """The variables that were read by their names: fsspec copies them all, and networkx looks for a prefix."""
         copies = min((self._read[name] for name in os.environ), default=0)
         return sorted(self._read - Counter(dict.fromkeys(os.environ, copies)))
-
-
-def _differs(name: str) -> bool:
-    """Whether ranks have another value of this variable than the process that imports for them."""
-    return name in (*_OF_RANKS, *_OF_THREADS) or name.startswith(_OF_RANKS_BEGIN)
-
-
-def _generators() -> set[int]:
-    """The generators of random numbers in this process; those of the operating system are everyone's."""
-    import numpy
-    import torch
-
-    kinds = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
-    return {
-        id(each)
-        for each in gc.get_objects()
-        if issubclass(kind := type(each), kinds) and not issubclass(kind, random.SystemRandom)  # proxies are left alone
-    }
-
-
-def _shared() -> dict[str, object]:
-    """What all code of a process shares, and imports may change; `warnings.filters` are the ranks' to take over."""
-    import numpy
-    import torch
-    from torch import multiprocessing as torch_multiprocessing
-
-    numpy_state: Any = numpy.random.get_state()
-    root = logging.getLogger()
-    umask = os.umask(0o77)
-    os.umask(umask)
-    return {
-        "os.environ": dict(os.environb),  # which notes nothing as read
-        "sys.path": list(sys.path),
-        "sys.meta_path": sys.meta_path[:1],  # six appends to it, for names of its own
-        "the locale": locale.setlocale(locale.LC_ALL),
-        "the timeout of sockets": socket.getdefaulttimeout(),
-        "the working directory": os.getcwd(),
-        "the umask": umask,
-        "random's state": random.getstate(),
-        "NumPy's random state": (numpy_state[1].tobytes(), *numpy_state[2:]),
-        "torch's random state": torch.get_rng_state().numpy().tobytes(),
-        "torch's settings": (
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch.is_grad_enabled(),
-            torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
-            vars(torch._tensor_str.PRINT_OPTS).copy(),
-            torch_multiprocessing.get_sharing_strategy(),
-        ),
-        "NumPy's settings": (numpy.geterr(), numpy.get_printoptions()),
-        "logging's root": (root.level, list(root.handlers), logging.root.manager.disable),
-        "the start method of multiprocessing": multiprocessing.get_start_method(allow_none=True),
-        "how signals are handled": [signal.getsignal(number) for number in signal.valid_signals()],
-        "sys's hooks": (sys.excepthook, sys.displayhook, sys.getrecursionlimit(), sys.stdout, sys.stderr),
-    }
 
 
 _filters: list[Any] = []

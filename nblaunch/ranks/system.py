@@ -95,13 +95,15 @@ def collapse_heap() -> Iterator[None]:
 
 
 def anonymous_memory() -> list[tuple[int, int]]:
-    """The writable mappings of this process that no file backs."""
-    found = []
+    """The writable mappings of this process that no file backs; those that touch, as one."""
+    found: list[tuple[int, int]] = []
     with open("/proc/self/maps") as maps:
         for line in maps:
             span, mode, _, _, inode, *name = line.split()
             if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
                 begin, end = (int(part, 16) for part in span.split("-"))
+                if found and found[-1][1] == begin:  # NumPy asks for huge pages, but not from the first one on
+                    begin = found.pop()[0]
                 found.append((begin, end))
     return found
 

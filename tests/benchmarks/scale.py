@@ -21,6 +21,8 @@ from typing import Any
 
 from tests.kernel.harness import Kernel, running_kernel
 
+_LIMIT = 300.0
+"""Seconds for a measurement."""
 _SETUP = """
 %load_ext nblaunch
 import os, time
@@ -161,12 +163,13 @@ def _cost(kernel: Kernel, function: str, count: int) -> float:
 
 def _ask(kernel: Kernel, expression: str) -> Any:
     """The value of an expression that may print."""
-    kernel.run(f"found = {expression}", limit=300).check()
+    kernel.run(f"found = {expression}", limit=_LIMIT).check()
     return kernel.ask("found")
 
 
 def _script(code: str, *arguments: str) -> str:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LIMIT).stdout
 
 
 def _seconds_of_files(folder: str, lines: int) -> float:

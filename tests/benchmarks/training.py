@@ -37,6 +37,8 @@ from tests.kernel.harness import running_kernel
 RANKS = 2
 THREADS = 1
 """Of each rank."""
+LIMIT = 300.0
+"""Seconds for a script."""
 EVALUATION_RANKS = 3
 EVALUATED = 10_000
 KEYS = 8
@@ -202,7 +204,8 @@ def _by_torchrun(folder: str, env: dict[str, str]) -> Launch:
 
     def launch(epochs: int, path: str) -> None:
         command = [*torchrun, str(epochs), str(THREADS), path]
-        done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+        environ = {**os.environ, **env}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=LIMIT)
         assert done.returncode == 0, done.stderr
 
     return launch

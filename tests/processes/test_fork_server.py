@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import socket
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any, NoReturn
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
-from nblaunch.channel import Channel
+from nblaunch.channel import Channel, readable
 from nblaunch.errors import StartError
 from nblaunch.installed import installed_path
 from nblaunch.launch import forkserver
@@ -25,6 +27,7 @@ from nblaunch.launch.forkserver import ForkServer
 from nblaunch.launch.servers import Servers, read_at_import
 from nblaunch.messages import PROTOCOL, Hello, Method, NewReaper, NotStarted
 from nblaunch.notebook.host import NotebookHost
+from nblaunch.ranks import forkserver as ranks_forkserver
 from nblaunch.ranks.forkserver import _Server
 from tests.conftest import eventually, marked_processes
 
@@ -160,6 +163,51 @@ def test_a_launch_that_waits_for_a_server_which_is_retired_meanwhile_waits_for_t
     assert own._warm is not before
 
 
+def test_a_server_that_is_retired_keeps_its_number_while_a_thread_waits_for_it(
+    preload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken: list[bool] = []
+
+    def retired_meanwhile(channel: Channel, seconds: float) -> bool:
+        number = channel.fileno()
+        retiring = threading.Thread(target=server.retire)
+        retiring.start()
+        retiring.join()
+        with contextlib.ExitStack() as stack:
+            while max(each.fileno() for each in _sockets(stack)) <= number:
+                pass  # a later file has any number that is free
+            woken.append(readable(number, 2.0))
+        return woken[0]
+
+    preload(IN_ITS_IMPORT["hangs"])
+    server = ForkServer(("preloaded_for_a_test",))
+    monkeypatch.setattr(forkserver, "readable", retired_meanwhile)
+    with pytest.raises(StartError, match="the fork server did not start"):
+        server.ready()
+    assert woken == [True]
+    assert server.channel.fileno() == -1  # the thread that waited has closed it
+
+
+def _sockets(stack: contextlib.ExitStack) -> list[socket.socket]:
+    return [stack.enter_context(each) for each in socket.socketpair()]
+
+
+def test_a_server_that_is_retired_as_it_gets_ready_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = ForkServer(())
+    wait = server._wait_for_hello
+
+    def retired_then() -> Hello:
+        hello = wait()
+        server.retire()
+        assert server.channel.fileno() >= 0
+        return hello
+
+    monkeypatch.setattr(server, "_wait_for_hello", retired_then)
+    assert server.ready().problem == ""
+    assert server.channel.fileno() == -1
+    eventually(lambda: not server.alive(), 20.0)
+
+
 def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_the_next_launch_starts_one(
     own: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,18 +305,34 @@ def test_a_fork_server_that_a_later_import_spoils_leaves_ranks_to_spawn(
     assert re.search(r"ranks are spawned, which is slower: the preload left 2 threads running", str(said[0].message))
 
 
+@contextlib.contextmanager
+def server_here(sock: socket.socket, problem: str, soon: tuple[str, ...] = ()) -> Iterator[_Server]:
+    """What serves the kernel in a fork server, in this process."""
+    server = _Server(Channel(sock), os.getpid(), Hello(PROTOCOL, os.getpid(), problem, 0.0), soon)
+    yield server
+    server.children.close()
+    server.selector.close()
+    if server.death is not None:
+        os.close(server.death)
+
+
 def test_a_launch_that_asks_a_spoilt_fork_server_is_told() -> None:
     kernel, ours = socket.socketpair()
     control, its = socket.socketpair()
-    hello = Hello(PROTOCOL, os.getpid(), "the preload left 2 threads running", 0.0)
-    with kernel, ours, control:
-        server = _Server(Channel(ours), os.getpid(), hello, ())
+    with kernel, ours, control, server_here(ours, "the preload left 2 threads running") as server:
         server.start_reaper(NewReaper("launch", 2), its.detach())
-        server.children.close()
-        server.selector.close()
-        if server.death is not None:
-            os.close(server.death)
         came = Channel(control).receive()
     assert came is not None
     assert isinstance(came[0], NotStarted)
     assert re.search(r"2 threads running; the next launch will spawn its ranks", came[0].reason)
+
+
+def test_a_retired_fork_server_that_a_later_import_spoils_stays_for_its_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks_forkserver, "_unfit", lambda: "the preload left 2 threads running")
+    kernel, ours = socket.socketpair()
+    with ours, server_here(ours, "", ("json",)) as server:
+        kernel.close()
+        server.use_idle_moment()
+        assert server.hello.problem == "the preload left 2 threads running"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.errors import StartError
@@ -117,6 +119,23 @@ def test_a_module_of_the_notebooks_own_hides_an_installed_one(
     assert imported_by_ranks(launched("tells"))
 
 
+def test_what_an_installed_one_looks_for_is_found_in_the_notebooks_own(
+    own: Servers, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        "import os\nWHO, SETTING = os.getpid(), ''\ntry: from own_settings import SETTING\nexcept ImportError: pass\n"
+    )
+    install("looks", text)
+    for _ in range(2):
+        found = launched("looks")
+        eventually(lambda: learnt(own), LONG)
+    assert not imported_by_ranks(found)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "own_settings.py").write_text("SETTING = 'own'\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    assert [setting for _, _, setting in launched("looks")] == ["own"] * 2
+
+
 def test_an_environment_that_it_has_not_seen_is_seen(
     own: Servers, install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +219,28 @@ BAD = {
         "import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n",
         "it changes how signals are handled",
     ),
+    "starts a process": (
+        "import subprocess\nCHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n",
+        "it starts processes",
+    ),
+    "has something to do at the exit": (
+        "import atexit\natexit.register(print, 'over')\n",
+        "it arranges something for the exit of the process while",
+    ),
+    "makes a folder": (
+        "import tempfile\nFOLDER = tempfile.TemporaryDirectory()\n",
+        "it arranges something for the exit",
+    ),
+    "prints half a line": ("import sys\nsys.stdout.write('half')\n", "it prints while it is imported"),
+    "sets what is the notebook's": (
+        "import torch\ntorch.backends.cudnn.benchmark = True\n",
+        "it changes torch's settings while",
+    ),
+    "cannot be looked at": (
+        "import os\n"
+        "if not os.environb.get(b'NBLAUNCH_RANK'): os.mkdir('gone'), os.chdir('gone'), os.rmdir('../gone')\n",
+        "it cannot be told what it does while it is imported: FileNotFoundError",
+    ),
     "touches CUDA": (
         "import os, torch\nif not os.environ.get('NBLAUNCH_RANK'): torch.cuda.is_initialized = lambda: True\n",
         "the preload initialised CUDA",
@@ -209,8 +250,9 @@ BAD = {
 
 @pytest.mark.parametrize("way", BAD)
 def test_what_may_not_be_there_before_a_fork_is_left_out_and_that_is_said(
-    way: str, own: Servers, install: Install, monkeypatch: pytest.MonkeyPatch
+    way: str, own: Servers, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     if way == "hangs":
         monkeypatch.setattr(forkserver, "_IMPORT_LIMIT", 5.0)
     text, reason = BAD[way]
@@ -222,6 +264,29 @@ def test_what_may_not_be_there_before_a_fork_is_left_out_and_that_is_said(
     assert any(line.startswith(f"not imported ahead of launches: bad, as {reason}") for line in own.status())
     assert not imported_by_ranks(launched("tells"))
     assert imported_by_ranks(launched("bad"))
+
+
+def test_what_is_left_out_leaves_nothing_behind(own: Servers, install: Install, tmp_path: Path) -> None:
+    text = (
+        "import os, subprocess, tempfile\n"
+        "CHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "FOLDER = tempfile.TemporaryDirectory()\n"
+        "if not os.environb.get(b'NBLAUNCH_RANK'):\n"
+        f"    open({str(tmp_path / 'left')!r}, 'w').write(f'{{CHILD.pid}} {{FOLDER.name}}')\n"
+    )
+    install("bad", text + TELLS)
+    launched("bad")
+    eventually(lambda: own._teacher is None and own._left_out, LONG)
+    pid, folder = (tmp_path / "left").read_text().split()
+    eventually(lambda: not system.alive(int(pid)), LONG)
+    assert not Path(folder).exists()
+
+
+def test_a_program_that_has_ended_is_no_hindrance(own: Servers, install: Install) -> None:
+    install("runs", "import subprocess\nsubprocess.run(['true'], check=True)\n" + TELLS)
+    launched("runs")
+    eventually(lambda: learnt(own), LONG)
+    assert not imported_by_ranks(launched("runs"))
 
 
 def test_a_successor_that_is_killed_is_replaced(own: Servers, install: Install) -> None:
@@ -295,11 +360,52 @@ def test_an_edited_file_of_an_installed_package_is_seen(own: Servers, install: I
     assert [setting for _, _, setting in found] == ["edited"] * 2
 
 
-def twice(own: Servers, function: Callable[[], Any]) -> list[LaunchResult]:
+def test_a_file_that_is_edited_while_a_successor_is_made_is_seen(
+    own: Servers, install: Install, tmp_path: Path
+) -> None:
+    begun, go_on = tmp_path / "begun", tmp_path / "go_on"
+    waits = (
+        "import os, time\n"
+        f"if not os.environb.get(b'NBLAUNCH_RANK'):\n    open({str(begun)!r}, 'w').close()\n"
+        f"    while not os.path.exists({str(go_on)!r}): time.sleep(0.01)\n"
+    )
+    install("tells", TELLS)
+    install("waits", f"import tells\n{waits}{TELLS}")
+    launched("waits")
+    eventually(begun.exists, LONG)
+    (tmp_path / "site-packages" / "tells.py").write_text(TELLS.replace("os.environ.get('A_SETTING')", "'edited'"))
+    go_on.touch()
+    eventually(lambda: learnt(own), LONG)
+    assert [setting for _, _, setting in launched("tells")] == ["edited"] * 2
+    eventually(lambda: learnt(own), LONG)
+    assert not imported_by_ranks(found := launched("tells"))
+    assert [setting for _, _, setting in found] == ["edited"] * 2
+
+
+def test_a_library_with_an_openmp_of_its_own_has_the_launchs_threads(
+    own: Servers, install: Install, tmp_path: Path
+) -> None:
+    of_torch = next((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    library = shutil.copy(of_torch, tmp_path / "libgomp-own.so")
+    install(
+        "omp",
+        f"import ctypes\nSETTING = ctypes.CDLL({str(library)!r}).omp_get_max_threads\nimport os\nWHO = os.getpid()\n",
+    )
+
+    def threads() -> tuple[bool, int, int]:
+        import omp  # type: ignore[import-not-found]
+
+        return os.getpid() == omp.WHO, omp.SETTING(), torch.get_num_threads()
+
+    for result, is_cold in zip(twice(own, threads, threads_per_rank=3), (True, False), strict=True):
+        assert list(result) == [(is_cold, 3, 3)] * 2
+
+
+def twice(own: Servers, function: Callable[[], Any], **options: Any) -> list[LaunchResult]:
     """A launch that imports something, and one in which that is there before."""
     results = []
     for _ in range(2):
-        results.append(notebook_launcher(function, (), 2, start_method="forkserver", view="none"))
+        results.append(notebook_launcher(function, (), 2, start_method="forkserver", view="none", **options))
         eventually(lambda: learnt(own), LONG)
     return [result for result in results if isinstance(result, LaunchResult)]
 

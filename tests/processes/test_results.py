@@ -286,7 +286,7 @@ def test_what_ranks_changed_and_did_not_return_is_told_once_with_the_fix(
         launch(train_in_place, (net, seen, untouched), view="text")
     shown = capsys.readouterr().out
     assert shown.count("the ranks changed `net`, which is a copy there: the notebook's own is as it was") == 1
-    assert "return it (of a module, net.state_dict()) and take it from the result" in shown
+    assert "return it (of a module, its state_dict()) and take it from the result" in shown
     assert shown.count("the ranks changed `seen`") == 1
     assert "`untouched`" not in shown
     assert torch.equal(net.weight, before)

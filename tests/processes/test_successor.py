@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from nblaunch.channel import Channel, channel_pair
 from nblaunch.launch import forkserver
 from nblaunch.launch.forkserver import ForkServer, Successor, _Grandchild
-from nblaunch.launch.servers import Servers
+from nblaunch.launch.servers import Servers, _Where
 from nblaunch.messages import PROTOCOL, Hello, Importing
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher
@@ -108,23 +110,96 @@ def test_a_package_has_its_time_from_when_it_is_named(parent: ForkServer, monkey
     successor = Successor(parent, ["package"], {}, "/")
     successor.import_all()
     assert waited == [forkserver._READY_LIMIT, forkserver._READY_LIMIT, forkserver._IMPORT_LIMIT]
-    successor.close()
+    successor.retire()
     there.close()
     os.close(pidfd)
 
 
-def test_it_goes_with_the_server_that_forked_it(own: Servers) -> None:
+def has_learnt(own: Servers) -> tuple[ForkServer, Successor]:
+    """A fork server, and its successor."""
     own.warm_up()
     server = own._warm
     assert server is not None
     server.ready()
     own.learn(["wave"], dict(os.environ), os.sep)
     eventually(lambda: own._teacher is None, LONG)
-    successor = own._successor
-    assert successor is not None
+    assert own._successor is not None
+    return server, own._successor
+
+
+def test_it_goes_with_the_server_that_forked_it(own: Servers) -> None:
+    server, successor = has_learnt(own)
     assert not [line for line in own.status() if "successor" in line]  # what is Python's own is not worth a line
     own.give_up(server)
     own.warm_up()
     assert own._successor is None
     eventually(lambda: not successor.alive(), LONG)
     eventually(lambda: own._teacher is None, LONG)
+
+
+def test_it_leaves_in_order_when_all_servers_are_stopped(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_LAST_MOMENT", LONG)
+    _, successor = has_learnt(own)
+    killed = []
+    with monkeypatch.context() as context:
+        context.setattr(successor.process, "kill", lambda: killed.append(successor.alive()))
+        own.stop()
+    assert killed == [False]
+
+
+def test_one_that_does_not_leave_is_killed(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forkserver, "_LAST_MOMENT", 0.01)
+    _, successor = has_learnt(own)
+    os.kill(successor.process.pid, signal.SIGSTOP)
+    own.stop()
+    assert not successor.alive()
+
+
+def test_it_goes_when_learning_is_switched_off_and_no_other_is_made(
+    own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, successor = has_learnt(own)
+    where = _Where(dict(os.environ), os.sep)
+    assert own._for("forkserver", where) is successor
+    with monkeypatch.context() as context:
+        context.setenv("NBLAUNCH_LEARN_IMPORTS", "0")
+        assert own._for("forkserver", _Where(dict(os.environ), os.sep)) is server
+        eventually(lambda: not successor.alive(), LONG)
+        own._teach_soon()
+        assert own._teacher is None
+    own.learn(["wave"], dict(os.environ), os.sep)
+    eventually(lambda: own._teacher is None, LONG)
+    assert own._for("forkserver", where) is own._successor is not None
+
+
+def test_a_forked_child_ends_no_server_that_its_parent_has_retired(own: Servers) -> None:
+    own.warm_up()
+    server = own._warm
+    own._retire(server)
+    child = os.fork()
+    if child == 0:
+        own.forget()
+        os._exit(len(own._retired))
+    assert os.waitpid(child, 0)[1] == 0
+    assert own._retired == [server]
+
+
+def seen() -> object:
+    import reads_one  # type: ignore[import-not-found]  # the test installs it
+
+    return reads_one.SEEN
+
+
+@pytest.mark.parametrize(
+    "name", ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "COLUMNS", "PWD", "NBLAUNCH_SEED", "MASTER_KEY"]
+)
+def test_what_a_package_reads_at_its_import_is_of_the_launch_that_it_runs_in(
+    name: str, own: Servers, launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / "reads_one.py").write_text(f"import os\nSEEN = os.environ.get({name!r})\n")
+    monkeypatch.syspath_prepend(str(site))
+    for value in ("1", "2"):
+        assert list(launch(seen, env={name: value})) == [value, value]
+        eventually(lambda: own._teacher is None, LONG)

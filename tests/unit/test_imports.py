@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
+import importlib
 import json
 import locale
 import os
+import resource
 import socket
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from nblaunch.ranks import imports
 from nblaunch.ranks.imports import Witness
+
+LIMIT = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def seen(*imported: Callable[[], object]) -> str:
@@ -115,9 +123,68 @@ def test_names_that_are_new_are_no_change(library: ModuleType) -> None:
 
 
 def test_who_finds_modules_first_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    after, first = [*sys.meta_path, object()], [object(), *sys.meta_path]
-    assert not seen(lambda: monkeypatch.setattr(sys, "meta_path", after))  # as six does
-    assert seen(lambda: monkeypatch.setattr(sys, "meta_path", first)) == "it changes sys.meta_path while it is imported"
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    assert not seen(lambda: sys.meta_path.append(PathFinder))  # as six does
+    assert seen(lambda: sys.meta_path.insert(0, PathFinder)) == "it changes sys.meta_path while it is imported"
+
+
+CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "the garbage collector": (gc.disable, gc.enable),
+    "torch's settings": (lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
+    "the limits of the process": (
+        lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT[0] - 1, LIMIT[1])),
+        lambda: resource.setrlimit(resource.RLIMIT_NOFILE, LIMIT),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_for_all_code_is_seen(what: str) -> None:
+    change, undo = CHANGES[what]
+    try:
+        changed = seen(change)
+    finally:
+        undo()
+    assert changed == f"it changes {what} while it is imported"
+
+
+@pytest.mark.parametrize("read", [len, list, lambda argv: argv[0], lambda argv: "-v" in argv])
+def test_reading_the_arguments_is_seen(read: Callable[[list[str]], object]) -> None:
+    assert seen(lambda: read(sys.argv)) == "it reads sys.argv while it is imported"
+
+
+def test_keeping_the_arguments_to_be_read_later_is_seen(library: ModuleType) -> None:
+    assert seen(lambda: setattr(library, "argv", sys.argv)) == "it reads sys.argv while it is imported"
+
+
+def test_the_arguments_are_as_before_then() -> None:
+    before = sys.argv
+    seen()
+    assert sys.argv is before
+
+
+@pytest.mark.parametrize("fd", [1, 2])
+def test_what_is_written_is_seen_whoever_writes_it(fd: int) -> None:
+    assert seen(lambda: os.write(fd, b"half a line")) == "it prints while it is imported"
+    assert not seen()
+
+
+def test_what_python_and_torch_do_at_the_exit_is_theirs() -> None:
+    def register() -> None:
+        exec("import atexit\natexit.register(done)\natexit.unregister(done)", {"__name__": "logging", "done": print})
+
+    assert not seen(register)
+
+
+def test_modules_that_are_not_found_are_known() -> None:
+    witness = Witness()
+    try:
+        for name in ("no_such_module", "json.no_such_module", "json"):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        assert witness.not_found() == ("no_such_module",)
+    finally:
+        witness.close()
 
 
 def test_a_timeout_for_all_sockets_is_seen() -> None:

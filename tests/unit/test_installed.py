@@ -1,4 +1,4 @@
-"""Which modules of the notebook's own hide an installed package."""
+"""Which modules of the notebook's own hide an installed package, and when what is installed has changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.installed import shadowed
+from nblaunch.installed import installed_now, shadowed
 
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 
@@ -48,3 +48,13 @@ def test_it_looks_where_the_notebook_is_now(tmp_path: Path, monkeypatch: pytest.
     assert shadowed(frozenset({"package"}))
     monkeypatch.chdir(tmp_path)
     assert not shadowed(frozenset({"package"}))
+
+
+def test_which_folder_comes_first_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [str(tmp_path / "site-packages"), str(tmp_path / "dist-packages")]
+    Path(folders[1]).mkdir()
+    monkeypatch.setattr("sys.path", folders)
+    before = installed_now()
+    assert installed_now() == before
+    monkeypatch.setattr("sys.path", folders[::-1])
+    assert installed_now() != before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import mmap
@@ -22,6 +23,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import arrays, parcel, segments
 from nblaunch.parcel import Fresh, Parcel, pack, unpack
@@ -87,6 +89,17 @@ def test_tensors_of_every_kind_arrive_as_they_were(make: Callable[[], torch.Tens
     arrived = sent(tensor)
     assert type(arrived) is type(tensor)
     assert_alike(arrived, tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("size", [4, LARGE])
+def test_tensors_of_new_dtypes_arrive_which_pickle_alone_cannot_rebuild(dtype: torch.dtype, size: int) -> None:
+    whole = torch.arange(size).to(dtype)
+    its, parameter = sent([whole[2:], nn.Parameter(whole, requires_grad=False)])
+    assert (its.dtype, its.stride(), its.storage_offset()) == (dtype, (1,), 2)
+    assert torch.equal(parameter.view(torch.uint8), whole.view(torch.uint8))
+    parameter.zero_()
+    assert not its.view(torch.uint8).any()
 
 
 def assert_alike(arrived: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -196,7 +209,10 @@ def frozen(array: Any) -> Any:
         lambda: np.array(3.0),
         lambda: np.empty((0, 3)),
         lambda: np.ma.masked_array(np.arange(LARGE), mask=np.arange(LARGE) % 2 == 0),
-        lambda: np.arange(LARGE).view(np.matrix) if hasattr(np, "matrix") else np.arange(3),
+        lambda: np.arange(LARGE).view(np.matrix),
+        lambda: np.arange(LARGE).view(np.matrix)[:, ::-1],
+        lambda: np.zeros(LARGE, dtype=[("x", "i4"), ("y", "f8")]).view(np.recarray),
+        lambda: np.recarray((3,), dtype=[("x", "O")]),
     ],
 )
 @pytest.mark.filterwarnings("ignore::PendingDeprecationWarning")  # numpy's own, of matrix
@@ -212,6 +228,42 @@ def test_arrays_of_every_kind_arrive_as_they_were(make: Callable[[], Any]) -> No
             array.flags.c_contiguous or is_scattered(array),  # then only its elements are sent, one after the other
             array.flags.f_contiguous or (is_scattered(array) and array.ndim == 1),
         )
+
+
+def test_a_mapped_file_is_copied_once_and_stays_as_writeable_as_it_was(tmp_path: Path) -> None:
+    np.arange(LARGE).tofile(tmp_path / "data")
+    for mode in ("r", "c"):
+        array = np.memmap(tmp_path / "data", np.int64, mode)
+        outgoing = packed(array)
+        arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+        outgoing.close()
+        assert outgoing.copied == array.nbytes
+        assert type(arrived) is np.memmap
+        assert arrived.flags.writeable == (mode == "c")
+        np.testing.assert_array_equal(arrived, np.arange(LARGE))
+
+
+class Labelled(np.ndarray[Any, Any]):
+    """Has its own way."""
+
+    label = "none"
+
+    def __reduce__(self) -> Any:
+        reduced: Any = super().__reduce__()
+        function, arguments, state = reduced
+        return function, arguments, (*state, self.label)
+
+    def __setstate__(self, state: Any) -> None:
+        self.label = state[-1]
+        super().__setstate__(state[:-1])
+
+
+def test_arrays_that_say_how_they_are_pickled_are_pickled_so() -> None:
+    array = np.arange(LARGE).view(Labelled)
+    array.label = "mine"
+    arrived = sent(array)
+    assert (type(arrived), arrived.label) == (Labelled, "mine")
+    np.testing.assert_array_equal(arrived, array)
 
 
 def is_scattered(array: Any) -> bool:
@@ -386,6 +438,17 @@ def test_shared_tensors_stay_shared_both_ways() -> None:
     assert tensor[3] == 7.0 == arrived[1][0]
     tensor[4] = 8.0
     assert arrived[1][1] == 8.0
+
+
+def test_what_a_loaders_workers_have_shared_is_copied() -> None:
+    """Nobody asked for it; and each batch takes a descriptor."""
+    batches = [batch for (batch,) in DataLoader(TensorDataset(torch.arange(12)), batch_size=4, num_workers=1)]
+    outgoing = packed(batches)
+    assert len(outgoing.fds) == 1
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+    arrived[1][0] = 100
+    assert torch.cat(batches).tolist() == list(range(12))
 
 
 def test_shared_memory_of_a_name_stays_shared() -> None:
@@ -633,6 +696,16 @@ def test_where_there_is_no_room_at_all_that_is_said(tmp_path: Path, monkeypatch:
         packed(large(), folder=tmp_path)
 
 
+def test_a_thinned_out_view_is_not_copied_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(segments, "free_memory", lambda: 12_345_678)
+    monkeypatch.setattr(arrays, "copy_elements", lambda *_: pytest.fail("copied"))
+    with pytest.raises(NoRoomError, match=r"no room for 200 KB: 12 MB of memory are free$"):
+        packed(np.ones((100_000, 50), np.uint16)[:, 0], folder=tmp_path)
+
+
 def test_a_folder_in_memory_is_known_as_such(tmp_path: Path) -> None:
     assert segments._is_memory(Path("/dev/shm"))
     assert not segments._is_memory(Path("/proc"))
@@ -663,6 +736,23 @@ memory[500:503] = b"new"
 print(memory[500:503] == b"new", segment.equals(offset, region))
 """
     assert printed(code) == ["True", "True", "True", "True", "False"]
+
+
+def test_pages_that_the_system_will_not_replace_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process has all the mappings that it may have."""
+    asked: list[int] = []
+
+    def refuse(address: int, size: int, flags: int, fd: int, offset: int) -> None:
+        asked.append(size)
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    value = torch.ones(MB)
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "_map", refuse)
+        outgoing = pack(lambda found: value, Fresh(Path("/nowhere"), lambda region: True))
+    assert asked
+    assert torch.equal(unpack([os.dup(fd) for fd in outgoing.fds]), value)
+    outgoing.close()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import linecache
 import os
 import random
@@ -11,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy.random
@@ -280,6 +282,41 @@ def test_names_that_a_class_binds_itself_are_not_the_notebooks(notebook: Noteboo
     assert arrived(payload).function() == 6
 
 
+def test_functions_and_properties_with_a_cache_are_sent(notebook: Notebook) -> None:
+    names = notebook.run(
+        "import functools\n"
+        "data = [7]\n"
+        "@functools.lru_cache(maxsize=3)\n"
+        "def down(i): return down(i - 1) if i else data[0]\n"
+        "class Net:\n"
+        "    @functools.lru_cache\n"
+        "    def twice(self, x): return 2 * x\n"
+        "    @functools.cached_property\n"
+        "    def width(self): return [3]\n"
+        "def train():\n"
+        "    net = Net()\n"
+        "    return down(2), net.twice(2), net.width, net.width is net.width, down.cache_info()[:3]\n"
+    )
+    payload = for_function(names["train"], (), None)
+    assert parts_of(payload) == {"data": [7]}
+    assert arrived(payload).function() == (7, 4, [3], True, (0, 3, 3))
+
+
+@pytest.mark.parametrize(
+    "binding",
+    [
+        "        if flag: size = 5\n",
+        "        try: from os import no_such as size\n        except ImportError: pass\n",
+        "        for size in (): pass\n",
+    ],
+)
+def test_a_name_that_a_class_may_not_bind_is_the_notebooks(binding: str, notebook: Notebook) -> None:
+    names = notebook.run(
+        f"size, flag = 3, False\ndef train():\n    class Net:\n{binding}        width = size\n    return Net.width"
+    )
+    assert arrived(for_function(names["train"], (), None)).function() == 3
+
+
 def test_where_there_is_no_room_the_largest_parts_are_named(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +386,19 @@ def test_variables_of_enclosing_functions_are_watched(notebook: Notebook) -> Non
 def test_what_a_method_names_is_watched(notebook: Notebook) -> None:
     names = notebook.run("seen = []\nclass Runner:\n    def go(self): seen.append(1)")
     assert set(for_function(names["Runner"]().go, (), None).watched) == {"seen"}
+
+
+def test_what_an_imported_function_uses_is_neither_watched_nor_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "payloads_module.py").write_text(
+        "import threading\nseen = {'gate': threading.Lock()}\ndef train(): return seen"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    payload = for_function(importlib.import_module("payloads_module").train, (), None)
+    assert payload.watched == {}
+    shipped = ship(payload).sent
+    assert "seen" not in repr(shipped)
 
 
 def test_a_cell_watches_the_containers_that_it_uses(notebook: Notebook) -> None:
