@@ -7,6 +7,7 @@ buffers. All else of a tensor (sparse, quantized, subclasses, hooks) is reduced 
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import os
 import pickle
@@ -194,12 +195,14 @@ def _reduce_array(array: Any, buffers: Buffers) -> tuple[Any, ...] | None:
 def _reduce_kind(array: Any, plain: Any) -> tuple[Any, ...] | None:
     """An array of a subclass, such as a memmap, which numpy would copy; None for one that has its own way."""
     kind = type(array)
-    if array.dtype.hasobject or any(
-        getattr(kind, name, None) is not getattr(plain, name, None)
-        for name in ("__reduce_ex__", "__reduce__", "__setstate__", "__getstate__")
-    ):
+    own = ["__reduce_ex__", "__reduce__", "__setstate__", "__getstate__"]
+    if kind.__module__.partition(".")[0] != "numpy":
+        own.append("__array_finalize__")  # which is told whether the array is unpickled or a view
+    if array.dtype.hasobject or kind in copyreg.dispatch_table:
         return None
-    return of_kind, (kind, array.view(plain))
+    if any(getattr(kind, name, None) is not getattr(plain, name, None) for name in own):
+        return None
+    return of_kind, (kind, plain.view(array, plain))
 
 
 def of_kind(kind: Any, array: Any) -> Any:

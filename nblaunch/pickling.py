@@ -239,7 +239,7 @@ def names_of(function: types.FunctionType) -> dict[str, Any]:
 def is_sent_by_value(thing: Any) -> bool:
     """Whether a function or class travels with all that it names; one that ranks import does not."""
     found: Any = sys.modules.get(thing.__module__)
-    for name in thing.__qualname__.split("."):
+    for name in getattr(thing, "__qualname__", "").split("."):  # what wraps a partial has none
         found = getattr(found, name, None)
     return thing.__module__ == "__main__" or found is not thing
 

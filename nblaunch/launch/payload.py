@@ -204,7 +204,7 @@ def _inside(value: Any) -> list[tuple[str, Any]] | None:
         arguments = (*((f"args[{i}]", part) for i, part in enumerate(value.args)), *value.keywords.items())
         return [("", value.func), *arguments]
     if isinstance(value, pickling.CACHED):
-        return [("", value.__wrapped__)]
+        return [("", value.__wrapped__)] if pickling.is_sent_by_value(value) else []
     if isinstance(value, types.FunctionType):
         return list(pickling.names_of(value).items()) if pickling.is_sent_by_value(value) else []
     if isinstance(value, type):

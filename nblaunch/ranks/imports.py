@@ -19,6 +19,8 @@ from nblaunch.installed import differs, is_installed
 from nblaunch.ranks import overheard, shared
 from nblaunch.ranks.bindings import Bindings
 
+_REALTIME_COARSE = 5
+"""Linux's clock for files, which Python has no name for."""
 _roots: tuple[str, ...] = ()
 """The folders that the fork server finds installed modules in, with a separator at the end."""
 
@@ -58,7 +60,7 @@ def _is_installed(name: str, module: ModuleType | None) -> bool:
 
 def now() -> int:
     """The time as files have it: their clock goes in steps, and is behind the exact one."""
-    return time.clock_gettime_ns(getattr(time, "CLOCK_REALTIME_COARSE", time.CLOCK_REALTIME))
+    return time.clock_gettime_ns(_REALTIME_COARSE)
 
 
 def files(names: Iterable[str], since: int) -> tuple[tuple[str, int], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import errno
 import fcntl
 import gc
@@ -258,12 +259,37 @@ class Labelled(np.ndarray[Any, Any]):
         super().__setstate__(state[:-1])
 
 
-def test_arrays_that_say_how_they_are_pickled_are_pickled_so() -> None:
+class Unit(np.ndarray[Any, Any]):
+    """Takes its unit from what it is a view of."""
+
+    unit = "none"
+
+    def __array_finalize__(self, other: Any) -> None:
+        if other is not None:
+            self.unit = other.unit
+
+
+class Registered(np.ndarray[Any, Any]):
+    """Is pickled as others say."""
+
+    label = "none"
+
+
+def registered(values: Any, label: str) -> Registered:
+    array = np.asarray(values).view(Registered)
+    array.label = label
+    return array
+
+
+def test_arrays_that_say_how_they_are_pickled_are_pickled_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(copyreg.dispatch_table, Registered, lambda it: (registered, (np.asarray(it), it.label)))
     array = np.arange(LARGE).view(Labelled)
     array.label = "mine"
-    arrived = sent(array)
-    assert (type(arrived), arrived.label) == (Labelled, "mine")
-    np.testing.assert_array_equal(arrived, array)
+    for each in (array, registered(np.arange(LARGE), "mine")):
+        arrived = sent(each)
+        assert (type(arrived), arrived.label) == (type(each), "mine")
+        np.testing.assert_array_equal(arrived, each)
+    np.testing.assert_array_equal(sent(np.ndarray.__new__(Unit, 3, buffer=np.arange(3.0))), np.arange(3.0))
 
 
 def is_scattered(array: Any) -> bool:

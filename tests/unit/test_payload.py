@@ -401,6 +401,27 @@ def test_what_an_imported_function_uses_is_neither_watched_nor_sent(
     assert "seen" not in repr(shipped)
 
 
+def test_an_imported_function_with_a_cache_is_sent_by_its_name(
+    notebook: Notebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cached_module.py").write_text(
+        "import functools, threading\ngate = threading.Lock()\n"
+        "@functools.lru_cache\ndef known():\n    with gate: return 3"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = notebook.run("from cached_module import known\ndef train(): return known()")
+    payload = for_function(names["train"], (), None)
+    assert parts_of(payload) == {}
+    assert arrived(payload).function() == 3
+
+
+def test_a_cache_around_what_has_no_name_is_sent(notebook: Notebook) -> None:
+    names = notebook.run(
+        "import functools\nknown = functools.lru_cache(functools.partial(int, base=2))\ndef train(): return known('11')"
+    )
+    assert arrived(for_function(names["train"], (), None)).function() == 3
+
+
 def test_a_cell_watches_the_containers_that_it_uses(notebook: Notebook) -> None:
     notebook.run("seen, number, unused = [], 1, []")
     assert for_cell(cell_of("seen; number"), ["number", "seen"]).watched == {"seen": []}
