@@ -188,8 +188,7 @@ def write(
 
 def fits(regions: Sequence[Region]) -> bool:
     """Whether there is memory for these."""
-    size = sum(region.size for region in regions)
-    return size < _WORTH_A_LOOK or _fits(size, free_memory())
+    return _short_of(sum(region.size for region in regions)) is None
 
 
 def check_memory(size: int) -> None:
@@ -198,17 +197,23 @@ def check_memory(size: int) -> None:
     Raises:
         NoRoomError: There is not.
     """
-    if size >= _WORTH_A_LOOK and not _fits(size, memory := free_memory()):
+    memory = _short_of(size)
+    if memory is not None:
         raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {in_words(memory)} of memory are free")
 
 
-def _fits(size: int, memory: int) -> bool:
-    return size <= memory - max(_RESERVE, memory // 20)
+def _short_of(size: int) -> int | None:
+    """The bytes of memory that are free, where so many more are too many; else None."""
+    if size < _WORTH_A_LOOK:
+        return None
+    memory = free_memory()
+    return None if size <= memory - max(_RESERVE, memory // 20) else memory
 
 
 def _room(more: int, size: int, folder: Path) -> Path | None:
     """Where there is room: None for memory, which takes so much more, else the folder, for all of it."""
-    if more < _WORTH_A_LOOK or _fits(more, memory := free_memory()):
+    memory = _short_of(more)
+    if memory is None:
         return None
     disk = 0 if _is_memory(folder) else shutil.disk_usage(folder).free
     if size <= disk - _RESERVE:

@@ -172,7 +172,7 @@ class Servers:
             if method == "forkserver":
                 server = self._current()
                 successor = self._alive(self._successor)
-                if successor is not None and (successor.edited() or not _learns()):
+                if successor is not None and (successor.edited() or not learns_imports()):
                     self._retire(successor)
                     self._successor = successor = None
                 if successor is not None and _fits(successor, where):
@@ -224,7 +224,7 @@ class Servers:
         """Have these ready for the next launch: a launch with this environment has imported them in this folder."""
         with self._lock:
             modules = [name for name in modules if _package(name) not in self._left_out]
-            if modules and _learns():
+            if modules and learns_imports():
                 self._learned.update(dict.fromkeys(modules))
                 self._before, self._last = self._last, _Where(dict(env), cwd)
                 self._teach_soon()
@@ -243,7 +243,7 @@ class Servers:
         Another environment or folder must have come twice: those of a sweep, each new, would have one made after every
         launch.
         """
-        names = [name for name in self._learned if _learns() and _package(name) not in self._left_out]
+        names = [name for name in self._learned if learns_imports() and _package(name) not in self._left_out]
         present = self._alive(self._successor)
         if present is None:
             return names
@@ -310,7 +310,7 @@ servers = Servers()
 os.register_at_fork(after_in_child=servers.forget)
 
 
-def _learns() -> bool:
+def learns_imports() -> bool:
     """Whether launches may have imports ready; that may be switched off at any time."""
     return os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0"
 

@@ -31,6 +31,7 @@ from nblaunch.launch.process import Process
 from nblaunch.launch.rank import Rank
 from nblaunch.launch.reading import Reading
 from nblaunch.launch.rendezvous import Rendezvous
+from nblaunch.launch.servers import learns_imports
 from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.view import RankStatus, Stream, View
@@ -219,7 +220,7 @@ class Attempt:
             limits=self.process.limits,
             log_dir=str(self.files.directory),
             scratch=self.scratch,
-            learns=self.plan.method == "forkserver" and os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0",
+            learns=self.plan.method == "forkserver" and learns_imports(),
         )
 
     def _tell(self, channel: Channel, message: object, fds: Sequence[int] = ()) -> None:

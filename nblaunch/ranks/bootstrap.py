@@ -215,14 +215,8 @@ def _may_be_replaced() -> Callable[[Region], bool] | None:
     torch = sys.modules.get("torch")
     if not system.LINUX or _user_threads() or (torch is not None and torch.cuda.is_initialized()):
         return None
-    plain: list[tuple[int, int]] = []
-
-    def may_be_replaced(region: Region) -> bool:
-        if not plain:
-            plain.extend(system.anonymous_memory())  # only now: pickling may have made copies
-        return any(start <= region.address and region.end <= end for start, end in plain)
-
-    return may_be_replaced
+    plain = functools.cache(system.anonymous_memory)  # asked when all is pickled, which may make copies
+    return lambda region: any(start <= region.address and region.end <= end for start, end in plain())
 
 
 def _user_threads() -> bool:
