@@ -23,6 +23,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.launch.patterns import compile_patterns
 from nblaunch.limits import usable_cpus
 from nblaunch.messages import Method, World
+from nblaunch.slurm import tells_place
 
 DEVICES = ("auto", "cpu", "cuda")
 START_METHODS = ("auto", "forkserver", "spawn", "fork")
@@ -270,6 +271,7 @@ def _is_ours(name: str) -> bool:
         name in _TORCHRUN
         or name in _INTERFACES
         or name.startswith(("TORCHELASTIC_", "NBLAUNCH_RANK", "NBLAUNCH_LAUNCH"))
+        or tells_place(name)
     )
 
 

@@ -231,6 +231,9 @@ HOSTILE: dict[str, Any] = {
     "NCCL_SOCKET_IFNAME": "eth9",
     "NBLAUNCH_RANK": "5",
     "NBLAUNCH_LAUNCH_ID": "another",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "99",
+    "SLURM_STEP_NUM_TASKS": "99",
 }
 
 
@@ -238,6 +241,7 @@ def test_nothing_of_another_launchs_environment_reaches_a_rank() -> None:
     environment = environment_of(planned(machine(**HOSTILE, HOME="/home/me")), rank=1)
     assert not {name for name, value in HOSTILE.items() if environment.get(name) == value}
     assert "NODE_RANK" not in environment
+    assert not [name for name in environment if name.startswith("SLURM_")]  # lightning would take its rank from there
     assert environment["HOME"] == "/home/me"
 
 
