@@ -42,19 +42,26 @@ def world() -> World:
     context = current()
     if has_group():
         rank = dist.get_rank()
-        local_rank = context.local_rank if context else int(os.environ.get("LOCAL_RANK", rank))
-        return World(rank, local_rank, dist.get_world_size())
+        return World(rank, context.local_rank if context else _local_rank(rank), dist.get_world_size())
     if context is not None:
         return World(context.rank, context.local_rank, context.world_size)
     if _has_torchruns_variables():
         rank = int(os.environ["RANK"])
-        return World(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
+        return World(rank, _local_rank(rank), int(os.environ["WORLD_SIZE"]))
     task = slurm_task(os.environ)
     return World(0, 0, 1) if task is None else World(task.rank, task.local_rank, task.count)
 
 
 def _has_torchruns_variables() -> bool:
     return all(name in os.environ for name in _RENDEZVOUS)
+
+
+def _local_rank(rank: int) -> int:
+    """Torchrun's, else Slurm's, else that of one machine."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    task = slurm_task(os.environ)
+    return rank if task is None else task.local_rank
 
 
 def has_group() -> bool:
