@@ -5,7 +5,7 @@ The user's exceptions are not here: what a rank raises comes up in the notebook 
     NblaunchError
     ├── ArgumentError (ValueError)        an argument is wrong; nothing was started
     ├── PayloadError (TypeError)          something cannot be sent to the ranks; nothing was started
-    ├── NestedLaunchError (RuntimeError)  a rank tried to launch
+    ├── NestedLaunchError (RuntimeError)  a rank, or one of several Slurm tasks, tried to launch
     ├── StartError (RuntimeError)         the processes could not be started
     ├── LaunchStoppedError                the launch was stopped before every rank had returned
     ├── LaunchTimeoutError (TimeoutError) the launch took longer than ``timeout``
@@ -43,7 +43,7 @@ class PayloadError(NblaunchError, TypeError):
 
 
 class NestedLaunchError(NblaunchError, RuntimeError):
-    """A rank tried to launch ranks of its own."""
+    """A rank, or one of several tasks of a Slurm step, tried to launch ranks of its own."""
 
 
 class StartError(NblaunchError, RuntimeError):

@@ -17,6 +17,7 @@ from nblaunch.launch.plan import STOP_GRACE, make_plan, this_machine
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.servers import servers
 from nblaunch.messages import Payload
+from nblaunch.slurm import slurm_task
 
 _NOT_NEEDED: dict[str, tuple[Any, str]] = {
     "use_port": ("29500", "each launch meets on a free loopback port of its own"),
@@ -98,6 +99,7 @@ def notebook_launcher(
     Raises:
         ArgumentError: An argument is wrong (nothing was started).
         PayloadError: Something that the function uses cannot be sent (nothing was started).
+        NestedLaunchError: This process is a rank, or one of several Slurm tasks (nothing was started).
         Exception: What the rank that failed first raised, as itself, with the attribute ``rank``.
         RankError: A rank failed in another way: see `nblaunch.errors`.
         KeyboardInterrupt: The cell was interrupted; every rank has ended.
@@ -175,11 +177,19 @@ def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str
 
 
 def refuse_nested() -> None:
-    """Raise NestedLaunchError inside a rank, or a process that a rank started."""
+    """Raise NestedLaunchError inside a rank, a process that a rank started, or one of several Slurm tasks."""
     rank = os.environ.get("NBLAUNCH_RANK")
     if rank is not None:
         raise NestedLaunchError(
             f"this is rank {rank} of a launch, and a rank cannot launch: call notebook_launcher in the notebook"
+        )
+    task = slurm_task(os.environ)
+    if task is not None:
+        raise NestedLaunchError(
+            f"this is task {task.rank} of the {task.count} of a Slurm step, and each of them would launch ranks of its "
+            "own: start one task (srun -n1), or leave out notebook_launcher and let the tasks be the ranks (srun "
+            "torchrun). In a process that is no task itself but inherited its variables from one, first "
+            "del os.environ['SLURM_STEP_NUM_TASKS']"
         )
 
 

@@ -84,7 +84,7 @@ def _temporary_root() -> Path:
 
 
 def log_path(directory: Path, rank: int, stream: str) -> Path:
-    """Where a rank's ``out``, ``err`` or ``spool`` is."""
+    """Where a rank's ``out``, ``err``, ``spool`` or ``error.json`` is."""
     return directory / f"rank{rank}.{stream}"
 
 
@@ -128,6 +128,10 @@ class LaunchFiles:
     def spool(self, rank: int) -> Path:
         """The rank's metrics and progress; see `nblaunch.ranks.report`."""
         return log_path(self.directory, rank, "spool")
+
+    def error(self, rank: int) -> Path:
+        """The exception of a function under torch's ``@record``, as JSON; torch writes it."""
+        return log_path(self.directory, rank, "error.json")
 
     def close(self) -> None:
         """The launch is over: its directory may be pruned when its time comes."""

@@ -16,12 +16,14 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.patterns import compile_patterns
 from nblaunch.limits import usable_cpus
 from nblaunch.messages import Method, World
+from nblaunch.slurm import tells_place
 
 DEVICES = ("auto", "cpu", "cuda")
 START_METHODS = ("auto", "forkserver", "spawn", "fork")
@@ -43,6 +45,8 @@ _TORCHRUN = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
     *("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 )
+_SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""torchrun's default: what a torch agent that a rank starts passes on to its own workers."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NOTEBOOK_BACKENDS = ("inline", "ipympl", "widget", "nbagg", "notebook")
 """matplotlib backends that only a kernel can draw with."""
@@ -88,8 +92,16 @@ class Plan:
         """Where a rank meets the others."""
         return World(MASTER_ADDR, port, self.backend, self.device_of(rank), self.threads)
 
-    def environment(self, rank: int, port: int, launch_id: str, attempt: int) -> dict[str, str]:
-        """A rank's whole environment, as torchrun would set it."""
+    def environment(self, rank: int, port: int, launch_id: str, attempt: int, error_file: Path) -> dict[str, str]:
+        """A rank's whole environment, as torchrun would set it.
+
+        Args:
+            rank: Which one.
+            port: Where the ranks meet.
+            launch_id: Names the launch.
+            attempt: 0, or which restart this is.
+            error_file: Where torch's ``@record`` writes the exception of this rank.
+        """
         return {
             **self.env,
             "RANK": str(rank),
@@ -107,6 +119,9 @@ class Plan:
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS_TO_HANDLE,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": self.env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "NBLAUNCH_RANK": str(rank),
             "NBLAUNCH_LAUNCH_ID": launch_id,
         }
@@ -256,6 +271,7 @@ def _is_ours(name: str) -> bool:
         name in _TORCHRUN
         or name in _INTERFACES
         or name.startswith(("TORCHELASTIC_", "NBLAUNCH_RANK", "NBLAUNCH_LAUNCH"))
+        or tells_place(name)
     )
 
 

@@ -3,6 +3,11 @@
 torch's TCPStore listens on every interface whatever MASTER_ADDR says, and a port that is picked first and bound
 later can be taken in between. So we bind and listen here, on 127.0.0.1 and whatever port is free, and hand the
 listening socket to the store. Ranks are its clients, as under torchrun.
+
+Loopback keeps other machines out, and not other users of this one, for torch has no means to. Its client connects to a
+host and a port alone, so the store can be no Unix socket, and its server asks for no password. A filter on the
+listening socket, once the ranks are there, would also cut off what torch connects later (``Store.clone``). And with
+the store closed gloo would still be open: it takes the first connection that sends a pair's number, a small integer.
 """
 
 from __future__ import annotations

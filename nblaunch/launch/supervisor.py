@@ -212,7 +212,7 @@ class Attempt:
             world_size=self.plan.world_size,
             local_world_size=self.plan.world_size,
             method=self.plan.method,
-            env=self.plan.environment(rank, port, self.launch_id, self.number),
+            env=self.plan.environment(rank, port, self.launch_id, self.number, self.files.error(rank)),
             cwd=self.process.cwd,
             sys_path=self.process.sys_path,
             argv=self.process.argv,

@@ -1,7 +1,7 @@
 """The training toolkit: from the plain loop to a Trainer, with every sample counted once.
 
-In a launch, under torchrun and in one process it works the same; nothing here needs a notebook. For other people's
-trainers, `nblaunch.training.peers` has what shows them in the panel.
+In a launch, under torchrun or srun and in one process it works the same; nothing here needs a notebook. For other
+people's trainers, `nblaunch.training.peers` has what shows them in the panel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Accelerator`: the same training loop for one process, for a launch's ranks, and under torchrun."""
+"""`Accelerator`: the same training loop for one process, for a launch's ranks, and under torchrun or srun."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ class Accelerator(Settings):
         return self._stepping
 
     def _join(self) -> None:
-        """Be in a process group before a collective; in a launch it is there, under torchrun it is made now."""
+        """Be in a process group before a collective; in a launch it is there, under torchrun or srun it is made now."""
         if not world().is_shared:
             return
         if self.device.type == "cuda":

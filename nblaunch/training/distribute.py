@@ -60,7 +60,7 @@ def distributed(accelerator: Accelerator, function: Callable[..., Any], options:
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank already, of a launch, under torchrun or of a group of the user's own."""
+    """Whether this process is a rank already, of a launch, under torchrun or srun, or of a group of the user's own."""
     return current() is not None or has_group() or world().is_shared
 
 

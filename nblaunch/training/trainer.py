@@ -113,8 +113,8 @@ class Trainer:
     def fit(self, train: Data, valid: Data | None = None) -> list[Figures]:
         """Train, and give back the history.
 
-        In a notebook this launches ``config.nprocs`` ranks, even if it is one; in a rank, or under torchrun, it trains
-        as one of them.
+        In a notebook this launches ``config.nprocs`` ranks, even if it is one; in a rank, or under torchrun or
+        srun, it trains as one of them.
         With a ``checkpoint_dir`` an unfinished run is continued: after a stop or a failure, call it again with the
         same arguments, and it takes the very steps that the run would have taken (on the CPU to the last bit; with
         DataLoader workers only if what they do does not depend on random states).

@@ -1,4 +1,4 @@
-"""Where this process stands among its ranks: in a launch, under torchrun, or alone.
+"""Where this process stands among its ranks: in a launch, under torchrun or srun, or alone.
 
 Everything is read when it is asked for, so that objects made in the notebook are right in the ranks that they are
 sent to.
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.ranks.report import current
+from nblaunch.slurm import slurm_task
 
 T = TypeVar("T")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -37,18 +38,30 @@ class World:
 
 
 def world() -> World:
-    """Where this process stands: by its process group, else by its launch, else by torchrun's variables, else alone."""
+    """Where this process stands: by its process group, its launch, torchrun's variables or Slurm's, else alone."""
     context = current()
     if has_group():
         rank = dist.get_rank()
-        local_rank = context.local_rank if context else int(os.environ.get("LOCAL_RANK", rank))
-        return World(rank, local_rank, dist.get_world_size())
+        return World(rank, context.local_rank if context else _local_rank(rank), dist.get_world_size())
     if context is not None:
         return World(context.rank, context.local_rank, context.world_size)
-    if all(name in os.environ for name in _RENDEZVOUS):
+    if _has_torchruns_variables():
         rank = int(os.environ["RANK"])
-        return World(rank, int(os.environ.get("LOCAL_RANK", rank)), int(os.environ["WORLD_SIZE"]))
-    return World(0, 0, 1)
+        return World(rank, _local_rank(rank), int(os.environ["WORLD_SIZE"]))
+    task = slurm_task(os.environ)
+    return World(0, 0, 1) if task is None else World(task.rank, task.local_rank, task.count)
+
+
+def _has_torchruns_variables() -> bool:
+    return all(name in os.environ for name in _RENDEZVOUS)
+
+
+def _local_rank(rank: int) -> int:
+    """Torchrun's, else Slurm's, else that of one machine."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    task = slurm_task(os.environ)
+    return rank if task is None else task.local_rank
 
 
 def has_group() -> bool:
@@ -57,13 +70,20 @@ def has_group() -> bool:
 
 
 def ensure_group(backend: str | None = None) -> None:
-    """Make the default group, where there are other ranks and no group yet (under torchrun; in a launch it is ready).
+    """Make the default group where there are other ranks and no group yet (under torchrun or srun).
 
     Args:
         backend: As ``init_process_group`` takes it. Default: gloo on the CPU, nccl (with gloo for CPU tensors) on GPUs.
     """
-    if world().is_shared and not has_group():
-        dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
+    if not world().is_shared or has_group():
+        return
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    task = None if _has_torchruns_variables() else slurm_task(os.environ)
+    if task is None:
+        dist.init_process_group(backend)
+    else:
+        address = f"tcp://{task.master_addr}:{task.master_port}"
+        dist.init_process_group(backend, address, rank=task.rank, world_size=task.count)
 
 
 def own_device(setup: str = "auto") -> torch.device:

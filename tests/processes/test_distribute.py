@@ -204,7 +204,7 @@ def test_errors_are_those_of_the_launcher(options: dict[str, Any]) -> None:
     assert torch.distributed.is_initialized() is False
 
 
-# ------------------------------------------------------------------ torchrun
+# ------------------------------------------------------------------ torchrun, and Slurm
 SCRIPT = """
     import sys
     import torch
@@ -250,4 +250,31 @@ def test_it_works_under_torchrun_without_a_launch(tmp_path: Path) -> None:
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "2 True {'rank': 1, 'local': 1}"
+    assert list(torch.load(saved)) == ["module.weight", "module.bias"]
+
+
+def test_tasks_of_a_slurm_step_on_two_nodes_are_ranks(tmp_path: Path, free_port: int) -> None:
+    script, saved = tmp_path / "train.py", tmp_path / "model.pt"
+    script.write_text(textwrap.dedent(SCRIPT))
+    step = {"SLURM_JOB_ID": str(free_port), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    nodes = {"SLURM_STEP_NODELIST": "localhost,other", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "0"}
+    own = {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(saved)],
+            env={**os.environ, **own, **step, **nodes, "SLURM_PROCID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [task.communicate(timeout=100) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert [out.strip() for out, _ in said] == ["2 True {'rank': 1, 'local': 0}", ""]
     assert list(torch.load(saved)) == ["module.weight", "module.bias"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import resource
 import sys
@@ -15,6 +16,7 @@ import threadpoolctl
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from nblaunch.launch.servers import servers
 from nblaunch.limits import usable_cpus
@@ -35,6 +37,24 @@ def summed() -> float:
 
 def torchelastic() -> tuple[bool, str | None]:
     return dist.is_torchelastic_launched(), os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+class Unsolvable(Exception):  # noqa: N818  # a name of the user's
+    rank: int  # which the notebook's side adds
+
+    def __init__(self, text: str, steps: int) -> None:
+        super().__init__(text, steps)
+        self.steps = steps
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@record
+def recorded(rank: int) -> None:
+    """Rank 1 fails under torch's own error handling, as scripts for torchrun have it."""
+    if rank == 1:
+        raise Unsolvable("rank 1 gave up", 7)
 
 
 def process() -> dict[str, Any]:
@@ -108,7 +128,8 @@ def test_ranks_have_the_variables_that_torchrun_sets(launch: Launcher) -> None:
             "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "ROLE_WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1", "ROLE_NAME": "default",
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }  # fmt: skip
         assert {name: env.get(name) for name in expected} == expected
         assert 0 < int(env["MASTER_PORT"]) < 65536
@@ -119,6 +140,15 @@ def test_libraries_recognise_a_launch_as_torchelastics_and_each_has_an_id(launch
     assert first[0] == first[1]
     assert first[0][0] is True
     assert first[0][1] != second[0][1]
+
+
+def test_an_error_that_torchs_record_has_seen_is_on_file_and_raised_as_itself(launch: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(Unsolvable, match=r"^rank 1 gave up$") as caught:
+        launch(recorded)
+    assert (caught.value.rank, caught.value.steps) == (1, 7)
+    (file,) = tmp_path.glob("state/*/rank*.error.json")
+    assert file.name == "rank1.error.json"
+    assert json.loads(file.read_text())["message"]["message"] == "Unsolvable: rank 1 gave up"
 
 
 def test_a_hostile_inherited_environment_changes_nothing(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +165,7 @@ def test_a_hostile_inherited_environment_changes_nothing(launch: Launcher, monke
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert env["MASTER_ADDR"] == "127.0.0.1"
         assert env["GLOO_SOCKET_IFNAME"] == "lo"
-        assert "TORCHELASTIC_ERROR_FILE" not in env
+        assert env["TORCHELASTIC_ERROR_FILE"] != "/nowhere/error.json"
         assert env["TORCHELASTIC_RUN_ID"] != "another"
     assert os.environ["RANK"] == "5"
 

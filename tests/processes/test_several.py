@@ -192,6 +192,19 @@ def test_a_launch_inside_a_ranks_child_is_refused(launch: Launcher) -> None:
         assert "of a launch, and a rank cannot launch: call notebook_launcher in the notebook" in said
 
 
+def test_one_of_several_slurm_tasks_is_refused_with_the_way_out(
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "n1"}
+    for name, value in {**slurm, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(NestedLaunchError, match=r"this is task 1 of the 2 of a Slurm step.*srun -n1"):
+        launch(summed, (1.0,))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "8")  # of the allocation
+    assert list(launch(summed, (1.0,))) == [3.0, 3.0]
+
+
 # ------------------------------------------------------------------ many
 def _holdings() -> dict[str, int]:
     """What this process holds that a leak would add to."""

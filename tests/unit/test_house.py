@@ -30,6 +30,7 @@ SHARED = tuple(
         "parcel",
         "pickling",
         "segments",
+        "slurm",
     ]
 )
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -21,6 +22,10 @@ def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -
 
 def planned(on: Machine | None = None, **arguments: Any) -> Plan:
     return make_plan(on or machine(), **arguments)
+
+
+def environment_of(plan: Plan, rank: int = 0, attempt: int = 0) -> dict[str, str]:
+    return plan.environment(rank, 4242, "the-id", attempt, Path("/logs/error.json"))
 
 
 # ------------------------------------------------------------------ arguments that are wrong
@@ -208,7 +213,7 @@ def test_threads_are_the_callers_or_the_users_or_a_share_of_the_cpus(
 ) -> None:
     plan = planned(machine(cpus=cpus, **inherited), num_processes=ranks, **arguments)
     assert plan.threads == threads
-    assert plan.environment(0, 1, "id", 0)["OMP_NUM_THREADS"] == str(threads)
+    assert environment_of(plan)["OMP_NUM_THREADS"] == str(threads)
 
 
 # ------------------------------------------------------------------ environment
@@ -226,14 +231,17 @@ HOSTILE: dict[str, Any] = {
     "NCCL_SOCKET_IFNAME": "eth9",
     "NBLAUNCH_RANK": "5",
     "NBLAUNCH_LAUNCH_ID": "another",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "99",
+    "SLURM_STEP_NUM_TASKS": "99",
 }
 
 
 def test_nothing_of_another_launchs_environment_reaches_a_rank() -> None:
-    environment = planned(machine(**HOSTILE, HOME="/home/me")).environment(1, 4242, "the-id", 0)
+    environment = environment_of(planned(machine(**HOSTILE, HOME="/home/me")), rank=1)
     assert not {name for name, value in HOSTILE.items() if environment.get(name) == value}
     assert "NODE_RANK" not in environment
-    assert "TORCHELASTIC_ERROR_FILE" not in environment
+    assert not [name for name in environment if name.startswith("SLURM_")]  # lightning would take its rank from there
     assert environment["HOME"] == "/home/me"
 
 
@@ -246,7 +254,7 @@ def test_the_tests_own_state_directory_reaches_ranks() -> None:
 
 
 def test_every_variable_of_torchrun_is_set() -> None:
-    environment = planned(num_processes=4, max_restarts=2).environment(3, 4242, "the-id", 1)
+    environment = environment_of(planned(num_processes=4, max_restarts=2), rank=3, attempt=1)
     assert {
         "RANK": "3",
         "LOCAL_RANK": "3",
@@ -263,7 +271,15 @@ def test_every_variable_of_torchrun_is_set() -> None:
         "TORCHELASTIC_RESTART_COUNT": "1",
         "TORCHELASTIC_MAX_RESTARTS": "2",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }.items() <= environment.items()
+
+
+def test_the_users_own_nccl_error_handling_is_kept_as_by_torchrun() -> None:
+    plan = planned(machine(TORCH_NCCL_ASYNC_ERROR_HANDLING="3"))
+    assert environment_of(plan)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
 
 
 @pytest.mark.parametrize(("platform", "interface"), [("linux", "lo"), ("darwin", "lo0")])

@@ -1,0 +1,75 @@
+"""Slurm's variables: which task of a step this process is, and where its tasks meet.
+
+``srun -n2 python train.py`` runs the program twice and tells each process its place in the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PLACES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NPROCS")
+_PLACES_BEGIN = ("SLURM_STEP", "SLURM_TASK", "SLURM_NTASKS")
+_FIRST_PORT, _PORTS = 20_000, 12_768
+"""Up to where Linux begins to give ports away by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmTask:
+    """One of several tasks of a Slurm step."""
+
+    rank: int
+    """From 0 to `count` - 1, over all nodes."""
+    local_rank: int
+    """On this node."""
+    count: int
+    """Of the step's tasks."""
+    master_addr: str
+    """The user's MASTER_ADDR, else the first node of the step."""
+    master_port: int
+    """The user's MASTER_PORT, else a number made of those of the job and the step."""
+
+
+def slurm_task(env: Mapping[str, str]) -> SlurmTask | None:
+    """The task that a process with this environment is; None outside Slurm, and for the only task of a step.
+
+    Only ``srun`` sets the variables of a step. A notebook in an allocation (``salloc``, ``sbatch``) has
+    ``SLURM_NTASKS`` and may have ``SLURM_PROCID``, and is alone.
+    """
+    try:
+        count = int(env["SLURM_STEP_NUM_TASKS"])
+        if count < 2:
+            return None
+        return SlurmTask(
+            int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), count, _master_addr(env), _master_port(env)
+        )
+    except (KeyError, ValueError):
+        return None  # only some of the variables have reached this process
+
+
+def tells_place(name: str) -> bool:
+    """Return True if a variable tells a process its place among Slurm's tasks, and not only of its job."""
+    return name in _PLACES or name.startswith(_PLACES_BEGIN)
+
+
+def _master_addr(env: Mapping[str, str]) -> str:
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"]
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        return "127.0.0.1"  # a node's name in Slurm need not resolve
+    return _first_node(env["SLURM_STEP_NODELIST"])
+
+
+def _first_node(nodes: str) -> str:
+    """The first name of a list such as ``gpu[007-009,012]-ib,cpu1``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    if first is None:
+        raise ValueError(nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
+
+
+def _master_port(env: Mapping[str, str]) -> int:
+    if "MASTER_PORT" in env:
+        return int(env["MASTER_PORT"])
+    return _FIRST_PORT + (101 * int(env["SLURM_JOB_ID"]) + int(env["SLURM_STEP_ID"])) % _PORTS
