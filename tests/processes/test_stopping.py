@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.channel import channel_pair
+from nblaunch.channel import Channel, channel_pair
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
 from nblaunch.launch.launch import live_launches
+from nblaunch.messages import Interrupted
 from nblaunch.ranks.bootstrap import _Voice
 from nblaunch.ranks.system import descendants
 from tests.conftest import eventually
@@ -249,29 +251,63 @@ def test_an_error_while_a_launch_stops_is_in_the_log(start_method: str, tmp_path
         assert log.read_text().endswith("OSError: the checkpoint does not fit\n")
 
 
-def test_an_interrupt_as_a_rank_begins_to_speak_leaves_none_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocking it runs the handler of one that came just before, and that raises."""
-    block, handlers = signal.pthread_sigmask, [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
+@pytest.fixture
+def voice() -> Iterator[tuple[_Voice, Channel]]:
+    """A rank's voice in this process, and the kernel's end of its channel."""
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    kernel, sock = channel_pair()
+    channel = Channel(sock)
+    yield _Voice(channel, 0), kernel
+    for number, handler in handlers:
+        signal.signal(number, handler)
+    kernel.close()
+    channel.close()
 
-    def with_one_before(how: int, signals: Any) -> Any:
-        before = block(how, signals)
-        if how == signal.SIG_BLOCK and signal.SIGINT in signals:
-            raise KeyboardInterrupt
-        return before
 
-    channel, other = channel_pair()
-    voice = _Voice(channel, 0)
-    monkeypatch.setattr(signal, "pthread_sigmask", with_one_before)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            voice.say("a word")
-        assert signal.SIGINT not in block(signal.SIG_BLOCK, ())
-    finally:
-        block(signal.SIG_UNBLOCK, {signal.SIGINT})
-        for number, handler in handlers:
-            signal.signal(number, handler)
-        channel.close()
-        other.close()
+def interrupt_while_sending(voice: _Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Python's handler run in the middle of the next send, as it does when another thread takes the signal."""
+    send = Channel._send_with
+
+    def interrupted(channel: Channel, data: bytes, fds: Sequence[int]) -> int:
+        monkeypatch.setattr(Channel, "_send_with", send)
+        sent = send(channel, data, fds)
+        voice._on_interrupt(signal.SIGINT, None)
+        return sent
+
+    monkeypatch.setattr(Channel, "_send_with", interrupted)
+
+
+def heard_by(kernel: Channel) -> list[object]:
+    kernel.poll()
+    return [message for message, _ in kernel.drain()]
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
+    voice: tuple[_Voice, Channel], monkeypatch: pytest.MonkeyPatch, armed: bool
+) -> None:
+    speaker, kernel = voice
+    speaker.armed = armed
+    interrupt_while_sending(speaker, monkeypatch)
+
+    with pytest.raises(KeyboardInterrupt) if armed else contextlib.nullcontext():
+        speaker.say("a word")
+
+    assert heard_by(kernel) == ["a word", Interrupted(0)]
+
+
+def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
+    voice: tuple[_Voice, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaker, kernel = voice
+    speaker.armed = True
+    interrupt_while_sending(speaker, monkeypatch)
+
+    with pytest.raises(KeyboardInterrupt):
+        speaker._on_interrupt(signal.SIGINT, None)
+    speaker._on_interrupt(signal.SIGINT, None)
+
+    assert heard_by(kernel) == [Interrupted(0)]
 
 
 def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: Path) -> None:
