@@ -52,9 +52,8 @@ class Rank:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it raised, cannot send its result, or ended as it should not."""
-        ended_badly = self.exited is not None and (self.done is None or self.exited.returncode != 0)
-        return self.failed is not None or ended_badly
+        """Whether it raised, cannot send its result, or ended before it had returned."""
+        return self.failed is not None or (self.exited is not None and self.done is None)
 
     def state(self, asked: Collection[int]) -> RankState:
         """Where it stands, if these ranks have been asked to end."""
