@@ -146,6 +146,16 @@ def crash_warning(crashed: Sequence[RankEnd], account: Account) -> str:
     return said
 
 
+def headline(end: RankEnd, sources: Mapping[str, Source]) -> str:
+    """How a rank failed, in a line: what is shown until the other ranks have ended."""
+    if end.failed is None:
+        code = end.exited.returncode if end.exited is not None else 0
+        return f"rank {end.rank} {f'was killed by {_signal_name(-code)}' if code < 0 else f'left with status {code}'}"
+    where, _ = _users_line(_labelled(end.failed.traceback, sources))
+    said = f"rank {end.rank}: {end.failed.type_name}: {first_line(end.failed.text)}"
+    return f"{said} ({where})" if where else said
+
+
 def _how_it_ended(end: RankEnd, account: Account) -> str:
     log = account.files.err(end.rank)
     when = f"{'after' if end.done is not None else 'before'} {account.name} returned"

@@ -21,6 +21,7 @@ from typing import Any
 
 from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, readable
 from nblaunch.errors import StartError
+from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.forkserver import Reaper, remedy
 from nblaunch.launch.ladder import Ladder, Reason
@@ -58,6 +59,8 @@ _LOOK_EVERY = 0.05
 """Seconds between two looks at the logs."""
 _QUIET = 0.1
 """Seconds between the first failure and the stopping of the others, in which theirs arrive by themselves."""
+_TELL_FAILURE_AFTER = 0.5
+"""Seconds after the first failure, from which on it is shown although other ranks have not ended."""
 _RETURN_WITHIN = 5.0
 """The same where a result cannot be sent: what the others return, a little later, is not to be lost."""
 _TELL_AFTER = 5.0
@@ -118,7 +121,9 @@ class Attempt:
         self.lost = False
         self.swept = False
         self.stuck: tuple[int, ...] = ()
+        self.sources = sources
         self.stop_others_at = math.inf
+        self.tell_failure_at = math.inf
         self.all_done = 0.0
         self.all_leaving = 0.0
         self.told = False
@@ -338,6 +343,7 @@ class Attempt:
 
     def _note_failure(self, rank: Rank) -> None:
         if rank.has_failed:
+            self.tell_failure_at = min(self.tell_failure_at, time.monotonic() + _TELL_FAILURE_AFTER)
             is_only_its_result = rank.failed is not None and rank.failed.kind == "result"
             self._stop_others_within(_RETURN_WITHIN if is_only_its_result else _QUIET)
 
@@ -358,11 +364,23 @@ class Attempt:
             running = [rank.rank for rank in self.ranks if rank.running]
             leaving = [rank.rank for rank in self.ranks if rank.leaving or rank.failed is not None]
             self.ladder.answered.update(rank.rank for rank in self.ranks if rank.interrupted)
+            self.ladder.waiting.update(self.stacks.in_collectives(self.ladder.silent(now, live)))
             for due in self.ladder.due(now, live, running, leaving):
                 self._signal(due.rank, due.signum, due.group)
             if live:
                 self.view.countdown(self.ladder.countdown(now))
+        if now >= self.tell_failure_at:
+            self._tell_failure(live)
         self._end_stragglers(now, live)
+
+    def _tell_failure(self, live: list[int]) -> None:
+        """Show why the other ranks are being stopped: some have their time for ``finally`` and checkpoints."""
+        self.tell_failure_at = math.inf
+        working = [rank for rank in live if self.ranks[rank].done is None and self.ranks[rank].failed is None]
+        cause = judge([rank.end() for rank in self.ranks], self.ladder, self.lost).cause
+        if working and cause is not None and cause.end is not None:
+            said = failures.headline(cause.end, self.sources)
+            self.view.note(f"{said}: the other ranks are being stopped, and have up to {self.plan.stop_grace:g} s")
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:

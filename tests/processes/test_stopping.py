@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
@@ -127,6 +129,77 @@ def fail_while_the_other_works(rank: int, folder: Path) -> None:
         write_checkpoint(rank, folder, 1.0)
     eventually(lambda: (folder / "ready1").exists(), LONG)
     raise ValueError("rank 0 gives up")
+
+
+class BlocksInC(io.BytesIO):
+    """A slow disk: its first write stays in C, which no signal ends, until `go_on` is called by another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.libc, self.mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        self.libc.pthread_mutex_lock(self.mutex)
+        self.writes = 0
+
+    def write(self, data: Any) -> int:
+        self.writes += 1
+        if self.writes == 1:
+            self.libc.pthread_mutex_lock(self.mutex)
+        return super().write(data)
+
+    def go_on(self) -> None:
+        self.libc.pthread_mutex_unlock(self.mutex)
+
+
+def fail_while_the_other_saves(rank: int, folder: Path) -> None:
+    """Rank 1 is in the middle of a write, in C, for a second after its interrupt, and writes a file in `finally`."""
+    if rank == 0:
+        eventually(lambda: (folder / "ready1").exists(), LONG)
+        raise ValueError("rank 0 gives up")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    disk = BlocksInC()
+
+    def go_on_after_the_interrupt() -> None:
+        os.read(read, 1)
+        time.sleep(1.0)
+        disk.go_on()
+
+    threading.Thread(target=go_on_after_the_interrupt, daemon=True).start()
+    note(folder, "ready", rank)
+    try:
+        torch.save({"weights": torch.ones(1000)}, disk)
+    finally:
+        note(folder, "finally", rank)
+
+
+def fail_while_the_other_finishes(rank: int, folder: Path) -> None:
+    """Rank 1 saves in `finally`, and ends when it is allowed to."""
+    if rank == 0:
+        eventually(lambda: (folder / "ready1").exists(), LONG)
+        raise ValueError("rank 0 gives up")
+    try:
+        note(folder, "ready", rank)
+        time.sleep(LONG)
+    finally:
+        eventually(lambda: (folder / "leave").exists(), LONG)
+        torch.save({"weights": torch.ones(1000)}, folder / "checkpoint.pt")
+
+
+def fail_while_others_wait_and_save(rank: int, folder: Path) -> None:
+    """Rank 1 waits for rank 2 in a collective, which is no more than interrupted: it saves until rank 1 has ended."""
+    note(folder, "pid", rank, os.getpid())
+    if rank == 0:
+        eventually(lambda: noted(folder, "pid", 3) and (folder / "waits1").exists(), LONG)
+        raise ValueError("rank 0 gives up")
+    if rank == 1:
+        note(folder, "waits", rank)
+        dist.recv(torch.ones(1), src=2)
+    try:
+        time.sleep(LONG)
+    finally:
+        eventually(lambda: not state_of(read(folder, "pid", 1)), 2.0)
+        note(folder, "outlived", rank)
 
 
 def load_in_workers(rank: int, folder: Path) -> None:
@@ -350,6 +423,44 @@ def test_survivors_of_a_failing_rank_get_their_finally(start_method: str, tmp_pa
         begin(fail_while_the_other_works, tmp_path, start_method).result()
 
     assert (tmp_path / "checkpoint1").read_text() == "whole"
+
+
+def test_a_rank_in_the_middle_of_a_save_gets_its_interrupt_when_another_fails(
+    start_method: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="rank 0 gives up"):
+        begin(fail_while_the_other_saves, tmp_path, start_method).result()
+
+    assert (tmp_path / "finally1").exists()
+
+
+def test_a_failure_is_shown_while_others_still_save(
+    start_method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = begin(fail_while_the_other_finishes, tmp_path, start_method, view="text", stop_grace=25.0)
+    shown = ""
+
+    def is_shown() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return "rank 0: ValueError: rank 0 gives up" in shown
+
+    eventually(is_shown, LONG)
+    assert not launch.done
+    (tmp_path / "leave").touch()
+
+    with pytest.raises(ValueError, match="rank 0 gives up"):
+        launch.result()
+    assert "the other ranks are being stopped, and have up to 25 s" in shown
+    assert f"({__file__}, line" in shown
+    assert torch.load(tmp_path / "checkpoint.pt")["weights"].sum() == 1000
+
+
+def test_a_rank_that_waits_in_a_collective_is_ended_before_one_that_saves(start_method: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 0 gives up"):
+        begin(fail_while_others_wait_and_save, tmp_path, start_method, ranks=3).result()
+
+    assert (tmp_path / "outlived2").exists()
 
 
 # ------------------------------------------------------------------ those that do not answer
