@@ -223,6 +223,7 @@ class Attempt:
             argv=self.process.argv,
             umask=self.process.umask,
             limits=self.process.limits,
+            cpus=self.process.cpus,
             log_dir=str(self.files.directory),
             scratch=self.scratch,
             learns=self.plan.method == "forkserver" and learns_imports(),
