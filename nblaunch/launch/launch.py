@@ -261,8 +261,7 @@ class Launch:
             if number == 0:
                 self._tell_of_payload()
             attempt, verdict = self._see_through(number, files)
-            results = attempt.take_results()
-            error = self._conclude(verdict, attempt, results, files)
+            error = self._conclude(verdict, attempt, files)
             servers.learn(attempt.imported, self._plan.env, self._process.cwd)
             again = number < self._plan.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
@@ -278,7 +277,7 @@ class Launch:
     def _see_through(self, number: int, files: LaunchFiles) -> tuple[Attempt, Verdict]:
         """Run the ranks to their end; again where the fork server died before it had forked their reaper."""
         for _ in range(2):
-            reaper = self._reaper()  # first: an attempt that no reaper was had for would leave its folder behind
+            reaper = self._reaper()
             attempt = Attempt(
                 self._plan,
                 self.id,
@@ -315,11 +314,9 @@ class Launch:
         return Outcome(state, seconds, _summary(error), failure)
 
     # -------------------------------------------------------------- what it brought
-    def _conclude(
-        self, verdict: Verdict, attempt: Attempt, parcels: Mapping[int, Sequence[int]], files: LaunchFiles
-    ) -> BaseException | None:
+    def _conclude(self, verdict: Verdict, attempt: Attempt, files: LaunchFiles) -> BaseException | None:
         """Keep the result, or give the error that tells why there is none."""
-        self._returned, error = _load_all(parcels, files)
+        self._returned, error = _load_all(attempt.results, files)
         ends = [rank.end() for rank in attempt.ranks]
         account = failures.Account(self.name, ends, files, self._shipment.sources)
         if verdict.crashed:

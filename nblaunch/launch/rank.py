@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,8 +69,15 @@ class Rank:
             return "stopping"
         return "running" if self.running else "starting"
 
+    def take_result(self) -> list[int]:
+        """The descriptors of its result's parcel; from now on the caller's to close."""
+        taken, self.result = self.result, []
+        return taken
+
     def close(self) -> None:
-        """Close what was opened for it."""
+        """Close what was opened for it, and a result that was not taken."""
+        for fd in self.take_result():
+            os.close(fd)
         self.channel.close()
         self.spool.close()
         self.printed.close()
