@@ -188,6 +188,11 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
+def _kill_the_reaper_and_wait() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
 def finish_early(rank: int) -> str:
     if rank == 1:
         dist.all_reduce(torch.ones(1))
@@ -455,7 +460,7 @@ def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launch
         (lambda: _raise(WithDetailsError("late")), WithDetailsError),
         (lambda: _raise(FrozenError(5)), RankRaisedError),
         (lambda: os.kill(os.getpid(), signal.SIGKILL), RankDiedError),
-        (lambda: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(60)), RankLostError),
+        (_kill_the_reaper_and_wait, RankLostError),
         (lambda: sys.exit(3), RankDiedError),
         (lambda: dist.all_reduce(torch.ones(1)), CollectiveError),
         (lambda: time.sleep(60), LaunchTimeoutError),
