@@ -199,6 +199,16 @@ def readable(source: FileDescriptorLike, seconds: float | None = 0.0) -> bool:
     return bool(ready.poll(None if seconds is None else seconds * 1000))
 
 
+def has_to_be_read(source: FileDescriptorLike, seconds: float) -> bool:
+    """Wait until something can be read or written; return True if it can be read, or nobody is left to write it.
+
+    Who sends much to a process that answers must ask this before: each could wait for the other to read.
+    """
+    ready = select.poll()
+    ready.register(source, select.POLLIN | select.POLLOUT)
+    return any(events & ~select.POLLOUT for _, events in ready.poll(seconds * 1000))
+
+
 # ------------------------------------------------------------------ blobs
 def write_blob(*parts: bytes | bytearray | memoryview) -> int:
     """A descriptor of anonymous memory (off Linux: of an unlinked file) that holds these; sealed where possible."""

@@ -16,6 +16,10 @@ The user's exceptions are not here: what a rank raises comes up in the notebook 
         ├── ResultError                   its result could not come back
         └── CollectiveError               it waited in a collective for a rank that had already finished
 
+Whatever a launch raises has ``results``: what each rank that had returned by then gave back, by rank. So have the
+user's own exceptions (unless they have a ``results`` of their own) and the KeyboardInterrupt of a launch that was
+interrupted. Where every rank had returned there is no error: a crash after that is warned of, and the result is whole.
+
 Warnings are here too: `warn`.
 """
 
@@ -31,7 +35,15 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 class NblaunchError(Exception):
-    """The root of the tree above."""
+    """The root of the tree above.
+
+    Attributes:
+        results: What each rank that had returned gave back, by rank; empty where nothing was started.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.results: dict[int, object] = {}
 
 
 class ArgumentError(NblaunchError, ValueError):
@@ -51,15 +63,11 @@ class StartError(NblaunchError, RuntimeError):
 
 
 class LaunchStoppedError(NblaunchError):
-    """The launch was stopped before every rank had returned.
-
-    Attributes:
-        results: What each rank that did return gave back, by rank.
-    """
+    """The launch was stopped before every rank had returned."""
 
     def __init__(self, message: str, results: Mapping[int, object] | None = None) -> None:
         super().__init__(message)
-        self.results: dict[int, object] = dict(results or {})
+        self.results = dict(results or {})
 
 
 class LaunchTimeoutError(NblaunchError, TimeoutError):
@@ -99,13 +107,7 @@ class RankRaisedError(RankError):
 
 
 class ResultError(RankError):
-    """A rank's return value could not come back; the message names the part.
-
-    Attributes:
-        results: What the other ranks returned, by rank.
-    """
-
-    results: dict[int, object]
+    """A rank's return value could not come back; the message names the part."""
 
 
 class CollectiveError(RankError):

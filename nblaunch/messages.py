@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes: a kernel and a fork server of different releases must not talk."""
 
 Method = Literal["forkserver", "spawn", "fork"]
@@ -97,6 +97,8 @@ class RankSpec:
     umask: int
     limits: tuple[tuple[int, int, int], ...]
     """(resource, soft, hard) for ``resource.setrlimit``."""
+    cpus: tuple[int, ...]
+    """For ``os.sched_setaffinity``; empty where there is no such thing."""
     log_dir: str
     scratch: str
     """A folder for what multiprocessing puts into a temporary one; it goes with the launch."""

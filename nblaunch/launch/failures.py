@@ -132,20 +132,44 @@ def _left(failed: Failed, account: Account) -> RankDiedError:
 
 
 def _died(end: RankEnd, account: Account) -> RankDiedError:
-    code = end.exited.returncode if end.exited is not None else 0
-    when = "after" if end.done is not None else "before"
+    error = RankDiedError(_how_it_ended(end, account), end.rank, account.files.err(end.rank))
+    error.returncode = end.exited.returncode if end.exited is not None else 0
+    return error
+
+
+def crash_warning(crashed: Sequence[RankEnd], account: Account) -> str:
+    """What to warn of where every rank had returned, and these did not end well afterwards."""
+    first, *others = crashed
+    said = f"every rank returned and the result is whole, but {_how_it_ended(first, account)}"
+    if others:
+        said += f". The same happened to rank {', '.join(str(end.rank) for end in others)}"
+    return said
+
+
+def headline(end: RankEnd, sources: Mapping[str, Source]) -> str:
+    """How a rank failed, in a line: what is shown until the other ranks have ended."""
+    if end.failed is None:
+        code = end.exited.returncode if end.exited is not None else 0
+        return f"rank {end.rank} {f'was killed by {_signal_name(-code)}' if code < 0 else f'left with status {code}'}"
+    where, _ = _users_line(_labelled(end.failed.traceback, sources))
+    said = f"rank {end.rank}: {end.failed.type_name}: {first_line(end.failed.text)}"
+    return f"{said} ({where})" if where else said
+
+
+def _how_it_ended(end: RankEnd, account: Account) -> str:
+    log = account.files.err(end.rank)
+    when = f"{'after' if end.done is not None else 'before'} {account.name} returned"
+    if end.exited is None:
+        return f"rank {end.rank} was ended {when}, as the process that watched over it was killed. Log: {log}"
+    code = end.exited.returncode
     if code < 0:
         name = _signal_name(-code)
-        what = f"was killed by {name} {when} {account.name} returned; {_LIKELY.get(name, 'it was sent that signal')}"
+        what = f"was killed by {name} {when}; {_LIKELY.get(name, 'it was sent that signal')}"
     else:
-        what = f"left with status {code} {when} {account.name} returned (os._exit, or C code that calls exit)"
-    said = _last_said(account.files.err(end.rank)) or _last_said(account.files.out(end.rank))
+        what = f"left with status {code} {when} (os._exit, or C code that calls exit)"
+    said = _last_said(log) or _last_said(account.files.out(end.rank))
     last = f". Its last lines:\n{_indented(said)}\n" if said.strip() else ". It had printed nothing. "
-    error = RankDiedError(
-        f"rank {end.rank} {what}{last}Log: {account.files.err(end.rank)}", end.rank, account.files.err(end.rank)
-    )
-    error.returncode = code
-    return error
+    return f"rank {end.rank} {what}{last}Log: {log}"
 
 
 def _last_said(log: Path) -> str:

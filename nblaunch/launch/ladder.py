@@ -14,8 +14,12 @@ Reason = Literal["user", "failure", "timeout"]
 
 _LEAVE_WITHIN = 1.0
 """Seconds that a rank whose function has ended gets to leave once the others are being stopped."""
-_ANSWER_WITHIN: dict[Reason, float] = {"user": 3.0, "failure": 0.3, "timeout": 3.0}
-"""Seconds to acknowledge SIGINT. After a failure most ranks wait for the dead one, in C, and cannot answer."""
+_ANSWER_WITHIN = 3.0
+"""Seconds to acknowledge SIGINT. Python sees it between two instructions: a write or a large product holds it up."""
+_WAITER_WITHIN = 0.3
+"""The same after a failure for a rank that waits in a collective, in C: its peer is gone, so it would never answer."""
+_SILENT_AFTER = 0.2
+"""Seconds without an acknowledgement after a failure, from which on it matters where a rank is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ class Ladder:
     begun: float
     grace: float
     answered: set[int] = field(default_factory=set)
+    waiting: set[int] = field(default_factory=set)
+    """Those of the `silent` ranks that wait in a collective."""
     killed: set[int] = field(default_factory=set)
     interrupted: set[int] = field(default_factory=set)
     left: dict[int, float] = field(default_factory=dict)
@@ -70,6 +76,13 @@ class Ladder:
                 signals.append(Due(rank, signal.SIGINT, group=False))
         return signals
 
+    def silent(self, now: float, live: Iterable[int]) -> list[int]:
+        """The live ranks that may wait in a collective for the one that failed, as they have not answered for long."""
+        if self.reason != "failure" or now < self.begun + _SILENT_AFTER:
+            return []
+        asked = self.interrupted - self.answered - self.killed
+        return [rank for rank in live if rank in asked and rank not in self.left]
+
     def kill(self) -> None:
         """From now on nobody has time."""
         self.at_once = True
@@ -78,11 +91,14 @@ class Ladder:
         last = self.begun if self.at_once else self.begun + self.grace
         if rank in self.left:
             return min(last, self.left[rank] + _LEAVE_WITHIN)
-        return last if rank in self.answered else min(last, self.begun + _ANSWER_WITHIN[self.reason])
+        if rank in self.answered:
+            return last
+        return min(last, self.begun + (_WAITER_WITHIN if rank in self.waiting else _ANSWER_WITHIN))
 
     def countdown(self, now: float) -> str:
         """What to show meanwhile."""
         left = max(0.0, self.begun + self.grace - now)
         if not self.answered or self.at_once:
             return "stopping"
-        return f"stopping: {left:.0f} s left for checkpoints; interrupt again to kill now"
+        how_often = "again" if self.reason == "user" else "twice"
+        return f"stopping: {left:.0f} s left for checkpoints; interrupt {how_often} to kill now"

@@ -13,7 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, ResultError, StartError, text_of
+from nblaunch.errors import (
+    LaunchStoppedError,
+    LaunchTimeoutError,
+    NblaunchError,
+    ResultError,
+    StartError,
+    text_of,
+    warn,
+)
 from nblaunch.launch import failures, start
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.forkserver import Reaper, remedy
@@ -69,6 +77,10 @@ class Launch:
         self._process = this_process()
         self._result: LaunchResult | None = None
         self._error: BaseException | None = None
+        self._returned: dict[int, Any] = {}
+        """What each rank that has returned gave back."""
+        self._crash = ""
+        """What happened after every rank had returned, if that is still to be warned of."""
         self._account: failures.Account | None = None
         """What is known of the attempt that failed."""
         self._thread = threading.Thread(target=self._supervise, name=f"nblaunch-{self.id}", daemon=True)
@@ -105,13 +117,17 @@ class Launch:
         return self._finished.wait(timeout)
 
     def result(self) -> LaunchResult:
-        """Wait for its end, and give what it brought.
+        """Wait for its end, and give what it brought. A crash after every rank had returned is warned of, once.
 
         Raises:
-            Exception: What the rank that failed first raised, or one of nblaunch's own (see `nblaunch.errors`).
+            Exception: What the rank that failed first raised, or one of nblaunch's own (see `nblaunch.errors`). Its
+                ``results`` are what the ranks that had returned gave back, by rank.
         """
         __tracebackhide__ = True  # IPython leaves this frame out
         self._finished.wait()
+        crash, self._crash = self._crash, ""
+        if crash:
+            warn(crash)
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -163,14 +179,15 @@ class Launch:
         try:
             self.begin(blocking=True)
             interrupted = self._wait_out()
-        except BaseException:  # an interrupt between two lines of ours
+        except BaseException as error:  # an interrupt between two lines of ours
             self._abandon()
+            _attach(self._returned, error)
             raise
         if interrupted and isinstance(self._error, LaunchStoppedError):
-            raise _interrupted(str(self._error), self._error.results) from None
+            raise _interrupted(str(self._error), self._returned) from None
         if interrupted and self._error is None:  # a loop of launches must end too; the result goes with the exception
             said = f"{self.name} was interrupted, and every rank returned: the result is sys.last_value.results"
-            raise _interrupted(said, dict(enumerate(self.result())))
+            raise _interrupted(said, self._returned)
         return self.result()
 
     def _abandon(self) -> None:
@@ -244,8 +261,7 @@ class Launch:
             if number == 0:
                 self._tell_of_payload()
             attempt, verdict = self._see_through(number, files)
-            results = attempt.take_results()
-            error = self._conclude(verdict, attempt, results, files)
+            error = self._conclude(verdict, attempt, files)
             servers.learn(attempt.imported, self._plan.env, self._process.cwd)
             again = number < self._plan.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
@@ -261,7 +277,7 @@ class Launch:
     def _see_through(self, number: int, files: LaunchFiles) -> tuple[Attempt, Verdict]:
         """Run the ranks to their end; again where the fork server died before it had forked their reaper."""
         for _ in range(2):
-            reaper = self._reaper()  # first: an attempt that no reaper was had for would leave its folder behind
+            reaper = self._reaper()
             attempt = Attempt(
                 self._plan,
                 self.id,
@@ -298,28 +314,31 @@ class Launch:
         return Outcome(state, seconds, _summary(error), failure)
 
     # -------------------------------------------------------------- what it brought
-    def _conclude(
-        self, verdict: Verdict, attempt: Attempt, parcels: Mapping[int, Sequence[int]], files: LaunchFiles
-    ) -> BaseException | None:
+    def _conclude(self, verdict: Verdict, attempt: Attempt, files: LaunchFiles) -> BaseException | None:
         """Keep the result, or give the error that tells why there is none."""
-        values, error = _load_all(parcels, files)
+        self._returned, error = _load_all(attempt.results, files)
+        ends = [rank.end() for rank in attempt.ranks]
+        account = failures.Account(self.name, ends, files, self._shipment.sources)
+        if verdict.crashed:
+            self._crash = failures.crash_warning(verdict.crashed, account)
+            self._view.note(self._crash)
         if verdict.state == "finished" and error is None:
             metrics = Metrics.of({rank.rank: rank.records for rank in attempt.ranks})
             logs = [RankLogs(files.out(rank), files.err(rank)) for rank in range(self.world_size)]
             seconds = time.monotonic() - self._begin
-            self._result = LaunchResult(self.name, list(values.values()), metrics, logs, seconds, self._shipment.sent)
+            values = list(self._returned.values())
+            self._result = LaunchResult(self.name, values, metrics, logs, seconds, self._shipment.sent)
             self._tell_of_changes(attempt)
         elif verdict.cause is not None:
-            ends = [rank.end() for rank in attempt.ranks]
-            self._account = failures.Account(self.name, ends, files, self._shipment.sources)
-            error = failures.exception_for(verdict.cause, self._account)
+            self._account = account
+            error = failures.exception_for(verdict.cause, account)
         elif verdict.state == "stopped":
-            error = self._stopped(attempt, values, files)
-        if isinstance(error, ResultError):
-            error.results = values
+            error = self._stopped(attempt, files)
+        if error is not None:
+            _attach(self._returned, error)
         return error
 
-    def _stopped(self, attempt: Attempt, values: dict[int, Any], files: LaunchFiles) -> BaseException:
+    def _stopped(self, attempt: Attempt, files: LaunchFiles) -> BaseException:
         if attempt.ladder is not None and attempt.ladder.reason == "timeout":
             return LaunchTimeoutError(
                 f"{self.name} took longer than timeout={self._plan.timeout:g} s and was stopped."
@@ -327,7 +346,7 @@ class Launch:
             )
         seconds = time.monotonic() - self._begin
         return LaunchStoppedError(
-            f"{self.name} was stopped after {seconds:.1f} s{_trouble(attempt)}. Logs: {files.directory}", values
+            f"{self.name} was stopped after {seconds:.1f} s{_trouble(attempt)}. Logs: {files.directory}"
         )
 
     def _tell_of_changes(self, attempt: Attempt) -> None:
@@ -391,8 +410,15 @@ def _summary(error: BaseException) -> str:
     return f"{f'rank {rank}: ' if rank >= 0 else ''}{type(error).__name__}{': ' + text[0][:300] if text else ''}"
 
 
+def _attach(results: Mapping[int, Any], error: Any) -> None:
+    """Give an error what the ranks returned, unless it is a user's and has ``results`` of its own."""
+    with contextlib.suppress(Exception):  # a user's __getattr__ or __setattr__
+        if isinstance(error, NblaunchError) or not hasattr(error, "results"):
+            error.results = dict(results)
+
+
 def _interrupted(said: str, results: Mapping[int, Any]) -> KeyboardInterrupt:
     interrupt: Any = KeyboardInterrupt(said)
-    interrupt.results = dict(results)
+    _attach(results, interrupt)
     interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {said}"]
     return interrupt  # type: ignore[no-any-return]  # Any, to give it attributes

@@ -20,6 +20,8 @@ class Process:
     argv: tuple[str, ...]
     umask: int
     limits: tuple[tuple[int, int, int], ...]
+    cpus: tuple[int, ...]
+    """Those that its threads may run on; empty where the system does not tell."""
 
 
 def this_process() -> Process:
@@ -29,7 +31,8 @@ def this_process() -> Process:
         cwd = os.getcwd()
     except FileNotFoundError:
         cwd = os.path.abspath(os.sep)
-    return Process(cwd, tuple(map(str, sys.path)), tuple(sys.argv), _umask(), limits)
+    cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
+    return Process(cwd, tuple(map(str, sys.path)), tuple(sys.argv), _umask(), limits, cpus)
 
 
 def _limit_kinds() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,9 +53,8 @@ class Rank:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it raised, cannot send its result, or ended as it should not."""
-        ended_badly = self.exited is not None and (self.done is None or self.exited.returncode != 0)
-        return self.failed is not None or ended_badly
+        """Whether it raised, cannot send its result, or ended before it had returned."""
+        return self.failed is not None or (self.exited is not None and self.done is None)
 
     def state(self, asked: Collection[int]) -> RankState:
         """Where it stands, if these ranks have been asked to end."""
@@ -69,8 +69,15 @@ class Rank:
             return "stopping"
         return "running" if self.running else "starting"
 
+    def take_result(self) -> list[int]:
+        """The descriptors of its result's parcel; from now on the caller's to close."""
+        taken, self.result = self.result, []
+        return taken
+
     def close(self) -> None:
-        """Close what was opened for it."""
+        """Close what was opened for it, and a result that was not taken."""
+        for fd in self.take_result():
+            os.close(fd)
         self.channel.close()
         self.spool.close()
         self.printed.close()

@@ -46,6 +46,8 @@ _THREAD = re.compile(
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _OURS = "/nblaunch/ranks/"
+_COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
+"""Files whose calls into C are collectives; those of distributed checkpoints write files."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INSTALLED = ("site-packages", "dist-packages", _PACKAGE, sysconfig.get_path("stdlib"))
 
@@ -100,6 +102,12 @@ def _without_ours(stack: Stack) -> tuple[Frame, ...]:
     begin = next((i for i, frame in enumerate(stack.frames) if frame.file.endswith(_OURS + "bootstrap.py")), 0)
     end = next((i for i in range(begin, len(plumbing)) if not plumbing[i]), begin)
     return stack.frames[end:]
+
+
+def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
+    """Return True if the main thread's last call is one of torch.distributed."""
+    frames = next((stack.frames for stack in stacks if stack.thread == main), ())
+    return bool(frames) and _COLLECTIVE.search(frames[-1].file) is not None
 
 
 def _answers(stack: Stack) -> bool:
@@ -304,6 +312,8 @@ class Stacks:
         self._shows = False
         self._waiting: list[Future[dict[int, str]]] = []
         self._located: float | None = None
+        self._in_collective: dict[int, bool | None] = {}
+        """Whether ranks wait in a collective; None for one that was asked and has not answered."""
 
     def look(self, living: Collection[int]) -> None:
         """Go on with what was asked for.
@@ -330,6 +340,21 @@ class Stacks:
                 self._begin(now, _TIMEOUT_WITHIN)
         return self.places is not None or now >= self._located
 
+    def in_collectives(self, ranks: Collection[int]) -> list[int]:
+        """Those of these ranks that wait in a collective. Each is asked once; without an answer it is not among them.
+
+        None is sent the signal: C code that keeps the GIL is no collective.
+        """
+        now = time.monotonic()
+        for number in ranks:
+            rank = self._rank(number)
+            if number not in self._in_collective:
+                rank.ask(math.inf)
+                self._in_collective[number] = None
+            elif self._in_collective[number] is None and rank.look(now) and rank.dump:
+                self._in_collective[number] = waits_in_collective(parse(rank.dump), rank.main)
+        return [number for number in ranks if self._in_collective[number]]
+
     def close(self) -> None:
         """The attempt is over: whoever waits hears of no rank."""
         waiting, self._waiting = self._waiting, []
@@ -340,11 +365,14 @@ class Stacks:
         self._asking, self._due, self._within = True, now + within, within
         self._asked.clear()
 
-    def _look_at(self, number: int, now: float) -> bool:
+    def _rank(self, number: int) -> _Rank:
         if number not in self._ranks:
             path = self._directory / f"rank{number}.stacks"
             self._ranks[number] = _Rank(path, functools.partial(self._send, number))
-        rank = self._ranks[number]
+        return self._ranks[number]
+
+    def _look_at(self, number: int, now: float) -> bool:
+        rank = self._rank(number)
         if number not in self._asked:
             rank.ask(now + min(_PATIENCE, self._within / 2))
             if rank.signal:

@@ -19,8 +19,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, readable
+from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, has_to_be_read, readable
 from nblaunch.errors import StartError
+from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.forkserver import Reaper, remedy
 from nblaunch.launch.ladder import Ladder, Reason
@@ -58,6 +59,8 @@ _LOOK_EVERY = 0.05
 """Seconds between two looks at the logs."""
 _QUIET = 0.1
 """Seconds between the first failure and the stopping of the others, in which theirs arrive by themselves."""
+_TELL_FAILURE_AFTER = 0.5
+"""Seconds after the first failure, from which on it is shown although other ranks have not ended."""
 _RETURN_WITHIN = 5.0
 """The same where a result cannot be sent: what the others return, a little later, is not to be lost."""
 _TELL_AFTER = 5.0
@@ -71,6 +74,8 @@ _SWEEP_WITHIN = 8.0
 """Seconds to wait for the reaper once every rank has ended."""
 _DEAF_AFTER = 6.0
 """Seconds after the last rank was to be killed; the reaper itself gives up on a rank that will not die after 5."""
+_REAPER_READS_WITHIN = 10.0
+"""Seconds that the reaper gets to read what it was sent before."""
 _MEET_WITHIN = 10.0
 """Seconds in which a reaper must have said its first word."""
 
@@ -118,7 +123,9 @@ class Attempt:
         self.lost = False
         self.swept = False
         self.stuck: tuple[int, ...] = ()
+        self.sources = sources
         self.stop_others_at = math.inf
+        self.tell_failure_at = math.inf
         self.all_done = 0.0
         self.all_leaving = 0.0
         self.told = False
@@ -128,9 +135,9 @@ class Attempt:
         self.deadline = deadline
         self.refusal = ""
         self.stacks = Stacks(files.directory, sources, commands, view, self._signal)
-        self.selector = selectors.DefaultSelector()
         self.reaper_pidfd: int | None = None
-        self.scratch = tempfile.mkdtemp(prefix="nbl-")  # short: sockets will be in it, and their paths are limited
+        self.results: dict[int, list[int]] = {}
+        """Once it has run: the parcels of the ranks that returned, which are the caller's to close."""
 
     def run(self, reaper: Reaper) -> Verdict:
         """Start the ranks under this reaper and see them through to their end.
@@ -139,7 +146,9 @@ class Attempt:
             StartError: A rank could not be started; none is left.
         """
         self.reaper, self.control = reaper, reaper.channel
-        try:
+        with contextlib.ExitStack() as opened:
+            opened.callback(self._close)
+            self._open(opened)
             with Rendezvous(self.plan.world_size) as meeting:
                 self._watch(self.control, self._hear_reaper)
                 self._watch(self.commands, self.commands.clear)
@@ -148,16 +157,9 @@ class Attempt:
             self._last_words()
             if self.refusal:
                 raise StartError(self.refusal)
-            return judge([rank.end() for rank in self.ranks], self.ladder, self.lost)
-        finally:
-            self._close(reaper)
-
-    def take_results(self) -> dict[int, list[int]]:
-        """The parcels of the ranks that returned; from now on the caller's to close."""
-        taken = {rank.rank: rank.result for rank in self.ranks if rank.result}
-        for rank in self.ranks:
-            rank.result = []
-        return taken
+            verdict = judge([rank.end() for rank in self.ranks], self.ladder, self.lost)
+            self.results = {rank.rank: rank.take_result() for rank in self.ranks if rank.result}
+            return verdict
 
     @property
     def imported(self) -> list[str]:
@@ -165,6 +167,16 @@ class Attempt:
         return list(dict.fromkeys(name for rank in self.ranks for name in rank.imported))
 
     # -------------------------------------------------------------- starting
+    def _open(self, opened: contextlib.ExitStack) -> None:
+        """Open what the attempt needs before its ranks. The reaper waits by now, and leaves when `_close` is called."""
+        try:
+            self.selector = opened.enter_context(selectors.DefaultSelector())
+            self.scratch = tempfile.mkdtemp(prefix="nbl-")  # short: sockets will be in it, whose paths are limited
+        except OSError as error:
+            hint = remedy(error) or ": free space there, or set TMPDIR to another folder"
+            raise StartError(f"the ranks have no place for temporary files: {error}{hint}") from error
+        opened.callback(shutil.rmtree, self.scratch, ignore_errors=True)
+
     def _start_all(self, port: int) -> None:
         try:
             for rank in range(self.plan.world_size):
@@ -180,7 +192,7 @@ class Attempt:
         self.ranks.append(rank)
         spec = self._spec(number, port)
         with there:
-            self._tell(self.control, StartRank(spec), [there.fileno()])
+            self._tell_reaper(StartRank(spec), [there.fileno()])
         if spec.method == "spawn":
             self._tell(channel, StartRank(spec))  # a fresh interpreter has not got it from the reaper
         channel.post(Task(self.plan.world(number, port), acknowledge=self.is_careful), self.parcel)
@@ -218,6 +230,7 @@ class Attempt:
             argv=self.process.argv,
             umask=self.process.umask,
             limits=self.process.limits,
+            cpus=self.process.cpus,
             log_dir=str(self.files.directory),
             scratch=self.scratch,
             learns=self.plan.method == "forkserver" and learns_imports(),
@@ -226,6 +239,12 @@ class Attempt:
     def _tell(self, channel: Channel, message: object, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(ConnectionError):  # whoever it was has ended, which we hear by another road
             channel.send(message, fds)
+
+    def _tell_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send the reaper a message, and hear it first: it reads nothing while it waits for us to read."""
+        while not self.control.closed and has_to_be_read(self.control, _REAPER_READS_WITHIN):
+            self._hear_reaper()
+        self._tell(self.control, message, fds)
 
     def _watch(self, source: Any, react: Callable[[], None]) -> None:
         self.selector.register(source, selectors.EVENT_READ, react)
@@ -338,6 +357,7 @@ class Attempt:
 
     def _note_failure(self, rank: Rank) -> None:
         if rank.has_failed:
+            self.tell_failure_at = min(self.tell_failure_at, time.monotonic() + _TELL_FAILURE_AFTER)
             is_only_its_result = rank.failed is not None and rank.failed.kind == "result"
             self._stop_others_within(_RETURN_WITHIN if is_only_its_result else _QUIET)
 
@@ -358,11 +378,23 @@ class Attempt:
             running = [rank.rank for rank in self.ranks if rank.running]
             leaving = [rank.rank for rank in self.ranks if rank.leaving or rank.failed is not None]
             self.ladder.answered.update(rank.rank for rank in self.ranks if rank.interrupted)
+            self.ladder.waiting.update(self.stacks.in_collectives(self.ladder.silent(now, live)))
             for due in self.ladder.due(now, live, running, leaving):
                 self._signal(due.rank, due.signum, due.group)
             if live:
                 self.view.countdown(self.ladder.countdown(now))
+        if now >= self.tell_failure_at:
+            self._tell_failure(live)
         self._end_stragglers(now, live)
+
+    def _tell_failure(self, live: list[int]) -> None:
+        """Show why the other ranks are being stopped: some have their time for ``finally`` and checkpoints."""
+        self.tell_failure_at = math.inf
+        working = [rank for rank in live if self.ranks[rank].done is None and self.ranks[rank].failed is None]
+        cause = judge([rank.end() for rank in self.ranks], self.ladder, self.lost).cause
+        if working and cause is not None and cause.end is not None:
+            said = failures.headline(cause.end, self.sources)
+            self.view.note(f"{said}: the other ranks are being stopped, and have up to {self.plan.stop_grace:g} s")
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:
@@ -374,7 +406,7 @@ class Attempt:
         return None
 
     def _signal(self, rank: int, signum: int, group: bool = False) -> None:
-        self._tell(self.control, SendSignal(rank, signum, group))
+        self._tell_reaper(SendSignal(rank, signum, group))
 
     def _end_stragglers(self, now: float, live: list[int]) -> None:
         """Do not wait for ever for ranks that have returned but do not leave, nor for a reaper with no ranks."""
@@ -423,18 +455,16 @@ class Attempt:
                 f"processes {', '.join(map(str, self.stuck))} survived SIGKILL: they wait in the operating system"
             )
 
-    def _close(self, reaper: Reaper) -> None:
+    def _close(self) -> None:
         self.stacks.close()
-        self.selector.close()
-        shutil.rmtree(self.scratch, ignore_errors=True)
         for rank in self.ranks:
             rank.close()
         self.control.close()
         if self.reaper_pidfd is not None:
             os.close(self.reaper_pidfd)
-        if reaper.child is not None:
+        if self.reaper.child is not None:
             with contextlib.suppress(ChildProcessError):  # the user's own code has read its end
-                os.waitpid(reaper.child, 0)
+                os.waitpid(self.reaper.child, 0)
 
 
 def _kill_process(pidfd: int | None, child: int | None) -> None:

@@ -41,6 +41,8 @@ class Verdict:
 
     state: Literal["finished", "failed", "stopped"]
     cause: Cause | None = None
+    crashed: tuple[RankEnd, ...] = ()
+    """Of a launch that finished: the ranks whose process did not end well after the function had returned."""
 
 
 def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict:
@@ -51,11 +53,12 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
         ladder: How they were made to stop, if they were.
         lost: Whether the reaper went before its ranks did.
 
-    Success is a DONE message and exit status 0 of every rank. Among failures the first *primary* one counts. An
-    error that came out of a collective is secondary, an echo, if anything else happened that explains it.
+    Success is a DONE message of every rank: what happens to its process afterwards costs no result. Among failures
+    the first *primary* one counts. An error that came out of a collective is secondary, an echo, if anything else
+    happened that explains it.
     """
-    if all(_succeeded(end, ladder) for end in ends):
-        return Verdict("finished")
+    if all(end.done is not None for end in ends):
+        return Verdict("finished", crashed=tuple(end for end in ends if _crashed(end, ladder)))
     primary = [cause for cause in (_primary(end, ladder) for end in ends) if cause is not None]
     if primary:
         return Verdict("failed", min(primary, key=lambda cause: cause.time_ns))
@@ -69,11 +72,11 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     return Verdict("stopped")
 
 
-def _succeeded(end: RankEnd, ladder: Ladder | None) -> bool:
-    """Done, and left with status 0, or was killed by us because it would not leave."""
-    if end.done is None or end.exited is None:
-        return False
-    return end.exited.returncode == 0 or (ladder is not None and end.rank in ladder.killed)
+def _crashed(end: RankEnd, ladder: Ladder | None) -> bool:
+    """Return True if a rank that had returned neither left with status 0 nor was killed by us for not leaving."""
+    if end.exited is None:
+        return True
+    return end.exited.returncode != 0 and not _by_our_hand(end, end.exited.time_ns, ladder)
 
 
 def _primary(end: RankEnd, ladder: Ladder | None) -> Cause | None:
@@ -82,9 +85,7 @@ def _primary(end: RankEnd, ladder: Ladder | None) -> Cause | None:
         if end.failed.collective or _by_our_hand(end, end.failed.time_ns, ladder):
             return None
         return Cause(end.failed.kind, end.rank, end.failed.time_ns, end)
-    if end.exited is None or _by_our_hand(end, end.exited.time_ns, ladder):
-        return None
-    if end.done is not None and end.exited.returncode == 0:
+    if end.done is not None or end.exited is None or _by_our_hand(end, end.exited.time_ns, ladder):
         return None
     return Cause("died", end.rank, end.exited.time_ns, end)
 

@@ -252,27 +252,42 @@ class _Voice:
         self.rank = rank
         self.owner = os.getpid()
         self.seen = False
+        self.answered = False
+        self.speaking = False
         self.armed = False
         """Whether SIGINT raises KeyboardInterrupt now."""
         signal.signal(signal.SIGINT, self._on_interrupt)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def say(self, message: object, *fds: int) -> None:
-        """Send a message. SIGINT waits meanwhile: its handler sends too."""
+        """Send a message. An interrupt meanwhile takes effect right after it: a handler cannot send in its middle.
+
+        Blocking the signal would not do: where another thread takes it, Python still runs the handler in this one.
+
+        Raises:
+            KeyboardInterrupt: The rank was interrupted meanwhile.
+        """
         if os.getpid() != self.owner:
             return  # a child, such as a DataLoader worker, has this handler and channel: it must not speak for its rank
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # blocks nothing: the next may raise before it returns
+        self.speaking = True
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             with contextlib.suppress(OSError):  # the kernel is gone; the reaper is about to end this process
                 self.channel.send(message, fds)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            self.speaking = False
+            if self.seen and not self.answered:
+                self._answer()
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         if self.seen:
             return
         self.seen = True
+        if not self.speaking:
+            self._answer()
+
+    def _answer(self) -> None:
+        """Acknowledge the interrupt, and let it take effect."""
+        self.answered = True
         self.say(Interrupted(self.rank))
         if self.armed:
             raise KeyboardInterrupt

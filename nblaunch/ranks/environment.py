@@ -81,6 +81,9 @@ def apply_interpreter(spec: RankSpec) -> None:
     for kind, soft, hard in spec.limits:
         with contextlib.suppress(OSError, ValueError):  # a hard limit may only be lowered
             resource.setrlimit(kind, (soft, hard))
+    if spec.cpus:  # before any thread is started, which takes them over
+        with contextlib.suppress(OSError):  # the container has lost them since
+            os.sched_setaffinity(0, spec.cpus)
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     config["tempdir"] = spec.scratch  # a rank that is killed could not remove a folder of its own
     system.raise_oom_score()

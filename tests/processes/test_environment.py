@@ -67,6 +67,7 @@ def process() -> dict[str, Any]:
         "umask": umask,
         "files": resource.getrlimit(resource.RLIMIT_NOFILE),
         "core": resource.getrlimit(resource.RLIMIT_CORE),
+        "cpus": os.sched_getaffinity(0),
     }
 
 
@@ -210,7 +211,9 @@ def test_variables_of_the_call_go_to_the_ranks_alone(launch: Launcher) -> None:
 
 @pytest.fixture
 def _own_process_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder, a path, arguments, a umask and limits that the fork server did not start with."""
+    """A folder, a path, arguments, a umask, limits and CPUs that the fork server did not start with."""
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cpus)})
     umask = os.umask(0o027)
     core, files = resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, core[1]))
@@ -219,15 +222,17 @@ def _own_process_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
     monkeypatch.syspath_prepend(str(tmp_path / "mine"))
     yield
+    os.sched_setaffinity(0, cpus)
     os.umask(umask)
     resource.setrlimit(resource.RLIMIT_CORE, core)
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
 
 
 @pytest.mark.usefixtures("_own_process_settings")
-def test_folder_path_arguments_umask_and_limits_are_the_notebooks_of_now(launch: Launcher) -> None:
+def test_folder_path_arguments_umask_limits_and_cpus_are_the_notebooks_of_now(launch: Launcher) -> None:
     here = process()
     assert here["umask"] == 0o027
+    assert len(here["cpus"]) == 1
     assert list(launch(process)) == [here, here]
 
 

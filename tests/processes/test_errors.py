@@ -19,7 +19,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nblaunch.errors import CollectiveError, NblaunchError, RankDiedError, RankError, RankRaisedError, ResultError
+from nblaunch.errors import (
+    CollectiveError,
+    LaunchTimeoutError,
+    NblaunchError,
+    RankDiedError,
+    RankError,
+    RankLostError,
+    RankRaisedError,
+    ResultError,
+)
 from nblaunch.launch.failures import RankTraceback
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher
@@ -130,10 +139,58 @@ def silent_death(rank: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def die_after_returning(rank: int) -> int:
+def die_after_returning(way: str, rank: int) -> int:
     if rank == 1:
-        atexit.register(os._exit, 7)
+        atexit.register(ENDS[way])
     return rank
+
+
+def die_after_returning_before_the_other_returns(rank: int) -> int:
+    """Rank 0 returns long after rank 1's process has crashed."""
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        atexit.register(os.abort)
+        return rank
+    eventually(lambda: not Path(f"/proc/{pids[1]}").exists(), 60.0)
+    time.sleep(0.5)  # longer than it takes to stop a rank
+    return rank
+
+
+class WithResultsError(Exception):
+    """An exception that has results of its own."""
+
+    def __init__(self, results: list[float]) -> None:
+        super().__init__(results)
+        self.results = results
+
+
+class StrictError(Exception):
+    """It lets nobody set what it does not know."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "results":
+            raise TypeError(name)
+        super().__setattr__(name, value)
+
+
+def fail_once_the_other_returned(fail: Callable[[], Any], rank: int) -> str:
+    """Rank 1 returns, and rank 0 fails when rank 1 has left."""
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        eventually(lambda: not Path(f"/proc/{pids[1]}").exists(), 60.0)
+        fail()
+    return f"value of {rank}"
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _kill_the_reaper_and_wait() -> None:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
 
 
 def finish_early(rank: int) -> str:
@@ -370,10 +427,65 @@ def test_an_interrupt_that_the_notebook_did_not_send_is_told(launch: Launcher) -
         launch(die, ("SIGINT",))
 
 
-def test_a_rank_that_dies_after_it_returned_is_a_failure(launch: Launcher) -> None:
-    with pytest.raises(RankDiedError, match="rank 1 left with status 7 after die_after_returning returned") as caught:
-        launch(die_after_returning)
-    assert caught.value.returncode == 7
+# ------------------------------------------------------------------ what had been returned
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("os._exit(3)", r"rank 1 left with status 3 after die_after_returning returned"),
+        ("SIGABRT", r"rank 1 was killed by SIGABRT after die_after_returning returned; C code .* Its last lines:"),
+    ],
+    ids=["status", "signal"],
+)
+def test_a_crash_after_every_rank_returned_is_warned_of_and_costs_no_result(
+    way: str, message: str, launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.warns(UserWarning, match=f"(?s)the result is whole, but {message}.*Log: .*rank1.err") as warned:
+        result = launch(die_after_returning, (way,), max_restarts=1, view="text")
+    assert list(result) == [0, 1]
+    assert [warning.filename for warning in warned] == [__file__]
+    shown = capsys.readouterr().out
+    assert "nblaunch: every rank returned and the result is whole, but rank 1" in shown
+    assert "restarting" not in shown
+
+
+def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launcher) -> None:
+    with pytest.warns(UserWarning, match="rank 1 was killed by SIGABRT after"):
+        result = launch(die_after_returning_before_the_other_returns)
+    assert list(result) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("fail", "error"),
+    [
+        (lambda: _raise(WithDetailsError("late")), WithDetailsError),
+        (lambda: _raise(FrozenError(5)), RankRaisedError),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), RankDiedError),
+        (_kill_the_reaper_and_wait, RankLostError),
+        (lambda: sys.exit(3), RankDiedError),
+        (lambda: dist.all_reduce(torch.ones(1)), CollectiveError),
+        (lambda: time.sleep(60), LaunchTimeoutError),
+    ],
+    ids=["exception", "takes-no-attributes", "killed", "reaper-killed", "sys.exit", "collective", "timeout"],
+)
+def test_what_the_other_ranks_returned_is_on_the_error(
+    fail: Callable[[], Any], error: type[Exception], launch: Launcher, start_method: str
+) -> None:
+    timeout = None if error is not LaunchTimeoutError else {"forkserver": 4.0, "spawn": 15.0}[start_method]
+    with pytest.raises(error) as caught:
+        launch(fail_once_the_other_returned, (fail,), timeout=timeout)
+    assert getattr(caught.value, "results", None) == {1: "value of 1"}
+
+
+def test_an_exceptions_own_results_are_left_alone(launch: Launcher) -> None:
+    with pytest.raises(WithResultsError) as caught:
+        launch(fail_once_the_other_returned, (lambda: _raise(WithResultsError([0.5])),))
+    assert caught.value.results == [0.5]
+
+
+def test_an_exception_that_takes_no_results_comes_up_all_the_same(launch: Launcher) -> None:
+    with pytest.raises(StrictError) as caught:
+        launch(fail_once_the_other_returned, (lambda: _raise(StrictError("strict")),))
+    assert not hasattr(caught.value, "results")
 
 
 # ------------------------------------------------------------------ no primary failure

@@ -7,8 +7,10 @@ import functools
 import io
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nblaunch import notebook_launcher
+from nblaunch.channel import Channel, channel_pair
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, RankDiedError, StartError
+from nblaunch.launch import forkserver, supervisor
 from nblaunch.launch.servers import servers
 from tests.conftest import eventually, marked_processes
 
@@ -152,6 +157,45 @@ def test_the_timeout_holds_for_all_attempts_together() -> None:
 def test_a_rank_that_cannot_be_started_says_why() -> None:
     with pytest.raises(StartError, match=r"rank 0 could not be started: OSError: .*Argument list too long"):
         quiet(own_rank, start_method="spawn", env={"HUGE": "x" * 200_000})
+
+
+def test_a_launch_without_a_place_for_temporary_files_says_so_and_leaves_nothing(
+    start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(
+        StartError, match=r"no place for temporary files: .*/gone/nbl-.*: free space there, or set TMPDIR"
+    ):
+        quiet(own_rank, start_method=start_method)
+
+
+def return_much(rank: int) -> torch.Tensor:
+    return torch.full((100_000,), float(rank))
+
+
+def test_a_supervisor_that_fails_keeps_no_result_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "judge", lambda *ends: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quiet(return_much)  # the fixture of every test looks for descriptors that are left
+
+
+@pytest.mark.usefixtures("_small_buffers")
+def test_more_ranks_start_than_the_reaper_has_room_to_tell_of() -> None:
+    """With buffers of the usual size that takes some 300."""
+    assert list(quiet(own_rank, num_processes=10)) == list(range(10))
+
+
+@pytest.fixture
+def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the notebook and reapers: room for about five messages."""
+
+    def small_pair() -> tuple[Channel, socket.socket]:
+        here, there = channel_pair()
+        for sock in (here.sock, there):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        return here, there
+
+    monkeypatch.setattr(forkserver, "channel_pair", small_pair)
 
 
 def load_and_be_killed(rank: int) -> None:

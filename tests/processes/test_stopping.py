@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.channel import channel_pair
+from nblaunch.channel import Channel, channel_pair
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
 from nblaunch.launch.launch import live_launches
+from nblaunch.messages import Interrupted
 from nblaunch.ranks.bootstrap import _Voice
 from nblaunch.ranks.system import descendants
 from tests.conftest import eventually
@@ -125,6 +129,77 @@ def fail_while_the_other_works(rank: int, folder: Path) -> None:
         write_checkpoint(rank, folder, 1.0)
     eventually(lambda: (folder / "ready1").exists(), LONG)
     raise ValueError("rank 0 gives up")
+
+
+class BlocksInC(io.BytesIO):
+    """A slow disk: its first write stays in C, which no signal ends, until `go_on` is called by another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.libc, self.mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        self.libc.pthread_mutex_lock(self.mutex)
+        self.writes = 0
+
+    def write(self, data: Any) -> int:
+        self.writes += 1
+        if self.writes == 1:
+            self.libc.pthread_mutex_lock(self.mutex)
+        return super().write(data)
+
+    def go_on(self) -> None:
+        self.libc.pthread_mutex_unlock(self.mutex)
+
+
+def fail_while_the_other_saves(rank: int, folder: Path) -> None:
+    """Rank 1 is in the middle of a write, in C, for a second after its interrupt, and writes a file in `finally`."""
+    if rank == 0:
+        eventually(lambda: (folder / "ready1").exists(), LONG)
+        raise ValueError("rank 0 gives up")
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    disk = BlocksInC()
+
+    def go_on_after_the_interrupt() -> None:
+        os.read(read, 1)
+        time.sleep(1.0)
+        disk.go_on()
+
+    threading.Thread(target=go_on_after_the_interrupt, daemon=True).start()
+    note(folder, "ready", rank)
+    try:
+        torch.save({"weights": torch.ones(1000)}, disk)
+    finally:
+        note(folder, "finally", rank)
+
+
+def fail_while_the_other_finishes(rank: int, folder: Path) -> None:
+    """Rank 1 saves in `finally`, and ends when it is allowed to."""
+    if rank == 0:
+        eventually(lambda: (folder / "ready1").exists(), LONG)
+        raise ValueError("rank 0 gives up")
+    try:
+        note(folder, "ready", rank)
+        time.sleep(LONG)
+    finally:
+        eventually(lambda: (folder / "leave").exists(), LONG)
+        torch.save({"weights": torch.ones(1000)}, folder / "checkpoint.pt")
+
+
+def fail_while_others_wait_and_save(rank: int, folder: Path) -> None:
+    """Rank 1 waits for rank 2 in a collective, which is no more than interrupted: it saves until rank 1 has ended."""
+    note(folder, "pid", rank, os.getpid())
+    if rank == 0:
+        eventually(lambda: noted(folder, "pid", 3) and (folder / "waits1").exists(), LONG)
+        raise ValueError("rank 0 gives up")
+    if rank == 1:
+        note(folder, "waits", rank)
+        dist.recv(torch.ones(1), src=2)
+    try:
+        time.sleep(LONG)
+    finally:
+        eventually(lambda: not state_of(read(folder, "pid", 1)), 2.0)
+        note(folder, "outlived", rank)
 
 
 def load_in_workers(rank: int, folder: Path) -> None:
@@ -249,29 +324,63 @@ def test_an_error_while_a_launch_stops_is_in_the_log(start_method: str, tmp_path
         assert log.read_text().endswith("OSError: the checkpoint does not fit\n")
 
 
-def test_an_interrupt_as_a_rank_begins_to_speak_leaves_none_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocking it runs the handler of one that came just before, and that raises."""
-    block, handlers = signal.pthread_sigmask, [(n, signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGTERM)]
+@pytest.fixture
+def voice() -> Iterator[tuple[_Voice, Channel]]:
+    """A rank's voice in this process, and the kernel's end of its channel."""
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    kernel, sock = channel_pair()
+    channel = Channel(sock)
+    yield _Voice(channel, 0), kernel
+    for number, handler in handlers:
+        signal.signal(number, handler)
+    kernel.close()
+    channel.close()
 
-    def with_one_before(how: int, signals: Any) -> Any:
-        before = block(how, signals)
-        if how == signal.SIG_BLOCK and signal.SIGINT in signals:
-            raise KeyboardInterrupt
-        return before
 
-    channel, other = channel_pair()
-    voice = _Voice(channel, 0)
-    monkeypatch.setattr(signal, "pthread_sigmask", with_one_before)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            voice.say("a word")
-        assert signal.SIGINT not in block(signal.SIG_BLOCK, ())
-    finally:
-        block(signal.SIG_UNBLOCK, {signal.SIGINT})
-        for number, handler in handlers:
-            signal.signal(number, handler)
-        channel.close()
-        other.close()
+def interrupt_while_sending(voice: _Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have Python's handler run in the middle of the next send, as it does when another thread takes the signal."""
+    send = Channel._send_with
+
+    def interrupted(channel: Channel, data: bytes, fds: Sequence[int]) -> int:
+        monkeypatch.setattr(Channel, "_send_with", send)
+        sent = send(channel, data, fds)
+        voice._on_interrupt(signal.SIGINT, None)
+        return sent
+
+    monkeypatch.setattr(Channel, "_send_with", interrupted)
+
+
+def heard_by(kernel: Channel) -> list[object]:
+    kernel.poll()
+    return [message for message, _ in kernel.drain()]
+
+
+@pytest.mark.parametrize("armed", [True, False])
+def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
+    voice: tuple[_Voice, Channel], monkeypatch: pytest.MonkeyPatch, armed: bool
+) -> None:
+    speaker, kernel = voice
+    speaker.armed = armed
+    interrupt_while_sending(speaker, monkeypatch)
+
+    with pytest.raises(KeyboardInterrupt) if armed else contextlib.nullcontext():
+        speaker.say("a word")
+
+    assert heard_by(kernel) == ["a word", Interrupted(0)]
+
+
+def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
+    voice: tuple[_Voice, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speaker, kernel = voice
+    speaker.armed = True
+    interrupt_while_sending(speaker, monkeypatch)
+
+    with pytest.raises(KeyboardInterrupt):
+        speaker._on_interrupt(signal.SIGINT, None)
+    speaker._on_interrupt(signal.SIGINT, None)
+
+    assert heard_by(kernel) == [Interrupted(0)]
 
 
 def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: Path) -> None:
@@ -314,6 +423,44 @@ def test_survivors_of_a_failing_rank_get_their_finally(start_method: str, tmp_pa
         begin(fail_while_the_other_works, tmp_path, start_method).result()
 
     assert (tmp_path / "checkpoint1").read_text() == "whole"
+
+
+def test_a_rank_in_the_middle_of_a_save_gets_its_interrupt_when_another_fails(
+    start_method: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="rank 0 gives up"):
+        begin(fail_while_the_other_saves, tmp_path, start_method).result()
+
+    assert (tmp_path / "finally1").exists()
+
+
+def test_a_failure_is_shown_while_others_still_save(
+    start_method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch = begin(fail_while_the_other_finishes, tmp_path, start_method, view="text", stop_grace=25.0)
+    shown = ""
+
+    def is_shown() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().out
+        return "rank 0: ValueError: rank 0 gives up" in shown
+
+    eventually(is_shown, LONG)
+    assert not launch.done
+    (tmp_path / "leave").touch()
+
+    with pytest.raises(ValueError, match="rank 0 gives up"):
+        launch.result()
+    assert "the other ranks are being stopped, and have up to 25 s" in shown
+    assert f"({__file__}, line" in shown
+    assert torch.load(tmp_path / "checkpoint.pt")["weights"].sum() == 1000
+
+
+def test_a_rank_that_waits_in_a_collective_is_ended_before_one_that_saves(start_method: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank 0 gives up"):
+        begin(fail_while_others_wait_and_save, tmp_path, start_method, ranks=3).result()
+
+    assert (tmp_path / "outlived2").exists()
 
 
 # ------------------------------------------------------------------ those that do not answer

@@ -47,13 +47,46 @@ def test_each_running_rank_is_interrupted_once(reason: Reason) -> None:
     assert stop.at(0) == stop.at(0.1) == stop.at(0.2) == []
 
 
-@pytest.mark.parametrize(("reason", "patience"), [("user", 3.0), ("timeout", 3.0), ("failure", 0.3)])
-def test_a_rank_that_does_not_answer_is_killed_with_its_group(reason: Reason, patience: float) -> None:
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_rank_that_does_not_answer_is_killed_with_its_group(reason: Reason) -> None:
     stop = Stop(2, reason)
     assert stop.at(0) == interrupts(0, 1)
-    assert stop.at(patience - 0.01) == []
-    assert stop.at(patience + 0.01) == kills(0, 1)
-    assert stop.at(patience + 5) == []
+    assert stop.at(2.99) == []
+    assert stop.at(3.01) == kills(0, 1)
+    assert stop.at(8.0) == []
+
+
+def test_a_rank_that_waits_in_a_collective_after_a_failure_is_killed_soon() -> None:
+    stop = Stop(2, "failure")
+    assert stop.at(0) == interrupts(0, 1)
+    stop.ladder.waiting.add(1)
+    assert stop.at(0.29) == []
+    assert stop.at(0.31) == kills(1)
+
+
+def test_a_rank_that_answers_after_it_waited_in_a_collective_has_the_whole_grace() -> None:
+    stop = Stop(1, "failure")
+    stop.at(0)
+    stop.ladder.waiting.add(0)
+    stop.answers(0)
+    assert stop.at(GRACE - 0.01) == []
+
+
+def test_ranks_that_are_silent_after_a_failure_are_those_that_neither_answer_nor_leave() -> None:
+    stop = Stop(5, "failure")
+    stop.leaving, stop.running = {1}, {0, 1, 3, 4}
+    stop.at(0)  # rank 2 has not begun, and is killed
+    stop.answers(0)
+    stop.live = [0, 1, 2, 3]
+    assert stop.ladder.silent(BEGUN + 0.1, stop.live) == []
+    assert stop.ladder.silent(BEGUN + 0.21, stop.live) == [3]
+
+
+@pytest.mark.parametrize("reason", ["user", "timeout"])
+def test_where_a_rank_waits_does_not_matter_but_after_a_failure(reason: Reason) -> None:
+    stop = Stop(1, reason)
+    stop.at(0)
+    assert stop.ladder.silent(BEGUN + 1.0, stop.live) == []
 
 
 @pytest.mark.parametrize("reason", REASONS)
@@ -136,6 +169,12 @@ def test_the_countdown_is_shown_once_a_rank_has_answered() -> None:
     assert stop.ladder.countdown(BEGUN + 99).startswith("stopping: 0 s left")
     stop.ladder.kill()
     assert stop.ladder.countdown(BEGUN + 2) == "stopping"
+
+
+def test_a_countdown_that_no_interrupt_began_asks_for_two() -> None:
+    stop = Stop(1, "failure")
+    stop.answers(0)
+    assert stop.ladder.countdown(BEGUN) == "stopping: 30 s left for checkpoints; interrupt twice to kill now"
 
 
 # ------------------------------------------------------------------ whatever happens

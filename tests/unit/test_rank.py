@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,17 @@ def test_a_rank_that_raises_or_dies_of_itself_has_failed(rank: Rank, asked: set[
 def test_an_error_out_of_a_collective_is_an_echo_of_anothers(rank: Rank) -> None:
     rank.failed = failed(collective="all_reduce")
     assert rank.state(()) == "ended"
+
+
+def test_a_result_that_nobody_took_is_closed_with_its_rank(rank: Rank) -> None:
+    taken, left = os.pipe()
+    rank.result = [taken]
+    assert rank.take_result() == [taken]
+    rank.result = [left]
+    rank.close()
+    os.close(taken)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(left)
 
 
 def test_a_rank_that_has_called_exec_listens_no_more(rank: Rank) -> None:

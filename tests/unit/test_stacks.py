@@ -14,7 +14,7 @@ import pytest
 
 import nblaunch
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.stacks import Frame, Stack, Stacks, Teller, parse
+from nblaunch.launch.stacks import Frame, Stack, Stacks, Teller, parse, waits_in_collective
 from nblaunch.launch.view import NullView
 from nblaunch.messages import Source
 from nblaunch.ranks.stacks import BEGIN, WHOLE, dump
@@ -153,6 +153,24 @@ def test_a_thread_without_python_code_is_told_so() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("last", "waits"),
+    [
+        ("torch/distributed/distributed_c10d.py", True),
+        ("torch/distributed/utils.py", True),
+        ("torch/nn/parallel/distributed.py", True),
+        ("torch/distributed/checkpoint/filesystem.py", False),
+        ("torch/serialization.py", False),
+        ("torch/autograd/graph.py", False),
+        ("mytorch/distributed/mine.py", False),
+    ],
+)
+def test_a_rank_waits_in_a_collective_where_its_last_call_is_torch_distributeds(last: str, waits: bool) -> None:
+    frames = (Frame(LIBRARY, 9, "all_reduce"), Frame(f"/env/site-packages/{last}", 3, "f"))
+    others = Stack("0x00007f0000000002", (Frame(LIBRARY, 9, "barrier"),))
+    assert waits_in_collective([others, Stack(MAIN, frames)], MAIN) == waits
+
+
 # ------------------------------------------------------------------ asking
 class Asking:
     """`Stacks` over files and pipes that the test makes, with the signals that it sends."""
@@ -243,6 +261,21 @@ def test_a_rank_that_answers_is_sent_no_signal(asking: Asking) -> None:
     asking.write(0, BEGIN + DUMP + WHOLE)
     asking.look_until(asked.done, 0)
 
+    assert asking.sent == []
+
+
+def test_ranks_in_a_collective_are_known_once_they_have_answered(asking: Asking) -> None:
+    for rank in (0, 1, 2):
+        asking.register(rank)
+    assert asking.stacks.in_collectives([0, 1, 2, 3]) == []  # rank 3 cannot be asked
+    assert [asking.asked(rank) for rank in (0, 1, 2)] == [1, 1, 1]
+
+    asking.write(0, BEGIN + DUMP + WHOLE)
+    asking.write(1, BEGIN + DUMP.replace(LIBRARY, "/home/me/save.py") + WHOLE)
+
+    assert asking.stacks.in_collectives([0, 1, 2, 3]) == [0]
+    assert asking.stacks.in_collectives([2]) == []
+    assert [asking.asked(rank) for rank in (0, 1, 2)] == [0, 0, 0]
     assert asking.sent == []
 
 

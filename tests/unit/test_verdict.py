@@ -82,8 +82,12 @@ def headline(verdict: Verdict) -> tuple[str, str, int]:
         pytest.param([returned(), died(status=7)], None, ("failed", "died", 1), id="left early with status 7"),
         pytest.param([raised(kind="exit"), returned()], None, ("failed", "exit", 0), id="sys.exit"),
         pytest.param([raised(kind="result"), returned()], None, ("failed", "result", 0), id="result cannot travel"),
-        pytest.param([returned(), returned(status=3)], None, ("failed", "died", 1), id="done, then status 3"),
-        pytest.param([returned(), returned(status=-11)], None, ("failed", "died", 1), id="done, then SIGSEGV"),
+        pytest.param([returned(), returned(status=3)], None, ("finished", "", -1), id="done, then status 3"),
+        pytest.param([returned(), returned(status=-11)], None, ("finished", "", -1), id="done, then SIGSEGV"),
+        pytest.param([raised(2.0), returned(1.0, -11)], None, ("failed", "exception", 0), id="raised after a crash"),
+        pytest.param(
+            [echoed(2.0), returned(1.0, -11)], None, ("failed", "collective", 0), id="waits for a crashed rank"
+        ),
         pytest.param([returned(1.0), echoed(2.0)], None, ("failed", "collective", 1), id="waits for a finished rank"),
         pytest.param([echoed(1.0), returned(2.0)], None, ("failed", "exception", 0), id="failed before the other left"),
         pytest.param([raised(kind="interrupt"), returned()], None, ("failed", "interrupt", 0), id="SIGINT of others"),
@@ -177,9 +181,21 @@ def test_the_loss_of_the_reaper_is_the_cause_where_nothing_else_is(
     assert headline(judge(ranks(*ends), None, lost=True)) == expected
 
 
-def test_a_done_message_without_an_exit_is_no_success() -> None:
-    end = replace(returned(), exited=None)
-    assert headline(judge(ranks(end), None, lost=True)) == ("failed", "lost", -1)
+@pytest.mark.parametrize(
+    ("ends", "ladder", "crashed"),
+    [
+        pytest.param([returned(), returned()], None, [], id="all left well"),
+        pytest.param([returned(), returned(status=3), returned(status=-11)], None, [1, 2], id="two crashed"),
+        pytest.param([returned(), replace(returned(), exited=None)], None, [1], id="lost with its reaper"),
+        pytest.param([returned(4.0, -9), returned(4.0)], stopping(4.0, killed=(0,)), [], id="killed by us"),
+    ],
+)
+def test_a_crash_after_every_rank_returned_is_told_beside_the_result(
+    ends: list[RankEnd], ladder: Ladder | None, crashed: list[int]
+) -> None:
+    verdict = judge(ranks(*ends), ladder, lost=False)
+    assert verdict.state == "finished"
+    assert [end.rank for end in verdict.crashed] == crashed
 
 
 PRIMARIES = [raised, died, lambda at: raised(at, "exit"), lambda at: raised(at, "result"), lambda at: died(at, 0)]
