@@ -116,8 +116,8 @@ class Trainer:
         In a notebook this launches ``config.nprocs`` ranks, even if it is one; in a rank, or under torchrun, it trains
         as one of them.
         With a ``checkpoint_dir`` an unfinished run is continued: after a stop or a failure, call it again with the
-        same arguments, and it takes the very steps that the run would have taken (on the CPU to the last bit; with
-        DataLoader workers only if what they do does not depend on random states).
+        same arguments, and it takes the very steps that the run would have taken (on the CPU to the last bit; what a
+        dataset draws from a random generator of its own is not resumed).
 
         Args:
             train: A dataset, shuffled in batches of ``config.batch_size`` a rank; or a DataLoader, used as it is. It
