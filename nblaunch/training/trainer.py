@@ -80,6 +80,7 @@ class Trainer:
             self.config.compute_setup,
             mixed_precision=self.config.mixed_precision,
             gradient_accumulation_steps=self.config.accumulation,
+            schedule_steps="optimizer",
         )
         self._standing, self._running = checkpoint.Standing(), Mean()
         folder = self.config.checkpoint_dir
