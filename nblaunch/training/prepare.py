@@ -126,8 +126,9 @@ def _warn_of_schedules(leaves: Iterable[Any]) -> None:
     if any(isinstance(leaf, LRScheduler) and not isinstance(leaf, SteppedScheduler) for leaf in leaves):
         ranks = world().size
         warn(
-            f"this schedule takes one step with each optimizer step of the {ranks} ranks, where accelerate's would take "
-            f'{ranks}: choose Accelerator(schedule_steps="optimizer"), or schedule_steps="rank" for as many'
+            f"this schedule takes one step with each optimizer step of the {ranks} ranks, "
+            f"where accelerate's would take {ranks}: "
+            'choose Accelerator(schedule_steps="optimizer"), or schedule_steps="rank" for as many'
         )
 
 
