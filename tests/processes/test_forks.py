@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader
 
-from nblaunch import notebook_launcher
 from nblaunch.ranks import forks
+from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a rank waits for its threads on Linux alone")
 ONE_METHOD = pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
@@ -105,15 +105,13 @@ def of_loader(passes: int) -> int:
 
 
 @ONE_METHOD
-def test_no_child_of_a_rank_hangs_whatever_c_threads_do(start_method: str) -> None:
-    result = notebook_launcher(hung, num_processes=1, start_method=start_method, view="none", timeout=240)
-    assert result[0] == 0
+def test_no_child_of_a_rank_hangs_whatever_c_threads_do(launch: Launcher) -> None:
+    assert launch(hung, num_processes=1, timeout=240)[0] == 0
 
 
 @ONE_METHOD
-def test_workers_that_are_forked_within_a_burst_bring_their_batches(start_method: str) -> None:
-    result = notebook_launcher(of_loader, (5,), num_processes=1, start_method=start_method, view="none", timeout=120)
-    assert result[0] == 10
+def test_workers_that_are_forked_within_a_burst_bring_their_batches(launch: Launcher) -> None:
+    assert launch(of_loader, (5,), num_processes=1, timeout=120)[0] == 10
 
 
 NEEDED = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python makes the lock anew in the child")
