@@ -44,6 +44,12 @@ _THREAD = re.compile(
     r"(?:Current thread|Thread) (?P<thread>0x[0-9a-f]+)(?: \[(?P<name>.*)\])? \(most recent call first\):"
 )
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
+_NEVER_BEGAN = re.compile(r"  Worker (?P<number>\d+) pid (?P<pid>\d+) never began in (?P<age>\d+) s")
+_OF_WORKER = (
+    "DataLoader worker {number} (pid {pid}) never began: it has run none of its code since it was started {age} s ago. "
+    "If it was forked, it waits for a lock that a thread held at that moment: interrupt, and run again, or give the "
+    'loader multiprocessing_context="forkserver"'
+)
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _OURS = "/nblaunch/ranks/"
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
@@ -73,20 +79,24 @@ class Stack:
     """Whether there are older calls, which were left out."""
     name: str = ""
     """As the user named it; empty where that is not known."""
+    workers: tuple[str, ...] = ()
+    """What there is to say of the workers that a DataLoader waits for here."""
 
 
 def parse(dump: str) -> list[Stack]:
     """The threads of a dump in its order; of a thread that is in it twice, the later stack."""
     stacks: dict[str, Stack] = {}
-    thread, name, frames, cut = "", "", list[Frame](), False
+    thread, name, frames, cut, workers = "", "", list[Frame](), False, list[str]()
     for line in [*dump.split("\n"), "Thread 0x0 (most recent call first):"]:
         if found := _THREAD.match(line):
             if thread:
-                stacks[thread] = Stack(thread, tuple(reversed(frames)), cut, name)
-            thread, name, frames, cut = found["thread"], _unescaped(found["name"] or ""), [], False
+                stacks[thread] = Stack(thread, tuple(reversed(frames)), cut, name, tuple(workers))
+            thread, name, frames, cut, workers = found["thread"], _unescaped(found["name"] or ""), [], False, []
         elif found := _FRAME.match(line):
             number = int(found["line"]) if found["line"].isdigit() else 0
             frames.append(Frame(_unescaped(found["file"]), number, _unescaped(found["function"])))
+        elif found := _NEVER_BEGAN.match(line):
+            workers.append(_OF_WORKER.format_map(found.groupdict()))
         cut = cut or line == "  ..."
     return list(stacks.values())
 
@@ -161,6 +171,7 @@ class Teller:
             lines += [f"  {self._place(frame)}, in {frame.function}", *([f"    {text}"] if text else [])]
         if len(lines) == 1:
             lines.append("  no Python code")
+        lines += [f"  {worker}" for worker in stack.workers]
         return "\n".join(lines)
 
     def _is_users(self, frame: Frame) -> bool:

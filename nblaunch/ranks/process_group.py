@@ -24,6 +24,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
+from nblaunch.ranks.forks import settling
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -77,6 +79,7 @@ def join(world: World, rank: int, world_size: int) -> None:
     _home = _Home(world, rank, world_size)
     dist.init_process_group(world.backend)
     _home.ours = dist.group.WORLD
+    settling.install()
 
 
 def leave() -> None:

@@ -16,6 +16,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from types import FrameType
 
 from nblaunch.messages import RankSpec
@@ -26,6 +28,9 @@ belong to language runtimes and to Valgrind; their middle is nobody's. macOS has
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _MOST_CALLS = 100
 """As faulthandler has it."""
+_LOADERS_WAIT = ("torch/utils/data/dataloader.py", "_try_get_data")
+_SLOW_TO_BEGIN_S = 2.0
+"""A worker that is forked begins within milliseconds."""
 BEGIN, WHOLE = "(answer)\n", "(whole)\n"
 """The ends of an answer. It is appended in one write, while faulthandler may be writing around it."""
 
@@ -72,8 +77,34 @@ def dump() -> str:
 
 def _calls(frame: FrameType | None) -> str:
     lines: list[str] = []
+    workers: list[str] = []
     while frame is not None and len(lines) < _MOST_CALLS:
         code = frame.f_code
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}\n')
+        if code.co_filename.endswith(_LOADERS_WAIT[0]) and code.co_name == _LOADERS_WAIT[1]:
+            workers += _never_begun(frame.f_locals.get("self"))
         frame = frame.f_back
-    return "".join(lines) + ("  ...\n" if frame is not None else "")
+    return "".join([*lines, *(["  ...\n"] if frame is not None else []), *workers])
+
+
+def _never_begun(loader: object) -> Iterator[str]:
+    """A line for each worker that a DataLoader waits for and that has run none of its code."""
+    for number, worker in enumerate(getattr(loader, "_workers", ())):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or there is no /proc
+            if (age := _age_of_unbegun(worker.pid)) > _SLOW_TO_BEGIN_S:
+                yield f"  Worker {number} pid {worker.pid} never began in {age:.0f} s\n"
+
+
+def _age_of_unbegun(pid: int) -> float:
+    """Seconds since a DataLoader's worker was forked; 0 for one that handles SIGTERM, which is the first that it does.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    with open(f"/proc/{pid}/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    if "Z" in status["State"] or int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1:
+        return 0.0
+    with open(f"/proc/{pid}/stat") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])  # since the machine's start
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

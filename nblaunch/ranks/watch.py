@@ -41,6 +41,18 @@ _SHARES_OUT = ("accelerate", "lightning", "pytorch_lightning")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Who goes through a sampler: a loader, or any that is made at the same place."""
+
+    loader: weakref.ref[Any]
+    place: str
+
+    def is_again(self, other: _Reader) -> bool:
+        """Whether it is the one that read before; a second loader's pass over the same epoch is meant."""
+        return self.loader == other.loader or self.place == other.place
+
+
 @dataclass(slots=True)
 class _Seen:
     """What this process has seen."""
@@ -50,10 +62,12 @@ class _Seen:
     passes: Counter[str] = field(default_factory=Counter)
     """By place."""
     scans: int = 0
-    expected: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    expected: weakref.WeakKeyDictionary[Any, _Reader] = field(default_factory=weakref.WeakKeyDictionary)
     """Samplers whose next pass is a training loader's."""
-    finished: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
-    """The epoch of each sampler's last whole pass."""
+    finished: weakref.WeakKeyDictionary[Any, tuple[int, list[_Reader]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    """The epoch of each sampler's last whole pass, and who went through all of it."""
     told_of_order: bool = False
 
 
@@ -99,8 +113,8 @@ def _counting(original: Callable[..., Iterator[int]]) -> Callable[..., Iterator[
     @functools.wraps(original)
     def counted(self: DistributedSampler[Any]) -> Iterator[int]:
         indices = original(self)
-        expected = _quietly(_take_expected, self)
-        return indices if expected is None else _counted(self, indices)
+        reader = _quietly(_take_expected, self)
+        return indices if reader is None else _counted(self, indices, reader)
 
     return counted
 
@@ -124,9 +138,9 @@ def _at_pass(loader: DataLoader[Any]) -> str | None:
     if not torch.is_grad_enabled() or isinstance(loader.dataset, IterableDataset) or _is_peek():
         return None
     sampler = _sampler_of(loader)
-    if _is_shuffled_shard(sampler) and len(loader) > 2 * (_read_ahead(loader) + 1):
-        _seen.expected.add(sampler)
     place = _place(loader)
+    if _is_shuffled_shard(sampler) and len(loader) > 2 * (_read_ahead(loader) + 1):
+        _seen.expected[sampler] = _Reader(weakref.ref(loader), place)
     number = _seen.passes[place]
     _seen.passes[place] += 1
     if number >= _MOST_PASSES:
@@ -249,20 +263,17 @@ def _is_shuffled_shard(sampler: Any) -> bool:
     )
 
 
-def _take_expected(sampler: DistributedSampler[Any]) -> bool | None:
-    """True for a pass that counts, else None."""
+def _take_expected(sampler: DistributedSampler[Any]) -> _Reader | None:
+    """Who reads the pass that begins, if it counts."""
     assert _seen is not None
-    if sampler not in _seen.expected:
-        return None
-    _seen.expected.discard(sampler)
-    return True
+    return _seen.expected.pop(sampler, None)
 
 
-def _counted(sampler: DistributedSampler[Any], indices: Iterator[int]) -> Iterator[int]:
+def _counted(sampler: DistributedSampler[Any], indices: Iterator[int], reader: _Reader) -> Iterator[int]:
     """The indices; a pass that repeats the one before is told at its half, as a mere peek goes less far."""
     epoch = sampler.epoch
     yield from itertools.islice(indices, sampler.num_samples // 2)
-    if _repeats(sampler, epoch):
+    if _repeats(sampler, epoch, reader):
         warn(
             f"this DistributedSampler goes through epoch {epoch} again, so in the order of the epoch before: call "
             "sampler.set_epoch(epoch) at the start of each epoch, or use nblaunch.training.data.shard(loader), "
@@ -271,13 +282,21 @@ def _counted(sampler: DistributedSampler[Any], indices: Iterator[int]) -> Iterat
         )
     yield from indices
     if _seen is not None:
-        _seen.finished[sampler] = epoch
+        before = [each for each in _readers_of(sampler, epoch) if not reader.is_again(each)]
+        _seen.finished[sampler] = epoch, [*before, reader]
 
 
-def _repeats(sampler: DistributedSampler[Any], epoch: int) -> bool:
+def _repeats(sampler: DistributedSampler[Any], epoch: int, reader: _Reader) -> bool:
     """Whether this is the first pass of this process to repeat its order; rank 0 speaks for all."""
     assert _seen is not None
-    if _seen.told_of_order or sampler.rank != 0 or _seen.finished.get(sampler) != epoch:
+    if _seen.told_of_order or sampler.rank != 0 or not any(map(reader.is_again, _readers_of(sampler, epoch))):
         return False
     _seen.told_of_order = True
     return True
+
+
+def _readers_of(sampler: DistributedSampler[Any], epoch: int) -> list[_Reader]:
+    """Who went through all of this epoch, if it was the sampler's last one."""
+    assert _seen is not None
+    finished, readers = _seen.finished.get(sampler, (epoch, []))
+    return readers if finished == epoch else []

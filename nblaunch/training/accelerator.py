@@ -41,6 +41,12 @@ class Accelerator(Settings):
         gradient_accumulation_steps: Batches for one optimizer step, counted by `accumulate`. Default 1.
         ddp_kwargs: More arguments for ``DistributedDataParallel``.
         seed: What the orders of prepared loaders are drawn from. Default: that of `seed_everything`, else 0.
+        schedule_steps: What one ``step`` of a prepared schedule counts: ``"optimizer"``, an optimizer step, so that the
+            schedule is the same for any number of ranks; or ``"rank"``, an optimizer step of each rank, so that N ranks
+            take N steps at once, as accelerate does unless it is given ``split_batches=True``. Default: as
+            ``"optimizer"``; where there are several ranks `prepare` warns that the two differ.
+        step_scheduler_with_optimizer: Whether schedules wait for their optimizer's step (default). False: each ``step``
+            is one step, whatever the optimizer does, for schedules of epochs.
 
     Raises:
         ArgumentError: One of them is wrong.
@@ -51,8 +57,9 @@ class Accelerator(Settings):
         """Make objects ready for the ranks; any number, in any order, in nests too. A collective.
 
         Modules go to the device and dtype, and into DDP where there are other ranks and something to train. Optimizers
-        stay as they are, unless accumulation or float16 must decide when they step. Schedules likewise: they count
-        optimizer steps, so with 4 ranks a schedule of 1000 steps takes 1000 steps, where accelerate's takes 250.
+        stay as they are, unless accumulation or float16 must decide when they step. Schedules likewise: unless
+        `schedule_steps` says otherwise they count optimizer steps, so with 4 ranks a schedule of 1000 steps takes 1000
+        steps, where accelerate's takes 250.
         DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). All else passes.
 
         Without other ranks a DataLoader comes back as it is, unless something must be done with it: batches to be moved
@@ -66,7 +73,15 @@ class Accelerator(Settings):
             ArgumentError: One is a `Prefetcher`: prepare its loader, and wrap that.
         """
         self._join()
-        how = Preparation(self.device, self.dtype, self.mixed_precision, self._steps, self.seed, self.ddp_kwargs)
+        how = Preparation(
+            self.device,
+            self.dtype,
+            self.mixed_precision,
+            self._steps,
+            self.seed,
+            self.ddp_kwargs,
+            self.schedule_steps if self.step_scheduler_with_optimizer else "call",
+        )
         prepared = how.all(objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -206,8 +221,19 @@ class Accelerator(Settings):
         self._join()
         return collectives.gather_for_metrics(nest, is_padding=self._steps.is_padding, as_objects=use_gather_object)
 
-    def reduce(self, nest: Any, reduction: str = "mean") -> Any:
-        """Every tensor of a nest summed or averaged over ranks (``"mean"``, ``"sum"``, ``"none"``). A collective."""
+    def reduce(self, nest: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Every tensor of a nest combined over ranks. A collective, but for ``"none"``.
+
+        Args:
+            nest: Tensors, of the same shapes and dtypes on every rank.
+            reduction: ``"sum"`` (default, as in accelerate), ``"mean"``, ``"max"``, or ``"none"``, which gives the nest
+                back. Sums of bools are int64, means of integers float64; all else keeps its dtype.
+            scale: Is accelerate's, which uses it on TPUs alone: it changes nothing here.
+
+        Raises:
+            ArgumentError: On every rank, where shapes, dtypes or the nests themselves differ, or ``"max"`` is asked of
+                complex numbers.
+        """
         self._join()
         return collectives.reduce(nest, reduction)
 

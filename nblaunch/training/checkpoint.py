@@ -31,6 +31,10 @@ class Standing:
     stale: int = 0
     """Epochs since the best."""
     ended: bool = False
+    schedule_begin: int = 0
+    """The optimizer step that the schedule began with."""
+    schedule_end: int = 0
+    """The one that it ends with; 0 in a checkpoint of an earlier version, which does not say."""
     seconds: float = 0.0
     """That the present epoch has taken before it was broken off."""
     history: list[dict[str, float]] = field(default_factory=list)

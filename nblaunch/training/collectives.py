@@ -110,8 +110,8 @@ def _gather_objects(value: Any, is_padding: bool) -> list[Any]:
 # ------------------------------------------------------------------ reduce
 def reduce(nest: Any, reduction: str) -> Any:
     """See `Accelerator.reduce`."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ArgumentError(f'reduction={reduction!r}: must be "mean", "sum" or "none"')
+    if reduction not in ("sum", "mean", "max", "none"):
+        raise ArgumentError(f'reduction={reduction!r}: must be "sum", "mean", "max" or "none"')
     if reduction == "none":
         return nest
     flat = dict(_flat(nest))
@@ -120,6 +120,9 @@ def reduce(nest: Any, reduction: str) -> Any:
     else:
         _check_own(flat)
     tensors = {path: flat[path] for path in sorted(flat) if flat[path] is not None}
+    for path, tensor in tensors.items():
+        if reduction == "max" and tensor.is_complex():
+            raise ArgumentError(f"reduction='max': {path} is complex, and complex numbers have no order")
     return _rebuilt(nest, {path: _over_ranks(tensor, reduction) for path, tensor in tensors.items()})
 
 
@@ -128,10 +131,11 @@ def _over_ranks(tensor: Tensor, reduction: str) -> Tensor:
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.int64 if is_exact else dtype
     total = tensor.detach().to(device=_device_for(tensor), dtype=wide, copy=True).contiguous()
     if world().is_shared:
-        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total)
+        op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, op)
     if reduction == "mean":
         total = total.double() / world().size if is_exact else total / world().size
-    is_kept = not is_exact or (reduction == "sum" and dtype != torch.bool)
+    is_kept = not is_exact or reduction == "max" or (reduction == "sum" and dtype != torch.bool)
     return total.to(tensor.device, dtype if is_kept else total.dtype)
 
 

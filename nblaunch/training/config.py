@@ -44,6 +44,10 @@ class TrainConfig:
         schedule: Of the learning rate: ``"linear"`` or ``"cosine"`` down to zero after `warmup` steps, or a function
             ``(optimizer, steps) -> LRScheduler``, stepped after each of so many optimizer steps. Default: constant.
         warmup: Optimizer steps in which the learning rate of a named schedule rises from zero.
+        extend_schedule: What becomes of a named schedule where a run goes on with more `epochs` than it was begun with.
+            ``"stretch"``: the learning rate is that of a run of so many epochs from the start, so it jumps there.
+            ``"restart"``: the schedule begins again, with its warm-up, and takes the steps that are left. Default: as
+            ``"stretch"``, with a warning that names both learning rates.
         checkpoint_dir: Where checkpoints go. Default: none are written.
         checkpoint_every: Optimizer steps between two checkpoints, besides the one after each epoch.
         keep: How many of the latest checkpoints stay.
@@ -68,6 +72,7 @@ class TrainConfig:
     mixed_precision: str = "no"
     schedule: str | Callable[[Optimizer, int], LRScheduler] | None = None
     warmup: int = 0
+    extend_schedule: str | None = None
     checkpoint_dir: str | Path | None = None
     checkpoint_every: int | None = None
     keep: int = 2
@@ -99,6 +104,8 @@ class TrainConfig:
             )
         if self.warmup and self.schedule not in SCHEDULES:
             raise ArgumentError(f"warmup={self.warmup} needs a schedule: use one of {', '.join(SCHEDULES)}")
+        if self.extend_schedule not in (None, "stretch", "restart"):
+            raise ArgumentError(f'extend_schedule={self.extend_schedule!r}: use "stretch", "restart" or None')
         self._check_folder()
         Settings(self.nprocs, self.compute_setup, mixed_precision=self.mixed_precision, seed=self.seed)
 
@@ -121,13 +128,19 @@ class TrainConfig:
         if self.monitor is not None and self.monitor not in figures:
             raise ArgumentError(f"monitor={self.monitor!r}: the figures of an epoch are {', '.join(figures)}")
 
-    def make_schedule(self, optimizer: Optimizer, steps: int) -> LRScheduler | None:
-        """The learning rate's schedule over so many optimizer steps; None for a constant one."""
+    def make_schedule(self, optimizer: Optimizer, steps: int, begin: int = 0) -> LRScheduler | None:
+        """The learning rate's schedule over so many optimizer steps; None for a constant one.
+
+        Args:
+            optimizer: Whose.
+            steps: Of the whole run.
+            begin: The step that a named schedule begins with.
+        """
         if self.schedule is None:
             return None
         if callable(self.schedule):
             return self.schedule(optimizer, steps)
-        return LambdaLR(optimizer, lambda step: self._factor(step, steps))
+        return LambdaLR(optimizer, lambda step: self._factor(max(0, step - begin), steps - begin))
 
     def _factor(self, step: int, steps: int) -> float:
         if step < self.warmup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Preparation:
     stepping: Stepping
     seed: int | None = None
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    schedule_steps: str | None = None
+    """That of `Accelerator`, or ``"call"`` where schedules do not wait for their optimizer's step."""
 
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """The objects, prepared. A collective."""
@@ -44,6 +46,8 @@ class Preparation:
                 "a Prefetcher cannot be prepared, for it reads ahead of the loader that accumulation follows: prepare "
                 "the loader, then wrap it: Prefetcher(accelerator.prepare(loader), accelerator.device)"
             )
+        if self.schedule_steps is None and world().rank == 0 and world().is_shared:
+            _warn_of_schedules(found.values())
         ready: dict[int, Any] = {}
         phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (nn.Module, self.module),
@@ -101,7 +105,10 @@ class Preparation:
         if isinstance(schedule, SteppedScheduler):
             return schedule
         _track_steps(schedule)
-        return SteppedScheduler(schedule, self.stepping) if self.stepping.needs_wraps else schedule
+        per_rank = self.schedule_steps == "rank"
+        if self.schedule_steps == "call" or not (per_rank or self.stepping.needs_wraps):
+            return schedule
+        return SteppedScheduler(schedule, self.stepping, per_rank)
 
     # ------------------------------------------------------------------ data
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -112,6 +119,17 @@ class Preparation:
         prepared = shard(loader, seed=self.seed, move=functools.partial(move, device=self.device, dtype=self.dtype))
         prepared.follower = self.stepping
         return prepared
+
+
+def _warn_of_schedules(leaves: Iterable[Any]) -> None:
+    """Say that a schedule's steps are not accelerate's, to who has not chosen."""
+    if any(isinstance(leaf, LRScheduler) and not isinstance(leaf, SteppedScheduler) for leaf in leaves):
+        ranks = world().size
+        warn(
+            f"this schedule takes one step with each optimizer step of the {ranks} ranks, "
+            f"where accelerate's would take {ranks}: "
+            'choose Accelerator(schedule_steps="optimizer"), or schedule_steps="rank" for as many'
+        )
 
 
 def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

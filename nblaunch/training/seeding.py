@@ -9,7 +9,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,6 +77,22 @@ def checked_seed(seed: int | None) -> int | None:
     if seed is not None:
         _check(seed, "seed")
     return seed
+
+
+class Seeded(NamedTuple):
+    """What a worker is asked for: unpickled there, it seeds the worker's generators and is `value` itself."""
+
+    seed: int
+    value: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _seeded_value, tuple(self)
+
+
+def _seeded_value(seed: int, value: Any) -> Any:
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it would seed the GPUs too
+    _seed_python_and_numpy(seed % _LIMIT)
+    return value
 
 
 def derived_seed(*numbers: int) -> int:

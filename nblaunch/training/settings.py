@@ -29,6 +29,8 @@ class Settings:
         gradient_accumulation_steps: int = 1,
         ddp_kwargs: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        schedule_steps: str | None = None,
+        step_scheduler_with_optimizer: bool = True,
     ) -> None:
         self.nprocs = None if nprocs is None else _at_least_one("nprocs", nprocs)
         self.compute_setup = _one_of("compute_setup", compute_setup, ("auto", "cpu", "gpu"))
@@ -38,6 +40,9 @@ class Settings:
         self.gradient_accumulation_steps = _at_least_one("gradient_accumulation_steps", gradient_accumulation_steps)
         self.ddp_kwargs = dict(ddp_kwargs or {})
         self.seed = checked_seed(seed)
+        known = ("optimizer", "rank")
+        self.schedule_steps = None if schedule_steps is None else _one_of("schedule_steps", schedule_steps, known)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._mixed_precision = mixed_precision
         self._stepping: Stepping | None = None
         precision.precision_of(mixed_precision)

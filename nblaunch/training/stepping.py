@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from nblaunch.training.world import world
 
 
 class Stepping:
@@ -197,21 +200,28 @@ class SteppedScheduler(LRScheduler):
 
     Attributes:
         inner: That one.
+        per_rank: Whether it then takes as many steps as there are ranks, as accelerate's ``AcceleratedScheduler``.
     """
 
-    def __init__(self, inner: LRScheduler, stepping: Stepping) -> None:
+    def __init__(self, inner: LRScheduler, stepping: Stepping, per_rank: bool = False) -> None:
         self.inner = inner  # LRScheduler.__init__ would set the learning rate back
         self.stepping = stepping
+        self.per_rank = per_rank
 
     def __getattr__(self, name: str) -> Any:
         return _of_inner(self, name)
 
     def __reduce__(self) -> Any:
-        return SteppedScheduler, (self.inner, self.stepping)
+        return SteppedScheduler, (self.inner, self.stepping, self.per_rank)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        if self.stepping.has_stepped(self.inner.optimizer):
-            self.inner.step(*args, **kwargs)
+        if not self.stepping.has_stepped(self.inner.optimizer):
+            return
+        inner: Any = self.inner
+        for _ in range(world().size if self.per_rank else 1):
+            # as accelerate, where OneCycleLR would raise beyond its last step
+            if not self.per_rank or inner._step_count <= getattr(inner, "total_steps", math.inf):
+                inner.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
         return self.inner.get_last_lr()

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ class Trainer:
             self.config.compute_setup,
             mixed_precision=self.config.mixed_precision,
             gradient_accumulation_steps=self.config.accumulation,
+            schedule_steps="optimizer",
         )
         self._standing, self._running = checkpoint.Standing(), Mean()
         folder = self.config.checkpoint_dir
@@ -116,8 +118,8 @@ class Trainer:
         In a notebook this launches ``config.nprocs`` ranks, even if it is one; in a rank, or under torchrun or
         srun, it trains as one of them.
         With a ``checkpoint_dir`` an unfinished run is continued: after a stop or a failure, call it again with the
-        same arguments, and it takes the very steps that the run would have taken (on the CPU to the last bit; with
-        DataLoader workers only if what they do does not depend on random states).
+        same arguments, and it takes the very steps that the run would have taken (on the CPU to the last bit; what a
+        dataset draws from a random generator of its own is not resumed).
 
         Args:
             train: A dataset, shuffled in batches of ``config.batch_size`` a rank; or a DataLoader, used as it is. It
@@ -147,9 +149,8 @@ class Trainer:
         self._standing, self.should_stop = checkpoint.Standing(), False
         self._running.reset()
         model, self._optimizer, loader = self.accelerator.prepare(self.model, self.optimizer, self._loader(train, True))
-        steps = math.ceil(len(loader) / self.config.accumulation)
-        schedule = self.config.make_schedule(self.optimizer, steps * self.config.epochs)
-        self._schedule = self.accelerator.prepare(schedule)
+        self._standing.schedule_end = math.ceil(len(loader) / self.config.accumulation) * self.config.epochs
+        self._make_schedule()
         self._resume(model, loader)
         self._call("on_fit_begin")
         while not self._is_done():
@@ -157,6 +158,11 @@ class Trainer:
             self._end_epoch(model, loader, valid)
         self._call("on_fit_end")
         return self.history
+
+    def _make_schedule(self) -> None:
+        standing = self._standing
+        schedule = self.config.make_schedule(self.optimizer, standing.schedule_end, standing.schedule_begin)
+        self._schedule = self.accelerator.prepare(schedule)
 
     def _loader(self, data: Data, shuffle: bool) -> DataLoader[Any]:
         config = self.config
@@ -313,6 +319,7 @@ class Trainer:
             return
         state = checkpoint.read(path)
         checkpoint.check_setup(path, state["setup"], self._setup(loader))
+        steps = self._standing.schedule_end
         self._standing = checkpoint.Standing(**state["standing"])
         if self._is_done() and self.accelerator.is_main_process:
             how = "ended early, with" if self._standing.ended else "give more epochs: it has"
@@ -321,7 +328,30 @@ class Trainer:
                 "resume=False to train anew, or another checkpoint_dir"
             )
         self._rehearse(model, loader)
+        before, self._standing.schedule_end = self._standing.schedule_end, steps
+        is_extended = isinstance(self.config.schedule, str) and 0 < before < steps
+        if is_extended and self.config.extend_schedule == "restart":
+            self._standing.schedule_begin = self.step
+        if self._standing.schedule_begin:
+            self._make_schedule()
         self._restore(state, loader)
+        if is_extended:
+            self._extend_schedule(path)
+
+    def _extend_schedule(self, path: Path) -> None:
+        """Have the learning rates that the schedule gives now, in place of those of the shorter one; say so."""
+        schedule: Any = self._schedule
+        groups = self.optimizer.param_groups
+        before = groups[0]["lr"]
+        for group, rate, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = rate * factor(schedule.last_epoch)
+        now = groups[0]["lr"]
+        if self.config.extend_schedule is None and now != before and self.accelerator.is_main_process:
+            warn(
+                f"{path} was written by a run of fewer epochs, whose {self.config.schedule} schedule had come to a "
+                f"learning rate of {before:.3g}; over {self.config.epochs} epochs it jumps to {now:.3g}. Choose "
+                'extend_schedule="stretch" if that is meant, or "restart" to begin the schedule again for what is left'
+            )
 
     def _rehearse(self, model: nn.Module, loader: Any) -> None:
         """Take a step of which nothing stays: with its first, DistributedDataParallel regroups the gradients.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import ArgumentError
@@ -60,7 +62,50 @@ def evaluated_exactly() -> tuple[int, str]:
     return accuracy.count, "no error"
 
 
+def learning_rates(accelerator: Any, schedule_of: Callable[[Any], Any]) -> list[float]:
+    """The learning rate after each of 16 batches of this rank's."""
+    net = torch.nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(torch.ones(64, 1)), 2)
+    net, optimizer, loader, schedule = accelerator.prepare(net, optimizer, loader, schedule_of(optimizer))
+    rates = []
+    for (x,) in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x).sum())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        rates.append(schedule.get_last_lr()[0])
+    return rates
+
+
+def of_both(every: int, schedule_of: Callable[[Any], Any], with_optimizer: bool) -> tuple[list[float], list[float]]:
+    """The learning rates of accelerate and of nblaunch."""
+    import accelerate
+
+    from nblaunch import Accelerator
+
+    options: Any = {"gradient_accumulation_steps": every, "step_scheduler_with_optimizer": with_optimizer}
+    theirs = learning_rates(accelerate.Accelerator(cpu=True, **options), schedule_of)
+    return theirs, learning_rates(Accelerator(compute_setup="cpu", schedule_steps="rank", **options), schedule_of)
+
+
 # ------------------------------------------------------------------ the tests
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(
+    "schedule_of", [lambda optimizer: StepLR(optimizer, 3, 0.5), lambda optimizer: OneCycleLR(optimizer, 0.1, 21)]
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_schedule_that_counts_ranks_is_accelerates(
+    launch: Launcher, schedule_of: Callable[[Any], Any], every: int, with_optimizer: bool
+) -> None:
+    for theirs, ours in launch(of_both, (every, schedule_of, with_optimizer), device="cpu"):
+        assert ours == theirs
+        assert len(ours) == 16
+        assert len(set(ours)) > 2
+
+
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_accelerate_finds_the_group_or_makes_one(start_method: str, launch: Launcher) -> None:
     for rank, found in enumerate(launch(places, start_method=start_method)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,11 +124,14 @@ def test_collectives(launch: Launcher) -> None:
 
         # --- reduce and broadcast
         reduced = accelerator.reduce(
-            (torch.full((2,), rank, dtype=torch.bfloat16), torch.tensor(rank), torch.full((1,), 1j))
+            (torch.full((2,), rank, dtype=torch.bfloat16), torch.tensor(rank), torch.full((1,), 1j)), "mean"
         )
         assert [t.tolist() for t in reduced] == [[1.0, 1.0], 1.0, [1j]]
         assert [t.dtype for t in reduced] == [torch.bfloat16, torch.float64, torch.complex64]
-        assert accelerator.reduce(torch.tensor(rank > 0), "sum").item() == 2
+        assert accelerator.reduce(torch.tensor(rank > 0)).item() == 2  # a sum, as in accelerate
+        assert accelerator.reduce(torch.tensor([rank, -rank]), scale=2.0).tolist() == [3, -3]
+        assert accelerator.reduce(torch.tensor([rank > 0, False]), "max").tolist() == [True, False]
+        said.append(message_of(lambda: accelerator.reduce(torch.ones(1) * 1j, "max")))
         said.append(message_of(lambda: accelerator.reduce(torch.ones(rank + 1))))
         sent = accelerator.broadcast({"seed": 5, "w": torch.arange(3)} if rank == 1 else None, src=1)
         assert sent["seed"] == 5
@@ -143,7 +147,7 @@ def test_collectives(launch: Launcher) -> None:
     assert results[0]["loss"] == (0.1 + 0.2 + 0.1 * 3) / 3
     for result in results:
         assert result["said"] == results[0]["said"]
-    keys, shapes, kinds, bits, columns, parts, text, sizes, generator, src = results[0]["said"]
+    keys, shapes, kinds, bits, columns, parts, text, order, sizes, generator, src = results[0]["said"]
     assert "'b' is a number on rank 0 and 2, missing on rank 1" in keys
     assert "'a' is a float32 tensor of shape [1] on rank 0, a float32 tensor of shape [2] on rank 1" in shapes
     assert "'a' on rank 2 is 'text' of type str" in kinds
@@ -151,6 +155,7 @@ def test_collectives(launch: Launcher) -> None:
     assert "value is a float32 tensor of shape [*, 1] on rank 0, a float32 tensor of shape [*, 2] on rank 1" in columns
     assert "value[1] is missing on rank 0, a float32 tensor of shape [*] on rank 1 and 2" in parts
     assert "value on rank 0 is a str: make it a tensor" in text
+    assert "value is complex, and complex numbers have no order" in order
     assert "value is a float32 tensor of shape [1] on rank 0" in sizes
     assert "rank 0's value cannot be sent: TypeError: cannot pickle 'generator' object" in generator
     assert "src=3: must be a rank, from 0 to 2" in src
@@ -173,7 +178,13 @@ def trained(every: int, batch_size: int, precision: str = "no") -> dict[str, tor
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     data = TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
     loader = DataLoader(data, batch_size, shuffle=True)
-    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=every, mixed_precision=precision, seed=3)
+    accelerator = Accelerator(
+        compute_setup="cpu",
+        gradient_accumulation_steps=every,
+        mixed_precision=precision,
+        seed=3,
+        schedule_steps="optimizer",
+    )
     schedule = StepLR(optimizer, 2, gamma=0.5)
     loader, schedule, [optimizer], model = accelerator.prepare(loader, schedule, [optimizer], net)
     synced = 0
@@ -312,3 +323,29 @@ def test_a_group_that_the_users_code_made_is_used(launch: Launcher, backend: str
         return Accelerator(compute_setup="cpu").gather(torch.ones(1)).tolist()
 
     assert list(launch(check, device="cpu")) == [[1.0, 1.0]] * 2
+
+
+def said_of_schedules(schedule_steps: str | None, with_optimizer: bool) -> list[str]:
+    """What `prepare` warns of two schedules, and of the same ones again."""
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    accelerator = Accelerator(
+        compute_setup="cpu", schedule_steps=schedule_steps, step_scheduler_with_optimizer=with_optimizer
+    )
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        accelerator.prepare(optimizer)
+        accelerator.prepare([StepLR(optimizer, 2), StepLR(optimizer, 2)])
+    return [str(warning.message) for warning in found]
+
+
+def test_that_accelerates_schedules_count_ranks_is_said_once_to_who_has_not_chosen(launch: Launcher) -> None:
+    def check() -> list[list[str]]:
+        chosen = [("rank", True), ("optimizer", True), (None, False)]
+        return [said_of_schedules(None, True), *(said_of_schedules(*choice) for choice in chosen)]
+
+    (unchosen, *chosen), others = launch(check, device="cpu")
+    assert len(unchosen) == 1
+    assert "one step with each optimizer step of the 2 ranks, where accelerate's would take 2" in unchosen[0]
+    assert chosen == [[], [], []]
+    assert others == [[], [], [], []]
+    assert said_of_schedules(None, True) == []

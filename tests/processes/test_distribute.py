@@ -45,7 +45,7 @@ class Experiment:
             "held": [Held(self.model, self.optimizer)],
         }
         self.frozen = nn.Linear(2, 2)
-        self.accelerator = Accelerator(nprocs=2, compute_setup="cpu", backend="gloo")
+        self.accelerator = Accelerator(nprocs=2, compute_setup="cpu", backend="gloo", schedule_steps="optimizer")
 
     def train(self, epochs: int, *, rank: int) -> Any:
         """Some steps; the weights that it ends with."""

@@ -56,6 +56,7 @@ def parts(samples: int = 8, batch_size: int = 2) -> tuple[Net, torch.optim.Optim
         ({"dtype": "float32"}, r"dtype='float32'"),
         ({"backend": "glooo"}, r"backend='glooo': must be one of gloo, nccl"),
         ({"seed": -1}, r"seed=-1"),
+        ({"schedule_steps": "batch"}, r"schedule_steps='batch': must be one of optimizer, rank"),
         ({"mixed_precision": "fp8"}, r"mixed_precision='fp8': an Accelerator knows"),
         ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0: must be"),
     ],
@@ -452,13 +453,13 @@ def test_alone_gather_reduce_and_broadcast_give_the_shapes_that_they_give_in_com
     assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"]
     assert accelerator.gather_for_metrics("ab") == ["ab"]
     assert accelerator.gather_for_metrics(torch.ones(2), use_gather_object=True)[0].shape == (2,)
-    assert accelerator.reduce([torch.tensor(3)], "sum")[0].tolist() == 3
-    assert accelerator.reduce(torch.tensor(3)).dtype == torch.float64
+    assert accelerator.reduce([torch.tensor(3)])[0].tolist() == 3
+    assert accelerator.reduce(torch.tensor(3), "mean").dtype == torch.float64
     assert accelerator.reduce(loss, "none") is loss
     assert accelerator.broadcast(loss) is loss
     for call, message in (
         (lambda: accelerator.gather(["a"]), r"value\[0\] is a str: make it a tensor"),
-        (lambda: accelerator.reduce(loss, "max"), r"reduction='max'"),
+        (lambda: accelerator.reduce(loss, "min"), r"reduction='min'"),
         (lambda: accelerator.broadcast(1, src=1), r"src=1: must be a rank, from 0 to 0"),
     ):
         with pytest.raises(ArgumentError, match=message):

@@ -270,13 +270,119 @@ def test_a_resumed_pass_continues_without_loading_what_was_taken(
     for _ in range(2):
         next(passing)
     state = loader.state_dict()
-    assert state == {"epoch": 1, "batches": 2, "seed": 1}
+    assert (state["epoch"], state["batches"], state["seed"], state["world_size"]) == (1, 2, 1, 3)
     fresh.load_state_dict(state)
     assert fresh.state_dict() == state
     assert torch.as_tensor(next(iter(fresh))).reshape(-1).tolist() == expected[2]  # a look does not use it up
     rest = [torch.as_tensor(batch).reshape(-1).tolist() for batch in fresh]
     assert rest == expected[2:]
     assert Pass(fresh).batches == Pass(whole).batches
+
+
+def begun(standing: Standing, make: Callable[[], ShardedLoader[Any]], ranks: int, batches: int) -> tuple[Any, Any]:
+    """What ranks take of a pass that each leaves after so many batches, and the state then."""
+    taken, states = [], []
+    for rank in range(ranks):
+        standing.at(rank, ranks)
+        loader = make()
+        for batch in islice(loader, batches):
+            taken += [] if loader.is_padding else torch.as_tensor(batch).reshape(-1).tolist()
+        states.append(loader.state_dict())
+    assert all(state == states[0] for state in states)
+    return taken, states[0]
+
+
+def rest(standing: Standing, make: Callable[[], ShardedLoader[Any]], ranks: int, state: Any) -> tuple[Any, Any]:
+    """What ranks take from a state on, in equally many batches; and after them."""
+    taken, lengths, then = [], set(), set()
+    for rank in range(ranks):
+        standing.at(rank, ranks)
+        loader = make()
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
+        left = []
+        for batch in loader:
+            left.append(loader.remaining)
+            taken += [] if loader.is_padding else torch.as_tensor(batch).reshape(-1).tolist()
+        assert left in (list(range(len(left), 0, -1)), [None] * len(left))
+        lengths.add(len(left))
+        then.add((loader.epoch, len(list(loader))))
+    assert len(lengths) == len(then) == 1
+    return taken, then.pop()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_pass_goes_on_with_other_ranks_and_batch_sizes(standing: Standing, is_stream: bool) -> None:
+    @FAST
+    @given(cuts(), st.integers(1, 4), st.integers(1, 6), st.integers(1, 6))
+    def holds(cut: tuple[int, int, int], batches: int, size: int, ranks: int) -> None:
+        samples, size_before, ranks_before = cut
+        data: Any = Sized(samples) if is_stream else list(range(samples))
+
+        def make(size: int) -> Callable[[], ShardedLoader[Any]]:
+            shuffle = None if is_stream or not samples else True
+            return lambda: shard(DataLoader(data, size, shuffle), seed=3, dispatch=False)
+
+        taken, state = begun(standing, make(size_before), ranks_before, batches)
+        if state["epoch"]:  # it took all
+            return
+        others, state = begun(standing, lambda: resumed(make(size)(), state), ranks, 1)
+        last = [] if state["epoch"] else rest(standing, make(size_before), ranks_before, state)[0]
+        assert sorted(taken + others + last) == list(range(samples))
+
+    holds()
+
+
+def resumed(loader: ShardedLoader[Any], state: Any) -> ShardedLoader[Any]:
+    loader.load_state_dict(state)
+    return loader
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_kind_of_loader_goes_on_with_other_ranks(
+    standing: Standing, make: Callable[[], ShardedLoader[Any]], ranks: int
+) -> None:
+    taken, state = begun(standing, make, 3, 2)
+    others, (epoch, batches) = rest(standing, make, ranks, state)
+    assert sorted(taken + others) == DATA
+    standing.at(0, ranks)
+    assert (epoch, batches) == (1, len(make()))  # the next one is whole
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (
+            lambda: DataLoader(DATA, 4, sampler=ExactDistributedSampler(53, num_replicas=2, rank=0)),
+            "its sampler divides",
+        ),
+        (lambda: DataLoader(Sized(53), 4, num_workers=1), "workers read"),
+    ],
+)
+def test_a_pass_does_not_go_on_where_orders_differ(
+    standing: Standing, make: Callable[[], DataLoader[Any]], why: str
+) -> None:
+    def sharded() -> ShardedLoader[Any]:
+        return shard(make(), seed=1, dispatch=False)
+
+    standing.at(0, 2)
+    loader = sharded()
+    next(iter(loader))
+    other = resumed(sharded(), loader.state_dict())
+    assert [len(batch) for batch in other] == [len(batch) for batch in sharded()][1:]
+    standing.at(0, 3)
+    with pytest.raises(
+        ArgumentError, match=rf"world_size=2, batch_size=4, and this is world_size=3.*{why}.*epoch\(1\)"
+    ):
+        next(iter(resumed(sharded(), loader.state_dict())))
+
+
+def test_a_state_of_an_earlier_version_is_of_as_many_ranks(standing: Standing) -> None:
+    standing.at(1, 2)
+    loader = shard(DataLoader(DATA, 4, shuffle=True), seed=1)
+    whole = [batch.tolist() for batch in loader]
+    loader.load_state_dict({"epoch": 0, "batches": 3, "seed": 1})
+    assert [batch.tolist() for batch in loader] == whole[3:]
 
 
 def test_epochs_have_orders_of_their_own_and_set_epoch_wins(standing: Standing) -> None:
@@ -683,6 +789,31 @@ def test_no_two_ranks_draw_the_same_augmentations(standing: Standing) -> None:
         drawn.append(torch.cat(list(shard(DataLoader(Noise(), 3, num_workers=1), seed=1))))
     assert drawn[0].shape == (6, 3)
     assert not (drawn[0] == drawn[1]).any()
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}, {}])
+def test_a_resumed_pass_loads_the_very_same_batches(standing: Standing, options: dict[str, Any]) -> None:
+    standing.at(1, 2)
+
+    def make() -> ShardedLoader[Any]:
+        return shard(DataLoader(Noise(), 2, **options), seed=1)
+
+    whole = list(make())
+    loader = make()
+    next(iter(loader))
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)  # as another process begins
+    assert torch.equal(torch.cat(list(resumed(make(), loader.state_dict()))), torch.cat(whole[1:]))
+    assert torch.equal(torch.cat(list(shard(DataLoader(Noise(), 2), seed=1))), torch.cat(whole))  # however it is loaded
+
+
+def test_loading_draws_nothing_from_this_processs_generators() -> None:
+    loader = shard(DataLoader(Noise(), 4), seed=1)
+    drawn = []
+    for batches in range(2):
+        torch.manual_seed(7), random.seed(7), np.random.seed(7), np.random.randn()
+        list(islice(loader, batches))
+        drawn.append([torch.rand(()).item(), random.random(), np.random.randn(), np.random.rand()])
+    assert drawn[0] == drawn[1]
 
 
 def test_sequential_is_the_datasets_order() -> None:

@@ -32,6 +32,7 @@ from nblaunch.training import Accuracy, Mean, TrainConfig, Trainer, checkpoint, 
         ({"clip": math.nan}, r"clip=nan: use a norm above 0"),
         ({"schedule": "cosinus"}, r"schedule='cosinus': use one of linear, cosine, or a function"),
         ({"schedule": 3}, r"schedule=3: use one of linear, cosine, or a function"),
+        ({"extend_schedule": "more"}, r"extend_schedule='more': use \"stretch\", \"restart\" or None"),
         ({"seed": "a"}, r"seed='a'"),
         ({"resume": "yes"}, r"resume='yes': use True or False"),
         ({"higher_is_better": "max"}, r"higher_is_better='max': use True or False"),
@@ -123,7 +124,8 @@ def test_a_loader_of_the_users_own_begins_anew_and_keeps_its_seed() -> None:
     own = shard(DataLoader(TensorDataset(torch.arange(8)), 2), seed=7)
     own.load_state_dict({"epoch": 3, "batches": 2, "seed": 7})
     assert trainer(seed=1)._loader(own, True) is own
-    assert own.state_dict() == {"epoch": 0, "batches": 0, "seed": 7}
+    state = own.state_dict()
+    assert (state["epoch"], state["batches"], state["seed"]) == (0, 0, 7)
     assert len(list(own)) == 4
 
 
@@ -150,6 +152,56 @@ def test_a_schedule_of_the_users_own_is_told_the_steps() -> None:
     assert isinstance(made, torch.optim.lr_scheduler.StepLR)
     assert made.step_size == 3
     assert TrainConfig().make_schedule(optimizer, 9) is None
+
+
+class Rates:
+    """A callback that notes the learning rate that each step was taken with."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        trainer.optimizer.register_step_pre_hook(
+            lambda optimizer, args, kwargs: self.rates.append(optimizer.param_groups[0]["lr"])
+        )
+
+
+def rates_of(folder: Path, epochs: int, extend: str | None = None) -> list[float]:
+    """The learning rates of a run of four steps an epoch, in this process."""
+    model, rates = nn.Linear(1, 1), Rates()
+    config = TrainConfig(
+        epochs=epochs,
+        batch_size=2,
+        schedule="cosine",
+        extend_schedule=extend,
+        checkpoint_dir=folder,
+        checkpoint_every=1,
+        compute_setup="cpu",
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    one = Trainer(model, optimizer, config, loss_fn=nn.functional.mse_loss, callbacks=[rates])
+    one._train(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), None)
+    return rates.rates
+
+
+def cosine(step: int, steps: int) -> float:
+    return (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
+    assert rates_of(tmp_path, 1) == pytest.approx([cosine(step, 4) for step in range(4)])
+    with pytest.warns(UserWarning, match=r"step-4\.pt .* rate of 0; over 3 epochs it jumps to 0\.75.*\"restart\""):
+        rates = rates_of(tmp_path, 3)
+    assert rates == pytest.approx([cosine(step, 12) for step in range(4, 12)])
+    assert rates_of(tmp_path, 4, "stretch") == pytest.approx([cosine(step, 16) for step in range(12, 16)])
+
+
+def test_more_epochs_can_restart_the_schedule(tmp_path: Path) -> None:
+    rates_of(tmp_path, 1)
+    expected = [cosine(step, 8) for step in range(8)]
+    assert rates_of(tmp_path, 3, "restart") == pytest.approx(expected)
+    (tmp_path / "step-12.pt").unlink()  # as if it had been broken off
+    assert rates_of(tmp_path, 3, "restart") == pytest.approx(expected[7:])
 
 
 # ------------------------------------------------------------------ checkpoints

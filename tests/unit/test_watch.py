@@ -139,11 +139,23 @@ def go_through(sampler: Any, batch_size: int = 2, **options: Any) -> list[int]:
 @pytest.mark.usefixtures("watched")
 def test_an_order_that_repeats_is_told_once_and_stays_as_torch_makes_it() -> None:
     sampler = sampler_of(20)
-    first = go_through(sampler)
     with pytest.warns(UserWarning, match=r"goes through epoch 0 again.*set_epoch\(epoch\)") as caught:
-        assert go_through(sampler, drop_last=True) == first
+        orders = [go_through(sampler) for _ in range(3)]  # with a loader of its own each time
     assert (len(caught), caught[0].filename) == (1, __file__)
-    assert go_through(sampler) == first
+    assert orders == [orders[0]] * 3
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_second_loaders_pass_is_told_of_only_when_it_repeats() -> None:
+    sampler = sampler_of(20)
+    first, second = (DataLoader(sampler.dataset, 2, sampler=sampler) for _ in range(2))
+    list(first)
+    list(second)
+    sampler.set_epoch(1)
+    list(second)
+    list(first)
+    with pytest.warns(UserWarning, match=r"goes through epoch 1 again"):
+        list(second)
 
 
 @pytest.mark.usefixtures("watched")

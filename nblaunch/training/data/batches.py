@@ -15,9 +15,13 @@ class Share(NamedTuple):
     items: list[Any]
     is_padding: bool = False
     """It repeats what another rank has, so that this rank has a batch at all."""
+    end: int = 0
+    """How many of the stream's items all ranks have got with this round; 0 where that is not counted."""
 
 
-def deal(items: Iterable[Any], batch_size: int, ranks: int, *, drop_last: bool = False) -> Iterator[list[Share]]:
+def deal(
+    items: Iterable[Any], batch_size: int, ranks: int, *, drop_last: bool = False, begin: int = 0
+) -> Iterator[list[Share]]:
     """Rounds of one batch for each rank, from one stream of samples.
 
     A round is the next `batch_size` × `ranks` samples, of which each rank takes a contiguous part, so that what is
@@ -30,22 +34,26 @@ def deal(items: Iterable[Any], batch_size: int, ranks: int, *, drop_last: bool =
         batch_size: Samples in one rank's batch.
         ranks: How many ranks there are.
         drop_last: Leave the last round out unless it is whole.
+        begin: Where in the stream to begin: the ``end`` of a round that was dealt out before, to any number of ranks.
     """
     before: list[Any] = []
-    for chunk in _chunks(items, batch_size * ranks):
+    for chunk in _chunks(islice(items, begin, None), batch_size * ranks):
         if len(chunk) < batch_size * ranks and drop_last:
             break
         if len(chunk) < ranks and len(before) >= 2 * ranks:
             both = before + chunk
             before, chunk = both[:-ranks], both[-ranks:]
         if before:
-            yield _shares(before, ranks)
+            begin += len(before)
+            yield _shares(before, ranks, begin)
         before = chunk
     if before:
-        yield _shares(before, ranks)
+        yield _shares(before, ranks, begin + len(before))
 
 
-def deal_batches(batches: Iterable[Any], ranks: int, *, drop_last: bool = False) -> Iterator[list[Share]]:
+def deal_batches(
+    batches: Iterable[Any], ranks: int, *, drop_last: bool = False, begin: int = 0
+) -> Iterator[list[Share]]:
     """Rounds of one batch for each rank, from one stream of ready batches of indices.
 
     Batches stay whole, but for a last round with fewer batches than ranks: the longest of them are halved until there
@@ -55,12 +63,14 @@ def deal_batches(batches: Iterable[Any], ranks: int, *, drop_last: bool = False)
         batches: What a batch sampler yields.
         ranks: How many ranks there are.
         drop_last: Leave the last round out unless it is whole.
+        begin: As for `deal`, counted in batches.
     """
-    for chunk in _chunks((list(batch) for batch in batches), ranks):
+    for chunk in _chunks((list(batch) for batch in islice(batches, begin, None)), ranks):
+        begin += len(chunk)
         if len(chunk) == ranks:
-            yield [Share(batch) for batch in chunk]
+            yield [Share(batch, end=begin) for batch in chunk]
         elif not drop_last:
-            yield _padded(_halved(chunk, ranks), chunk[0][:1], ranks)
+            yield _padded(_halved(chunk, ranks), chunk[0][:1], ranks, begin)
 
 
 def rounds(samples: int, batch_size: int, ranks: int, *, drop_last: bool = False) -> int:
@@ -86,15 +96,16 @@ def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
         yield chunk
 
 
-def _shares(chunk: list[Any], ranks: int) -> list[Share]:
+def _shares(chunk: list[Any], ranks: int, end: int) -> list[Share]:
     size, larger = divmod(len(chunk), ranks)
     bounds = [rank * size + min(rank, larger) for rank in range(ranks + 1)]
     parts = [chunk[begin:end] for begin, end in pairwise(bounds)]
-    return _padded([part for part in parts if part], chunk[:1], ranks)
+    return _padded([part for part in parts if part], chunk[:1], ranks, end)
 
 
-def _padded(parts: list[list[Any]], repeated: list[Any], ranks: int) -> list[Share]:
-    return [Share(part) for part in parts] + [Share(list(repeated), True) for _ in range(ranks - len(parts))]
+def _padded(parts: list[list[Any]], repeated: list[Any], ranks: int, end: int) -> list[Share]:
+    padding = [Share(list(repeated), True, end) for _ in range(ranks - len(parts))]
+    return [Share(part, end=end) for part in parts] + padding
 
 
 def _halved(batches: list[list[Any]], ranks: int) -> list[list[Any]]:

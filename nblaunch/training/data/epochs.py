@@ -17,6 +17,10 @@ class Progress:
     """Taken of the pass that was begun last."""
     start: int = 0
     """Where a pass of this epoch begins: 0, but after `resume`."""
+    samples: int = 0
+    """What all ranks together have taken of that pass; 0 where it is not counted."""
+    start_samples: int = 0
+    """As `start`, counted in those."""
     ended: bool = False
     """All of the present epoch was taken, by somebody who stopped before asking for more."""
 
@@ -24,7 +28,7 @@ class Progress:
         """A pass begins, or begins again; gives where."""
         if self.ended:
             self.complete(self.epoch)
-        self.done = self.start
+        self.done, self.samples = self.start, self.start_samples
         return self.start
 
     def complete(self, epoch: int) -> None:
@@ -41,11 +45,12 @@ class Progress:
         checked(epoch, "epoch")
         self.ended = False
         if epoch != self.epoch:
-            self.epoch, self.done, self.start = epoch, 0, 0
+            self.epoch, self.done, self.start, self.samples, self.start_samples = epoch, 0, 0, 0, 0
 
-    def resume(self, epoch: int, done: int) -> None:
+    def resume(self, epoch: int, done: int, samples: int = 0) -> None:
         """Passes of `epoch` begin after what was `done`, until it is completed."""
         self.epoch, self.done, self.start = checked(epoch, "epoch"), done, checked(done, "position")
+        self.samples, self.start_samples = samples, checked(samples, "samples")
         self.ended = False
 
 

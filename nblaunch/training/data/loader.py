@@ -5,18 +5,19 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from nblaunch.errors import warn
+from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.data.batches import Share, rounds, with_last
 from nblaunch.training.data.epochs import Progress
-from nblaunch.training.data.orders import Source, epochs_of, length_of, source_of, with_epoch
+from nblaunch.training.data.orders import Source, epochs_of, length_of, samplers_of, source_of, with_epoch
 from nblaunch.training.data.streams import Reader, collated
-from nblaunch.training.seeding import checked_seed, default_seed, derived_generator
+from nblaunch.training.seeding import Seeded, checked_seed, default_seed, derived_generator, derived_seed, seeded
 from nblaunch.training.world import World, world
 
 T_co = TypeVar("T_co", covariant=True)
@@ -27,31 +28,43 @@ class _Note(NamedTuple):
 
     is_padding: bool
     is_last: bool
+    end: int
+    """As in `Share`."""
 
 
-_NONE_YET = _Note(is_padding=False, is_last=False)
+_END: Any = object()
+_NONE_YET = _Note(is_padding=False, is_last=False, end=0)
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """What torch's loader is to read in one pass, and what it was asked for, in order."""
+
+    shares: Iterable[Share]
+    seeds: Iterator[int]
+    """One for each of them."""
+    loads_here: bool
+    """Whether this process loads, not workers."""
+    notes: deque[_Note] = field(default_factory=deque)
+    while_loading: ExitStack = field(default_factory=ExitStack)
+    """Is closed once the batch that was asked for last is there; only where `loads_here`."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for (share, is_last), seed in zip(with_last(self.shares), self.seeds, strict=False):
+            self.notes.append(_Note(share.is_padding, is_last, share.end))
+            if self.loads_here:
+                self.while_loading.enter_context(seeded(seed))
+            yield share.items if self.loads_here else Seeded(seed, share.items)
 
 
 class _Indices:
-    """What torch's loader reads in place of the user's sampler; it notes what it was asked for, in order."""
+    """What torch's loader reads in place of the user's sampler."""
 
     def __init__(self) -> None:
-        self._shares: Iterable[Share] = ()
-        self._notes: deque[_Note] = deque()
-
-    def load(self, shares: Iterable[Share]) -> deque[_Note]:
-        """The next pass reads these; gives where it notes them."""
-        self._shares, self._notes = shares, deque()
-        return self._notes
+        self.reading = _Reading((), iter(()), loads_here=True)
 
     def __iter__(self) -> Iterator[Any]:
-        return _noted(self._shares, self._notes)  # bound now: another pass may begin before this one is read
-
-
-def _noted(shares: Iterable[Share], notes: deque[_Note]) -> Iterator[Any]:
-    for share, is_last in with_last(shares):
-        notes.append(_Note(share.is_padding, is_last))
-        yield share.items
+        return iter(self.reading)  # bound now: another pass may begin before this one is read
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +95,7 @@ class Follower(Protocol):
 class _Plan(NamedTuple):
     """One epoch of one rank, kept so that a peek and the pass after it run the user's sampler once."""
 
-    key: tuple[World, int, int]
+    key: tuple[World, int, int, int]
     shares: list[Share]
 
 
@@ -109,8 +122,11 @@ class ShardedLoader(DataLoader[T_co]):
     at the last of several batches without asking for another (``zip(range(n), loader)``, ``break``) has taken the pass
     too, which counts when the next one begins. Your own `set_epoch`, here or on your sampler, wins.
 
-    **Workers.** Unlike a plain loader's they are seeded from (seed, epoch, rank): no two ranks draw the same
-    augmentations, and a run repeats. (Persistent workers are seeded once, when they start.)
+    **Random augmentation.** Of a map-style dataset each batch is loaded with Python's, NumPy's and torch's (the CPU's)
+    random generators seeded from (seed, epoch, rank, batch). So no two ranks draw the same, a run repeats with any
+    number of workers, and a resumed pass loads the very same batches. Without workers this process's generators are
+    afterwards as they were: loading draws nothing from them. What a dataset draws from generators of its own is its
+    own affair. A stream's workers are seeded once a pass, from (seed, epoch, rank of the reader).
 
     Rank and world size are read when it is iterated, so one made in a notebook is right in the ranks it is sent to.
 
@@ -149,6 +165,7 @@ class ShardedLoader(DataLoader[T_co]):
         self._plan: _Plan | None = None
         self._reader: Reader | None = None
         self._indices = _Indices()
+        self._loaded: tuple[int, int] | None = None  # ranks and batch size of the state that was loaded last
         self._told: int | None = None  # the epoch that the samplers were last told; another there is the user's
         self._in_order = getattr(loader, "in_order", True)
         self.adjust(seed=seed, dispatch=dispatch, move=move)
@@ -166,8 +183,9 @@ class ShardedLoader(DataLoader[T_co]):
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
         self._heed_samplers()
         start = self._progress.begin()
+        self._check_resumable(start)
         self._tell_samplers()
-        one = _Pass(self.epoch, start, length_of(self))
+        one = _Pass(self.epoch, start, self._size_from(start))
         self._passes.append(one)
         try:
             for content, note in self._streamed(start) if self._is_stream else self._indexed(start):
@@ -180,10 +198,10 @@ class ShardedLoader(DataLoader[T_co]):
 
     def _tell_of(self, one: _Pass) -> None:
         """A batch of this pass was given out last."""
-        self.is_padding, self.is_last = one.note
+        self.is_padding, self.is_last, _ = one.note
         self.remaining = None if one.size is None else one.size - one.done + 1
         if self.epoch == one.epoch:
-            self._progress.done = one.done
+            self._progress.done, self._progress.samples = one.done, one.note.end
             self._progress.ended = one.note.is_last and one.taken > 1  # the only batch of a pass may be but looked at
         if self.follower is not None:
             self.follower.given(self)
@@ -197,12 +215,21 @@ class ShardedLoader(DataLoader[T_co]):
 
     def _indexed(self, start: int) -> Iterator[tuple[Any, _Note]]:
         """A pass over a map-style dataset."""
-        shares = self._planned()[start:] if self._source.is_sized else islice(self._source.shares(world()), start, None)
+        begin = self._progress.start_samples
+        shares = self._planned() if self._source.is_sized else self._source.shares(world(), begin)
         # Where workers may overtake each other nobody could tell which batch is the padding.
         self.in_order = self._in_order or (isinstance(shares, list) and any(share.is_padding for share in shares[-1:]))
-        notes = self._indices.load(shares)
-        for content in self._torchs_own():
-            yield content, notes.popleft()
+        own, epoch, rank = self.seed, self.epoch, world().rank
+        seeds = (derived_seed(own, epoch, rank, number) for number in count(start))
+        reading = _Reading(islice(shares, 0 if begin else start, None), seeds, loads_here=self.num_workers == 0)
+        self._indices.reading = reading
+        batches = self._torchs_own()
+        while True:
+            with reading.while_loading:
+                content = next(batches, _END)
+            if content is _END:
+                return
+            yield content, reading.notes.popleft()
 
     def _torchs_own(self) -> Iterator[Any]:
         """What torch iterates by; workers are seeded from (seed, epoch, rank), and the user's generator stays alone."""
@@ -214,13 +241,14 @@ class ShardedLoader(DataLoader[T_co]):
 
     def _streamed(self, start: int) -> Iterator[tuple[Any, _Note]]:
         """A pass over an iterable dataset; what was taken before a resumption is read again."""
-        place, dispatch = world(), self._dispatch is not False
-        if self._reader is None or self._reader.place != place:
-            self._reader = Reader(self, place, dispatch=dispatch)
+        place, dispatch, begin = world(), self._dispatch is not False, self._progress.start_samples
+        as_samples = place.is_shared or begin % (self.batch_size or 1) != 0
+        if self._reader is None or (self._reader.place, self._reader.as_samples) != (place, as_samples):
+            self._reader = Reader(self, place, dispatch=dispatch, as_samples=as_samples)
         generator = derived_generator(self.seed, self.epoch, 0)  # alike on all ranks, where each reads everything
-        for share, is_last in self._reader.notes(start, generator):
-            content = collated(self, share.items) if place.is_shared else share.items[0]
-            yield content, _Note(share.is_padding, is_last)
+        for share, is_last in self._reader.notes(start, begin, generator):
+            content = collated(self, share.items) if as_samples else share.items[0]
+            yield content, _Note(share.is_padding, is_last, share.end)
 
     @property
     def _index_sampler(self) -> _Indices:
@@ -236,7 +264,7 @@ class ShardedLoader(DataLoader[T_co]):
         return source_of(self)
 
     def _planned(self) -> list[Share]:
-        key = (world(), self.seed, self.epoch)
+        key = (world(), self.seed, self.epoch, self._progress.start_samples)
         if self._plan is None or self._plan.key != key:
             self._plan = _Plan(key, self._source.planned(*key))
             self._tell_samplers()  # ours have completed a pass
@@ -265,6 +293,19 @@ class ShardedLoader(DataLoader[T_co]):
             size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
             return rounds(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
         return self._source.rounds(ranks)
+
+    def _size_from(self, start: int) -> int | None:
+        """How many batches this rank gets in a pass that begins after `start` of them; None where that is not known."""
+        begin = self._progress.start_samples
+        if not begin:
+            return length_of(self)
+        if not self._is_stream:
+            return start + len(self._planned()) if self._source.is_sized else None
+        size = length_of(self.dataset)
+        left = (
+            None if size is None else rounds(size - begin, self.batch_size or 1, world().size, drop_last=self.drop_last)
+        )
+        return None if left is None else start + left
 
     @property
     def total(self) -> int | None:
@@ -297,20 +338,66 @@ class ShardedLoader(DataLoader[T_co]):
         self._tell_samplers()
 
     def state_dict(self) -> dict[str, int]:
-        """Where the pass stands: ``epoch``, ``batches`` (taken of this rank's) and ``seed``; the same on all ranks."""
+        """Where the pass stands; the same on all ranks.
+
+        Returns:
+            ``epoch``; ``batches`` that this rank has taken; ``samples`` that all ranks have taken (batches of the
+            user's own batch sampler, 0 with a sampler that shards already); ``seed``; ``world_size``; ``batch_size``.
+        """
         self._heed_samplers()
-        if self._progress.ended:
-            return {"epoch": self.epoch + 1, "batches": 0, "seed": self.seed}
-        return {"epoch": self.epoch, "batches": self._progress.done, "seed": self.seed}
+        now, ended = self._progress, self._progress.ended
+        has_moved = self._loaded is None or now.done != now.start
+        ranks, size = self._dealing if has_moved or self._loaded is None else self._loaded
+        return {
+            "epoch": self.epoch + ended,
+            "batches": 0 if ended else now.done,
+            "samples": 0 if ended else now.samples,
+            "seed": self.seed,
+            "world_size": ranks,
+            "batch_size": size,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state_dict` was taken, with as many ranks: passes of its epoch begin there.
+        """Go on where `state_dict` was taken: passes of its epoch begin there.
+
+        With another number of ranks or another batch size the rest of the samples is divided anew: none is lost, none
+        comes again. Where the order is not the same for all of them (a sampler that shards already, a stream that
+        workers read) the next pass raises an ArgumentError. A state of an earlier version, which says neither, is taken
+        for one of as many ranks and the same batch size.
 
         Of a map-style dataset nothing is loaded again; a stream is read again up to there.
         """
         self._seed = checked_seed(state["seed"])
-        self._progress.resume(state["epoch"], state["batches"])
+        self._progress.resume(state["epoch"], state["batches"], state.get("samples", 0))
+        self._loaded = (state["world_size"], state["batch_size"]) if "world_size" in state else None
         self._tell_samplers()
+
+    @property
+    def _dealing(self) -> tuple[int, int]:
+        """Ranks, and the batch size of the loader or of its own batch sampler; 0 for none."""
+        size = getattr(samplers_of(self)[0], "batch_size", None)
+        return world().size, size if isinstance(size, int) else 0
+
+    def _check_resumable(self, start: int) -> None:
+        """Refuse to begin where nobody knows which samples were taken.
+
+        Raises:
+            ArgumentError: As said.
+        """
+        now = self._dealing
+        if not start or self._loaded in (None, now):
+            return
+        if self._is_stream:
+            reason = "workers read this stream" if self.num_workers else ""
+        else:
+            reason = "its sampler divides the data among the ranks itself" if self._source.is_own_part else ""
+        if reason:
+            assert self._loaded is not None
+            raise ArgumentError(
+                f"the loader's state was taken with {_sizes(*self._loaded)}, and this is {_sizes(*now)}: as {reason}, "
+                "their orders differ, and samples would be lost or repeated. Go on with the same, or begin the next "
+                f"epoch: set_epoch({self.epoch + 1})"
+            )
 
     def break_off(self) -> None:
         """Somebody who read ahead to the pass's last batch has not given it out: the pass does not count as taken."""
@@ -331,3 +418,7 @@ class ShardedLoader(DataLoader[T_co]):
         """All but what belongs to this process."""
         own = {"_iterator": None, "_reader": None, "_plan": None, "_indices": _Indices(), "follower": None}
         return {**vars(self), **own, "_passes": [], "_progress": copy.copy(self._progress)}
+
+
+def _sizes(ranks: int, batch_size: int) -> str:
+    return f"world_size={ranks}, batch_size={batch_size or None}"

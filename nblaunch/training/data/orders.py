@@ -37,21 +37,21 @@ class Source:
         """Whether the sampler has a length; one without may have no end."""
         return length_of(self.sampler) is not None
 
-    def shares(self, place: World) -> Iterator[Share]:
-        """This rank's batches of indices, as the sampler comes to them."""
+    def shares(self, place: World, begin: int = 0) -> Iterator[Share]:
+        """This rank's batches of indices, as the sampler comes to them; `begin` is that of `deal`."""
         if self.yields == "own part":
             return (Share(part) for part in self.sampler)
         if self.yields == "batches":
-            dealt = deal_batches(self.sampler, place.size, drop_last=self.drop_last)
+            dealt = deal_batches(self.sampler, place.size, drop_last=self.drop_last, begin=begin)
             return (shares[place.rank] for shares in dealt)
-        dealt = deal(self.sampler, self.batch_size, place.size, drop_last=self.drop_last)
+        dealt = deal(self.sampler, self.batch_size, place.size, drop_last=self.drop_last, begin=begin)
         own = (shares[place.rank] for shares in dealt)
-        return own if self.takes_lists else (Share(share.items[0], share.is_padding) for share in own)
+        return own if self.takes_lists else (share._replace(items=share.items[0]) for share in own)
 
-    def planned(self, place: World, seed: int, epoch: int) -> list[Share]:
+    def planned(self, place: World, seed: int, epoch: int, begin: int = 0) -> list[Share]:
         """All of this rank's batches of one epoch, the same for the same seed whatever any generator's state."""
         with seeded(derived_seed(seed, epoch), *generators_of(self.sampler)):
-            return list(self.shares(place))
+            return list(self.shares(place, begin))
 
     def rounds(self, ranks: int) -> int:
         """How many batches every rank gets."""

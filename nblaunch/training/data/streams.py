@@ -29,33 +29,42 @@ class _Sent(NamedTuple):
 class Reader:
     """Reads a loader's stream, where this rank has to, and gives this rank's parts of it."""
 
-    def __init__(self, loader: DataLoader[Any], place: World, *, dispatch: bool) -> None:
-        self.place, self.dispatch = place, dispatch
+    def __init__(self, loader: DataLoader[Any], place: World, *, dispatch: bool, as_samples: bool) -> None:
+        self.place, self.dispatch, self.as_samples = place, dispatch, as_samples
         self._size, self._drop_last = loader.batch_size or 1, loader.drop_last
         self._is_batched = loader.batch_size is not None
-        self._plain = _copy_of(loader, as_samples=place.is_shared)
+        self._plain = _copy_of(loader, as_samples=as_samples)
         self._passes = 0
 
-    def notes(self, start: int, generator: torch.Generator) -> Iterator[Note]:
-        """This rank's batches, without the first `start`; samples come uncollated where there are other ranks."""
-        if not self.place.is_shared:
-            return islice(with_last(Share([batch]) for batch in self._read(generator)), start, None)
-        if not self.dispatch:
-            return ((shares[self.place.rank], is_last) for shares, is_last in self._rounds(start, generator))
-        return self._dispatched(start, generator)
+    def notes(self, start: int, begin: int, generator: torch.Generator) -> Iterator[Note]:
+        """This rank's batches; samples come uncollated with `as_samples`, as they must where there are other ranks.
 
-    def _dispatched(self, start: int, generator: torch.Generator) -> Iterator[Note]:
+        Args:
+            start: Batches that this rank has taken of the pass.
+            begin: Samples that all ranks have taken of it; 0 where that is not known, and `start` counts.
+            generator: What workers are seeded from.
+        """
+        if not self.as_samples:
+            batches = (Share([batch], end=number * self._size) for number, batch in enumerate(self._read(generator), 1))
+            return islice(with_last(batches), begin // self._size or start, None)
+        if self.dispatch and self.place.is_shared:
+            return self._dispatched(start, begin, generator)
+        return ((shares[self.place.rank], is_last) for shares, is_last in self._rounds(start, begin, generator))
+
+    def _dispatched(self, start: int, begin: int, generator: torch.Generator) -> Iterator[Note]:
         ensure_group()
         self._passes += 1
         turns = zip(repeat(self._passes), count(start))
-        return self._sent(self._rounds(start, generator), turns) if self.place.rank == 0 else self._received(turns)
+        if self.place.rank == 0:
+            return self._sent(self._rounds(start, begin, generator), turns)
+        return self._received(turns)
 
-    def _rounds(self, start: int, generator: torch.Generator) -> Iterator[tuple[list[Share], bool]]:
+    def _rounds(self, start: int, begin: int, generator: torch.Generator) -> Iterator[tuple[list[Share], bool]]:
         samples: Iterable[Any] = self._read(generator)
         if self._is_batched:
             samples = chain.from_iterable(samples)
-        dealt = deal(samples, self._size, self.place.size, drop_last=self._drop_last)
-        return islice(with_last(dealt), start, None)
+        dealt = deal(samples, self._size, self.place.size, drop_last=self._drop_last, begin=begin)
+        return islice(with_last(dealt), 0 if begin else start, None)
 
     def _read(self, generator: torch.Generator) -> Iterator[Any]:
         self._plain.generator = generator
