@@ -15,8 +15,9 @@ import re
 import shutil
 import stat
 import tempfile
+import weakref
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,11 @@ _MOST_COUNTED = 1 << 20
 """Lines of a skipped part are counted up to this size: a flood is not read for its own sake."""
 _LONGEST_RECORD = 1 << 20
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_MOST_LOCKED = 100
+"""Launches that are over and whose directories stay locked, the latest: each lock takes a descriptor."""
 _sizes: dict[Path, int] = {}
+_in_use: weakref.WeakValueDictionary[Path, LaunchFiles] = weakref.WeakValueDictionary()
+"""The directories that something in this process refers to, oldest first."""
 _told_of_temporary = False
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -89,15 +94,25 @@ def log_path(directory: Path, rank: int, stream: str) -> Path:
 
 
 class LaunchFiles:
-    """The directory of one attempt of a launch; not pruned while this is open.
+    """The directory of one attempt of a launch, which is not pruned while anything refers to this object.
+
+    Other kernels see that by its lock. Of launches that are over only the latest 100 have one; the others are safe from
+    this kernel's pruning alone.
 
     Attributes:
         directory: Where the files are.
+        is_over: Nothing is written there any more.
     """
 
     def __init__(self, directory: Path, live: int | None) -> None:
         self.directory = directory
-        self._live = live
+        self.is_over = False
+        self._hold = None if live is None else weakref.finalize(self, _release, live, os.getpid())
+        if self._hold is not None:
+            self._hold.atexit = False  # the lock ends with the process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.directory,)  # a copy of a result refers to the same files, and has no lock of its own
 
     @classmethod
     def create(cls, launch_id: str) -> LaunchFiles:
@@ -115,7 +130,8 @@ class LaunchFiles:
                     _log.warning("nblaunch: %s will not be pruned: its file system has no locks", directory)
                     return cls(directory, None)
                 if live is not None:
-                    return cls(directory, live)
+                    files = _in_use[directory] = cls(directory, live)
+                    return files
 
     def out(self, rank: int) -> Path:
         """What the rank and its children write to file descriptor 1."""
@@ -130,10 +146,21 @@ class LaunchFiles:
         return log_path(self.directory, rank, "spool")
 
     def close(self) -> None:
-        """The launch is over: its directory may be pruned when its time comes."""
-        if self._live is not None:
-            _unlock(self._live)
-            self._live = None
+        """The launch is over: its directory may be pruned once nothing refers to this object."""
+        self.is_over = True
+        known = [files for reference in _in_use.valuerefs() if (files := reference()) is not None]
+        locked = [files for files in known if files.is_over and files._hold is not None and files._hold.alive]
+        for files in locked[:-_MOST_LOCKED]:
+            files._hold()
+
+
+def _again(directory: Path) -> LaunchFiles:
+    return _in_use.get(directory) or LaunchFiles(directory, None)
+
+
+def _release(live: int, owner: int) -> None:
+    if os.getpid() == owner:  # in a forked child the lock is still the parent's, and the number may be another file's
+        _unlock(live)
 
 
 def _lock(directory: Path) -> int | None:
@@ -167,11 +194,13 @@ def _unlock(fd: int) -> None:
 
 
 def prune(keep: int = 50, most_bytes: int = 1 << 30) -> None:
-    """Remove the oldest launches' files, but never those of a launch that is live. What cannot be, stays.
+    """Remove the oldest launches' files. What cannot be removed stays.
+
+    Never those of the newest launch, of one that is live, or of one that something in its kernel refers to.
 
     Args:
         keep: How many launches to keep.
-        most_bytes: How much they may take in all.
+        most_bytes: How much they may take in all, besides the newest and those that this process refers to.
     """
     root = state_root()
     names: list[str] = []
@@ -179,9 +208,12 @@ def prune(keep: int = 50, most_bytes: int = 1 << 30) -> None:
         names = sorted(entry.name for entry in entries if _OURS.fullmatch(entry.name) and _is_directory(entry))
     total = 0
     for age, name in enumerate(reversed(names)):
-        total += _size(root / name)
+        directory = root / name
+        if age == 0 or directory in _in_use:
+            continue
+        total += _size(directory)
         if age >= keep or total > most_bytes:
-            _remove(root / name)
+            _remove(directory)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
@@ -367,14 +399,29 @@ def last_lines(path: Path, count: int = 20, most_bytes: int = 16384) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankLogs:
-    """The files that hold all that a rank and its children printed."""
+    """The files that hold all that a rank and its children printed. They stay while anything refers to this object."""
 
     out: Path
     err: Path
+    files: LaunchFiles | None = field(default=None, compare=False)
+    """Keeps them from being pruned."""
 
     def text(self) -> str:
-        """All that was written to stdout; see ``err`` for the rest."""
-        return self.out.read_text(encoding="utf-8", errors="replace") if self.out.exists() else ""
+        """All that was written to stdout; see ``err`` for the rest.
+
+        Raises:
+            FileNotFoundError: The files were removed.
+        """
+        if self.out.exists():
+            return self.out.read_text(encoding="utf-8", errors="replace")
+        if not self.out.parent.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "the logs of this launch were removed, by hand or with those of old launches: copy the files that you "
+                "want to keep",
+                str(self.out.parent),
+            )
+        return ""  # the rank never started
 
     def __repr__(self) -> str:
         return f"RankLogs({str(self.out)!r}, {self.err.name!r})"

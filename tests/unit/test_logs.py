@@ -7,10 +7,12 @@ import fcntl
 import json
 import logging
 import os
+import pickle
 import shutil
 import stat
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,18 @@ def past_launches(count: int, size: int = 0) -> list[Path]:
         files.close()
         made.append(files.directory)
     return made
+
+
+def descriptor_of(files: LaunchFiles) -> int:
+    """The descriptor of a launch's lock."""
+    held = None if files._hold is None else files._hold.peek()
+    assert held is not None
+    return int(held[2][0])
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process knows no more of its launches than another kernel does."""
+    monkeypatch.setattr(logs, "_in_use", weakref.WeakValueDictionary())
 
 
 # ------------------------------------------------------------------ directories
@@ -148,8 +162,7 @@ def test_a_launch_has_a_directory_of_its_own(root: Path) -> None:
         assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
         names = [files.out(1).name, files.err(1).name, files.spool(1).name]
         assert names == ["rank1.out", "rank1.err", "rank1.spool"]
-        assert files._live is not None
-        assert not os.get_inheritable(files._live)
+        assert not os.get_inheritable(descriptor_of(files))
     finally:
         files.close()
         files.close()
@@ -218,8 +231,8 @@ def test_the_oldest_launches_are_pruned(root: Path) -> None:
 
 def test_launches_are_pruned_by_size(root: Path) -> None:
     made = past_launches(5, size=1000)
-    prune(most_bytes=2500)
-    assert sorted(root.iterdir()) == made[3:]
+    prune(most_bytes=2500)  # besides the newest
+    assert sorted(root.iterdir()) == made[2:]
 
 
 def test_a_live_launch_is_not_pruned(root: Path) -> None:
@@ -229,8 +242,90 @@ def test_a_live_launch_is_not_pruned(root: Path) -> None:
     prune(keep=1, most_bytes=500)
     assert sorted(root.iterdir()) == [live.directory, made[1]]
     live.close()
+    del live
     prune(keep=1)
     assert sorted(root.iterdir()) == [made[1]]
+
+
+def test_the_newest_launch_is_not_pruned_however_large(root: Path) -> None:
+    *_, earlier, newest = past_launches(3, size=1000)
+    prune(most_bytes=500)
+    assert sorted(root.iterdir()) == [newest]
+    small = past_launches(1)[0]
+    prune(keep=2, most_bytes=1000)
+    assert sorted(root.iterdir()) == [newest, small]
+    assert not earlier.exists()
+
+
+def test_a_large_newest_launch_does_not_cost_the_earlier_ones_their_logs(root: Path) -> None:
+    made = past_launches(3, size=100)
+    made += past_launches(1, size=5000)
+    prune(most_bytes=1000)
+    assert sorted(root.iterdir()) == made
+
+
+@pytest.mark.parametrize("is_another_kernel", [False, True])
+def test_what_something_refers_to_is_not_pruned(
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_another_kernel: bool
+) -> None:
+    files = LaunchFiles.create("abc")
+    append(files.out(0), b"x" * 1000)
+    files.close()
+    directory, rank = files.directory, RankLogs(files.out(0), files.err(0), files)
+    past_launches(3)
+    del files
+    if is_another_kernel:
+        forget(monkeypatch)
+    prune(keep=1, most_bytes=500)
+    assert rank.text() == "x" * 1000
+    del rank
+    prune(keep=1)
+    assert not directory.exists()
+
+
+def test_a_copy_of_what_refers_to_logs_keeps_them_too(root: Path) -> None:
+    files = LaunchFiles.create("abc")
+    append(files.out(0), b"x")
+    files.close()
+    rank = pickle.loads(pickle.dumps(RankLogs(files.out(0), files.err(0), files)))
+    del files
+    past_launches(2)
+    prune(keep=1)
+    assert rank.text() == "x"
+
+
+def test_launches_that_are_referred_to_take_a_bounded_number_of_descriptors(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_MOST_LOCKED", 3)
+    running = LaunchFiles.create("running")
+    kept = [LaunchFiles.create(f"id{number}") for number in range(10)]
+    for files in kept:
+        files.close()
+    prune(keep=1)
+    assert len(list(root.iterdir())) == 11  # in this kernel none is lost
+    forget(monkeypatch)
+    prune(keep=1)
+    assert sorted(root.iterdir()) == [running.directory, *(files.directory for files in kept[-3:])]
+
+
+def test_a_forked_child_does_not_give_up_the_lock_of_its_parent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = LaunchFiles.create("abc")
+    logs._release(descriptor_of(files), owner=os.getpid() + 1)
+    files.close()
+    past_launches(1)
+    forget(monkeypatch)
+    prune(keep=1)
+    assert files.directory.exists()
+
+
+def test_logs_that_were_removed_are_not_taken_for_empty_ones(root: Path) -> None:
+    directory = past_launches(1)[0]
+    rank = RankLogs(directory / "rank7.out", directory / "rank7.err")
+    assert rank.text() == ""
+    shutil.rmtree(directory)
+    with pytest.raises(FileNotFoundError, match="the logs of this launch were removed"):
+        rank.text()
 
 
 def test_the_size_of_a_live_launch_is_not_remembered(root: Path) -> None:
@@ -238,31 +333,34 @@ def test_the_size_of_a_live_launch_is_not_remembered(root: Path) -> None:
     prune()
     append(live.out(0), b"x" * 1000)
     live.close()
+    del live
+    newest = past_launches(1)[0]
     prune(most_bytes=500)
-    assert list(root.iterdir()) == []
+    assert list(root.iterdir()) == [newest]
 
 
 def test_a_copy_of_the_lock_in_a_forked_process_keeps_nothing_alive(root: Path) -> None:
     files = LaunchFiles.create("abc")
-    assert files._live is not None
-    copy = os.dup(files._live)
+    directory, copy = files.directory, os.dup(descriptor_of(files))
     files.close()
+    del files
+    past_launches(1)
     prune(keep=0)
     os.close(copy)
-    assert not files.directory.exists()
+    assert not directory.exists()
 
 
 def test_what_is_not_ours_stays(root: Path, tmp_path: Path) -> None:
-    ours = past_launches(1)[0]
+    ours, newest = past_launches(2)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (root / "notes.txt").write_text("mine")
     (root / "20240101-photos").mkdir()
     (root / "20240101T000000000000Z-file").write_text("not a directory")
     (root / "20240101T000000000000Z-link").symlink_to(elsewhere)
-    foreign = sorted(path for path in root.iterdir() if path != ours)
+    foreign = sorted(path for path in root.iterdir() if path not in (ours, newest))
     prune(keep=0)
-    assert sorted(root.iterdir()) == foreign
+    assert sorted(root.iterdir()) == sorted([*foreign, newest])
     assert elsewhere.exists()
 
 
