@@ -307,8 +307,9 @@ class Launch:
         """Keep the result, or give the error that tells why there is none."""
         values, error = _load_all(parcels, files)
         if verdict.state == "finished" and error is None:
-            metrics = Metrics.of({rank.rank: rank.records for rank in attempt.ranks})
-            logs = [RankLogs(files.out(rank), files.err(rank), files) for rank in range(self.world_size)]
+            dropped = sum(rank.dropped.reports for rank in attempt.ranks)
+            metrics = Metrics.of({rank.rank: rank.records for rank in attempt.ranks}, dropped)
+            logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in attempt.ranks]
             seconds = time.monotonic() - self._begin
             self._result = LaunchResult(self.name, list(values.values()), metrics, logs, seconds, self._shipment.sent)
             self._tell_of_changes(attempt)

@@ -405,6 +405,8 @@ class RankLogs:
     err: Path
     files: LaunchFiles | None = field(default=None, compare=False)
     """Keeps them from being pruned."""
+    dropped: int = 0
+    """Bytes that Python code printed and that could not be written: the disk was full, or the log at its limit."""
 
     def text(self) -> str:
         """All that was written to stdout; see ``err`` for the rest.

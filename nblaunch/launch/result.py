@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from nblaunch.drops import Dropped
 from nblaunch.launch.logs import RankLogs
 from nblaunch.parcel import Parcel
 from nblaunch.segments import in_words
@@ -32,20 +33,26 @@ class Report:
 
 
 class Metrics(Sequence[Report]):
-    """Every report of a launch, in the order of time."""
+    """Every report of a launch, in the order of time.
 
-    def __init__(self, reports: Sequence[Report]) -> None:
+    Attributes:
+        dropped: How many are missing, as the disk of the logs was full.
+    """
+
+    def __init__(self, reports: Sequence[Report], dropped: int = 0) -> None:
+        self.dropped = dropped
         self._reports = sorted(reports, key=lambda report: report.time)
 
     @classmethod
-    def of(cls, records: Mapping[int, Sequence[Mapping[str, Any]]]) -> Metrics:
+    def of(cls, records: Mapping[int, Sequence[Mapping[str, Any]]], dropped: int = 0) -> Metrics:
         """From each rank's spooled records."""
         return cls(
             [
                 Report(rank, record["time"], record["step"], record["metrics"])
                 for rank, spooled in records.items()
                 for record in spooled
-            ]
+            ],
+            dropped,
         )
 
     @overload
@@ -176,7 +183,9 @@ class LaunchResult(Sequence[Any]):
 
     def __repr__(self) -> str:
         count = f"{len(self)} rank{'' if len(self) == 1 else 's'}"
-        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{_values(self.metrics.last, ', ')}>"
+        dropped = Dropped(sum(rank.dropped for rank in self.logs), self.metrics.dropped)
+        lost = f"; {dropped.amount} dropped" if dropped else ""
+        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{_values(self.metrics.last, ', ')}{lost}>"
 
 
 def _values(values: Mapping[str, float], lead: str) -> str:

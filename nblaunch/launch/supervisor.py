@@ -166,6 +166,7 @@ class Attempt:
 
     # -------------------------------------------------------------- starting
     def _start_all(self, port: int) -> None:
+        self.reading.count_drops(self.scratch, self.plan.world_size)
         try:
             for rank in range(self.plan.world_size):
                 self._start(rank, port)
@@ -418,6 +419,7 @@ class Attempt:
         self._tell_states()
         self.reading.look()
         self.reading.search_the_rest()
+        self.reading.tell_what_was_dropped()
         if self.stuck:
             self.view.note(
                 f"processes {', '.join(map(str, self.stuck))} survived SIGKILL: they wait in the operating system"
@@ -425,6 +427,7 @@ class Attempt:
 
     def _close(self, reaper: Reaper) -> None:
         self.stacks.close()
+        self.reading.close()
         self.selector.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
         for rank in self.ranks:
