@@ -308,7 +308,7 @@ class Launch:
         values, error = _load_all(parcels, files)
         if verdict.state == "finished" and error is None:
             dropped = sum(rank.dropped.reports for rank in attempt.ranks)
-            metrics = Metrics.of({rank.rank: rank.records for rank in attempt.ranks}, dropped)
+            metrics = Metrics(attempt.reading.reports, dropped)
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in attempt.ranks]
             seconds = time.monotonic() - self._begin
             self._result = LaunchResult(self.name, list(values.values()), metrics, logs, seconds, self._shipment.sent)

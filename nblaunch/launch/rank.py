@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from nblaunch.channel import Channel
 from nblaunch.drops import Dropped
@@ -39,7 +38,6 @@ class Rank:
     exited: RankExited | None = None
     result: list[int] = field(default_factory=list)
     """The descriptors of its result's parcel."""
-    records: list[dict[str, Any]] = field(default_factory=list)
     dropped: Dropped = field(default_factory=Dropped)
     """What it could not write."""
     shown: RankState | None = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from nblaunch.drops import Table
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.logs import Piece, Tail
 from nblaunch.launch.rank import Rank
+from nblaunch.launch.reports import ReportColumns
 from nblaunch.launch.view import LogPiece, View
 
 _log = logging.getLogger(__name__)
@@ -28,10 +30,14 @@ class Reading:
         ranks: Whose logs to follow; it may grow.
         view: What is told of them.
         commands: An interrupt in them ends a long search.
+
+    Attributes:
+        reports: What the ranks have reported.
     """
 
     def __init__(self, ranks: Sequence[Rank], view: View, commands: Commands) -> None:
         self.ranks, self.view, self.commands = ranks, view, commands
+        self.reports = ReportColumns()
         self._drops: Table | None = None
         self._has_told_of_drops = False
 
@@ -44,21 +50,27 @@ class Reading:
 
     def look(self) -> None:
         """Show what has been appended to the logs."""
-        pieces, reports = [], []
+        pieces = []
         for rank in self.ranks:
             for stream, tail in rank.tails.items():
                 piece = self._appended(tail)
                 if piece is not None:
                     pieces.append(LogPiece(rank.rank, stream, piece, tail.offset))
-            records = rank.spool.read() + rank.printed.read(_SEARCH_FOR / len(self.ranks))
-            if records:
-                rank.records += [record for record in records if "metrics" in record]
-                reports.append((rank.rank, records))
         if pieces:
             self.view.logs(pieces)
-        for number, records in reports:
-            self.view.reports(number, records)
+        for rank in self.ranks:
+            for records in rank.spool.read():
+                self._take_in(rank, records)
+            self._take_in(rank, rank.printed.read(_SEARCH_FOR / len(self.ranks)))
         self._look_at_drops()
+
+    def _take_in(self, rank: Rank, records: Sequence[Mapping[str, Any]]) -> None:
+        if not records:
+            return
+        for record in records:
+            if "metrics" in record:
+                self.reports.add(rank.rank, record["time"], record["step"], record["metrics"])
+        self.view.reports(rank.rank, records)
 
     def _appended(self, tail: Tail) -> Piece | None:
         if self.view.wants_text:
@@ -102,10 +114,7 @@ class Reading:
             self.look()
             self.view.tick()
         for rank in self.ranks:
-            records = rank.printed.finish()
-            if records:
-                rank.records += records
-                self.view.reports(rank.rank, records)
+            self._take_in(rank, rank.printed.finish())
 
 
 def _beginning(rank: Rank) -> str:

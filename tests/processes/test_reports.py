@@ -11,8 +11,10 @@ import re
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import nblaunch
-from nblaunch.launch.result import Report
+from nblaunch.launch.reports import Report
 from tests.processes.conftest import Launcher
 
 FLOOD = 5_000_000
@@ -148,6 +150,12 @@ def fill_the_disk(rank: int) -> int:
     print("to stderr", file=sys.stderr)
     faulthandler.dump_traceback(all_threads=True)
     return child.returncode
+
+
+def log_two_gigabytes(fail: bool = False) -> None:
+    os.ftruncate(1, 2 << 30)  # a hole: it takes no room
+    if fail:
+        raise ValueError("after all that")
 
 
 def print_much(rank: int) -> None:
@@ -305,6 +313,29 @@ def test_reports_before_a_failure_are_shown(launch: Launcher, capsys: pytest.Cap
     with pytest.raises(ValueError, match=r"^after the report$"):
         launch(report_and_die, view="text")
     assert "[rank 1] step 1: loss 1" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ logs that are kept
+def wait_for_pruning() -> None:
+    """A launch removes old logs when its result is there already."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(f"nblaunch-{os.getpid()}-"):
+            thread.join()
+
+
+def test_logs_of_any_size_are_kept_while_something_refers_to_them(launch: Launcher) -> None:
+    small = launch(print_without_newline)
+    large = launch(log_two_gigabytes)
+    wait_for_pruning()
+    with pytest.raises(ValueError, match=r"^after all that$") as caught:
+        launch(log_two_gigabytes, (True,))
+    wait_for_pruning()
+    launch(print_without_newline)
+    wait_for_pruning()
+    assert small.logs[1].text() == "no newline"
+    assert large.logs[1].out.stat().st_size == 2 << 30
+    logs = Path(caught.value._render_traceback_()[-1].removeprefix("Logs: "))  # type: ignore[attr-defined]  # IPython's
+    assert (logs / "rank1.out").stat().st_size == 2 << 30
 
 
 # ------------------------------------------------------------------ logs that cannot be written

@@ -24,7 +24,19 @@ from hypothesis import strategies as st
 
 from nblaunch.errors import StartError
 from nblaunch.launch import logs
-from nblaunch.launch.logs import LaunchFiles, Piece, RankLogs, Spool, Tail, last_lines, prune, state_root
+from nblaunch.launch.logs import (
+    LaunchFiles,
+    Piece,
+    RankLogs,
+    Spool,
+    Tail,
+    is_shared,
+    last_lines,
+    objection,
+    prune,
+    state_root,
+)
+from nblaunch.ranks import system
 
 
 @pytest.fixture
@@ -119,8 +131,141 @@ def test_a_temporary_root_that_others_may_have_made_is_refused(tmp_path: Path, k
     else:
         root.mkdir()
         root.chmod(0o777)
-    with pytest.raises(StartError, match=r"it is not this user's alone.*: set NBLAUNCH_STATE_DIR to a directory of"):
+    said = "it is not a directory" if kind == "a link" else r"other users can write to it \(mode 0777; `chmod go-w`"
+    with pytest.raises(StartError, match=rf"{said}.*: set NBLAUNCH_STATE_DIR to a directory of"):
         state_root()
+
+
+# ------------------------------------------------------------------ other users
+OURS, THEIRS = 1000, 1001
+
+
+def status(mode: int, user: int = OURS, group: int = OURS) -> os.stat_result:
+    return os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (status(stat.S_IFDIR | 0o700), ""),
+        (status(stat.S_IFDIR | 0o755), ""),
+        (status(stat.S_IFDIR | 0o755, user=0), ""),
+        (status(stat.S_IFDIR | 0o700, user=THEIRS), "it belongs to another user (uid 1001)"),
+        (status(stat.S_IFDIR | 0o1777, user=THEIRS), "it belongs to another user (uid 1001)"),
+        (status(stat.S_IFDIR | 0o777), "other users can write to it (mode 0777;"),
+        (status(stat.S_IFDIR | 0o777, user=0), "other users can write to it (mode 0777;"),
+        (status(stat.S_IFDIR | 0o770, group=50), "other users can write to it (mode 0770;"),
+        (status(stat.S_IFDIR | 0o770), ""),
+        (status(stat.S_IFLNK | 0o777), "it is not a directory"),
+        (status(stat.S_IFREG | 0o600), "it is not a directory"),
+    ],
+)
+def test_a_directory_that_another_user_can_change_is_objected_to(found: os.stat_result, said: str) -> None:
+    problem = objection(found, OURS, own_group=OURS)
+    assert problem.startswith(said)
+    assert bool(problem) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("found", "shared"),
+    [
+        (status(stat.S_IFDIR | 0o1777, user=0), True),
+        (status(stat.S_IFDIR | 0o1777), True),
+        (status(stat.S_IFDIR | 0o1777, user=THEIRS), False),  # its owner can remove what is ours
+        (status(stat.S_IFDIR | 0o777, user=0), False),
+        (status(stat.S_IFDIR | 0o1700), False),
+    ],
+)
+def test_a_directory_is_shared_where_nobody_can_touch_anothers_files(found: os.stat_result, shared: bool) -> None:
+    assert is_shared(found, OURS) == shared
+
+
+def be_somebody_else(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
+    """From here on these are another user's: really, where root runs the tests."""
+    if os.getuid() == 0:
+        for path in paths:
+            os.chown(path, 65534, 65534, follow_symlinks=False)
+    else:
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+
+
+def test_a_root_of_another_user_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_somebody_else(monkeypatch, root)
+    with pytest.raises(StartError, match=r"it belongs to another user \(uid \d+\).*: set NBLAUNCH_STATE_DIR to a dir"):
+        state_root()
+    with pytest.raises(StartError, match="it belongs to another user"):
+        LaunchFiles.create("abc")
+    assert list(root.iterdir()) == []
+
+
+def test_a_link_of_another_user_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(link))
+    assert state_root() == link  # our own may lead to another disk
+    be_somebody_else(monkeypatch, link)
+    with pytest.raises(StartError, match="it belongs to another user"):
+        state_root()
+
+
+def test_a_root_that_others_can_write_to_is_refused_until_it_is_ours_alone(root: Path) -> None:
+    root.chmod(0o777)
+    with pytest.raises(StartError, match=r"other users can write to it \(mode 0777; `chmod go-w`"):
+        state_root()
+    root.chmod(0o755)
+    assert state_root() == root
+
+
+def test_in_a_root_that_all_users_share_each_has_a_directory_of_their_own(root: Path) -> None:
+    root.chmod(0o1777)
+    own = root / f"nblaunch-{os.getuid()}"
+    assert state_root() == own
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    made = past_launches(3)
+    prune(keep=1)
+    assert sorted(own.iterdir()) == made[2:]
+    own.rename(root / "away")
+    own.symlink_to(root / "away")
+    with pytest.raises(StartError, match="it is not a directory"):
+        state_root()
+
+
+def test_the_launches_of_other_users_are_not_counted_and_not_touched(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = past_launches(3, size=1000)
+    be_somebody_else(monkeypatch, *theirs)
+    prune(keep=0, most_bytes=500)
+    assert sorted(root.iterdir()) == theirs
+
+
+def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "rank0.out").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        system.open_log(str(tmp_path / "rank0.out"))
+    (tmp_path / "live").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        logs._lock(tmp_path)
+
+
+def test_a_log_that_there_is_no_room_for_is_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file = os.open
+
+    def no_room(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", no_room)
+    log = system.open_log(str(tmp_path / "rank0.out"))
+    with pytest.raises(OSError, match="No space left on device"):
+        os.write(log, b"x")
+    os.close(log)
+
+
+# ------------------------------------------------------------------ directories
 
 
 def test_a_state_root_of_the_users_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,15 +626,30 @@ def test_a_tail_gives_the_ends_and_counts_the_middle(
 
 
 # ------------------------------------------------------------------ spools
+def all_of(spool: Spool) -> list[dict[str, Any]]:
+    return [record for records in spool.read() for record in records]
+
+
 def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
     path = tmp_path / "rank0.spool"
     spool = Spool(path)
-    assert spool.read() == []
+    assert all_of(spool) == []
     append(path, b'{"step": 1}\n{"step"')
-    assert spool.read() == [{"step": 1}]
+    assert all_of(spool) == [{"step": 1}]
     append(path, b": 2}\n" + json.dumps({"metrics": {"loss": float("inf")}}).encode() + b"\n")
-    assert spool.read() == [{"step": 2}, {"metrics": {"loss": float("inf")}}]
-    assert spool.read() == []
+    assert all_of(spool) == [{"step": 2}, {"metrics": {"loss": float("inf")}}]
+    assert all_of(spool) == []
+    spool.close()
+
+
+def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_RECORDS_BLOCK", 1000)
+    path = tmp_path / "rank0.spool"
+    append(path, b"".join(b'{"step": %d}\n' % step for step in range(1000)))
+    spool = Spool(path)
+    blocks = list(spool.read())
+    assert max(map(len, blocks)) < 100
+    assert [record["step"] for block in blocks for record in block] == list(range(1000))
     spool.close()
 
 
@@ -498,14 +658,14 @@ def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest
     append(path, b"not json\n[1]\n\xff\n" + b"[" * 100_000 + b'\n{"step": 1}\n')
     spool = Spool(path)
     with caplog.at_level(logging.WARNING):
-        assert spool.read() == [{"step": 1}]
+        assert all_of(spool) == [{"step": 1}]
     assert spool.malformed == 4
     assert "holds a line that is no report: b'not json'" in caplog.text
     append(path, b"x" * ((1 << 20) + 1))
-    assert spool.read() == []
+    assert all_of(spool) == []
     assert spool.malformed == 5
     append(path, b'\n{"step": 2}\n')
-    assert spool.read() == [{"step": 2}]
+    assert all_of(spool) == [{"step": 2}]
     spool.close()
 
 
