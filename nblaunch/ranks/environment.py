@@ -56,7 +56,7 @@ class _Log(io.FileIO):
         self._kind = kind
         self._is_full = False
 
-    def write(self, data: Any, /) -> int | None:
+    def write(self, data: Any, /) -> Any:
         size = memoryview(data).nbytes
         if _most_bytes is not None:
             # A log that has reached its limit stays as it is: what is shorter would fit, and leave a hole before it.
