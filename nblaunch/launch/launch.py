@@ -184,7 +184,9 @@ class Launch:
             _attach(self._returned, error)
             raise
         if interrupted and isinstance(self._error, LaunchStoppedError):
-            raise _interrupted(str(self._error), self._returned) from None
+            interrupt = _interrupted(str(self._error), self._returned)
+            _keep_logs(interrupt, getattr(self._error, "_nblaunch_files", None))
+            raise interrupt from None
         if interrupted and self._error is None:  # a loop of launches must end too; the result goes with the exception
             said = f"{self.name} was interrupted, and every rank returned: the result is sys.last_value.results"
             raise _interrupted(said, self._returned)
@@ -268,6 +270,7 @@ class Launch:
                 self._view.note(f"{_summary(error)}: restarting all ranks ({number + 1} of {self._plan.max_restarts})")
                 return True
             self._error = error
+            _keep_logs(error, files)
             state: State = "failed" if error is not None and verdict.state == "finished" else verdict.state
             self._view.finished(self._outcome(state, error))
             return False
@@ -304,7 +307,7 @@ class Launch:
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan = self._plan
         where = files.directory
-        return LaunchInfo(self.id, self.name, plan.world_size, plan.device, plan.method, where, number, plan.env)
+        return LaunchInfo(self.id, self.name, plan.world_size, plan.device, plan.method, where, number, plan.env, files)
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin
@@ -323,8 +326,9 @@ class Launch:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.note(self._crash)
         if verdict.state == "finished" and error is None:
-            metrics = Metrics.of({rank.rank: rank.records for rank in attempt.ranks})
-            logs = [RankLogs(files.out(rank), files.err(rank)) for rank in range(self.world_size)]
+            dropped = sum(rank.dropped.reports for rank in attempt.ranks)
+            metrics = Metrics(attempt.reading.reports, dropped)
+            logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in attempt.ranks]
             seconds = time.monotonic() - self._begin
             values = list(self._returned.values())
             self._result = LaunchResult(self.name, values, metrics, logs, seconds, self._shipment.sent)
@@ -385,6 +389,12 @@ def _where(attempt: Attempt) -> str:
 def live_launches() -> list[Launch]:
     """The launches of this kernel that have not ended, oldest first."""
     return list(_live.values())
+
+
+def _keep_logs(error: Any, files: object) -> None:
+    """Keep the logs, which the error names, for as long as it is there."""
+    with contextlib.suppress(Exception):  # a user's __setattr__; and there may be no error
+        error._nblaunch_files = files
 
 
 def _load_all(parcels: Mapping[int, Sequence[int]], files: LaunchFiles) -> tuple[dict[int, Any], BaseException | None]:

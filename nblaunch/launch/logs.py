@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import grp
 import json
 import logging
 import os
+import pwd
 import re
 import shutil
 import stat
 import tempfile
+import weakref
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,8 +38,14 @@ _BLOCK = 1 << 20
 _MOST_COUNTED = 1 << 20
 """Lines of a skipped part are counted up to this size: a flood is not read for its own sake."""
 _LONGEST_RECORD = 1 << 20
+_RECORDS_BLOCK = 1 << 17
+"""Bytes of a spool that are records at once, which take ten times as much."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_MOST_LOCKED = 100
+"""Launches that are over and whose directories stay locked, the latest: each lock takes a descriptor."""
 _sizes: dict[Path, int] = {}
+_in_use: weakref.WeakValueDictionary[Path, LaunchFiles] = weakref.WeakValueDictionary()
+"""The directories that something in this process refers to, oldest first."""
 _told_of_temporary = False
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -43,18 +53,20 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def state_root() -> Path:
     """The directory of all launches: ``$NBLAUNCH_STATE_DIR``, else one in this user's state directory. It is made.
 
-    Where the user's state directory cannot be written to, it is a temporary one, and a warning says so.
+    In a directory that all users share, such as ``/tmp``, it is one of this user's own. Where the user's state
+    directory cannot hold it, it is a temporary one, and a warning says so.
 
     Raises:
-        StartError: There is no directory to write to.
+        StartError: There is no directory to write to, or another user can change what is in it.
     """
     chosen = os.environ.get("NBLAUNCH_STATE_DIR")
     try:
         if chosen:
-            return _writable(Path(chosen).expanduser().absolute())
-        with suppress(OSError):
-            return _writable(platformdirs.user_state_path("nblaunch") / "launches")
-        return _temporary_root()
+            return _safe(Path(chosen).expanduser().absolute())
+        try:
+            return _safe(platformdirs.user_state_path("nblaunch") / "launches")
+        except OSError as error:
+            return _temporary_root(error)
     except (OSError, RuntimeError) as error:  # RuntimeError: ~ of a user that there is not
         name = f"NBLAUNCH_STATE_DIR={chosen!r}" if chosen else "the temporary directory"
         raise StartError(
@@ -62,25 +74,79 @@ def state_root() -> Path:
         ) from error
 
 
-def _writable(root: Path) -> Path:
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not os.access(root, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, "it cannot be written to", str(root))
+def _temporary_root(reason: OSError) -> Path:
+    """A directory among the temporary ones, where others could have made it before."""
+    global _told_of_temporary
+    root = _own_in(Path(tempfile.gettempdir()))
+    if not _told_of_temporary:
+        _told_of_temporary = True
+        warn(
+            f"logs of launches go to {root}, as the directory in your home cannot hold them ({reason}): "
+            "set NBLAUNCH_STATE_DIR to another one"
+        )
     return root
 
 
-def _temporary_root() -> Path:
-    """A directory among the temporary ones, where others could have made it before."""
-    global _told_of_temporary
-    root = Path(tempfile.gettempdir(), f"nblaunch-{os.getuid()}")
-    root.mkdir(mode=0o700, exist_ok=True)
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(errno.EACCES, "it is not this user's alone", str(root))
-    if not _told_of_temporary:
-        _told_of_temporary = True
-        warn(f"logs of launches go to {root}, as your home directory cannot be written to: set NBLAUNCH_STATE_DIR")
-    return _writable(root)
+def _safe(root: Path) -> Path:
+    """A directory that no other user can change, which is made: this one, or one in it where all users share it."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    link, found = root.lstat(), root.stat()
+    if link.st_uid not in (0, os.getuid()):
+        raise PermissionError(errno.EACCES, f"it belongs to another user (uid {link.st_uid})", str(root))
+    if is_shared(found, os.getuid()):
+        return _own_in(root)
+    return _checked(root, found)
+
+
+def _own_in(shared: Path) -> Path:
+    own = shared / f"nblaunch-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    return _checked(own, own.lstat())
+
+
+def _checked(root: Path, found: os.stat_result) -> Path:
+    problem = objection(found, os.getuid(), _own_group() if found.st_mode & stat.S_IWGRP else None)
+    if not (problem or os.access(root, os.W_OK | os.X_OK)):
+        problem = "it cannot be written to"
+    if problem:
+        raise PermissionError(errno.EACCES, problem, str(root))
+    return root
+
+
+def is_shared(found: os.stat_result, user: int) -> bool:
+    """Return True if all users may put files into a directory with this status, and none can touch another's."""
+    return found.st_uid in (0, user) and bool(found.st_mode & stat.S_ISVTX and found.st_mode & stat.S_IWOTH)
+
+
+def objection(found: os.stat_result, user: int, own_group: int | None = None) -> str:
+    """Why `user` must not put logs into a directory with this status; empty where nothing speaks against it.
+
+    Args:
+        found: The status of the directory.
+        user: The uid.
+        own_group: The group that has this user alone, if there is one.
+    """
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is not a directory"
+    if found.st_uid not in (0, user):
+        return f"it belongs to another user (uid {found.st_uid})"
+    may_write = stat.S_IWOTH | (stat.S_IWGRP if found.st_gid != own_group else 0)
+    if found.st_mode & may_write:
+        return (
+            f"other users can write to it (mode {stat.S_IMODE(found.st_mode):04o}; `chmod go-w` makes it yours alone)"
+        )
+    return ""
+
+
+def _own_group() -> int | None:
+    """The group that this user alone is in, which many systems make for each user."""
+    try:
+        user = pwd.getpwuid(os.getuid())
+        group = grp.getgrgid(user.pw_gid)
+    except KeyError:
+        return None
+    is_alone = group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    return user.pw_gid if is_alone else None
 
 
 def log_path(directory: Path, rank: int, stream: str) -> Path:
@@ -89,15 +155,25 @@ def log_path(directory: Path, rank: int, stream: str) -> Path:
 
 
 class LaunchFiles:
-    """The directory of one attempt of a launch; not pruned while this is open.
+    """The directory of one attempt of a launch, which is not pruned while anything refers to this object.
+
+    Other kernels see that by its lock. Of launches that are over only the latest 100 have one; the others are safe from
+    this kernel's pruning alone.
 
     Attributes:
         directory: Where the files are.
+        is_over: Nothing is written there any more.
     """
 
     def __init__(self, directory: Path, live: int | None) -> None:
         self.directory = directory
-        self._live = live
+        self.is_over = False
+        self._hold = None if live is None else weakref.finalize(self, _release, live, os.getpid())
+        if self._hold is not None:
+            self._hold.atexit = False  # the lock ends with the process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (self.directory,)  # a copy of a result refers to the same files, and has no lock of its own
 
     @classmethod
     def create(cls, launch_id: str) -> LaunchFiles:
@@ -115,7 +191,8 @@ class LaunchFiles:
                     _log.warning("nblaunch: %s will not be pruned: its file system has no locks", directory)
                     return cls(directory, None)
                 if live is not None:
-                    return cls(directory, live)
+                    files = _in_use[directory] = cls(directory, live)
+                    return files
 
     def out(self, rank: int) -> Path:
         """What the rank and its children write to file descriptor 1."""
@@ -134,10 +211,21 @@ class LaunchFiles:
         return log_path(self.directory, rank, "error.json")
 
     def close(self) -> None:
-        """The launch is over: its directory may be pruned when its time comes."""
-        if self._live is not None:
-            _unlock(self._live)
-            self._live = None
+        """The launch is over: its directory may be pruned once nothing refers to this object."""
+        self.is_over = True
+        known = [files for reference in _in_use.valuerefs() if (files := reference()) is not None]
+        locks = [files._hold for files in known if files.is_over and files._hold is not None and files._hold.alive]
+        for release in locks[:-_MOST_LOCKED]:
+            release()
+
+
+def _again(directory: Path) -> LaunchFiles:
+    return _in_use.get(directory) or LaunchFiles(directory, None)
+
+
+def _release(live: int, owner: int) -> None:
+    if os.getpid() == owner:  # in a forked child the lock is still the parent's, and the number may be another file's
+        _unlock(live)
 
 
 def _lock(directory: Path) -> int | None:
@@ -148,7 +236,7 @@ def _lock(directory: Path) -> int | None:
     """
     path = directory / _LIVE
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
@@ -171,25 +259,35 @@ def _unlock(fd: int) -> None:
 
 
 def prune(keep: int = 50, most_bytes: int = 1 << 30) -> None:
-    """Remove the oldest launches' files, but never those of a launch that is live. What cannot be, stays.
+    """Remove the files of this user's oldest launches. What cannot be removed stays.
+
+    Never those of the newest launch, of one that is live, or of one that something in its kernel refers to.
 
     Args:
         keep: How many launches to keep.
-        most_bytes: How much they may take in all.
+        most_bytes: How much they may take in all, besides the newest and those that this process refers to.
     """
     root = state_root()
     names: list[str] = []
     with suppress(OSError), os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries if _OURS.fullmatch(entry.name) and _is_directory(entry))
+        names = sorted(entry.name for entry in entries if _OURS.fullmatch(entry.name) and _is_own(entry))
     total = 0
     for age, name in enumerate(reversed(names)):
-        total += _size(root / name)
+        directory = root / name
+        if age == 0 or directory in _in_use:
+            continue
+        total += _size(directory)
         if age >= keep or total > most_bytes:
-            _remove(root / name)
+            _remove(directory)
 
 
-def _is_directory(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir(follow_symlinks=False)
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    """Return True if this is a directory of this user's: others may share the root."""
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:  # another kernel prunes, too
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _size(directory: Path) -> int:
@@ -248,7 +346,7 @@ class _Follower:
         """From where to where the file has grown since the last call."""
         if self._fd is None:
             try:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
                 return 0, 0
         size = os.fstat(self._fd).st_size
@@ -331,15 +429,15 @@ class Spool(_Follower):
         self.malformed = 0
         self._rest = b""
 
-    def read(self) -> list[dict[str, Any]]:
-        """The records that have come whole since the last call."""
+    def read(self) -> Iterator[list[dict[str, Any]]]:
+        """The records that have come whole since the last call, block by block: a flood is not in memory at once."""
         start, end = self._appended()
-        *lines, self._rest = (self._rest + self._between(start, end)).split(b"\n")
-        if len(self._rest) > _LONGEST_RECORD:
-            lines.append(self._rest)
-            self._rest = b""
-        records = (self._record(line) for line in lines)
-        return [record for record in records if record is not None]
+        for at in range(start, end, _RECORDS_BLOCK):
+            *lines, self._rest = (self._rest + self._between(at, min(at + _RECORDS_BLOCK, end))).split(b"\n")
+            if len(self._rest) > _LONGEST_RECORD:
+                lines.append(self._rest)
+                self._rest = b""
+            yield [record for line in lines if (record := self._record(line)) is not None]
 
     def _record(self, line: bytes) -> dict[str, Any] | None:
         try:
@@ -371,14 +469,31 @@ def last_lines(path: Path, count: int = 20, most_bytes: int = 16384) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankLogs:
-    """The files that hold all that a rank and its children printed."""
+    """The files that hold all that a rank and its children printed. They stay while anything refers to this object."""
 
     out: Path
     err: Path
+    files: LaunchFiles | None = field(default=None, compare=False)
+    """Keeps them from being pruned."""
+    dropped: int = 0
+    """Bytes that Python code printed and that could not be written: the disk was full, or the log at its limit."""
 
     def text(self) -> str:
-        """All that was written to stdout; see ``err`` for the rest."""
-        return self.out.read_text(encoding="utf-8", errors="replace") if self.out.exists() else ""
+        """All that was written to stdout; see ``err`` for the rest.
+
+        Raises:
+            FileNotFoundError: The files were removed.
+        """
+        if self.out.exists():
+            return self.out.read_text(encoding="utf-8", errors="replace")
+        if not self.out.parent.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "the logs of this launch were removed, by hand or with those of old launches: copy the files that you "
+                "want to keep",
+                str(self.out.parent),
+            )
+        return ""  # the rank never started
 
     def __repr__(self) -> str:
         return f"RankLogs({str(self.out)!r}, {self.err.name!r})"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from nblaunch.drops import log_limit
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.patterns import compile_patterns
 from nblaunch.limits import usable_cpus
@@ -157,6 +158,7 @@ def make_plan(
     _check_backend(backend, device)
     extra = _extra_environment(env)
     threads = _threads(threads_per_rank, count, machine.cpus, {**machine.env, **extra})
+    log_limit({**machine.env, **extra})  # the ranks read it; a bad one is told here
     return Plan(
         world_size=count,
         device=device,

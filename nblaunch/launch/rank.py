@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 from nblaunch.channel import Channel
+from nblaunch.drops import Dropped
 from nblaunch.launch.logs import Spool, Tail
 from nblaunch.launch.patterns import PrintedMetrics
 from nblaunch.launch.verdict import RankEnd
@@ -39,7 +39,8 @@ class Rank:
     exited: RankExited | None = None
     result: list[int] = field(default_factory=list)
     """The descriptors of its result's parcel."""
-    records: list[dict[str, Any]] = field(default_factory=list)
+    dropped: Dropped = field(default_factory=Dropped)
+    """What it could not write."""
     shown: RankState | None = None
     """What the view was told last."""
 

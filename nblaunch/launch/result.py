@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
+from nblaunch.drops import Dropped
 from nblaunch.launch.logs import RankLogs
+from nblaunch.launch.reports import Report, ReportColumns
 from nblaunch.parcel import Parcel
 from nblaunch.segments import in_words
 
@@ -20,52 +23,37 @@ _MOST_SHOWN = 6
 """Metrics in a repr."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """One call of ``nblaunch.report`` in a rank."""
-
-    rank: int
-    time: float
-    """Seconds since the epoch."""
-    step: int | None
-    values: Mapping[str, float]
-
-
 class Metrics(Sequence[Report]):
-    """Every report of a launch, in the order of time."""
+    """Every report of a launch, in the order of time.
 
-    def __init__(self, reports: Sequence[Report]) -> None:
-        self._reports = sorted(reports, key=lambda report: report.time)
+    Attributes:
+        dropped: How many are missing, as the disk of the logs was full.
+    """
 
-    @classmethod
-    def of(cls, records: Mapping[int, Sequence[Mapping[str, Any]]]) -> Metrics:
-        """From each rank's spooled records."""
-        return cls(
-            [
-                Report(rank, record["time"], record["step"], record["metrics"])
-                for rank, spooled in records.items()
-                for record in spooled
-            ]
-        )
+    def __init__(self, reports: Sequence[Report], dropped: int = 0) -> None:
+        self.dropped = dropped
+        self._reports = reports if isinstance(reports, ReportColumns) else ReportColumns(reports)
+        self._order = self._reports.by_time
 
     @overload
     def __getitem__(self, index: int) -> Report: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Report]: ...
     def __getitem__(self, index: int | slice) -> Report | Sequence[Report]:
-        return self._reports[index]
+        if isinstance(index, slice):
+            return [self._reports[at] for at in self._order[index]]
+        return self._reports[self._order[index]]
+
+    def __iter__(self) -> Iterator[Report]:
+        return map(self._reports.__getitem__, self._order)
 
     def __len__(self) -> int:
-        return len(self._reports)
+        return len(self._order)
 
     @property
     def last(self) -> dict[str, float]:
         """The latest value of each metric: of the lowest rank that reported it."""
-        values: dict[str, float] = {}
-        by_rank = sorted(self._reports, key=lambda report: -report.rank)  # stable: within a rank, by time
-        for report in by_rank:
-            values.update(report.values)
-        return values
+        return self._reports.last
 
     def to_pandas(self) -> pandas.DataFrame:
         """A DataFrame with columns rank, time, step and one per metric; a row per report.
@@ -78,12 +66,18 @@ class Metrics(Sequence[Report]):
         import pandas
 
         fixed = ("rank", "time", "step")
-        rows = [
-            {"rank": r.rank, "time": r.time, "step": r.step}
-            | {f"reported_{name}" if name in fixed else name: value for name, value in r.values.items()}
-            for r in self._reports
-        ]
-        return pandas.DataFrame(rows, columns=None if rows else fixed)
+        columns: dict[str, list[float | None]] = {name: [] for name in fixed}
+        for number, report in enumerate(self):
+            columns["rank"].append(report.rank)
+            columns["time"].append(report.time)
+            columns["step"].append(report.step)
+            for name, value in report.values.items():
+                column = columns.setdefault(f"reported_{name}" if name in fixed else name, [])
+                column += [math.nan] * (number - len(column))
+                column.append(value)
+        for column in columns.values():
+            column += [math.nan] * (len(self) - len(column))
+        return pandas.DataFrame(columns)
 
     def __repr__(self) -> str:
         return f"Metrics({len(self)} report{'' if len(self) == 1 else 's'}{_values(self.last, ': ')})"
@@ -176,7 +170,9 @@ class LaunchResult(Sequence[Any]):
 
     def __repr__(self) -> str:
         count = f"{len(self)} rank{'' if len(self) == 1 else 's'}"
-        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{_values(self.metrics.last, ', ')}>"
+        dropped = Dropped(sum(rank.dropped for rank in self.logs), self.metrics.dropped)
+        lost = f"; {dropped.amount} dropped" if dropped else ""
+        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{_values(self.metrics.last, ', ')}{lost}>"
 
 
 def _values(values: Mapping[str, float], lead: str) -> str:

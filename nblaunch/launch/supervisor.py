@@ -178,6 +178,7 @@ class Attempt:
         opened.callback(shutil.rmtree, self.scratch, ignore_errors=True)
 
     def _start_all(self, port: int) -> None:
+        self.reading.count_drops(self.scratch, self.plan.world_size)
         try:
             for rank in range(self.plan.world_size):
                 self._start(rank, port)
@@ -450,6 +451,7 @@ class Attempt:
         self._tell_states()
         self.reading.look()
         self.reading.search_the_rest()
+        self.reading.tell_what_was_dropped()
         if self.stuck:
             self.view.note(
                 f"processes {', '.join(map(str, self.stuck))} survived SIGKILL: they wait in the operating system"
@@ -457,6 +459,7 @@ class Attempt:
 
     def _close(self) -> None:
         self.stacks.close()
+        self.reading.close()
         for rank in self.ranks:
             rank.close()
         self.control.close()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from nblaunch.launch.logs import Piece
+from nblaunch.launch.logs import LaunchFiles, Piece
 
 Stream = Literal["out", "err"]
 State = Literal["finished", "failed", "stopped"]
@@ -33,6 +33,8 @@ class LaunchInfo:
     """0, or which restart this is."""
     env: Mapping[str, str] = field(default_factory=dict)
     """The environment of the ranks."""
+    files: LaunchFiles | None = field(default=None, compare=False)
+    """Keeps the logs from being pruned."""
 
 
 class Controls(Protocol):

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nblaunch.launch.logs import LaunchFiles
 from nblaunch.launch.resources import Sampler
 from nblaunch.launch.view import Controls, LaunchInfo, LogPiece, NullView, Outcome, RankStatus, Stream
 from nblaunch.notebook.display import CellDisplay
@@ -68,6 +69,8 @@ class PanelView(NullView):
         """Held while the state or what is displayed changes; never while something is waited for."""
         self._state = PanelState(0)
         self._info: LaunchInfo | None = None
+        self._files: list[LaunchFiles | None] = []
+        """Those of every attempt, which the page may ask for."""
         self._controls: Controls | None = None
         self._blocking = False
         self._begun = time.monotonic()
@@ -94,6 +97,7 @@ class PanelView(NullView):
             if self._info is None:
                 self._state = PanelState(info.world_size)
             self._info = info
+            self._files.append(info.files)
             self._state.started(info)
             self._send_in_background()
 

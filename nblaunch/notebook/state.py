@@ -7,6 +7,7 @@ Pure: plain values, and no thread, widget or clock. The names of the parts are t
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -34,18 +35,26 @@ class Series:
     """One metric of one rank: points (x, y), thinned once there are too many."""
 
     def __init__(self) -> None:
-        self.points: list[Point] = []
+        self._xs = array("d")
+        self._ys = array("d")
         self.count = 0
         self.unsent: list[Point] = []
+
+    @property
+    def points(self) -> list[Point]:
+        """What is kept, in the order in which it came."""
+        return list(zip(self._xs, self._ys, strict=True))
 
     def add(self, x: float | None, y: float) -> None:
         """One more point; without x it is the number of the report."""
         point = (float(self.count) if x is None else x, y)
-        self.points.append(point)
+        self._xs.append(point[0])
+        self._ys.append(point[1])
         self.unsent.append(point)
         self.count += 1
-        if len(self.points) > _MOST_POINTS:
-            self.points = thinned(self.points, _MOST_POINTS // 2)
+        if len(self._xs) > _MOST_POINTS:
+            kept = thinned(self.points, _MOST_POINTS // 2)
+            self._xs, self._ys = array("d", [x for x, _ in kept]), array("d", [y for _, y in kept])
         if len(self.unsent) > _MOST_POINTS:
             self.unsent = thinned(self.unsent, _MOST_POINTS // 2)
 

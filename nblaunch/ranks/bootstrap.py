@@ -97,7 +97,7 @@ def spawned(fd: int) -> NoReturn:
     if first is None or not isinstance(first[0], StartRank):
         os._exit(1)
     spec = first[0].spec
-    environment.open_streams()
+    environment.open_streams(spec)
     stacks.answer(spec)  # before torch is imported: that can take long
     environment.apply_interpreter(spec)
     with contextlib.suppress(ImportError):  # the function may not need torch; _serve says so if the launch does
@@ -109,7 +109,7 @@ def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload) -> NoRetu
     code = 1
     try:
         environment.redirect(spec)
-        environment.open_streams()
+        environment.open_streams(spec)
         stacks.answer(spec)
         environment.apply_spec(spec)
         process_group.install()
@@ -128,9 +128,7 @@ def _from_parcel(fds: list[int]) -> Payload:
 def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     """Run tasks until no more can come; the exit status."""
     faulthandler.enable(file=2)
-    spool = os.open(
-        f"{spec.log_dir}/rank{spec.rank}.spool", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600
-    )
+    spool = system.open_log(f"{spec.log_dir}/rank{spec.rank}.spool")
     voice = _Voice(channel, spec.rank)
     latest = imports.latest()
     code = 0
@@ -139,7 +137,8 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
         if isinstance(task, Task):
             if task.acknowledge:
                 voice.say(Taken(spec.rank))
-            enter(Context(spec.rank, spec.local_rank, spec.world_size, task.world.device, spool, spec.log_dir))
+            place = (spec.rank, spec.local_rank, spec.world_size)
+            enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops))
             code = _run(spec, task, functools.partial(load, fds), voice)
     _await_threads()
     voice.say(Leaving(spec.rank, _imported_since(latest) if spec.learns else ()))

@@ -13,6 +13,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from nblaunch.drops import NO_ROOM, Counter, Kind, log_limit
 from nblaunch.messages import RankSpec, Settings, WarningFilter
 from nblaunch.ranks import imports, system
 from nblaunch.ranks.reaper import open_log
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 _pools: ThreadpoolController | None = None
 _streams: dict[str, io.TextIOWrapper] = {}
+drops: Counter | None = None
+"""Counts what this rank's logs have no room for; None in a process that is no rank."""
+_most_bytes: int | None = None
+"""Where each log ends, if it is to."""
 
 
 def find_pools() -> None:
@@ -40,25 +45,61 @@ def redirect(spec: RankSpec) -> None:
         os.dup2(err.fileno(), 2)
 
 
-def open_streams() -> None:
+class _Log(io.FileIO):
+    """Fd 1 or 2, as Python code writes to it. In a rank, what there is no room for is dropped and counted.
+
+    C code and subprocesses write to the same file without it: they get the error of the system.
+    """
+
+    def __init__(self, fd: int, kind: Kind) -> None:
+        super().__init__(fd, "wb", closefd=False)
+        self._kind = kind
+        self._is_full = False
+
+    def write(self, data: Any, /) -> Any:
+        size = memoryview(data).nbytes
+        if _most_bytes is not None:
+            # A log that has reached its limit stays as it is: what is shorter would fit, and leave a hole before it.
+            self._is_full = self._is_full or os.fstat(self.fileno()).st_size + size > _most_bytes
+        if self._is_full:
+            return self._drop(size, 0)
+        try:
+            return super().write(data)
+        except OSError as error:
+            if drops is None or error.errno not in NO_ROOM:
+                raise
+            return self._drop(size, error.errno)
+
+    def _drop(self, size: int, reason: int) -> int:
+        if drops is not None:
+            drops.add(self._kind, size, reason)
+        return size
+
+
+def open_streams(spec: RankSpec | None = None) -> None:
     """Put text streams over fds 0, 1 and 2: whole lines at a time, whatever bytes they hold.
 
     Those of the fork server are its ranks' too: what it has imported may hold them.
+
+    Args:
+        spec: The rank that this process is. Default: none.
     """
-    global _streams
+    global _streams, drops, _most_bytes
+    if spec is not None:
+        drops, _most_bytes = Counter(spec.scratch, spec.rank), log_limit(spec.env)
     _streams = _streams or {
         "stdin": io.TextIOWrapper(io.FileIO(0, closefd=False)),
-        "stdout": _stream(1),
-        "stderr": _stream(2),
+        "stdout": _stream(1, "out"),
+        "stderr": _stream(2, "err"),
     }
     for name, stream in _streams.items():
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
 
-def _stream(fd: int) -> io.TextIOWrapper:
-    raw = io.FileIO(fd, "wb", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True)
+def _stream(fd: int, kind: Kind) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(_Log(fd, kind))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def apply_spec(spec: RankSpec) -> None:

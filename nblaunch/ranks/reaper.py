@@ -315,5 +315,4 @@ def _has_children() -> bool:
 
 def open_log(spec: RankSpec, stream: str) -> BinaryIO:
     """The file that is a rank's fd 1 (``out``) or 2 (``err``): appended to, so that all its children may write."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    return open(os.open(f"{spec.log_dir}/rank{spec.rank}.{stream}", flags, 0o600), "wb", buffering=0)
+    return open(system.open_log(f"{spec.log_dir}/rank{spec.rank}.{stream}"), "wb", buffering=0)

@@ -6,6 +6,7 @@ DataLoader worker may report too, and nothing is lost when a rank is killed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, SupportsFloat, TypeVar
 
-from nblaunch.errors import warn
+from nblaunch.drops import Counter
 
 T = TypeVar("T")
 _PROGRESS_EVERY = 0.1
@@ -31,12 +32,13 @@ class Context:
     spool: int
     """The descriptor of the spool file."""
     log_dir: str
+    drops: Counter | None = None
+    """Counts the reports that the disk has no room for."""
 
 
 _current: Context | None = None
 _is_torn = False
 """The last record could not be written whole."""
-_has_warned = False
 
 
 def current() -> Context | None:
@@ -134,11 +136,13 @@ def _whole(name: str, value: Any) -> int:
 
 def _spool(context: Context, record: dict[str, Any]) -> None:
     """Append a record; a disk that is full costs the records, and not the training."""
-    global _is_torn, _has_warned
+    global _is_torn
     line = b"\n" * _is_torn + json.dumps(record).encode() + b"\n"
+    reason = 0
     try:
         _is_torn = os.write(context.spool, line) < len(line)
+        reason = errno.ENOSPC * _is_torn
     except OSError as error:
-        if not _has_warned:
-            _has_warned = True
-            warn(f"rank {context.rank} cannot report to the notebook, and goes on: {error}. Logs: {context.log_dir}")
+        reason = error.errno or errno.EIO
+    if reason and context.drops is not None and "metrics" in record:  # the next bar tells what a lost one did
+        context.drops.add("reports", 1, reason)

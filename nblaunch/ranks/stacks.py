@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from nblaunch.messages import RankSpec
+from nblaunch.ranks import system
 
 _SIGNAL: int = getattr(signal, "SIGINFO", 0) or signal.SIGRTMIN + 13
 """Not SIGUSR1 or SIGUSR2: Slurm, Lightning and torch's elastic agent use those. The ends of the real-time signals
@@ -44,7 +45,7 @@ def answer(spec: RankSpec) -> None:
     path = f"{spec.log_dir}/rank{spec.rank}.stacks"
     pipe = f"{spec.scratch}/rank{spec.rank}.ask"
     with contextlib.suppress(OSError, RuntimeError):  # a rank that cannot be asked runs all the same
-        dumps = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        dumps = system.open_log(f"{path}.new")
         faulthandler.register(_SIGNAL, file=dumps, all_threads=True, chain=False)
         os.mkfifo(pipe, 0o600)
         questions = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # to write as well: else each asker's close would be an end
@@ -60,7 +61,8 @@ def _answer_questions(questions: int, dumps: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)  # they are the main thread's
     with contextlib.suppress(OSError):  # user code has closed what it did not open
         while os.read(questions, 1024):
-            os.write(dumps, dump().encode("ascii", "backslashreplace"))
+            with contextlib.suppress(OSError):  # the disk is full: the next answer may find room
+                os.write(dumps, dump().encode("ascii", "backslashreplace"))
 
 
 def dump() -> str:

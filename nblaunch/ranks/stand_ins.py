@@ -49,8 +49,12 @@ def save_figure(figure: Any) -> None:
     if context is None:
         return
     path = f"{context.log_dir}/rank{context.rank}-figure{next(_figures)}.png"
-    figure.savefig(path)
-    _say(f"figure saved: {path}")
+    try:
+        figure.savefig(path)
+    except OSError as error:  # a full disk costs the picture, and not the training
+        _say(f"figure not saved: {error}")
+    else:
+        _say(f"figure saved: {path}")
 
 
 def _say(text: str) -> None:

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from nblaunch.drops import NO_ROOM
+
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -181,6 +183,20 @@ def close_all_but(keep: Collection[int]) -> None:
                 os.fstat(fd)
                 os.dup2(null, fd, inheritable=False)
     os.close(null)
+
+
+def open_log(path: str) -> int:
+    """A descriptor that appends to this file, which is made if need be; never to what a link names.
+
+    Where there is no room for the file it is a device that is full: writing fails there as it would on the disk.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        return os.open("/dev/full" if LINUX else os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def kill(pid: int, signum: int, group: bool = False) -> bool:

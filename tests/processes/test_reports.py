@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import math
 import multiprocessing
 import os
+import re
+import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import nblaunch
-from nblaunch.launch.result import Report
+from nblaunch.launch.reports import Report
 from tests.processes.conftest import Launcher
 
 FLOOD = 5_000_000
@@ -119,6 +124,43 @@ def print_then_vanish(rank: int) -> None:
     print("a whole line")
     if rank == 1:
         os._exit(1)
+
+
+def print_on_a_full_disk(rank: int) -> str:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    for _ in range(100):
+        print("x" * 99)
+    child = multiprocessing.get_context("fork").Process(target=print, args=("y" * 99,), kwargs={"flush": True})
+    child.start()
+    child.join()
+    print("z" * 100, end="")  # what is left for the end
+    return f"trained, and its child left with {child.exitcode}"
+
+
+def fill_the_disk(rank: int) -> int:
+    """Files end at 8 KB: as on a full disk, and by the same path in the system."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    for step in range(1000):
+        print("x" * 99)
+        nblaunch.report(step=step, loss=0.0)
+    libc = ctypes.CDLL(None)
+    libc.puts(b"from C")
+    libc.fflush(None)
+    child = subprocess.run("head -c 10000 /dev/zero", shell=True, check=False)
+    print("to stderr", file=sys.stderr)
+    faulthandler.dump_traceback(all_threads=True)
+    return child.returncode
+
+
+def log_two_gigabytes(fail: bool = False) -> None:
+    os.ftruncate(1, 2 << 30)  # a hole: it takes no room
+    if fail:
+        raise ValueError("after all that")
+
+
+def print_much(rank: int) -> None:
+    for _ in range(100):
+        print("x" * 99)
 
 
 # ------------------------------------------------------------------ reports
@@ -271,3 +313,61 @@ def test_reports_before_a_failure_are_shown(launch: Launcher, capsys: pytest.Cap
     with pytest.raises(ValueError, match=r"^after the report$"):
         launch(report_and_die, view="text")
     assert "[rank 1] step 1: loss 1" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ logs that are kept
+def wait_for_pruning() -> None:
+    """A launch removes old logs when its result is there already."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(f"nblaunch-{os.getpid()}-"):
+            thread.join()
+
+
+def test_logs_of_any_size_are_kept_while_something_refers_to_them(launch: Launcher) -> None:
+    small = launch(print_without_newline)
+    large = launch(log_two_gigabytes)
+    wait_for_pruning()
+    with pytest.raises(ValueError, match=r"^after all that$") as caught:
+        launch(log_two_gigabytes, (True,))
+    wait_for_pruning()
+    launch(print_without_newline)
+    wait_for_pruning()
+    assert small.logs[1].text() == "no newline"
+    assert large.logs[1].out.stat().st_size == 2 << 30
+    logs = Path(caught.value._render_traceback_()[-1].removeprefix("Logs: "))  # type: ignore[attr-defined]  # IPython's
+    assert (logs / "rank1.out").stat().st_size == 2 << 30
+
+
+# ------------------------------------------------------------------ logs that cannot be written
+def test_what_a_full_disk_has_no_room_for_is_dropped_and_counted(
+    launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = launch(print_on_a_full_disk, view="text")
+    assert list(result) == ["trained, and its child left with 0"] * 2
+    assert [log.dropped for log in result.logs] == [100 * 100 + 100 + 100] * 2
+    shown = capsys.readouterr().out
+    assert re.search(r"nblaunch: rank [01] cannot write its logs \(No space left on device\)", shown)
+    assert "nblaunch: rank 1 lost 10 KB of output (No space left on device)" in shown
+    assert repr(result).endswith(" s; 20 KB of output dropped>")
+
+
+def test_training_goes_on_where_no_file_can_grow(launch: Launcher) -> None:
+    result = launch(fill_the_disk)
+    assert all(result)  # the child could not write; its rank went on
+    for rank, log in enumerate(result.logs):
+        assert log.out.stat().st_size == 8192
+        assert log.out.stat().st_size + log.dropped == 1000 * 100
+        assert "to stderr\n" in log.err.read_text()
+        steps = [report.step for report in result.metrics if report.rank == rank]
+        assert steps == list(range(len(steps)))
+    assert 0 < len(result.metrics) == 2000 - result.metrics.dropped
+
+
+def test_a_log_ends_at_its_limit(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    result = launch(print_much, env={"NBLAUNCH_MAX_LOG_BYTES": "1050"}, view="text")
+    for log in result.logs:
+        assert log.text() == ("x" * 99 + "\n") * 10
+        assert log.dropped == 90 * 100
+    shown = capsys.readouterr().out
+    assert re.search(r"nblaunch: rank [01] has reached NBLAUNCH_MAX_LOG_BYTES", shown)
+    assert "nblaunch: rank 1 lost 9 KB of output (NBLAUNCH_MAX_LOG_BYTES)" in shown

@@ -23,6 +23,7 @@ SHARED = tuple(
         "arrays",
         "calls",
         "channel",
+        "drops",
         "errors",
         "installed",
         "limits",

@@ -7,10 +7,12 @@ import fcntl
 import json
 import logging
 import os
+import pickle
 import shutil
 import stat
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,19 @@ from hypothesis import strategies as st
 
 from nblaunch.errors import StartError
 from nblaunch.launch import logs
-from nblaunch.launch.logs import LaunchFiles, Piece, RankLogs, Spool, Tail, last_lines, prune, state_root
+from nblaunch.launch.logs import (
+    LaunchFiles,
+    Piece,
+    RankLogs,
+    Spool,
+    Tail,
+    is_shared,
+    last_lines,
+    objection,
+    prune,
+    state_root,
+)
+from nblaunch.ranks import system
 
 
 @pytest.fixture
@@ -56,6 +70,18 @@ def past_launches(count: int, size: int = 0) -> list[Path]:
         files.close()
         made.append(files.directory)
     return made
+
+
+def descriptor_of(files: LaunchFiles) -> int:
+    """The descriptor of a launch's lock."""
+    held = None if files._hold is None else files._hold.peek()
+    assert held is not None
+    return int(held[2][0])
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process knows no more of its launches than another kernel does."""
+    monkeypatch.setattr(logs, "_in_use", weakref.WeakValueDictionary())
 
 
 # ------------------------------------------------------------------ directories
@@ -105,8 +131,141 @@ def test_a_temporary_root_that_others_may_have_made_is_refused(tmp_path: Path, k
     else:
         root.mkdir()
         root.chmod(0o777)
-    with pytest.raises(StartError, match=r"it is not this user's alone.*: set NBLAUNCH_STATE_DIR to a directory of"):
+    said = "it is not a directory" if kind == "a link" else r"other users can write to it \(mode 0777; `chmod go-w`"
+    with pytest.raises(StartError, match=rf"{said}.*: set NBLAUNCH_STATE_DIR to a directory of"):
         state_root()
+
+
+# ------------------------------------------------------------------ other users
+OURS, THEIRS = 1000, 1001
+
+
+def status(mode: int, user: int = OURS, group: int = OURS) -> os.stat_result:
+    return os.stat_result((mode, 0, 0, 1, user, group, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (status(stat.S_IFDIR | 0o700), ""),
+        (status(stat.S_IFDIR | 0o755), ""),
+        (status(stat.S_IFDIR | 0o755, user=0), ""),
+        (status(stat.S_IFDIR | 0o700, user=THEIRS), "it belongs to another user (uid 1001)"),
+        (status(stat.S_IFDIR | 0o1777, user=THEIRS), "it belongs to another user (uid 1001)"),
+        (status(stat.S_IFDIR | 0o777), "other users can write to it (mode 0777;"),
+        (status(stat.S_IFDIR | 0o777, user=0), "other users can write to it (mode 0777;"),
+        (status(stat.S_IFDIR | 0o770, group=50), "other users can write to it (mode 0770;"),
+        (status(stat.S_IFDIR | 0o770), ""),
+        (status(stat.S_IFLNK | 0o777), "it is not a directory"),
+        (status(stat.S_IFREG | 0o600), "it is not a directory"),
+    ],
+)
+def test_a_directory_that_another_user_can_change_is_objected_to(found: os.stat_result, said: str) -> None:
+    problem = objection(found, OURS, own_group=OURS)
+    assert problem.startswith(said)
+    assert bool(problem) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("found", "shared"),
+    [
+        (status(stat.S_IFDIR | 0o1777, user=0), True),
+        (status(stat.S_IFDIR | 0o1777), True),
+        (status(stat.S_IFDIR | 0o1777, user=THEIRS), False),  # its owner can remove what is ours
+        (status(stat.S_IFDIR | 0o777, user=0), False),
+        (status(stat.S_IFDIR | 0o1700), False),
+    ],
+)
+def test_a_directory_is_shared_where_nobody_can_touch_anothers_files(found: os.stat_result, shared: bool) -> None:
+    assert is_shared(found, OURS) == shared
+
+
+def be_somebody_else(monkeypatch: pytest.MonkeyPatch, *paths: Path) -> None:
+    """From here on these are another user's: really, where root runs the tests."""
+    if os.getuid() == 0:
+        for path in paths:
+            os.chown(path, 65534, 65534, follow_symlinks=False)
+    else:
+        user = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: user + 1)
+
+
+def test_a_root_of_another_user_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_somebody_else(monkeypatch, root)
+    with pytest.raises(StartError, match=r"it belongs to another user \(uid \d+\).*: set NBLAUNCH_STATE_DIR to a dir"):
+        state_root()
+    with pytest.raises(StartError, match="it belongs to another user"):
+        LaunchFiles.create("abc")
+    assert list(root.iterdir()) == []
+
+
+def test_a_link_of_another_user_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(link))
+    assert state_root() == link  # our own may lead to another disk
+    be_somebody_else(monkeypatch, link)
+    with pytest.raises(StartError, match="it belongs to another user"):
+        state_root()
+
+
+def test_a_root_that_others_can_write_to_is_refused_until_it_is_ours_alone(root: Path) -> None:
+    root.chmod(0o777)
+    with pytest.raises(StartError, match=r"other users can write to it \(mode 0777; `chmod go-w`"):
+        state_root()
+    root.chmod(0o755)
+    assert state_root() == root
+
+
+def test_in_a_root_that_all_users_share_each_has_a_directory_of_their_own(root: Path) -> None:
+    root.chmod(0o1777)
+    own = root / f"nblaunch-{os.getuid()}"
+    assert state_root() == own
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    made = past_launches(3)
+    prune(keep=1)
+    assert sorted(own.iterdir()) == made[2:]
+    own.rename(root / "away")
+    own.symlink_to(root / "away")
+    with pytest.raises(StartError, match="it is not a directory"):
+        state_root()
+
+
+def test_the_launches_of_other_users_are_not_counted_and_not_touched(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = past_launches(3, size=1000)
+    be_somebody_else(monkeypatch, *theirs)
+    prune(keep=0, most_bytes=500)
+    assert sorted(root.iterdir()) == theirs
+
+
+def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "rank0.out").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        system.open_log(str(tmp_path / "rank0.out"))
+    (tmp_path / "live").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        logs._lock(tmp_path)
+
+
+def test_a_log_that_there_is_no_room_for_is_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file = os.open
+
+    def no_room(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", no_room)
+    log = system.open_log(str(tmp_path / "rank0.out"))
+    with pytest.raises(OSError, match="No space left on device"):
+        os.write(log, b"x")
+    os.close(log)
+
+
+# ------------------------------------------------------------------ directories
 
 
 def test_a_state_root_of_the_users_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +307,7 @@ def test_a_launch_has_a_directory_of_its_own(root: Path) -> None:
         assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
         names = [files.out(1).name, files.err(1).name, files.spool(1).name]
         assert names == ["rank1.out", "rank1.err", "rank1.spool"]
-        assert files._live is not None
-        assert not os.get_inheritable(files._live)
+        assert not os.get_inheritable(descriptor_of(files))
     finally:
         files.close()
         files.close()
@@ -218,8 +376,8 @@ def test_the_oldest_launches_are_pruned(root: Path) -> None:
 
 def test_launches_are_pruned_by_size(root: Path) -> None:
     made = past_launches(5, size=1000)
-    prune(most_bytes=2500)
-    assert sorted(root.iterdir()) == made[3:]
+    prune(most_bytes=2500)  # besides the newest
+    assert sorted(root.iterdir()) == made[2:]
 
 
 def test_a_live_launch_is_not_pruned(root: Path) -> None:
@@ -229,8 +387,90 @@ def test_a_live_launch_is_not_pruned(root: Path) -> None:
     prune(keep=1, most_bytes=500)
     assert sorted(root.iterdir()) == [live.directory, made[1]]
     live.close()
+    del live
     prune(keep=1)
     assert sorted(root.iterdir()) == [made[1]]
+
+
+def test_the_newest_launch_is_not_pruned_however_large(root: Path) -> None:
+    *_, earlier, newest = past_launches(3, size=1000)
+    prune(most_bytes=500)
+    assert sorted(root.iterdir()) == [newest]
+    small = past_launches(1)[0]
+    prune(keep=2, most_bytes=1000)
+    assert sorted(root.iterdir()) == [newest, small]
+    assert not earlier.exists()
+
+
+def test_a_large_newest_launch_does_not_cost_the_earlier_ones_their_logs(root: Path) -> None:
+    made = past_launches(3, size=100)
+    made += past_launches(1, size=5000)
+    prune(most_bytes=1000)
+    assert sorted(root.iterdir()) == made
+
+
+@pytest.mark.parametrize("is_another_kernel", [False, True])
+def test_what_something_refers_to_is_not_pruned(
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_another_kernel: bool
+) -> None:
+    files = LaunchFiles.create("abc")
+    append(files.out(0), b"x" * 1000)
+    files.close()
+    directory, rank = files.directory, RankLogs(files.out(0), files.err(0), files)
+    past_launches(3)
+    del files
+    if is_another_kernel:
+        forget(monkeypatch)
+    prune(keep=1, most_bytes=500)
+    assert rank.text() == "x" * 1000
+    del rank
+    prune(keep=1)
+    assert not directory.exists()
+
+
+def test_a_copy_of_what_refers_to_logs_keeps_them_too(root: Path) -> None:
+    files = LaunchFiles.create("abc")
+    append(files.out(0), b"x")
+    files.close()
+    rank = pickle.loads(pickle.dumps(RankLogs(files.out(0), files.err(0), files)))
+    del files
+    past_launches(2)
+    prune(keep=1)
+    assert rank.text() == "x"
+
+
+def test_launches_that_are_referred_to_take_a_bounded_number_of_descriptors(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_MOST_LOCKED", 3)
+    running = LaunchFiles.create("running")
+    kept = [LaunchFiles.create(f"id{number}") for number in range(10)]
+    for files in kept:
+        files.close()
+    prune(keep=1)
+    assert len(list(root.iterdir())) == 11  # in this kernel none is lost
+    forget(monkeypatch)
+    prune(keep=1)
+    assert sorted(root.iterdir()) == [running.directory, *(files.directory for files in kept[-3:])]
+
+
+def test_a_forked_child_does_not_give_up_the_lock_of_its_parent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = LaunchFiles.create("abc")
+    logs._release(descriptor_of(files), owner=os.getpid() + 1)
+    files.close()
+    past_launches(1)
+    forget(monkeypatch)
+    prune(keep=1)
+    assert files.directory.exists()
+
+
+def test_logs_that_were_removed_are_not_taken_for_empty_ones(root: Path) -> None:
+    directory = past_launches(1)[0]
+    rank = RankLogs(directory / "rank7.out", directory / "rank7.err")
+    assert rank.text() == ""
+    shutil.rmtree(directory)
+    with pytest.raises(FileNotFoundError, match="the logs of this launch were removed"):
+        rank.text()
 
 
 def test_the_size_of_a_live_launch_is_not_remembered(root: Path) -> None:
@@ -238,31 +478,34 @@ def test_the_size_of_a_live_launch_is_not_remembered(root: Path) -> None:
     prune()
     append(live.out(0), b"x" * 1000)
     live.close()
+    del live
+    newest = past_launches(1)[0]
     prune(most_bytes=500)
-    assert list(root.iterdir()) == []
+    assert list(root.iterdir()) == [newest]
 
 
 def test_a_copy_of_the_lock_in_a_forked_process_keeps_nothing_alive(root: Path) -> None:
     files = LaunchFiles.create("abc")
-    assert files._live is not None
-    copy = os.dup(files._live)
+    directory, copy = files.directory, os.dup(descriptor_of(files))
     files.close()
+    del files
+    past_launches(1)
     prune(keep=0)
     os.close(copy)
-    assert not files.directory.exists()
+    assert not directory.exists()
 
 
 def test_what_is_not_ours_stays(root: Path, tmp_path: Path) -> None:
-    ours = past_launches(1)[0]
+    ours, newest = past_launches(2)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (root / "notes.txt").write_text("mine")
     (root / "20240101-photos").mkdir()
     (root / "20240101T000000000000Z-file").write_text("not a directory")
     (root / "20240101T000000000000Z-link").symlink_to(elsewhere)
-    foreign = sorted(path for path in root.iterdir() if path != ours)
+    foreign = sorted(path for path in root.iterdir() if path not in (ours, newest))
     prune(keep=0)
-    assert sorted(root.iterdir()) == foreign
+    assert sorted(root.iterdir()) == sorted([*foreign, newest])
     assert elsewhere.exists()
 
 
@@ -383,15 +626,30 @@ def test_a_tail_gives_the_ends_and_counts_the_middle(
 
 
 # ------------------------------------------------------------------ spools
+def all_of(spool: Spool) -> list[dict[str, Any]]:
+    return [record for records in spool.read() for record in records]
+
+
 def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
     path = tmp_path / "rank0.spool"
     spool = Spool(path)
-    assert spool.read() == []
+    assert all_of(spool) == []
     append(path, b'{"step": 1}\n{"step"')
-    assert spool.read() == [{"step": 1}]
+    assert all_of(spool) == [{"step": 1}]
     append(path, b": 2}\n" + json.dumps({"metrics": {"loss": float("inf")}}).encode() + b"\n")
-    assert spool.read() == [{"step": 2}, {"metrics": {"loss": float("inf")}}]
-    assert spool.read() == []
+    assert all_of(spool) == [{"step": 2}, {"metrics": {"loss": float("inf")}}]
+    assert all_of(spool) == []
+    spool.close()
+
+
+def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "_RECORDS_BLOCK", 1000)
+    path = tmp_path / "rank0.spool"
+    append(path, b"".join(b'{"step": %d}\n' % step for step in range(1000)))
+    spool = Spool(path)
+    blocks = list(spool.read())
+    assert max(map(len, blocks)) < 100
+    assert [record["step"] for block in blocks for record in block] == list(range(1000))
     spool.close()
 
 
@@ -400,14 +658,14 @@ def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest
     append(path, b"not json\n[1]\n\xff\n" + b"[" * 100_000 + b'\n{"step": 1}\n')
     spool = Spool(path)
     with caplog.at_level(logging.WARNING):
-        assert spool.read() == [{"step": 1}]
+        assert all_of(spool) == [{"step": 1}]
     assert spool.malformed == 4
     assert "holds a line that is no report: b'not json'" in caplog.text
     append(path, b"x" * ((1 << 20) + 1))
-    assert spool.read() == []
+    assert all_of(spool) == []
     assert spool.malformed == 5
     append(path, b'\n{"step": 2}\n')
-    assert spool.read() == [{"step": 2}]
+    assert all_of(spool) == [{"step": 2}]
     spool.close()
 
 

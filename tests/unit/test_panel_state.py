@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,19 @@ def test_a_long_series_is_thinned_and_keeps_its_ends() -> None:
     assert xs[0] < 200
     assert xs[-1] == 100_000.0
     assert xs == sorted(xs)
+
+
+def test_a_series_that_was_sent_takes_little_memory() -> None:
+    tracemalloc.start()
+    try:
+        series = Series()
+        for step in range(20_000):
+            series.add(float(step), step / 3)
+        series.unsent = []
+        gc.collect()  # Python itself keeps freed tuples for reuse until then
+        assert tracemalloc.get_traced_memory()[0] < 50_000  # 2,000 points of 16 bytes, and some to grow
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("odd", [0, 1, 777, 9_998, 9_999])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import nblaunch
+from nblaunch.drops import Counter, Dropped, Table
 from nblaunch.ranks import report as reports
 from nblaunch.ranks.report import Context, current, enter
 
@@ -26,6 +28,7 @@ class Rank:
     def __init__(self, folder: Path) -> None:
         self.file = folder / "rank1.spool"
         self.spool = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.drops = Table(str(folder), ranks=2)
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.file.read_text().splitlines()]
@@ -33,12 +36,12 @@ class Rank:
 
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
-    monkeypatch.setattr(reports, "_has_warned", False)
     monkeypatch.setattr(reports, "_is_torn", False)
     here = Rank(tmp_path)
-    enter(Context(1, 1, 2, "cpu", here.spool, str(tmp_path)))
+    enter(Context(1, 1, 2, "cpu", here.spool, str(tmp_path), Counter(str(tmp_path), 1)))
     yield here
     enter(None)
+    here.drops.close()
     os.close(here.spool)
 
 
@@ -129,13 +132,20 @@ def limit_growth(rank: Rank) -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_the_reports_and_is_said_once(rank: Rank, limit_growth: Callable[[int], None]) -> None:
-    limit_growth(0)
-    with pytest.warns(UserWarning, match=r"^rank 1 cannot report to the notebook, and goes on: .*Logs: ") as said:
-        nblaunch.report(loss=0.5)
-    assert [warning.filename for warning in said] == [__file__]
-    nblaunch.report(loss=0.25)  # a second warning would be an error here
+def test_a_full_disk_costs_the_reports_which_are_counted(rank: Rank, tmp_path: Path) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    enter(Context(1, 1, 2, "cpu", full, str(tmp_path), Counter(str(tmp_path), 1)))
+    nblaunch.report(loss=0.5)  # a warning would be an error here
+    nblaunch.report(loss=0.25)
     assert list(nblaunch.progress([1, 2])) == [1, 2]
+    os.close(full)
+    assert rank.drops.read(1) == Dropped(reports=2, reason=errno.ENOSPC)
+    assert rank.drops.read(0) == Dropped()
+
+
+def test_reports_are_written_again_once_there_is_room(rank: Rank, limit_growth: Callable[[int], None]) -> None:
+    limit_growth(0)
+    nblaunch.report(loss=0.5)
     limit_growth(-1)
     nblaunch.report(loss=0.125)
     assert [record["metrics"] for record in rank.records()] == [{"loss": 0.125}]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nblaunch import LaunchResult
 from nblaunch.launch.logs import RankLogs
-from nblaunch.launch.result import Metrics, Report
+from nblaunch.launch.reports import Report, ReportColumns
+from nblaunch.launch.result import Metrics
 
 LOGS = [RankLogs(Path(f"/logs/rank{rank}.out"), Path(f"/logs/rank{rank}.err")) for rank in range(3)]
 REPORTS = [
@@ -80,12 +85,53 @@ def test_reports_of_the_same_moment_keep_the_order_of_their_rank() -> None:
     assert [report.step for report in Metrics(same)] == [0, 1, 2, 3, 4]
 
 
-def test_metrics_are_made_of_what_ranks_spooled() -> None:
-    spooled: dict[int, list[dict[str, Any]]] = {
-        1: [{"time": 2.0, "step": None, "metrics": {"loss": 0.5}}],
-        0: [{"time": 1.0, "step": 3, "metrics": {"loss": 0.7}}],
-    }
-    assert list(Metrics.of(spooled)) == [Report(0, 1.0, 3, {"loss": 0.7}), Report(1, 2.0, None, {"loss": 0.5})]
+@given(
+    st.lists(
+        st.builds(
+            Report,
+            st.integers(0, 3),
+            st.sampled_from([1.0, 2.0, 3.0]),
+            st.none() | st.integers() | st.sampled_from([-(2**63), 2**63 - 1, 2**63, 10**30]),
+            st.dictionaries(st.sampled_from(["loss", "accuracy", "lr"]), st.floats(allow_nan=False)),
+        )
+    )
+)
+def test_columns_give_back_every_report_as_it_was(reports: list[Report]) -> None:
+    assert list(ReportColumns(reports)) == reports
+    assert list(Metrics(reports)) == sorted(reports, key=lambda report: report.time)
+    assert Metrics(reports)[::-2] == list(Metrics(reports))[::-2]
+
+
+def test_a_value_that_is_no_number_is_kept_as_it_is() -> None:
+    assert math.isnan(Metrics([Report(0, 1.0, None, {"loss": math.nan})])[-1].values["loss"])
+    with pytest.raises(IndexError, match="out of range"):
+        Metrics(REPORTS)[4]
+
+
+def test_a_report_takes_few_bytes() -> None:
+    """So many reports took 950 bytes each as objects."""
+    columns = ReportColumns()
+    tracemalloc.start()
+    try:
+        for step in range(20_000):
+            columns.add(step % 2, float(step), step, {"loss": step / 3, "accuracy": step / 7})
+        metrics = Metrics(columns)
+        assert tracemalloc.get_traced_memory()[0] / len(metrics) < 60
+    finally:
+        tracemalloc.stop()
+
+
+def test_reports_that_come_out_of_order_take_few_bytes_more() -> None:
+    columns = ReportColumns()
+    for step in range(20_000):
+        columns.add(step % 2, float(-step), step, {"loss": step / 3})
+    tracemalloc.start()
+    try:
+        metrics = Metrics(columns)
+        assert metrics[0].step == 19_999
+        assert tracemalloc.get_traced_memory()[0] / len(metrics) < 6
+    finally:
+        tracemalloc.stop()
 
 
 def test_last_is_the_latest_value_of_the_lowest_rank_that_reported_it() -> None:

@@ -1,0 +1,100 @@
+"""The reports of a launch, in columns: a few dozen bytes for each, where objects of their own would take a thousand."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+_NO_STEP = -(1 << 63)
+"""Stands for a step that is None, and for one that does not fit into 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One call of ``nblaunch.report`` in a rank."""
+
+    rank: int
+    time: float
+    """Seconds since the epoch."""
+    step: int | None
+    values: Mapping[str, float]
+
+
+class ReportColumns(Sequence[Report]):
+    """Reports in the order in which they were added. A `Report` is made when it is asked for.
+
+    Reports that have the same metrics share a table of values: a row is the number of a report in its table.
+    """
+
+    def __init__(self, reports: Sequence[Report] = ()) -> None:
+        self._ranks = array("I")
+        self._times = array("d")
+        self._steps = array("q")
+        self._large_steps: dict[int, int] = {}
+        self._tables = array("I")
+        self._rows = array("I")
+        self._names: list[tuple[str, ...]] = []
+        """The metrics of each table."""
+        self._values: list[array[float]] = []
+        self._by_names: dict[tuple[str, ...], int] = {}
+        self._latest: dict[int, dict[str, tuple[float, float]]] = {}
+        for report in reports:
+            self.add(report.rank, report.time, report.step, report.values)
+
+    def add(self, rank: int, time: float, step: int | None, values: Mapping[str, float]) -> None:
+        """One more report."""
+        names = tuple(values)
+        table = self._by_names.get(names)
+        if table is None:
+            table = self._by_names[names] = len(self._names)
+            self._names.append(names)
+            self._values.append(array("d"))
+        column = self._values[table]
+        if step is not None and not _NO_STEP < step < -_NO_STEP:
+            self._large_steps[len(self)] = step
+            step = None
+        self._rows.append(len(column) // max(1, len(names)))
+        column.extend(values.values())
+        self._ranks.append(rank)
+        self._times.append(time)
+        self._steps.append(_NO_STEP if step is None else step)
+        self._tables.append(table)
+        latest = self._latest.setdefault(rank, {})
+        for name, value in values.items():
+            if name not in latest or latest[name][0] <= time:
+                latest[name] = time, value
+
+    @overload
+    def __getitem__(self, index: int) -> Report: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Report]: ...
+    def __getitem__(self, index: int | slice) -> Report | Sequence[Report]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        names = self._names[self._tables[at]]
+        begin = self._rows[at] * len(names)
+        values = self._values[self._tables[at]][begin : begin + len(names)]
+        step = self._steps[at] if self._steps[at] != _NO_STEP else self._large_steps.get(at)
+        return Report(self._ranks[at], self._times[at], step, dict(zip(names, values, strict=True)))
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def by_time(self) -> Sequence[int]:
+        """The numbers of the reports in the order of time; those of one moment in the order in which they came."""
+        times = self._times
+        if all(times[at - 1] <= times[at] for at in range(1, len(times))):
+            return range(len(times))
+        return array("I", sorted(range(len(times)), key=times.__getitem__))
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The latest value of each metric: of the lowest rank that reported it."""
+        values: dict[str, float] = {}
+        for rank in sorted(self._latest, reverse=True):
+            values.update((name, value) for name, (_, value) in self._latest[rank].items())
+        return values
