@@ -23,6 +23,7 @@ SHARED = tuple(
         "arrays",
         "calls",
         "channel",
+        "definitions",
         "errors",
         "installed",
         "limits",
