@@ -169,7 +169,7 @@ class _Nowhere:
     def descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         return pickle.PickleBuffer(b"")
 
-    def spread(self, array: object, address: int, size: int) -> pickle.PickleBuffer:
+    def spread(self, array: object, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
         return pickle.PickleBuffer(b"")
 
 

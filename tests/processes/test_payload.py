@@ -145,6 +145,11 @@ def try_to_change(tensor: torch.Tensor) -> tuple[str, int | None]:
     return "changed", None
 
 
+def views_of_large_ones(size: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    tensor, array = torch.arange(size), np.arange(size)
+    return tensor[3:6], tensor[5:8], array[3:6]
+
+
 # ------------------------------------------------------------------ in
 def test_each_rank_writes_to_a_copy_of_its_own(launch: Launcher) -> None:
     tensor, array = torch.zeros(MB), np.zeros(MB)
@@ -442,6 +447,14 @@ def test_a_result_that_cannot_be_sent_is_named_and_the_others_survive(
         launch(unsendable, kwargs={"folder": tmp_path})
     assert caught.value.rank == 1
     assert torch.equal(caught.value.results[0], torch.full((MB,), 5.0))  # type: ignore[arg-type]
+
+
+def test_a_returned_view_brings_what_it_sees(launch: Launcher) -> None:
+    for tensor, other, array in launch(views_of_large_ones, (4 * MB,)):
+        assert tensor.tolist() == array.tolist() == [3, 4, 5]
+        assert tensor.untyped_storage().nbytes() == 5 * tensor.element_size()
+        tensor[2] = -1
+        assert other.tolist() == [-1, 6, 7]
 
 
 # ------------------------------------------------------------------ nothing left (the fixture looks at descriptors too)
