@@ -158,6 +158,31 @@ def test_each_rank_writes_to_a_copy_of_its_own(launch: Launcher) -> None:
     assert float(tensor.sum()) == float(array.sum()) == 0
 
 
+def overwritten(array: Any, rank: int) -> tuple[int, int]:
+    """What an array held, and holds after this rank has written to it, if it may."""
+    before = int(array.sum())
+    if array.flags.writeable:
+        array[:] = rank
+        dist.barrier()  # every rank has written by now
+    return before, int(array.sum())
+
+
+@pytest.mark.parametrize("mode", ["r", "c", "written", "r+"])
+def test_ranks_map_a_file_that_is_mapped_and_write_to_none(mode: Any, launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    np.arange(4 * MB, dtype=np.int64).tofile(file)
+    array = np.memmap(file, np.int64, "c" if mode == "written" else mode)[MB:]
+    if mode == "written":
+        array[-1] = -1
+    total = int(array.sum())
+    result = launch(overwritten, (array,))
+    assert result.payload.copied == (0 if mode in ("r", "c") else array.nbytes)
+    expected = [total] * 2 if mode == "r" else [rank * 3 * MB for rank in range(2)]
+    assert list(result) == [(total, after) for after in expected]
+    assert int(array.sum()) == total
+    assert np.array_equal(np.fromfile(file, np.int64), np.arange(4 * MB))
+
+
 def test_all_ranks_map_one_copy(launch: Launcher, tmp_path: Path) -> None:
     tensor = torch.ones(32 * MB // 4)
     shares = launch(mapped_share, (tensor, str(tmp_path)), num_processes=4)

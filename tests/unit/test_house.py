@@ -27,6 +27,7 @@ SHARED = tuple(
         "errors",
         "installed",
         "limits",
+        "mappings",
         "messages",
         "parcel",
         "pickling",
