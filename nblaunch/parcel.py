@@ -267,7 +267,7 @@ class _Outgoing:
                 _placed(places[part], made) if isinstance(part, Region) else part
                 for part, made in zip(buffers, self.buffers, strict=True)
             ),
-            tuple(_placed(places[part]) if isinstance(part, Region) else len(part) for part in self.stream),
+            tuple(places[part][0] if isinstance(part, Region) else len(part) for part in self.stream),
             loads,
         )
         head = pickle.dumps(layout, protocol=5)
@@ -347,7 +347,7 @@ def _tied(apart: Mapping[int, _Spread], sent: Sequence[Region]) -> set[int]:
     return found
 
 
-def _placed(places: tuple[Place, Place], made: object = None) -> Place | Part:
+def _placed(places: tuple[Place, Place], made: object) -> Place | Part:
     """Where a region stands; of a tensor, in which storage: tensors that share memory are to share that."""
     place, whole = places
     if not isinstance(made, _Spread) or not made.unit:

@@ -305,7 +305,7 @@ def make_one_of_each(rank: int) -> list[Any]:
 
 def results_leave_classes_as_they_are(**options: Any) -> None:
     before = state_of()
-    results = notebook_launcher(make_one_of_each, **options)
+    results: Any = notebook_launcher(make_one_of_each, **options)
     assert state_of() == before
     here = make_one_of_each(0)
     Box.made, Registered.known[:], Config.lr = 0, [Plugin], 0.1
@@ -317,11 +317,12 @@ def results_leave_classes_as_they_are(**options: Any) -> None:
 def methods_of_results_use_this_processs_globals(**options: Any) -> None:
     global FACTOR
     make: Callable[..., Any] = lambda rank: Box(rank)  # noqa: E731  # as users write it
-    boxes = list(notebook_launcher(make, **options))
+    boxes: Any = notebook_launcher(make, **options)
     FACTOR = 5
     try:
         assert [box.scaled() for box in boxes] == [0, 5]
-        assert list(notebook_launcher(lambda rank: Box(rank).scaled(), **options)) == [0, 5]
+        scaled: Any = notebook_launcher(lambda rank: Box(rank).scaled(), **options)
+        assert list(scaled) == [0, 5]
     finally:
         FACTOR = 2
 

@@ -456,7 +456,8 @@ def test_tensors_that_overlap_have_one_storage_there_too(is_first: bool) -> None
 
 def test_columns_that_share_no_element_travel_alone() -> None:
     table = torch.arange(BIG, dtype=torch.int32).view(-1, 64)
-    for columns in ([table[:, 3], table[:, 9]], [table.numpy()[:, 3], table.numpy()[:, 9]]):
+    whole: tuple[Any, ...] = (table, table.numpy())
+    for columns in ([each[:, 3], each[:, 9]] for each in whole):
         outgoing = packed(columns)
         arrived = unpack([os.dup(fd) for fd in outgoing.fds])
         outgoing.close()
