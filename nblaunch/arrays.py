@@ -12,13 +12,26 @@ import ctypes
 import os
 import pickle
 import sys
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nblaunch.segments import memory_at
 
 LEAST = 16 << 10
 """Bytes from which on a buffer stands outside the pickle; torch cannot resize a storage in memory that it did not
 allocate itself, so smaller ones are copied into storages of torch's own."""
+LEAST_CUT = 1 << 20
+"""Bytes of a storage from which on only that is sent of it which tensors see."""
+_MOST_WORK = 10_000
+"""Steps in which it must be clear that two arrays have no element in common."""
+
+
+class Window(NamedTuple):
+    """The part of a storage that a tensor sees, as it arrives."""
+
+    storage: Any
+    offset: int
+    """In bytes, a multiple of an element's."""
+    size: int
 
 
 class Buffers(Protocol):
@@ -30,8 +43,15 @@ class Buffers(Protocol):
     def lend(self, owner: object) -> None:
         """Keep the owner of memory that has a name alive until it has arrived."""
 
-    def spread(self, array: Any, address: int, size: int) -> pickle.PickleBuffer:
-        """A buffer of what an array spans, if that is little more than its elements or sent anyway; else of those."""
+    def spread(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
+        """A buffer of what an array spans, if that is little more than its elements or sent anyway; else of those.
+
+        Args:
+            array: The array, or whatever numpy takes for one.
+            address: Where it begins.
+            size: How many bytes it spans.
+            unit: Bytes of an element of a tensor, for which a `Window` arrives instead of the buffer.
+        """
 
     def descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         """A buffer that stands for a descriptor, and arrives as one; its owner must be kept until then."""
@@ -50,6 +70,8 @@ def reduce(obj: Any, buffers: Buffers | None) -> tuple[Any, ...] | None:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     kind = type(obj)
     if torch is not None and hasattr(torch, "UntypedStorage"):  # it may still be half imported, by another thread
+        if kind is torch.Tensor and buffers is not None:
+            return _reduce_tensor(obj, buffers)
         if kind is torch.UntypedStorage:
             return _reduce_storage(obj, buffers)
         if kind is torch.TypedStorage:
@@ -78,7 +100,7 @@ def _reduce_storage(storage: Any, buffers: Buffers | None) -> tuple[Any, ...] | 
     if buffers is None or size < LEAST:
         return of_bytes, (memory.tobytes(),)
     buffers.hold(storage)
-    return of_buffer, (pickle.PickleBuffer(memory),)
+    return of_window, (buffers.spread(memory, storage.data_ptr(), size, 1),)
 
 
 def _reduce_shared(storage: Any, buffers: Buffers) -> tuple[Any, ...] | None:
@@ -153,6 +175,12 @@ def of_buffer(buffer: memoryview) -> Any:
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
+def of_window(window: Window) -> Any:
+    """A storage that has arrived, or a part of it as one."""
+    storage, offset, size = window
+    return storage if size == storage.nbytes() else storage[offset : offset + size]
+
+
 def attached(fd: int, size: int) -> Any:
     """A storage in shared memory."""
     import torch
@@ -175,6 +203,51 @@ def on_own_device(storage: Any) -> Any:
     import torch
 
     return storage.cuda() if "NBLAUNCH_RANK" in os.environ and torch.cuda.is_available() else storage
+
+
+# ------------------------------------------------------------------ tensors
+def _reduce_tensor(tensor: Any, buffers: Buffers) -> tuple[Any, ...] | None:
+    """A tensor that may see little of its storage, in plain memory of the host; None where torch's own way is right."""
+    import torch
+
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    storage = tensor.untyped_storage()
+    if storage.nbytes() < LEAST_CUT or storage.is_shared():
+        return None
+    reduced: tuple[Any, ...] = tensor.__reduce_ex__(5)
+    rebuild, arguments, *rest = reduced
+    if rebuild is not torch._utils._rebuild_tensor_v2:
+        return reduced
+    _, offset, shape, strides, *settings = arguments
+    if not tensor.numel():
+        return rebuild, (typed(torch.UntypedStorage(0), tensor.dtype), 0, shape, strides, *settings), *rest
+    buffers.hold(storage)
+    unit = tensor.element_size()
+    span = (sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1) * unit
+    start = storage.data_ptr() + offset * unit
+    elements = _elements(start, span, shape, [stride * unit for stride in strides], unit)
+    seen = buffers.spread(elements, start, span, unit)
+    return of_seen, (seen, tensor.dtype, shape, strides, span, *settings), *rest
+
+
+def _elements(start: int, span: int, shape: Any, strides: Any, unit: int) -> Any:
+    """A tensor's elements as an array; what it spans where there is no numpy."""
+    try:
+        import numpy
+    except ImportError:
+        return memory_at(start, span)
+    return numpy.ndarray(shape, f"V{unit}", memory_at(start, span), 0, strides)
+
+
+def of_seen(window: Window, dtype: Any, shape: Any, strides: Any, span: int, *settings: Any) -> Any:
+    """A tensor of what it spanned, or of its elements alone."""
+    import torch
+
+    if window.size != span:
+        strides = torch.empty(shape, device="meta").stride()
+    offset = window.offset // dtype.itemsize
+    return torch._utils._rebuild_tensor_v2(typed(window.storage, dtype), offset, shape, strides, *settings)
 
 
 # ------------------------------------------------------------------ arrays
@@ -227,3 +300,13 @@ def copy_elements(array: Any, into: memoryview) -> None:
     import numpy
 
     numpy.copyto(numpy.ndarray(array.shape, array.dtype, into), array)
+
+
+def may_share(one: Any, other: Any) -> bool:
+    """Whether two arrays, or whatever numpy takes for one, have an element in common; true if that is hard to tell."""
+    try:
+        import numpy
+    except ImportError:
+        return True
+    bound: Any = _MOST_WORK  # numpy's types know of none and of all
+    return numpy.may_share_memory(numpy.asarray(one), numpy.asarray(other), max_work=bound)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import functools
 import itertools
 import mmap
 import os
@@ -29,6 +30,8 @@ _LEAST_OF_STREAM = 1 << 20
 """Bytes from which on a ``bytes`` or ``bytearray`` stands beside the pickle."""
 _MOST_SPREAD = 2
 """A strided array is sent as the memory that it spans, if that is at most so many times its own size."""
+_MOST_COMPARED = 10_000
+"""Pairs of views that are searched for elements in common; where there are more, all are sent with what they span."""
 _LENGTH = struct.Struct("!Q")
 
 
@@ -68,12 +71,20 @@ class Place(NamedTuple):
     size: int
 
 
+class Part(NamedTuple):
+    """Where a part of a storage stands."""
+
+    storage: Place
+    offset: int
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Layout:
     """What the receiver must know before it reads the pickle."""
 
     segments: int
-    buffers: tuple[Place | int, ...]
+    buffers: tuple[Place | Part | int, ...]
     """For each buffer its place, or the number of a descriptor."""
     stream: tuple[Place | int, ...]
     """The parts of the pickle: how many bytes stand here, or a place."""
@@ -137,10 +148,13 @@ class _StandIn(bytearray):
 
 
 class _Spread(NamedTuple):
-    """An array, and the memory that it spans."""
+    """An array or tensor, and the memory that it spans."""
 
     array: Any
+    """Its elements, as numpy takes them."""
     span: Region
+    unit: int
+    """Bytes of an element of a tensor, which is to have a storage; 0 for an array."""
 
     @property
     def is_dense(self) -> bool:
@@ -174,12 +188,15 @@ class _Outgoing:
     """torch's, whose memory may go while they stay."""
     lent: list[object] = field(default_factory=list)
     """And what the receiver finds by its name or descriptor."""
-    seen: set[Region] = field(default_factory=set)
-    uncounted: int = 0
+    counted: list[Region] = field(default_factory=list)
+    """The memory that is sent, as far as its size was told."""
+    uncounted: list[Region] = field(default_factory=list)
+    uncounted_bytes: int = 0
+    """Of what is sent besides."""
 
     # -------------------------------------------------------------- from the pickler
     def write(self, data: bytes) -> None:
-        self.uncounted += len(data)
+        self.uncounted_bytes += len(data)
         if len(data) < _LEAST_OF_STREAM:
             self.stream.append(bytes(data))
         else:
@@ -197,8 +214,7 @@ class _Outgoing:
             region = _region_of(raw)
             self.held.append(buffer)
             self.buffers.append(region)
-            self.uncounted += 0 if region in self.seen else region.size
-            self.seen.add(region)
+            self.uncounted.append(region)
         return False
 
     def hold(self, owner: Any) -> None:
@@ -212,10 +228,14 @@ class _Outgoing:
         self.lent.append(owner)
         return self._stand_in(len(self.descriptors) - 1)
 
-    def spread(self, array: Any, address: int, size: int) -> pickle.PickleBuffer:
+    def spread(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
         self.held.append(array)
-        self.uncounted += min(size, array.nbytes)
-        return self._stand_in(_Spread(array, Region(address, size)))
+        spread = _Spread(array, Region(address, size), unit)
+        if spread.is_dense:
+            self.uncounted.append(spread.span)
+        else:
+            self.uncounted_bytes += spread.size
+        return self._stand_in(spread)
 
     def _stand_in(self, meant: int | _Spread) -> pickle.PickleBuffer:
         stand_in = _StandIn(1)
@@ -228,21 +248,26 @@ class _Outgoing:
     # -------------------------------------------------------------- from `pack`
     def count(self, name: str) -> None:
         """What has come since the last call belongs to this part."""
-        self.sizes[name] = self.sizes.get(name, 0) + self.uncounted
-        self.uncounted = 0
+        before = _total(self.counted)
+        self.counted = segments.merged([*self.counted, *self.uncounted])
+        self.sizes[name] = self.sizes.get(name, 0) + _total(self.counted) - before + self.uncounted_bytes
+        self.uncounted, self.uncounted_bytes = [], 0
 
     def finish(self, store: Store, loads: int) -> Parcel:
+        self._check_storages()
         buffers, alone = self._buffers()
         regions = [part for part in (*buffers, *self.stream) if isinstance(part, Region)]
         whole = segments.merged(regions)
-        self._check_storages()
         placed = store.place(whole, alone)
         used = list({id(each.segment): each.segment for each in placed}.values())
         places = dict(_places(regions, whole, placed, used))
         layout = _Layout(
             len(used),
-            tuple(places[part] if isinstance(part, Region) else part for part in buffers),
-            tuple(places[part] if isinstance(part, Region) else len(part) for part in self.stream),
+            tuple(
+                _placed(places[part], made) if isinstance(part, Region) else part
+                for part, made in zip(buffers, self.buffers, strict=True)
+            ),
+            tuple(places[part][0] if isinstance(part, Region) else len(part) for part in self.stream),
             loads,
         )
         head = pickle.dumps(layout, protocol=5)
@@ -260,12 +285,12 @@ class _Outgoing:
 
     def _buffers(self) -> tuple[list[Region | int], set[Region]]:
         """Memory and numbers; and where elements stand of whose arrays nothing else is sent."""
-        sent = segments.merged([part for part in self.buffers if isinstance(part, Region)])
-        alone = {
-            number: part
-            for number, part in enumerate(self.buffers)
-            if isinstance(part, _Spread) and not _is_sent(part, sent)
-        }
+        spreads = {number: part for number, part in enumerate(self.buffers) if isinstance(part, _Spread)}
+        large = [part.span for part in spreads.values() if part.is_dense and part.span.size >= LEAST]
+        sent = segments.merged([*large, *(part for part in self.buffers if isinstance(part, Region))])
+        apart = {number: part for number, part in spreads.items() if not _is_within(part.span, sent)}
+        tied = _tied(apart, sent)
+        alone = {number: part for number, part in apart.items() if number not in tied}
         places = self._room_for([part.size for part in alone.values()])
         found: list[Region | int] = [part.span if isinstance(part, _Spread) else part for part in self.buffers]
         for (number, part), place in zip(alone.items(), places, strict=True):
@@ -293,24 +318,56 @@ def _memory_of(storage: Any) -> Region:
     return Region(storage.data_ptr(), storage.nbytes())
 
 
-def _is_sent(spread: _Spread, sent: Sequence[Region]) -> bool:
-    """Whether the memory that an array spans is a part of what is sent, or is to be."""
-    at = bisect.bisect_right(sent, spread.span.address, key=lambda region: region.address) - 1
-    if at >= 0 and spread.span.end <= sent[at].end:
-        return True
-    return spread.span.size >= LEAST and spread.is_dense
+def _total(regions: Iterable[Region]) -> int:
+    return sum(region.size for region in regions)
+
+
+def _is_within(span: Region, sent: Sequence[Region]) -> bool:
+    at = bisect.bisect_right(sent, span.address, key=lambda region: region.address) - 1
+    return at >= 0 and span.end <= sent[at].end
+
+
+def _tied(apart: Mapping[int, _Spread], sent: Sequence[Region]) -> set[int]:
+    """Those of the arrays, by number, that have an element in common with another one or with what is sent anyway."""
+    whole: list[tuple[Region, Any, int]] = [(region, region.view(), -1) for region in sent]
+    whole += ((part.span, part.array, number) for number, part in apart.items())
+    whole.sort(key=lambda each: each[0])
+    found = {-1}
+    compared = 0
+    for at, (span, array, number) in enumerate(whole):
+        for following in range(at + 1, len(whole)):
+            other_span, other, other_number = whole[following]
+            if other_span.address >= span.end:
+                break
+            compared += 1
+            if compared > _MOST_COMPARED:
+                return set(apart)
+            if (number not in found or other_number not in found) and arrays.may_share(array, other):
+                found |= {number, other_number}
+    return found
+
+
+def _placed(places: tuple[Place, Place], made: object) -> Place | Part:
+    """Where a region stands; of a tensor, in which storage: tensors that share memory are to share that."""
+    place, whole = places
+    if not isinstance(made, _Spread) or not made.unit:
+        return place
+    offset = place.offset - whole.offset
+    askew = offset % made.unit  # torch counts offsets in elements
+    return Part(Place(whole.segment, whole.offset + askew, whole.size - askew), offset - askew, place.size)
 
 
 def _places(
     regions: Iterable[Region], whole: Sequence[Region], placed: Sequence[Placed], used: Sequence[Segment]
-) -> Iterator[tuple[Region, Place]]:
-    """Where each region stands, which is a part of one that was placed."""
+) -> Iterator[tuple[Region, tuple[Place, Place]]]:
+    """Where each region stands, and where the one stands that was placed and that it is a part of."""
     numbers = {id(segment): number for number, segment in enumerate(used)}
     starts = [region.address for region in whole]
     for region in regions:
         at = bisect.bisect_right(starts, region.address) - 1
-        offset = placed[at].offset + region.address - starts[at]
-        yield region, Place(numbers[id(placed[at].segment)], offset, region.size)
+        number, offset = numbers[id(placed[at].segment)], placed[at].offset
+        place = Place(number, offset + region.address - starts[at], region.size)
+        yield region, (place, Place(number, offset, whole[at].size))
 
 
 class _BufferInfo(ctypes.Structure):
@@ -358,7 +415,16 @@ def unpack(fds: Sequence[int]) -> Any:
                     end += part
                     yield blob[end - part : end]
 
-        buffers: Any = (at(part) if isinstance(part, Place) else fds[last + part] for part in layout.buffers)
+        @functools.cache
+        def storage_at(place: Place) -> Any:
+            return arrays.of_buffer(at(place))
+
+        def arrived(part: Place | Part | int) -> Any:
+            if isinstance(part, Part):
+                return arrays.Window(storage_at(part.storage), part.offset, part.size)
+            return at(part) if isinstance(part, Place) else fds[last + part]
+
+        buffers: Any = map(arrived, layout.buffers)
         unpickler = pickle.Unpickler(_Stream(parts()), buffers=buffers)
         for _ in range(layout.loads):
             value = unpickler.load()

@@ -13,7 +13,6 @@ import io
 import linecache
 import os
 import pickle
-import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from nblaunch import arrays
+from nblaunch import arrays, definitions
 
 _DEEPEST = 6
 """How far down an object the search for the part that cannot be sent goes."""
@@ -95,6 +94,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         reduced = super().reducer_override(obj)
         if isinstance(obj, (type, types.FunctionType)):
             self._note(obj)
+            if definitions.is_by_value(reduced):
+                return definitions.reduce(obj, reduced)
         return reduced
 
     def _note(self, obj: Any) -> None:
@@ -168,7 +169,7 @@ class _Nowhere:
     def descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         return pickle.PickleBuffer(b"")
 
-    def spread(self, array: object, address: int, size: int) -> pickle.PickleBuffer:
+    def spread(self, array: object, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
         return pickle.PickleBuffer(b"")
 
 
@@ -238,10 +239,8 @@ def names_of(function: types.FunctionType) -> dict[str, Any]:
 
 def is_sent_by_value(thing: Any) -> bool:
     """Whether a function or class travels with all that it names; one that ranks import does not."""
-    found: Any = sys.modules.get(thing.__module__)
-    for name in getattr(thing, "__qualname__", "").split("."):  # what wraps a partial has none
-        found = getattr(found, name, None)
-    return thing.__module__ == "__main__" or found is not thing
+    name = getattr(thing, "__qualname__", "")  # what wraps a partial has none
+    return thing.__module__ == "__main__" or definitions.look_up(thing.__module__, name) is not thing
 
 
 @functools.lru_cache(maxsize=4096)  # code does not change, and reading it takes a while

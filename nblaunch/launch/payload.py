@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch import calls, pickling
+from nblaunch import calls, mappings, pickling
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.host import host
 from nblaunch.launch.logs import state_root
@@ -106,10 +106,14 @@ def ship(payload: Payload) -> Shipment:
 
 
 class _Kept:
-    """What the last launches have sent is not copied again."""
+    """What files hold is mapped from them, and what the last launches have sent is not copied again."""
 
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
-        return snapshots.place(regions, state_root(), passing) if regions else ()
+        placed = mappings.from_files(regions)
+        others = [region for region in regions if region not in placed]
+        if others:
+            placed |= zip(others, snapshots.place(others, state_root(), passing), strict=True)
+        return [placed[region] for region in regions]
 
 
 def share(payload: Payload) -> Shipment:

@@ -95,7 +95,8 @@ class Sent:
     parts: tuple[tuple[str, int], ...]
     """The largest, by the names that the function or cell uses, and their bytes."""
     copied: int
-    """Bytes of tensors, arrays and the like that had to be copied: the rest was as the last launches had sent it."""
+    """Bytes of tensors, arrays and the like that had to be copied: the rest was as the last launches had sent it, or is
+    mapped from a file of yours."""
     from_gpu: int
     """Bytes that were copied from a GPU first."""
 

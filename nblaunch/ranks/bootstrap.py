@@ -26,6 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from nblaunch import definitions
 from nblaunch.channel import Channel
 from nblaunch.messages import Done, Failed, Interrupted, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
 from nblaunch.parcel import Fresh, pack, unpack
@@ -84,6 +85,7 @@ def forked_with(payload: Payload) -> Callable[[RankSpec, socket.socket], NoRetur
 
     def rank_main(spec: RankSpec, sock: socket.socket) -> NoReturn:
         _forget_the_notebooks_exit()
+        definitions.borrow(payload.anchor.__globals__)
         _be_forked(spec, sock, lambda fds: payload)
 
     return rank_main

@@ -11,12 +11,13 @@ import copyreg
 import io
 import sys
 import types
-import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle
+
+from nblaunch import definitions
 
 
 def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:
@@ -37,10 +38,6 @@ def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------ children that start afresh
-_complete: weakref.WeakSet[type] = weakref.WeakSet()
-"""Classes of ``__main__`` that this process has sent, or has received whole."""
-
-
 def _teach_multiprocessing() -> None:
     """Let children that start afresh (spawn, forkserver: DataLoader workers too) get cell-defined things by value."""
     ForkingPickler.reducer_override = _by_value  # type: ignore[method-assign, assignment]  # pickle's own hook
@@ -52,11 +49,11 @@ def _by_value(self: ForkingPickler, obj: Any) -> Any:
         if obj.__module__ != "__main__":
             nameless = obj.__module__ == "builtins" and not hasattr(builtins, obj.__qualname__)  # such as code's type
             return _cloudpickler(self).reducer_override(obj) if nameless else NotImplemented
-        make, made_of, state, items, entries, set_state = _cloudpickler(self).reducer_override(obj)
-        if isinstance(obj, type):
-            _complete.add(obj)
-            set_state = _set_class_state
-        return _make, (make, made_of, obj.__qualname__), state, items, entries, set_state
+        reduced = _cloudpickler(self).reducer_override(obj)
+        if isinstance(obj, type):  # a function is sent as it is each time, with the globals that it has now
+            reduced = definitions.reduce(obj, reduced)
+        make, made_of, *content = reduced
+        return _make, (make, made_of, obj.__qualname__), *content
     kind = type(obj)
     if kind in _INSIDE and kind not in self.dispatch_table:
         return cloudpickle.Pickler.dispatch_table[kind](obj)
@@ -82,10 +79,3 @@ def _make(make: Callable[..., Any], made_of: tuple[Any, ...], name: str) -> Any:
     if name.isidentifier() and not hasattr(main, name):
         setattr(main, name, obj)
     return obj
-
-
-def _set_class_state(obj: type, state: Any) -> None:
-    """Complete a class, once: where it came from it is complete, and its methods use what is there."""
-    if obj not in _complete:
-        _complete.add(obj)
-        cloudpickle.cloudpickle._class_setstate(obj, state)

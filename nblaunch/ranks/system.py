@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from nblaunch.drops import NO_ROOM
+from nblaunch.mappings import mappings
 
 LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
@@ -99,14 +100,10 @@ def collapse_heap() -> Iterator[None]:
 def anonymous_memory() -> list[tuple[int, int]]:
     """The writable mappings of this process that no file backs; those that touch, as one."""
     found: list[tuple[int, int]] = []
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, mode, _, _, inode, *name = line.split()
-            if mode == "rw-p" and inode == "0" and name in ([], ["[heap]"]):
-                begin, end = (int(part, 16) for part in span.split("-"))
-                if found and found[-1][1] == begin:  # NumPy asks for huge pages, but not from the first one on
-                    begin = found.pop()[0]
-                found.append((begin, end))
+    for begin, end, mode, _, (_, inode), name in mappings():
+        if mode == "rw-p" and not inode and name in ("", "[heap]"):
+            joined = found.pop()[0] if found and found[-1][1] == begin else begin  # NumPy asks for huge pages in parts
+            found.append((joined, end))
     return found
 
 

@@ -1,30 +1,40 @@
 """A script whose functions and classes live in ``__main__``, as those of a notebook's cells do.
 
-``python in_main.py START_METHOD`` runs every check below on two ranks, and writes to stdout one JSON object:
+``python in_main.py START_METHOD CHECK...`` runs these checks with two ranks, and writes to stdout one JSON object:
 the name of each check, and "ok" or what went wrong.
 """
 
 from __future__ import annotations
 
+import abc
+import functools
 import io
 import json
 import multiprocessing
 import pickle
 import sys
+import tempfile
+import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from nblaunch import notebook_launcher
+from nblaunch import Launch, notebook_launcher
+from nblaunch.training import Accelerator
 
 SCALE = 2.0
+FACTOR = 2
+LONG = 60.0
+Item = TypeVar("Item")
 
 
 class Net(nn.Module):
@@ -63,6 +73,72 @@ class Squares(Dataset[int]):
 
 class OddNumberError(Exception):
     """An exception as a cell defines it."""
+
+
+class Box:
+    """A class whose methods use a global, and which counts its objects."""
+
+    made = 0
+
+    class Lid:
+        """A class in a class."""
+
+    def __init__(self, value: int) -> None:
+        Box.made += 1
+        self.value = value
+
+    def scaled(self) -> int:
+        return self.value * FACTOR
+
+
+class Registered:
+    """A class that keeps a list of its subclasses."""
+
+    known: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        Registered.known.append(cls)
+
+
+class Plugin(Registered):
+    """Such a subclass."""
+
+
+class Shape(abc.ABC):
+    """An abstract class."""
+
+    @abc.abstractmethod
+    def area(self) -> int: ...
+
+
+class Tile(Shape):
+    """A class that is no longer abstract."""
+
+    def area(self) -> int:
+        return FACTOR
+
+
+class Meta(type):
+    """A metaclass."""
+
+
+class OfMeta(metaclass=Meta):
+    """Its class."""
+
+
+class Stack(Generic[Item]):
+    """A generic class."""
+
+
+class Point(NamedTuple):
+    """A tuple with names."""
+
+    x: int
+
+
+KINDS: tuple[Any, ...] = (
+    *(Net, Config, Mode, OddNumberError, Box, Box.Lid, Registered, Plugin, Shape, Tile, Meta, OfMeta, Stack, Point),
+)
 
 
 def square(number: int) -> int:
@@ -163,7 +239,17 @@ def globals_are_one_and_the_same() -> None:
     assert torch.equal(net(x), net.layer(x) * 3.0)
 
 
+def what_other_ranks_and_pickle_bring_leaves_classes_as_they_are(rank: int) -> None:
+    Box.made = 10 * rank
+    before = dict(vars(Box))
+    box = Accelerator().broadcast([Box, square])
+    assert box == [Box, square]
+    assert dict(vars(Box)) == before
+    assert Box.scaled.__globals__ is globals()
+
+
 CHECKS: tuple[Callable[..., None], ...] = (
+    what_other_ranks_and_pickle_bring_leaves_classes_as_they_are,
     pickles_by_name,
     torch_saves_a_whole_model,
     gathers_objects,
@@ -205,14 +291,156 @@ def its_own_exception_can_be_caught(**options: Any) -> None:
     assert 'raise OddNumberError("odd")' in str(caught.__cause__)
 
 
-AT_HOME: tuple[Callable[..., None], ...] = (objects_come_back_as_this_processs_own, its_own_exception_can_be_caught)
+def state_of(kinds: tuple[Any, ...] = KINDS) -> list[Any]:
+    return [*(dict(vars(kind)) for kind in kinds), list(Registered.known), Registered.__subclasses__()]
 
 
-def main(start_method: str) -> None:
+def make_one_of_each(rank: int) -> list[Any]:
+    Box.made = rank + 100
+    Registered.known.append(Box)
+    Config.lr = rank
+    plain = (Net, Config, Box.Lid, Registered, Plugin, Tile, OfMeta, Stack)
+    return [*(kind() for kind in plain), Box(rank), Point(1), Mode.TRAIN, OddNumberError("odd"), *KINDS]
+
+
+def results_leave_classes_as_they_are(**options: Any) -> None:
+    before = state_of()
+    results: Any = notebook_launcher(make_one_of_each, **options)
+    assert state_of() == before
+    here = make_one_of_each(0)
+    Box.made, Registered.known[:], Config.lr = 0, [Plugin], 0.1
+    for result in results:
+        assert [type(each) for each in result] == [type(each) for each in here]
+        assert result[-len(KINDS) :] == list(KINDS)
+
+
+def methods_of_results_use_this_processs_globals(**options: Any) -> None:
+    global FACTOR
+    make: Callable[..., Any] = lambda rank: Box(rank)  # noqa: E731  # as users write it
+    boxes: Any = notebook_launcher(make, **options)
+    FACTOR = 5
+    try:
+        assert [box.scaled() for box in boxes] == [0, 5]
+        scaled: Any = notebook_launcher(lambda rank: Box(rank).scaled(), **options)
+        assert list(scaled) == [0, 5]
+    finally:
+        FACTOR = 2
+
+
+def raise_own_after_a_change() -> None:
+    OddNumberError.limit = 3  # type: ignore[attr-defined]
+    raise OddNumberError("odd")
+
+
+def an_exception_leaves_its_class_as_it_is(**options: Any) -> None:
+    before = dict(vars(OddNumberError))
+    caught: BaseException | None = None
+    try:
+        notebook_launcher(raise_own_after_a_change, **options)
+    except OddNumberError as error:
+        caught = error
+    assert type(caught) is OddNumberError
+    assert dict(vars(OddNumberError)) == before
+
+
+def return_functions(rank: int) -> tuple[Any, ...]:
+    global FACTOR
+    FACTOR = 7
+    return square, Box(1).scaled, lambda: FACTOR * rank
+
+
+def functions_that_come_back_are_this_processs_own(**options: Any) -> None:
+    own, method, made_there = notebook_launcher(return_functions, **options)[1]  # type: ignore[index]
+    assert own is square
+    assert method.__func__ is Box.scaled
+    assert made_there() == 7
+    assert FACTOR == 2
+
+
+def make_when_told(folder: Path) -> Any:
+    (folder / f"began{dist.get_rank()}").touch()
+    wait_for(folder / "go")
+    return Box(4)
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + LONG
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def a_class_that_was_redefined_meanwhile_is_the_one_that_results_have(**options: Any) -> None:
+    before = Box
+    with tempfile.TemporaryDirectory() as name:
+        launched = notebook_launcher(make_when_told, (Path(name),), block=False, **options)
+        assert isinstance(launched, Launch)
+        for rank in range(2):
+            wait_for(Path(name, f"began{rank}"))
+        redefined = type("Box", (), {"__module__": "__main__", "scaled": lambda self: -self.value})
+        globals()["Box"] = redefined
+        try:
+            Path(name, "go").touch()
+            boxes = list(launched.result())
+        finally:
+            globals()["Box"] = before
+    assert [type(box) for box in boxes] == [redefined] * 2
+    assert boxes[0].scaled() == -4
+
+
+def make_classes() -> tuple[Any, Any]:
+    class Local:
+        made_in = "a rank"
+
+    globals()["Config"] = type("Config", (), {"__module__": "__main__", "lr": "a rank's"})
+    return Local(), Config()
+
+
+def classes_that_ranks_make_are_new_here(**options: Any) -> None:
+    before = dict(vars(Config))
+    local, config = notebook_launcher(make_classes, **options)[0]  # type: ignore[index]
+    assert local.made_in == "a rank"
+    assert config.lr == "a rank's"
+    assert type(config) is not Config
+    assert dict(vars(Config)) == before
+
+
+def a_local_class_comes_back_as_itself(**options: Any) -> None:
+    class Local:
+        changed = False
+
+    def change_and_make() -> Local:
+        Local.changed = True
+        return Local()
+
+    back = notebook_launcher(change_and_make, **options)[0]  # type: ignore[index]
+    assert type(back) is Local
+    assert not Local.changed
+
+
+EVERYWHERE: tuple[Callable[..., None], ...] = (
+    results_leave_classes_as_they_are,
+    methods_of_results_use_this_processs_globals,
+    an_exception_leaves_its_class_as_it_is,
+    functions_that_come_back_are_this_processs_own,
+    a_class_that_was_redefined_meanwhile_is_the_one_that_results_have,
+    classes_that_ranks_make_are_new_here,
+)
+AT_HOME: tuple[Callable[..., None], ...] = (
+    objects_come_back_as_this_processs_own,
+    its_own_exception_can_be_caught,
+    a_local_class_comes_back_as_itself,
+    *EVERYWHERE,
+)
+
+
+def main(start_method: str, *names: str) -> None:
     options: dict[str, Any] = {"num_processes": 2, "start_method": start_method, "view": "none"}
-    outcomes = {check.__name__: _outcome(notebook_launcher, check, **options) for check in CHECKS}
-    outcomes |= {check.__name__: _outcome(check, **options) for check in AT_HOME}
-    sys.stdout.write(json.dumps(outcomes))
+    if start_method == "fork":
+        warnings.simplefilter("ignore")  # of a process with threads
+    on_ranks = {check.__name__: functools.partial(notebook_launcher, check) for check in CHECKS}
+    checks = on_ranks | {check.__name__: check for check in AT_HOME}
+    sys.stdout.write(json.dumps({name: _outcome(checks[name], **options) for name in names}))
 
 
 def _outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
@@ -224,4 +452,4 @@ def _outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

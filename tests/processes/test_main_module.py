@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,10 @@ LIMIT = 110
 
 
 @functools.cache
-def outcomes(start_method: str, state: str) -> dict[str, str]:
-    """What came of each check of in_main.py: it runs once, as importing torch is most of its time."""
+def outcomes(start_method: str, checks: tuple[Callable[..., None], ...], state: str) -> dict[str, str]:
+    """What came of these checks of in_main.py: they run at once, as importing torch is most of their time."""
     done = subprocess.run(
-        [sys.executable, in_main.__file__, start_method],
+        [sys.executable, in_main.__file__, start_method, *(check.__name__ for check in checks)],
         env={**os.environ, "NBLAUNCH_STATE_DIR": state, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
@@ -39,9 +39,21 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("state"))
 
 
-@pytest.mark.parametrize("check", [check.__name__ for check in (*in_main.CHECKS, *in_main.AT_HOME)])
-def test_what_a_script_defines_works_on_ranks_and_back(check: str, start_method: str, state: str) -> None:
-    came = outcomes(start_method, state)[check]
+@pytest.mark.parametrize("check", [check.__name__ for check in in_main.CHECKS])
+def test_what_a_script_defines_works_on_ranks(check: str, start_method: str, state: str) -> None:
+    came = outcomes(start_method, in_main.CHECKS, state)[check]
+    assert came == "ok", came
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in in_main.AT_HOME])
+def test_what_a_script_defines_comes_back_as_its_own(check: str, start_method: str, state: str) -> None:
+    came = outcomes(start_method, in_main.AT_HOME, state)[check]
+    assert came == "ok", came
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in in_main.EVERYWHERE])
+def test_what_a_script_defines_comes_back_from_its_forks(check: str, state: str) -> None:
+    came = outcomes("fork", in_main.EVERYWHERE, state)[check]
     assert came == "ok", came
 
 
@@ -96,3 +108,24 @@ def test_what_a_cell_defines_can_be_saved_gathered_and_sent_to_children_of_a_ran
 ) -> None:
     launched = f"notebook_launcher(run, num_processes=2, start_method={start_method!r}, view='none')"
     assert kernel.ask(f"list({launched})") == [([[9], [9]], [0, 1, 4, 9])] * 2
+
+
+BOX = """
+FACTOR = 2
+class Box:
+    made = 0
+    def __init__(self, value):
+        Box.made += 1
+        self.value = value
+    def scaled(self):
+        return self.value * FACTOR
+"""
+
+
+def test_a_cells_class_is_left_as_it_is_by_what_comes_back(kernel: Kernel, start_method: str) -> None:
+    launched = "list(notebook_launcher({}, num_processes=2, start_method={!r}, view='none'))".format
+    kernel.run(BOX).check()
+    kernel.run(f"boxes = {launched('lambda rank: Box(rank + 1)', start_method)}\nFACTOR = 5").check()
+    assert kernel.ask("[box.scaled() for box in boxes], Box.made") == ([5, 10], 0)
+    assert kernel.ask("type(boxes[0]) is Box, Box.scaled.__globals__ is globals()") == (True, True)
+    assert kernel.ask(launched("lambda rank: Box(rank + 1).scaled()", start_method)) == [5, 10]

@@ -145,12 +145,42 @@ def try_to_change(tensor: torch.Tensor) -> tuple[str, int | None]:
     return "changed", None
 
 
+def views_of_large_ones(size: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    tensor, array = torch.arange(size), np.arange(size)
+    return tensor[3:6], tensor[5:8], array[3:6]
+
+
 # ------------------------------------------------------------------ in
 def test_each_rank_writes_to_a_copy_of_its_own(launch: Launcher) -> None:
     tensor, array = torch.zeros(MB), np.zeros(MB)
     for rank, found in enumerate(launch(write_and_read, (tensor, array), num_processes=3)):
         assert found == ((rank + 1) * MB, (rank + 1) * MB)
     assert float(tensor.sum()) == float(array.sum()) == 0
+
+
+def overwritten(array: Any, rank: int) -> tuple[int, int]:
+    """What an array held, and holds after this rank has written to it, if it may."""
+    before = int(array.sum())
+    if array.flags.writeable:
+        array[:] = rank
+        dist.barrier()  # every rank has written by now
+    return before, int(array.sum())
+
+
+@pytest.mark.parametrize("mode", ["r", "c", "written", "r+"])
+def test_ranks_map_a_file_that_is_mapped_and_write_to_none(mode: Any, launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "data"
+    np.arange(4 * MB, dtype=np.int64).tofile(file)
+    array = np.memmap(file, np.int64, "c" if mode == "written" else mode)[MB:]
+    if mode == "written":
+        array[-1] = -1
+    total = int(array.sum())
+    result = launch(overwritten, (array,))
+    assert result.payload.copied == (0 if mode in ("r", "c") else array.nbytes)
+    expected = [total] * 2 if mode == "r" else [rank * 3 * MB for rank in range(2)]
+    assert list(result) == [(total, after) for after in expected]
+    assert int(array.sum()) == total
+    assert np.array_equal(np.fromfile(file, np.int64), np.arange(4 * MB))
 
 
 def test_all_ranks_map_one_copy(launch: Launcher, tmp_path: Path) -> None:
@@ -442,6 +472,14 @@ def test_a_result_that_cannot_be_sent_is_named_and_the_others_survive(
         launch(unsendable, kwargs={"folder": tmp_path})
     assert caught.value.rank == 1
     assert torch.equal(caught.value.results[0], torch.full((MB,), 5.0))  # type: ignore[arg-type]
+
+
+def test_a_returned_view_brings_what_it_sees(launch: Launcher) -> None:
+    for tensor, other, array in launch(views_of_large_ones, (4 * MB,)):
+        assert tensor.tolist() == array.tolist() == [3, 4, 5]
+        assert tensor.untyped_storage().nbytes() == 5 * tensor.element_size()
+        tensor[2] = -1
+        assert other.tolist() == [-1, 6, 7]
 
 
 # ------------------------------------------------------------------ nothing left (the fixture looks at descriptors too)

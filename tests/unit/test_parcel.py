@@ -338,7 +338,7 @@ def test_of_views_alone_their_elements_are_sent() -> None:
 
 def test_thinned_out_views_are_copied_once_and_go_with_what_they_are_in() -> None:
     array = np.arange(40 * MB, dtype=np.uint8)
-    views = [array[::4], array[::-4], array.reshape(-1, 256)[:, :10], array[4::400_000]]
+    views = [array[::4], array[1::4], array[::-4], array[2::400_000]]  # with no element in common
     tracemalloc.start()
     outgoing = packed(views)
     peak = tracemalloc.get_traced_memory()[1]
@@ -374,6 +374,111 @@ def test_bytes_arrive_as_they_were(kind: type, size: int) -> None:
     assert type(arrived[0]) is kind
     assert arrived[1] is arrived[0]
     assert arrived[2] == "text" * size
+
+
+# ------------------------------------------------------------------ views of what is not sent itself
+BIG = 16 * MB
+"""Elements of which few are seen."""
+
+
+@pytest.mark.parametrize(
+    ("view", "limit"),
+    [
+        (lambda base: base[:3], 64),
+        (lambda base: base[5 : 5 + LARGE], 2 * LARGE),
+        (lambda base: base.view(-1, 64)[:, 3], BIG // 32),
+        (lambda base: base.view(-1, 64)[:, :2], BIG // 16),
+        (lambda base: base.view(-1, 64)[3:10, 5:9].t(), 4096),
+        (lambda base: base[7].expand(100, 100), 64),
+        (lambda base: base[9], 64),
+        (lambda base: base[:0], 64),
+        (lambda base: base.view(-1, 2)[:0], 64),
+        (lambda base: nn.Parameter(base[3:20]), 64),
+    ],
+)
+def test_of_a_view_of_a_large_tensor_what_it_sees_is_sent(
+    view: Callable[[torch.Tensor], torch.Tensor], limit: int
+) -> None:
+    base = torch.arange(BIG, dtype=torch.int32).to(torch.bfloat16)
+    outgoing = packed(view(base))
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+    assert type(arrived) is type(view(base))
+    assert (arrived.dtype, arrived.requires_grad) == (base.dtype, view(base).requires_grad)
+    assert torch.equal(arrived, view(base))
+    assert outgoing.copied <= limit
+    assert sum(outgoing.sizes.values()) <= limit + 1000
+    assert arrived.untyped_storage().nbytes() <= limit
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda base: [base[:10], base[5:20]],
+        lambda base: [base[5:20], base[:10]],
+        lambda base: [base[:LARGE], base[LARGE // 2 : 2 * LARGE]],
+        lambda base: [base[1:10], base.view(torch.uint8)[13:80]],
+        lambda base: [base.view(torch.uint8)[13:80], base[5:10]],
+        lambda base: [base[::64], base[:100]],
+        lambda base: [base[::64], base[:LARGE]],
+        lambda base: [base[::64], base[::96]],
+        lambda base: [base[2:5], base[2:5]],
+        lambda base: [base[4:100], nn.Parameter(base[50:60], requires_grad=False)],
+        lambda base: [base[7:9], base],
+        lambda base: [base[::96], base],
+        lambda base: [base[3:LARGE], base[3:LARGE].numpy()],
+        lambda base: [base.numpy()[:10], base.numpy()[5:20]],
+        lambda base: [base.numpy()[::64], base.numpy()[::96]],
+        lambda base: [base.numpy()[::64], base.numpy()[:LARGE]],
+    ],
+)
+def test_views_that_overlap_share_their_memory_there_too(make: Callable[[torch.Tensor], list[Any]]) -> None:
+    base = torch.arange(BIG // 4, dtype=torch.int32)
+    here = make(base)
+    there = sent(here)
+    before = [torch.as_tensor(each).clone() for each in here]
+    assert all(torch.equal(torch.as_tensor(its), was) for its, was in zip(there, before, strict=True))
+    there[0][...] = -1
+    assert all(torch.equal(torch.as_tensor(each), was) for each, was in zip(here, before, strict=True))
+    here[0][...] = -1
+    assert not torch.equal(torch.as_tensor(here[1]), before[1])
+    assert torch.equal(torch.as_tensor(there[1]), torch.as_tensor(here[1]))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_tensors_that_overlap_have_one_storage_there_too(is_first: bool) -> None:
+    base = torch.arange(BIG)
+    views = [base[10:20], base[15:40], base.untyped_storage()] if is_first else [base[10:20], base[15:40]]
+    one, other, *_ = sent(views)
+    assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    assert sent([base, base[4:6]])[1].storage_offset() == 4
+
+
+def test_columns_that_share_no_element_travel_alone() -> None:
+    table = torch.arange(BIG, dtype=torch.int32).view(-1, 64)
+    whole: tuple[Any, ...] = (table, table.numpy())
+    for columns in ([each[:, 3], each[:, 9]] for each in whole):
+        outgoing = packed(columns)
+        arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+        outgoing.close()
+        assert outgoing.copied == 2 * 4 * len(table)
+        assert all(np.array_equal(its, column) for its, column in zip(arrived, columns, strict=True))
+
+
+def test_very_many_views_are_sent_with_what_they_span() -> None:
+    table = torch.arange(BIG, dtype=torch.uint8).view(-1, 512)
+    columns = list(table[:, :300].unbind(1))
+    outgoing = packed(columns)
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+    assert outgoing.copied <= BIG
+    assert all(torch.equal(its, column) for its, column in zip(arrived, columns, strict=True))
+
+
+def test_a_view_whose_memory_goes_while_it_is_packed_is_not_sent() -> None:
+    base = torch.arange(BIG)
+    with pytest.raises(BufferError, match="was resized or freed while it was being packed"):
+        packed([base[:3], Frees(base, 0)])
 
 
 # ------------------------------------------------------------------ nests of anything

@@ -65,6 +65,14 @@ def test_an_object_of_a_cells_class_comes_back_as_that_class(notebook: Notebook)
     assert type(sent(names["Net"]())) is names["Net"]
 
 
+def test_a_class_that_is_known_is_not_rewritten(notebook: Notebook) -> None:
+    names = notebook.run("rate = 2\nclass Net:\n    size = 1\n    def scaled(self): return rate")
+    data = dump(lambda found: names["Net"]())
+    names["Net"].size, names["rate"] = 5, 3
+    net = loads(data)
+    assert (type(net), net.size, net.scaled()) == (names["Net"], 5, 3)
+
+
 def test_what_is_sent_twice_arrives_once() -> None:
     shared = [1]
     first, second = sent((shared, {"again": shared}))

@@ -1,0 +1,143 @@
+"""Memory that is what a file holds is mapped from that file, and all else, whatever may change it, is not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nblaunch import mappings
+from nblaunch.segments import Region
+
+SIZE = 32 << 20
+"""Bytes of the file."""
+HEAD = 1000
+"""Bytes before the array of some."""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "a file"
+    np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8).tofile(path)
+    return path
+
+
+def region_of(array: Any) -> Region:
+    return Region(array.ctypes.data, array.nbytes)
+
+
+def is_from(file: Path, array: Any) -> bool:
+    """Whether an array is found in the file, with what it holds."""
+    region = region_of(array)
+    found = mappings.from_files([region])
+    if not found:
+        return False
+    ((its, placed),) = found.items()
+    assert its == region
+    assert os.path.samestat(os.fstat(placed.segment.fd), file.stat())
+    assert not placed.is_new
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.write(placed.segment.fd, b"x")
+    return placed.segment.equals(placed.offset, region)
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda file: np.memmap(file, np.uint8, "r"),
+        lambda file: np.memmap(file, np.uint8, "c"),
+        lambda file: np.memmap(file, np.uint8, "r", offset=HEAD),
+        lambda file: np.memmap(file, np.uint8, "c", offset=5 * HEAD)[HEAD:],
+        lambda file: np.asarray(np.memmap(file, np.uint8, "r"))[HEAD : HEAD + mappings._LEAST],
+        lambda file: torch.from_file(str(file), size=SIZE, dtype=torch.uint8).numpy(),
+    ],
+)
+def test_what_nobody_writes_to_is_mapped_from_its_file(opened: Callable[[Path], Any], file: Path) -> None:
+    array = opened(file)
+    assert is_from(file, array)
+    int(array.sum())  # every page has been read
+    assert is_from(file, array)
+
+
+def written(array: Any) -> Any:
+    array[HEAD] += 1
+    return array
+
+
+def without(file: Path, array: Any) -> Any:
+    file.unlink()
+    return array
+
+
+def replaced(file: Path, array: Any) -> Any:
+    file.rename(file.with_name("elsewhere"))
+    file.write_bytes(bytes(SIZE))
+    return array
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [
+        lambda file: np.memmap(file, np.uint8, "r+"),
+        lambda file: np.memmap(file, np.uint8, "w+", shape=SIZE),
+        lambda file: written(np.memmap(file, np.uint8, "c")),
+        lambda file: written(torch.from_file(str(file), size=SIZE, dtype=torch.uint8).numpy()),
+        lambda file: without(file, np.memmap(file, np.uint8, "r")),
+        lambda file: replaced(file, np.memmap(file, np.uint8, "r")),
+        lambda file: np.memmap(file, np.uint8, "r")[: mappings._LEAST - 1],
+        lambda file: np.fromfile(file, np.uint8),
+    ],
+)
+def test_what_may_differ_from_its_file_is_not_mapped_from_it(opened: Callable[[Path], Any], file: Path) -> None:
+    assert not mappings.from_files([region_of(opened(file))])
+
+
+def test_a_file_that_this_process_also_writes_to_is_not_mapped(file: Path) -> None:
+    array = np.memmap(file, np.uint8, "r")
+    writer = np.memmap(file, np.uint8, "r+")
+    assert not is_from(file, array)
+    del writer
+    assert is_from(file, array)
+
+
+def test_where_pages_cannot_be_looked_at_a_private_mapping_counts_as_written(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, shared = np.memmap(file, np.uint8, "c"), np.memmap(file, np.uint8, "r")
+
+    def refuse(*_: object) -> bytes:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pread", refuse)
+    assert not is_from(file, private)
+    assert is_from(file, shared)
+
+
+def test_nothing_is_mapped_where_the_system_does_not_tell(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Any:
+        raise FileNotFoundError("/proc/self/maps")
+
+    array = np.memmap(file, np.uint8, "r")
+    monkeypatch.setattr(mappings, "mappings", refuse)
+    assert not is_from(file, array)
+
+
+def test_parts_of_a_file_share_a_descriptor(file: Path) -> None:
+    array = np.memmap(file, np.uint8, "r")
+    parts = [region_of(array[: mappings._LEAST]), region_of(array[mappings._LEAST :])]
+    found = mappings.from_files(parts)
+    assert len(found) == 2
+    assert len({placed.segment.fd for placed in found.values()}) == 1
+
+
+def test_few_files_are_mapped_and_the_others_left(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mappings, "_MOST_FILES", 1)
+    other = file.with_name("other")
+    other.write_bytes(bytes(SIZE + 1))
+    arrays = [np.memmap(file, np.uint8, "r"), np.memmap(other, np.uint8, "r")]
+    assert list(mappings.from_files([region_of(array) for array in arrays])) == [region_of(arrays[1])]
