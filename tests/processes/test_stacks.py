@@ -226,7 +226,11 @@ def test_a_worker_that_never_began_is_said_so(start_method: str, tmp_path: Path)
     launch = begun(begin_no_worker, tmp_path, start_method, ranks=1)
     texts: dict[int, str] = {}
 
-    eventually(lambda: texts.update(launch.stacks()) or "never began" in texts[0], LONG, lambda: texts)
+    def look() -> bool:
+        texts.update(launch.stacks())
+        return "never began" in texts[0]
+
+    eventually(look, LONG, lambda: texts)
     main = texts[0].partition("\n\n")[0]
     assert re.findall(r"DataLoader worker (\d+) \(pid \d+\) never began", main) == ["1"]
     end(launch)
