@@ -17,6 +17,7 @@ from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, ResultError,
 from nblaunch.launch import failures, start
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.forkserver import Reaper, remedy
+from nblaunch.launch.host import host
 from nblaunch.launch.logs import LaunchFiles, RankLogs, prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
@@ -44,8 +45,6 @@ _END_WITHIN = 3.0
 """Seconds to wait for the end of a launch that was killed as it started."""
 _LISTENS_WITHIN = 4.0
 """Seconds within which a supervisor begins to ask for stacks: it may be busy with asking for somebody else."""
-_LOOK_UP_EVERY = 0.5
-"""Seconds: Python does not see a signal that comes as it begins to wait, until the wait is over."""
 
 
 class Launch:
@@ -102,7 +101,7 @@ class Launch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end, for `timeout` seconds at most (default: without limit); whether it has ended."""
-        return self._finished.wait(timeout)
+        return host().wait(self._finished, timeout)
 
     def result(self) -> LaunchResult:
         """Wait for its end, and give what it brought.
@@ -111,7 +110,7 @@ class Launch:
             Exception: What the rank that failed first raised, or one of nblaunch's own (see `nblaunch.errors`).
         """
         __tracebackhide__ = True  # IPython leaves this frame out
-        self._finished.wait()
+        self.wait()
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -185,7 +184,7 @@ class Launch:
             try:
                 if interrupts:
                     self._commands.ask(kill=interrupts > 1)
-                self._finished.wait(_LOOK_UP_EVERY)
+                self.wait()
             except KeyboardInterrupt:
                 interrupts += 1
         return interrupts > 0
