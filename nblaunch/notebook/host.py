@@ -60,7 +60,7 @@ class NotebookHost:
         """Wait until this is set; a page that is reloaded meanwhile gets its panels back, if a cell is what waits."""
         if threading.current_thread() is not threading.main_thread():
             return over.wait(timeout)
-        with self._channel.answered():
+        with self._channel.answered(over):
             return wait_in_steps(over, timeout, _SERVE_EVERY_S, self._channel.serve)
 
     def after_cell(self, result: Any) -> None:

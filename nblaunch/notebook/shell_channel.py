@@ -49,17 +49,18 @@ class ShellChannel:
         """What the kernel does with a message, while `_arrived` sees each first."""
         self._cell: Any = None
         """The request of the cell that waits."""
+        self._over = threading.Event()
         self._busy_at = self._busy_until = 0.0
         if self._stream is None:
             _log.debug("this shell has no channel to read: a page that is reloaded shows its panels after the cell")
 
     @contextlib.contextmanager
-    def answered(self) -> Iterator[None]:
-        """Answer within this context: that of the thread that runs cells, while it waits in one."""
+    def answered(self, over: threading.Event) -> Iterator[None]:
+        """Answer within this context: that of the thread that runs cells, while it waits in one until `over` is set."""
         if self._stream is None:
             yield
             return
-        self._cell = self._kernel.get_parent()
+        self._cell, self._over = self._kernel.get_parent(), over
         try:
             self._in_its_thread(self._begin)
             yield
@@ -95,8 +96,13 @@ class ShellChannel:
             self._kernels_own = None
 
     def _arrived(self, frames: Sequence[Any]) -> Any:
-        assert self._kernels_own is not None
-        return None if self._is_answered(frames) else self._kernels_own(frames)
+        kernels_own = self._kernels_own
+        assert kernels_own is not None
+        if self._over.is_set():
+            self._end()  # here too: an interrupt may keep `answered` from its last line
+        elif self._is_answered(frames):
+            return None
+        return kernels_own(frames)
 
     def _is_answered(self, frames: Sequence[Any]) -> bool:
         """Answer a message, if it need not wait for the cell; return whether it has been answered."""

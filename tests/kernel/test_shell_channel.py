@@ -29,21 +29,12 @@ except LaunchStoppedError:
 BLOCKS = "notebook_launcher(waits, num_processes=2)"
 
 
-@pytest.fixture(scope="module")
-def live_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel that shows panels."""
-    state = tmp_path_factory.mktemp("state")
-    with running_kernel(NBLAUNCH_STATE_DIR=str(state), NBLAUNCH_VIEW="auto") as kernel:
-        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
-        kernel.run("own = get_ipython().kernel.shell_stream._recv_callback").check()
-        yield kernel
-
-
 @pytest.fixture
-def page(live_kernel: Kernel) -> Page:
-    live_kernel.run("order = []").check()
-    return Page(live_kernel)
+def page() -> Iterator[Page]:
+    with running_kernel(NBLAUNCH_VIEW="auto") as kernel:
+        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher\norder = []").check()
+        kernel.run("own = get_ipython().kernel.shell_stream._recv_callback").check()
+        yield Page(kernel)
 
 
 @pytest.fixture
@@ -170,5 +161,4 @@ def test_unfinished_figures_of_the_cell_are_not_shown_by_a_page_that_connects(pa
     newcomer.take_until(lambda: newcomer.of("snapshot"), ANSWER_LIMIT)
     _stop(page, newcomer)
     page.kernel.finish_cell(request)
-    page.kernel.run("get_ipython().events.unregister('post_execute', show)").check()
     assert page.kernel.ask("order") == ["shown"]  # by the cell itself, at its end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -77,7 +78,7 @@ def ends() -> Iterator[tuple[Kernel, Page]]:
 def test_what_a_page_asks_is_answered_and_cells_stay_queued_in_their_order(ends: tuple[Kernel, Page]) -> None:
     kernel, page = ends
     channel = ShellChannel(kernel)
-    with channel.answered():
+    with channel.answered(threading.Event()):
         for kind in ("execute_request", "kernel_info_request", "complete_request"):
             page.send(kind)
         channel.serve()
@@ -87,11 +88,23 @@ def test_what_a_page_asks_is_answered_and_cells_stay_queued_in_their_order(ends:
 
 def test_after_the_wait_every_message_is_the_kernels_again(ends: tuple[Kernel, Page]) -> None:
     kernel, page = ends
-    with ShellChannel(kernel).answered():
+    with ShellChannel(kernel).answered(threading.Event()):
         pass
     page.send("kernel_info_request")
     kernel.shell_stream.flush()
     assert kernel.queued == ["kernel_info_request"]
+
+
+def test_a_wait_that_is_over_answers_nothing_more_though_it_was_not_left(ends: tuple[Kernel, Page]) -> None:
+    kernel, page = ends
+    channel, over = ShellChannel(kernel), threading.Event()
+    with channel.answered(over):
+        over.set()
+        page.send("kernel_info_request")
+        channel.serve()
+        page.send("kernel_info_request")
+        kernel.shell_stream.flush()
+        assert kernel.queued == ["kernel_info_request", "kernel_info_request"]
 
 
 def test_a_message_with_another_key_is_not_answered(ends: tuple[Kernel, Page]) -> None:
@@ -99,7 +112,7 @@ def test_a_message_with_another_key_is_not_answered(ends: tuple[Kernel, Page]) -
     Session(key=b"guessed").send(page.socket, "kernel_info_request", {})
     page.send("kernel_info_request")
     channel = ShellChannel(kernel)
-    with channel.answered(), pytest.raises(ValueError, match="Signature"):  # the kernel's own, which ends its turn
+    with channel.answered(threading.Event()), pytest.raises(ValueError, match="Signature"):  # by the kernel itself
         channel.serve()
     assert not page.socket.poll(0)
 
@@ -115,7 +128,7 @@ def test_an_interrupt_loses_no_message_that_is_being_read(ends: tuple[Kernel, Pa
     channel = ShellChannel(kernel)
     before = signal.getsignal(signal.SIGINT)
     page.send("execute_request")
-    with pytest.raises(KeyboardInterrupt), channel.answered():
+    with pytest.raises(KeyboardInterrupt), channel.answered(threading.Event()):
         channel.serve()
     assert kernel.queued == ["execute_request"]
     assert signal.getsignal(signal.SIGINT) is before
@@ -125,6 +138,6 @@ def test_an_interrupt_loses_no_message_that_is_being_read(ends: tuple[Kernel, Pa
 def test_where_no_channel_can_be_read_a_wait_goes_on_without(kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "nblaunch")
     channel = ShellChannel(kernel)
-    with channel.answered():
+    with channel.answered(threading.Event()):
         channel.serve()
     assert "no channel to read" in caplog.text
