@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from nblaunch.errors import ArgumentError
@@ -11,6 +14,8 @@ from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.view import NullView, View
 
 _registered: Host | None = None
+_LOOK_UP_EVERY_S = 0.5
+"""Python does not see a signal that comes as it begins to wait, until the wait is over."""
 
 
 class Host(Protocol):
@@ -27,6 +32,9 @@ class Host(Protocol):
 
     def notebook_names(self) -> dict[str, Any] | None:
         """The notebook's global names; None outside a notebook."""
+
+    def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
+        """Wait in the caller's thread until this is set, for `timeout` seconds at most; return whether it is."""
 
 
 class ScriptHost:
@@ -46,6 +54,28 @@ class ScriptHost:
 
     def notebook_names(self) -> dict[str, Any] | None:
         return None
+
+    def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
+        return wait_in_steps(over, timeout)
+
+
+def wait_in_steps(
+    over: threading.Event,
+    timeout: float | None,
+    step: float = _LOOK_UP_EVERY_S,
+    between: Callable[[], None] = lambda: None,
+) -> bool:
+    """Wait until this is set, for `timeout` seconds at most, and call `between` after every `step` seconds of it.
+
+    Returns:
+        Whether it is set.
+    """
+    deadline = float("inf") if timeout is None else time.monotonic() + timeout
+    while not over.wait(max(0.0, min(step, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return False
+        between()
+    return True
 
 
 def host() -> Host:

@@ -25,6 +25,7 @@ from nblaunch.errors import (
 from nblaunch.launch import failures, start
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.forkserver import Reaper, remedy
+from nblaunch.launch.host import host
 from nblaunch.launch.logs import LaunchFiles, RankLogs, prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
@@ -52,8 +53,6 @@ _END_WITHIN = 3.0
 """Seconds to wait for the end of a launch that was killed as it started."""
 _LISTENS_WITHIN = 4.0
 """Seconds within which a supervisor begins to ask for stacks: it may be busy with asking for somebody else."""
-_LOOK_UP_EVERY = 0.5
-"""Seconds: Python does not see a signal that comes as it begins to wait, until the wait is over."""
 
 
 class Launch:
@@ -114,7 +113,7 @@ class Launch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for its end, for `timeout` seconds at most (default: without limit); whether it has ended."""
-        return self._finished.wait(timeout)
+        return host().wait(self._finished, timeout)
 
     def result(self) -> LaunchResult:
         """Wait for its end, and give what it brought. A crash after every rank had returned is warned of, once.
@@ -124,7 +123,7 @@ class Launch:
                 ``results`` are what the ranks that had returned gave back, by rank.
         """
         __tracebackhide__ = True  # IPython leaves this frame out
-        self._finished.wait()
+        self.wait()
         crash, self._crash = self._crash, ""
         if crash:
             warn(crash)
@@ -204,7 +203,7 @@ class Launch:
             try:
                 if interrupts:
                     self._commands.ask(kill=interrupts > 1)
-                self._finished.wait(_LOOK_UP_EVERY)
+                self.wait()
             except KeyboardInterrupt:
                 interrupts += 1
         return interrupts > 0

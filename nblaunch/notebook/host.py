@@ -7,17 +7,21 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
 from ipykernel.iostream import OutStream
 
 from nblaunch.errors import StartError, warn
-from nblaunch.launch.host import view_choice
+from nblaunch.launch.host import view_choice, wait_in_steps
 from nblaunch.launch.servers import servers
 from nblaunch.launch.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.view import NullView, View
 from nblaunch.notebook.panel import PanelView
+from nblaunch.notebook.shell_channel import ShellChannel
+
+_SERVE_EVERY_S = 0.1
 
 
 class NotebookHost:
@@ -26,6 +30,7 @@ class NotebookHost:
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self._cuda_cell = ""
+        self._channel = ShellChannel(getattr(shell, "kernel", None))
 
     def view(self, choice: str) -> View:
         """The one place that chooses what shows a launch."""
@@ -50,6 +55,13 @@ class NotebookHost:
         """The dict that is the globals of every cell."""
         names: dict[str, Any] = self.shell.user_ns
         return names
+
+    def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
+        """Wait until this is set; a page that is reloaded meanwhile gets its panels back, if a cell is what waits."""
+        if threading.current_thread() is not threading.main_thread():
+            return over.wait(timeout)
+        with self._channel.answered(over):
+            return wait_in_steps(over, timeout, _SERVE_EVERY_S, self._channel.serve)
 
     def after_cell(self, result: Any) -> None:
         """IPython's hook: notice which cell started CUDA in the notebook, and whether it has installed something."""

@@ -46,6 +46,8 @@ class PanelWidget(anywidget.AnyWidget):
     _esm = traitlets.Unicode().tag(sync=True)
     _css = traitlets.Unicode().tag(sync=True)
     info = traitlets.Dict().tag(sync=True)
+    is_prompt = True
+    """The page's messages may be handled at any time and in any thread: see `nblaunch.notebook.shell_channel`."""
     sent = traitlets.Int(0).tag(sync=True)
     """The messages sent so far, for a page that asks for the widget anew; not sent by itself when it changes."""
 

@@ -71,6 +71,12 @@ class Lab:
     def output(self, text: str) -> Locator:
         return self.page.locator(".jp-RenderedText", has_text=text)
 
+    def save_and_reload(self) -> None:
+        """Reload the page, which then shows the notebook as it is now."""
+        self.page.keyboard.press("Control+s")
+        self.page.wait_for_function("() => !window.jupyterapp.shell.currentWidget.model.dirty")
+        self.page.reload()
+
     def run_cell(self, number: int) -> None:
         """Run a cell, without waiting for its end."""
         self.page.locator(".jp-CodeCell").nth(number).locator(".jp-InputArea").click()

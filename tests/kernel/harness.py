@@ -69,8 +69,10 @@ class Kernel:
         begin = time.monotonic()
         while not (cell.idle or (until and until in cell.text)):
             self._take_message(begin + limit)
-        if cell.idle and not cell.reply:
-            cell.reply = self.client.get_shell_msg(timeout=limit)["content"]
+        while cell.idle and not cell.reply:
+            message = self.client.get_shell_msg(timeout=limit)
+            if message["parent_header"]["msg_id"] == request:  # not a late answer to `wait_for_ready`
+                cell.reply = message["content"]
         cell.seconds += time.monotonic() - begin
         return cell
 
@@ -93,6 +95,16 @@ class Kernel:
         """What the tab key offers at the end of `code`."""
         self.client.complete(code)
         return list(self.client.get_shell_msg(timeout=CELL_LIMIT)["content"]["matches"])
+
+    @contextmanager
+    def another_client(self) -> Iterator[Kernel]:
+        """The same kernel as another page has it."""
+        client = self.manager.blocking_client()
+        client.start_channels()
+        try:
+            yield Kernel(self.manager, client)
+        finally:
+            client.stop_channels()
 
     def restart(self) -> None:
         """As the notebook's button does: SIGKILL, and a fresh process."""

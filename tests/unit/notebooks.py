@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import linecache
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nblaunch.launch.host import register
+from nblaunch.launch.host import register, wait_in_steps
 from nblaunch.launch.view import NullView, View
 
 
@@ -38,6 +39,9 @@ class Notebook:
 
     def notebook_names(self) -> dict[str, Any]:
         return self.names
+
+    def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
+        return wait_in_steps(over, timeout)
 
 
 @contextmanager
