@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from playwright.sync_api import WebSocket
 
 from tests.browser.conftest import DARK, LAB, NO_SUBSHELLS, NOTEBOOK, Lab, keep_picture
 from tests.browser.lab import end_kernels, wait_until_idle
@@ -215,7 +216,12 @@ def test_after_a_reload_the_panel_is_back_whole_while_its_cell_still_blocks(lab:
     lab.run(trains + waits, *(f"order.append({number})" for number in range(3)), "order")
     lab.log_says("step 40")
     connected: list[float] = []
-    lab.page.on("websocket", lambda socket: "/channels" in socket.url and connected.append(time.monotonic()))
+
+    def connects(socket: WebSocket) -> None:
+        if "/channels" in socket.url:  # of a kernel
+            connected.append(time.monotonic())
+
+    lab.page.on("websocket", connects)
     lab.save_and_reload()
     lab.panel.wait_for(timeout=90_000)
     assert time.monotonic() - connected[-1] < BACK_WITHIN
