@@ -368,13 +368,14 @@ def test_a_pass_does_not_go_on_where_orders_differ(
     standing.at(0, 2)
     loader = sharded()
     next(iter(loader))
-    other = resumed(sharded(), loader.state_dict())
+    state = loader.state_dict()
+    other = resumed(sharded(), state)
     assert [len(batch) for batch in other] == [len(batch) for batch in sharded()][1:]
     standing.at(0, 3)
     with pytest.raises(
         ArgumentError, match=rf"world_size=2, batch_size=4, and this is world_size=3.*{why}.*epoch\(1\)"
     ):
-        next(iter(resumed(sharded(), loader.state_dict())))
+        next(iter(resumed(sharded(), state)))
 
 
 def test_a_state_of_an_earlier_version_is_of_as_many_ranks(standing: Standing) -> None:
