@@ -31,7 +31,6 @@ from nblaunch.launch.process import Process
 from nblaunch.launch.rank import Rank
 from nblaunch.launch.reading import Reading
 from nblaunch.launch.rendezvous import Rendezvous
-from nblaunch.launch.servers import learns_imports
 from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.view import RankStatus, Stream, View
@@ -72,7 +71,7 @@ _SWEEP_WITHIN = 8.0
 _DEAF_AFTER = 6.0
 """Seconds after the last rank was to be killed; the reaper itself gives up on a rank that will not die after 5."""
 _MEET_WITHIN = 10.0
-"""Seconds in which a reaper must have said its first word."""
+"""Seconds after which it is said that no reaper has been forked yet; a fork of the kernel is given up then."""
 
 
 class Attempt:
@@ -115,6 +114,7 @@ class Attempt:
         self.reading = Reading(self.ranks, view, commands)
         self.ladder: Ladder | None = None
         self.met_reaper = False
+        self.told_of_server = False
         self.lost = False
         self.swept = False
         self.stuck: tuple[int, ...] = ()
@@ -158,11 +158,6 @@ class Attempt:
         for rank in self.ranks:
             rank.result = []
         return taken
-
-    @property
-    def imported(self) -> list[str]:
-        """The installed modules that its ranks have imported."""
-        return list(dict.fromkeys(name for rank in self.ranks for name in rank.imported))
 
     # -------------------------------------------------------------- starting
     def _start_all(self, port: int) -> None:
@@ -220,7 +215,6 @@ class Attempt:
             limits=self.process.limits,
             log_dir=str(self.files.directory),
             scratch=self.scratch,
-            learns=self.plan.method == "forkserver" and learns_imports(),
         )
 
     def _tell(self, channel: Channel, message: object, fds: Sequence[int] = ()) -> None:
@@ -330,7 +324,7 @@ class Attempt:
             elif isinstance(message, Failed):
                 rank.failed = message
             elif isinstance(message, Leaving):
-                rank.leaving, rank.imported = True, message.imported
+                rank.leaving = True
 
     def _hear_out(self, rank: Rank) -> None:
         while not rank.channel.closed and readable(rank.channel):
@@ -409,8 +403,21 @@ class Attempt:
             _kill_process(self.reaper_pidfd, self.reaper.child)
             self.lost = True
         if not self.met_reaper and now - self.begun > _MEET_WITHIN:
+            self._end_or_await_reaper()
+
+    def _end_or_await_reaper(self) -> None:
+        """Give up a fork of the kernel, where a lock may be held forever; wait for a fork server, which is slow."""
+        server = self.reaper.server
+        if server is None:
             _kill_process(None, self.reaper.child)
             self.lost = True
+        elif not self.told_of_server:
+            self.told_of_server = True
+            server.wake()
+            self.view.note(
+                f"the fork server (pid {server.process.pid}) has not answered for {_MEET_WITHIN:.0f} s: waiting (a "
+                "machine short of memory?)"
+            )
 
     def _last_words(self) -> None:
         for rank in self.ranks:
