@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing.util
 import os
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 from nblaunch.launch.forkserver import ForkServer, Grandchild
 from nblaunch.launch.servers import servers
 from nblaunch.launch.snapshots import snapshots
+from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
 
 MARK = "NBLAUNCH_TEST_RUN"
@@ -63,7 +65,8 @@ class _Belongings:
 
     @classmethod
     def now(cls) -> _Belongings:
-        return cls(marked_processes(), _descriptors(), _files())
+        processes = {pid for pid in marked_processes() if not _serves_another(pid)}
+        return cls(processes, _descriptors(), _files())
 
     def more_than_then(self) -> str:
         """What there is now and was not then; empty if nothing."""
@@ -120,6 +123,16 @@ def is_spare(pid: int) -> bool:
     except OSError:
         return False  # it has ended meanwhile
     return name == f"{SPARE}\n" and "nblaunch.ranks.forkserver" in command_of(parent)
+
+
+def _serves_another(pid: int) -> bool:
+    """Return True for a fork server of a test's kernel that lives, in which one may follow another at any time."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text()
+        kernel = json.loads(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3])[1]
+    except (OSError, IndexError, ValueError):
+        return False
+    return name == f"{SERVER}\n" and kernel != os.getpid() and Path(f"/proc/{kernel}").exists()
 
 
 def command_of(pid: int) -> str:

@@ -36,6 +36,10 @@ _LAST_LAUNCHES = 2.0
 """Seconds that reapers get to end their launches when the kernel has gone, before they are ended too."""
 
 
+NAME = "nblaunch-server"
+"""The name of fork servers in the system's lists."""
+
+
 def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     """Be the fork server, to the end.
 
@@ -47,6 +51,7 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
     environment.open_streams()
+    system.set_name(NAME)
     death = system.pidfd(kernel)
     hello = _hello(preload)
     system.become_subreaper()

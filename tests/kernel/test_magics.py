@@ -168,7 +168,7 @@ def test_a_module_that_the_magic_names_is_there_before_the_ranks(kernel: Kernel)
     assert kernel.run("%distributed preload colorsys").check().value == ""
     kernel.run("from nblaunch.launch.servers import servers\nimport time").check()
     kernel.run("while servers._builder is not None: time.sleep(0.05)").check()
-    assert "with colorsys imported: pid" in kernel.run("%distributed status").check().value
+    assert "with colorsys imported: pid" in kernel.run("%distributed status").check().stdout
     kernel.run("%%distributed -n 2 -o there\nimport sys\n'colorsys' in sys.modules").check()
     assert kernel.ask("list(there)") == [True, True]
 
