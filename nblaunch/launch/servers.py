@@ -31,7 +31,7 @@ from nblaunch.messages import Method
 _log = logging.getLogger(__name__)
 _Server = TypeVar("_Server", bound=ForkServer)
 _PRELOAD = ("torch", "torch.distributed", "numpy")
-_SOON = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+_SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """The first optimizer or DistributedDataParallel of a process imports torch._dynamo, which takes longer than torch."""
 _QUIET = 1.0
 """Seconds without a launch's start after which servers may be built."""
