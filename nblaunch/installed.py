@@ -1,14 +1,19 @@
-"""What is installed for this Python: noticed when it changes, as by ``%pip install -U`` in a cell."""
+"""What is installed for this Python, what of it can be imported ahead of launches, and when it changes."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 import sysconfig
+from collections.abc import Collection
 from importlib.machinery import PathFinder
 
 _MARKS = (".dist-info", ".egg-info", ".egg-link", ".pth")
+KNOWN_SAFE = frozenset({"PIL", "accelerate", "matplotlib", "pandas", "scipy", "sklearn", "torchvision", "transformers"})
+"""Packages that ranks may share from before their fork, as tests hold. Not so lightning and torchmetrics, which read
+LOCAL_RANK at their import, and pyarrow, which starts threads."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 """What fork servers have, so that libraries start no threads there; each launch has its own."""
 _OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
@@ -62,9 +67,38 @@ def _marks_in(folder: str) -> frozenset[tuple[str, int]]:
 def differs(name: str) -> bool:
     """Whether ranks may have another value of this variable than the process that imports packages for them.
 
-    So it imports none that reads it, and what it has imported is for launches with any value of it.
+    So what it has imported is for launches with any value of it.
     """
     return name in (*_OF_RANKS, *_OF_LAUNCHES) or name.startswith(_OF_EITHER_BEGIN)
+
+
+def package_of(module: str) -> str:
+    """The top name of a module's."""
+    return module.partition(".")[0]
+
+
+def why_not_ahead(package: str) -> str:
+    """Why this package must not be imported ahead of launches; empty if it may."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # it is broken, or was put among the modules by hand
+        spec = None
+    if spec is None:
+        return "no such module is installed"
+    origin = os.path.realpath(spec.origin or "")
+    if spec.origin in ("built-in", "frozen") or any(origin.startswith(root) for root in _roots()):
+        return ""
+    return "it is no installed package: its files may be edited between launches"
+
+
+def _roots() -> list[str]:
+    return [os.path.join(os.path.realpath(entry), "") for entry in sys.path if is_installed(entry)]
+
+
+def imported_here(packages: Collection[str]) -> list[str]:
+    """The modules of these packages that this process has imported, in their order."""
+    present = [(name, module) for name, module in list(sys.modules.items()) if package_of(name) in packages]
+    return [name for name, module in present if getattr(getattr(module, "__spec__", None), "name", None) == name]
 
 
 def shadowed(packages: frozenset[str]) -> bool:

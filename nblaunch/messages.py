@@ -20,17 +20,15 @@ Method = Literal["forkserver", "spawn", "fork"]
 # ------------------------------------------------------------------ fork server and kernel
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Fork server -> kernel, once, when its preload is over."""
+    """Fork server -> kernel, once, when its imports are over; it never changes afterwards."""
 
     protocol: int
     pid: int
     problem: str
     """Why it must not fork ranks (a second thread, CUDA, an import that failed); empty when it is fit."""
     seconds: float
-    files: tuple[tuple[str, int], ...] = ()
-    """Of a successor: the files that it has imported, with the times of their last changes (``st_mtime_ns``)."""
-    not_found: tuple[str, ...] = ()
-    """Of a successor: the modules that those have looked for in vain, such as ``project_config``."""
+    packages: frozenset[str] = frozenset()
+    """Top names of what a successor has imported beyond the first server's imports, dependencies included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,9 @@ class Succeed:
     env: dict[str, str]
     """What modules may read while they are imported: the ranks' environment, without what differs between them."""
     cwd: str
-    """And their folder."""
+    """The ranks' folder, for the same reason."""
+    spares: int | None = None
+    """How many ranks the successor forks ahead of its first launch; None: no launch has come lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Importing:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Successor -> kernel, as its last word: ranks must not be forked from a process that has this package."""
+    """Successor -> kernel, as its last message: ranks must not be forked from a process that has this package."""
 
     package: str
     reason: str
@@ -102,8 +102,6 @@ class RankSpec:
     log_dir: str
     scratch: str
     """A folder for what multiprocessing puts into a temporary one; it goes with the launch."""
-    learns: bool = False
-    """Whether it is to tell what it has imported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +216,6 @@ class Leaving:
     """Rank -> kernel: its threads have ended too (one may have been saving a checkpoint); the process ends now."""
 
     rank: int
-    imported: tuple[str, ...] = ()
-    """The installed modules that the launch has imported; of a forked rank alone."""
 
 
 @dataclass(frozen=True, slots=True)

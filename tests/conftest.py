@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing.util
 import os
 import tempfile
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from nblaunch.launch.forkserver import ForkServer, Grandchild
 from nblaunch.launch.servers import servers
 from nblaunch.launch.snapshots import snapshots
+from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
 
 MARK = "NBLAUNCH_TEST_RUN"
@@ -26,7 +29,7 @@ _LEFT_WITHIN = 20.0
 def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours
-    os.environ["NBLAUNCH_LEARN_IMPORTS"] = "0"  # or each test would have packages imported for the next
+    os.environ["NBLAUNCH_PRELOAD"] = "0"  # or each test would have packages imported for the next
     multiprocessing.util.get_temp_dir()  # forked workers use it too; a folder of their own is left if they are killed
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))  # but torch's cache, which stays
     yield
@@ -62,7 +65,8 @@ class _Belongings:
 
     @classmethod
     def now(cls) -> _Belongings:
-        return cls(marked_processes(), _descriptors(), _files())
+        processes = {pid for pid in marked_processes() if not _serves_another(pid)}
+        return cls(processes, _descriptors(), _files())
 
     def more_than_then(self) -> str:
         """What there is now and was not then; empty if nothing."""
@@ -83,6 +87,14 @@ def eventually(condition: Callable[[], object], limit: float, otherwise: Callabl
     while not condition():
         assert time.monotonic() < deadline, otherwise() or "the condition did not come true"
         time.sleep(0.02)
+
+
+def settled_server() -> ForkServer:
+    """The fork server, once none is being built that would take its place."""
+    servers.warm_up()
+    eventually(lambda: servers._builder is None, 60.0, servers.status)
+    assert servers._warm is not None
+    return servers._warm
 
 
 def marked_processes() -> set[int]:
@@ -113,6 +125,16 @@ def is_spare(pid: int) -> bool:
     return name == f"{SPARE}\n" and "nblaunch.ranks.forkserver" in command_of(parent)
 
 
+def _serves_another(pid: int) -> bool:
+    """Return True for a fork server of a test's kernel that lives, in which one may follow another at any time."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text()
+        kernel = json.loads(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3])[1]
+    except (OSError, IndexError, ValueError):
+        return False
+    return name == f"{SERVER}\n" and kernel != os.getpid() and Path(f"/proc/{kernel}").exists()
+
+
 def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
@@ -121,9 +143,8 @@ def command_of(pid: int) -> str:
 
 
 def _server_pids() -> set[int]:
-    """The fork servers, which stay for the next launch."""
-    known = (servers._warm, servers._bare)
-    return {server.process.pid for server in known if server is not None}
+    """The fork servers, which stay for the next launch, and those that are being built."""
+    return {server.process.pid for server in servers.all()}
 
 
 def _descriptors() -> dict[str, int]:
@@ -136,9 +157,10 @@ def _descriptors() -> dict[str, int]:
             continue
         kind = target.partition(":[")[0] if ":[" in target else target
         kinds[kind] = kinds.get(kind, 0) + 1
-    for server in (servers._warm, servers._bare):
-        if server is not None:
-            kinds["socket"] = kinds.get("socket", 0) - 1
+    for server in servers.all():
+        kinds["socket"] = kinds.get("socket", 0) - (server.channel.fileno() >= 0)
+        if isinstance(server.process, Grandchild) and server.process.pid:
+            kinds["anon_inode"] = kinds.get("anon_inode", 0) - 1  # its pidfd
     return {kind: count for kind, count in kinds.items() if not kind.startswith("/memfd:nblaunch-stderr")}  # a server's
 
 

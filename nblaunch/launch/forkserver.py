@@ -1,4 +1,4 @@
-"""The kernel's end of a fork server: starting one, asking it for reapers, and for a successor that has more modules."""
+"""The kernel's end of a fork server: starting one, asking it for reapers, and for the server that succeeds it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol, cast
 
 from nblaunch.channel import Channel, channel_pair, readable
 from nblaunch.errors import StartError
 from nblaunch.installed import ONE_THREAD, installed_now, installed_path
+from nblaunch.launch.where import Where
 from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, Succeed
 
 _READY_LIMIT = 120.0
 """Seconds that a fork server gets to import torch; a cold disk needs most of a minute."""
-_IMPORT_LIMIT = 60.0
-"""Seconds that a successor gets for a package."""
-_LAST_MOMENT = 1.0
-"""Seconds that a successor gets to leave by itself."""
+_IMPORT_LIMIT = 120.0
+"""Seconds that a successor gets for a package, not counting those in which it stands still."""
+_LOOK_EVERY = 0.2
+"""Seconds between two looks at whether a successor may go on building."""
+_STAYS_WARM = 60.0
+"""Seconds after a launch within which a successor begins with ranks that wait for the next."""
 _OWN_ENVIRONMENT = {**ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _MAIN = (
     "import json, sys; fd, kernel, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; sys.argv[1:] = []; "
@@ -52,13 +55,14 @@ class ForkServer:
 
     Args:
         preload: What it imports before it forks; nothing for a server that only starts fresh interpreters.
+        where: What it sees at its imports. Default: what this process has.
 
     Raises:
         StartError: The system refuses to start it.
     """
 
-    def __init__(self, preload: tuple[str, ...]) -> None:
-        self._begin(preload, os.environ)
+    def __init__(self, preload: tuple[str, ...], where: Where | None = None) -> None:
+        self._begin(preload, where or Where.here())
         self.installed = installed_now()
         with contextlib.ExitStack() as undo:
             try:
@@ -71,11 +75,16 @@ class ForkServer:
                 raise StartError(f"the fork server could not be started: {error}{remedy(error)}") from error
             undo.pop_all()
 
-    def _begin(self, preload: Sequence[str], env: Mapping[str, str]) -> None:
+    def _begin(self, preload: Sequence[str], where: Where) -> None:
         """What a successor has too."""
-        self.preload, self.environment = tuple(preload), dict(env)
+        self.preload, self.where = tuple(preload), where
+        self.is_complete = False
+        """It has what the first optimizer of a process imports, or cannot have it."""
         self.hello: Hello | None = None
         self.launches = 0
+        self.used = time.monotonic()
+        """When it was last asked for a reaper."""
+        self._ranks = 0
         self._problem = ""
         self._lock = threading.Lock()
         self._is_retired = False
@@ -84,7 +93,7 @@ class ForkServer:
         arguments = json.dumps([there.fileno(), os.getpid(), installed_path(), self.preload])
         return subprocess.Popen(
             [sys.executable, "-c", _MAIN, arguments],
-            env={**os.environ, **_OWN_ENVIRONMENT},
+            env={**self.where.env, **_OWN_ENVIRONMENT},
             pass_fds=[there.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -103,7 +112,6 @@ class ForkServer:
             if self._problem:
                 raise StartError(self._problem)
             if self.hello is not None:
-                self._hear_again()
                 return self.hello
             try:
                 self.hello = self._wait_for_hello()
@@ -120,16 +128,17 @@ class ForkServer:
             OSError: It is gone.
         """
         channel = self._ask(NewReaper(launch_id, ranks))
-        self.launches += 1
+        self.launches, self.used, self._ranks = self.launches + 1, time.monotonic(), ranks
         return Reaper(channel, server=self)
 
-    def ask_for_successor(self, modules: Sequence[str], env: Mapping[str, str], cwd: str) -> Channel:
+    def ask_for_successor(self, modules: Sequence[str], where: Where) -> Channel:
         """Have it fork a successor, which imports these modules; the channel to that.
 
         Raises:
             OSError: It is gone.
         """
-        return self._ask(Succeed(tuple(modules), {**env, **_OWN_ENVIRONMENT}, cwd))
+        spares = self._ranks if self.launches and time.monotonic() - self.used < _STAYS_WARM else None
+        return self._ask(Succeed(tuple(modules), {**where.env, **_OWN_ENVIRONMENT}, where.cwd, spares))
 
     def _ask(self, message: NewReaper | Succeed) -> Channel:
         """Have it fork a process; the channel to that."""
@@ -158,6 +167,10 @@ class ForkServer:
 
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    def wake(self) -> None:
+        """Let it go on, should something have stopped it."""
+        self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """End it, and with it any launch of its own."""
@@ -206,14 +219,6 @@ class ForkServer:
                 raise StartError(f"the fork server did not start{self._last_words()}")
             self.channel.poll()
 
-    def _hear_again(self) -> None:
-        """Take note of a problem that an import in an idle moment has brought."""
-        with contextlib.suppress(OSError):  # another thread has retired it: whoever asks it for a reaper is told
-            self.channel.poll()
-        for message, _ in self.channel.drain():
-            if isinstance(message, Hello):
-                self.hello = message
-
     def _last_words(self) -> str:
         self._errors.seek(0)
         text = self._errors.read()[-4000:].decode(errors="replace").strip()
@@ -229,91 +234,91 @@ class LeftOutError(Exception):
 
 
 class Successor(ForkServer):
-    """A fork server that another forked, and that has the modules which launches have imported.
+    """A fork server that another has forked, and that has more modules. It lives on when its parent ends.
 
     Args:
-        parent: Who forks it.
-        modules: What it is to import.
-        env: The environment of launches, which modules may read while they are imported.
-        cwd: And their folder.
+        parent: The server that forks it.
+        modules: What it imports before it serves.
+        where: What they see while they are imported.
+        may_work: Tells whether it may build now; else it stands still.
 
     Raises:
         OSError: The parent is gone.
     """
 
-    def __init__(self, parent: ForkServer, modules: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
-        self._begin(modules, env)
-        self.parent, self.cwd = parent, cwd
+    def __init__(
+        self, parent: ForkServer, modules: Sequence[str], where: Where, may_work: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._begin(modules, where)
+        self.is_complete = True
+        self.parent: ForkServer | None = parent
+        """Who forks it; None once it serves, as a line of them may be long."""
+        self.installed = parent.installed
+        self._may_work, self._pausing = may_work, threading.Lock()
         self._errors = parent.errors_again()
         try:
-            self.channel = parent.ask_for_successor(modules, env, cwd)
+            self.channel = parent.ask_for_successor(modules, where)
         except OSError:
             self._errors.close()
             raise
-        self.process: _Grandchild = _Grandchild()
-
-    def leave(self) -> None:
-        """End it in order, if that takes but a moment: its exit removes what its packages have made."""
-        self.retire()
-        self.process.wait(_LAST_MOMENT)
+        self.process: Grandchild = Grandchild()
 
     @property
     def packages(self) -> frozenset[str]:
-        """What it has besides what its parent has."""
-        return frozenset(name.partition(".")[0] for name in self.preload)
+        """Top names of what it has and the first server of its line has not."""
+        return self.hello.packages if self.hello is not None else frozenset()
 
-    @property
-    def names(self) -> frozenset[str]:
-        """What it has found, or not, where the notebook's own folders are not looked in."""
-        return self.packages.union(self.hello.not_found if self.hello is not None else ())
+    def heed(self) -> bool:
+        """Have it build or stand still, as `may_work` says now; the answer. It is never stopped once it serves."""
+        with self._pausing:
+            works = self._may_work()
+            if self.hello is None:
+                self.process.send_signal(signal.SIGCONT if works else signal.SIGSTOP)
+        return works
 
-    def edited(self) -> bool:
-        """Whether a file that it has imported has changed since."""
-        return self.hello is not None and any(_changed(*file) for file in self.hello.files)
-
-    def import_all(self) -> None:
-        """Wait until it has imported everything.
+    def build(self) -> None:
+        """Wait until it serves.
 
         Raises:
             LeftOutError: It cannot have a package. It was ended.
             StartError: It could not be made at all.
         """
         try:
-            self.hello = self._wait_for_imports()
+            hello = self._wait_for_imports()
         except BaseException:
             self.stop()
             raise
+        with self._pausing:
+            self.hello, self.parent = hello, None
+            self.process.send_signal(signal.SIGCONT)
 
     def _wait_for_imports(self) -> Hello:
-        package = ""
+        parent, package, left = self.parent, "", _READY_LIMIT
         while True:
             for message, fds in self.channel.drain():
                 if isinstance(message, Importing):
-                    package = message.package
+                    package, left = message.package, _IMPORT_LIMIT
                     if fds:
-                        self.process = _Grandchild(message.pid, fds[0])
+                        self.process = Grandchild(message.pid, fds[0])
                     elif not package:
                         raise StartError("this system does not tell of the end of a process (pidfd_open)")
                 elif isinstance(message, LeftOut):
                     raise LeftOutError(message.package, message.reason)
                 elif isinstance(message, Hello):
                     return message
-            if self.channel.closed and (not package or not self.parent.alive()):
+            if self.channel.closed and (not package or parent is None or not parent.alive()):
                 raise StartError("the fork server is gone, or cannot fork")
             if self.channel.closed:
                 raise LeftOutError(package, "importing it ends the process")
-            if not readable(self.channel, _IMPORT_LIMIT if package else _READY_LIMIT):
+            works, begin = self.heed(), time.monotonic()
+            if readable(self.channel, _LOOK_EVERY):
+                self.channel.poll()
+            elif works:
+                left -= time.monotonic() - begin
+            if left <= 0:
                 if not package:
                     raise StartError("the fork server does not answer")
                 raise LeftOutError(package, f"importing it takes more than {_IMPORT_LIMIT:.0f} s")
-            self.channel.poll()
-
-
-def _changed(path: str, mtime_ns: int) -> bool:
-    try:
-        return os.stat(path).st_mtime_ns != mtime_ns
-    except OSError:
-        return True
 
 
 class _Process(Protocol):
@@ -329,11 +334,14 @@ class _Process(Protocol):
     def kill(self) -> None:
         """SIGKILL."""
 
+    def send_signal(self, sig: int, /) -> None:
+        """Send a signal, if it lives."""
+
     def wait(self) -> object:
         """Wait for its end."""
 
 
-class _Grandchild:
+class Grandchild:
     """A process that another has forked: its pidfd tells of its end."""
 
     def __init__(self, pid: int = 0, pidfd: int | None = None) -> None:
@@ -342,16 +350,29 @@ class _Grandchild:
             weakref.finalize(self, os.close, pidfd)
 
     def poll(self) -> int | None:
-        return 0 if self._pidfd is None or readable(self._pidfd) else None
+        if self._pidfd is not None and not readable(self._pidfd):
+            return None
+        self._collect()
+        return 0
 
     def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, sig: int) -> None:
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(self._pidfd, sig)
 
-    def wait(self, seconds: float | None = None) -> None:
+    def wait(self) -> None:
         if self._pidfd is not None:
-            readable(self._pidfd, seconds)
+            readable(self._pidfd, None)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Read its exit status where this process has adopted it, as a subreaper or a container's first process."""
+        if self._pidfd is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
 
 
 def _errors_file() -> IO[bytes]:

@@ -36,6 +36,7 @@ from nblaunch.launch.stacks import WITHIN
 from nblaunch.launch.supervisor import Attempt
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.view import LaunchInfo, Outcome, Shielded, State, View
+from nblaunch.launch.where import Where
 from nblaunch.messages import Payload
 from nblaunch.parcel import unpack
 from nblaunch.segments import in_words
@@ -226,6 +227,7 @@ class Launch:
             self._let_go()
             self._finished.set()
             prune()  # last: nobody waits for it
+            servers.build_soon()
 
     def _run(self) -> None:
         for number in range(self._plan.max_restarts + 1):
@@ -263,7 +265,6 @@ class Launch:
                 self._tell_of_payload()
             attempt, verdict = self._see_through(number, files)
             error = self._conclude(verdict, attempt, files)
-            servers.learn(attempt.imported, self._plan.env, self._process.cwd)
             again = number < self._plan.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
                 self._view.note(f"{_summary(error)}: restarting all ranks ({number + 1} of {self._plan.max_restarts})")
@@ -301,7 +302,8 @@ class Launch:
     def _reaper(self) -> Reaper:
         if self._plan.method == "fork":
             return start.fork_kernel(self._payload)
-        return servers.reaper(self._plan.method, self.id, self.world_size, self._plan.env, self._process.cwd)
+        where = Where(self._plan.env, self._process.cwd, self._plan.named)
+        return servers.reaper(self._plan.method, self.id, self.world_size, where)
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan = self._plan

@@ -14,8 +14,10 @@ from nblaunch.launch import start
 from nblaunch.launch.host import host
 from nblaunch.launch.launch import Launch
 from nblaunch.launch.plan import STOP_GRACE, make_plan, this_machine
+from nblaunch.launch.process import this_process
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.servers import servers
+from nblaunch.launch.where import Where
 from nblaunch.messages import Payload
 from nblaunch.slurm import slurm_task
 
@@ -58,6 +60,7 @@ def notebook_launcher(
     timeout: float | None = None,
     stop_grace: float = STOP_GRACE,
     metric_patterns: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None = None,
+    preload: str | Sequence[str] | None = None,
     block: bool = True,
     view: str = "auto",
 ) -> LaunchResult | Launch:
@@ -87,6 +90,8 @@ def notebook_launcher(
             ``r"Accuracy: (?P<accuracy>[\d.]+)"``, and a group named ``step`` is the step. Every line of a rank's
             stdout and stderr is searched (of a long one the first 8 KB), in the notebook's process: a pattern that
             is slow makes the notebook slow. Each stream's metrics stay in its order. Default: none.
+        preload: Modules of installed packages that later launches find imported, as with ``%distributed preload``.
+            Default: what the notebook imports of well-known packages.
         block: True (default): wait, and return the result. False: return a `Launch` at once.
         view: What to show: ``"auto"`` (default), ``"text"``, ``"none"``.
         use_port, master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, monitor_interval,
@@ -137,11 +142,27 @@ def notebook_launcher(
         timeout=timeout,
         stop_grace=stop_grace,
         metric_patterns=metric_patterns,
+        preload=preload,
     )
     if block:
         return launch.join()
     launch.begin()
     return launch
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Have modules of installed packages imported ahead of later launches, in the background.
+
+    Those that the notebook itself has imported of well-known packages (`nblaunch.installed.KNOWN_SAFE`) are anyway.
+
+    Args:
+        modules: Their names, as in ``("torchvision.transforms",)``.
+
+    Raises:
+        ArgumentError: One is no module of an installed package.
+    """
+    plan = make_plan(this_machine(), preload=modules)
+    servers.preload(plan.preload, Where(plan.env, this_process().cwd, plan.named))
 
 
 def prepare(gather: Callable[[int], Payload], view: str, **arguments: Any) -> Launch:
@@ -167,7 +188,9 @@ def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str
     plan = make_plan(this_machine(), **arguments)
     payload = gather(plan.world_size)
     shown = host().view(view)
-    plan = replace(plan, method=servers.usable(plan.method))
+    plan = replace(plan, method=servers.usable(plan.method, Where(plan.env, os.sep, plan.named)))
+    if plan.preload:
+        servers.preload(plan.preload)
     if plan.method == "fork":
         start.check_fork()
         shipment = payloads.share(payload)

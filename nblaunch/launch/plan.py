@@ -21,6 +21,7 @@ from typing import Any, cast
 
 from nblaunch.drops import log_limit
 from nblaunch.errors import ArgumentError
+from nblaunch.installed import package_of, why_not_ahead
 from nblaunch.launch.patterns import compile_patterns
 from nblaunch.limits import usable_cpus
 from nblaunch.messages import Method, World
@@ -84,6 +85,10 @@ class Plan:
     stop_grace: float = STOP_GRACE
     metric_patterns: tuple[re.Pattern[str], ...] = ()
     """What to search every printed line for."""
+    named: tuple[str, ...] = ()
+    """The variables that ``env=`` names."""
+    preload: tuple[str, ...] = ()
+    """Modules to import ahead of later launches."""
 
     def device_of(self, rank: int) -> str:
         """The device of a rank, as torch writes it."""
@@ -142,6 +147,7 @@ def make_plan(
     stop_grace: Any = STOP_GRACE,
     mixed_precision: Any = "no",
     metric_patterns: Any = None,
+    preload: Any = None,
 ) -> Plan:
     """Settle a launch. The arguments are those of `notebook_launcher`.
 
@@ -171,6 +177,8 @@ def make_plan(
         timeout=None if timeout is None else _seconds("timeout", timeout),
         stop_grace=_seconds("stop_grace", stop_grace),
         metric_patterns=patterns,
+        named=tuple(extra),
+        preload=modules_to_preload(preload),
     )
 
 
@@ -196,6 +204,21 @@ def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
         raise ArgumentError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
     return cast("str", value)
+
+
+def modules_to_preload(names: Any) -> tuple[str, ...]:
+    """Modules that are to be imported ahead of launches.
+
+    Raises:
+        ArgumentError: One is no installed module.
+    """
+    modules = (names,) if isinstance(names, str) else tuple(names or ())
+    for name in modules:
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            raise ArgumentError(f"preload={name!r}: must be the name of a module, as in 'torchvision.transforms'")
+        if reason := why_not_ahead(package_of(name)):
+            raise ArgumentError(f"preload={name!r}: {reason}")
+    return modules
 
 
 def _device(device: str, machine: Machine) -> str:

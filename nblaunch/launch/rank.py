@@ -32,8 +32,6 @@ class Rank:
     """It has seen its one SIGINT, ours or an editor's that came before."""
     leaving: bool = False
     """Its function and its threads have ended."""
-    imported: tuple[str, ...] = ()
-    """The installed modules that it has imported."""
     done: Done | None = None
     failed: Failed | None = None
     exited: RankExited | None = None

@@ -1,65 +1,86 @@
-"""The fork servers of this kernel, and which of them starts a launch."""
+"""The fork servers of this kernel, and which of them starts a launch.
+
+No server changes once it serves. The first of a line has torch and serves at once. While no launch starts, it forks a
+successor that has what the first optimizer of a process imports, which takes its place; and that one forks another
+with the packages that this notebook uses.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import sys
 import threading
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from nblaunch.errors import StartError, warn
-from nblaunch.installed import ONE_THREAD, differs, installed_now, shadowed
+from nblaunch.installed import (
+    KNOWN_SAFE,
+    imported_here,
+    installed_now,
+    package_of,
+    shadowed,
+    why_not_ahead,
+)
 from nblaunch.launch.forkserver import ForkServer, LeftOutError, Reaper, Successor, remedy
+from nblaunch.launch.where import Where
 from nblaunch.messages import Method
 
 _log = logging.getLogger(__name__)
 _Server = TypeVar("_Server", bound=ForkServer)
 _PRELOAD = ("torch", "torch.distributed", "numpy")
-_READ_AT_IMPORT = (
-    "TORCH",
-    "PYTORCH",
-    "PYTHON",
-    "LD_",
-    "DYLD_",
-    "MKL_",
-    "OMP_",
-    "KMP_",
-    "GOMP_",
-    "OPENBLAS_",
-    "MALLOC_",
-    "GLIBC_TUNABLES",
-    "NUMPY",
-    "NPY_",
-)
-"""Prefixes of variables that torch, its libraries and Python read once, when they are loaded."""
+_SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
+"""The first optimizer or DistributedDataParallel of a process imports torch._dynamo, which takes longer than torch."""
+_QUIET = 1.0
+"""Seconds without a launch's start after which servers may be built."""
+_MOST_OTHERS = 2
+"""Servers with an environment that ``env=`` has named; each takes 150 MB."""
+_OTHERS_STAY = 600.0
+"""Seconds that such a server stays unused; it goes when a cell or the next launch ends."""
+
+
+class _Step(NamedTuple):
+    """A successor to be built."""
+
+    parent: ForkServer
+    modules: Sequence[str]
+    where: Where | None = None
+    """For which launches it is; None: it takes its parent's place."""
 
 
 class Servers:
     """The fork servers of this kernel, each started when needed.
 
-    One has torch imported, one is bare, for ``spawn``. A successor of the first also has what launches have imported,
-    as long as it would import the same now: its packages have read its environment, and may be upgraded.
+    One has torch imported, one is bare, for ``spawn``. Launches whose ``env=`` names what torch reads at its import
+    have a server of their own. The one that is stocked also has the notebook's packages, and serves launches in which
+    these would be imported the same way.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._warm: ForkServer | None = None
         self._bare: ForkServer | None = None
-        self._successor: Successor | None = None
-        self._given_up: tuple[Mapping[str, str], str] | None = None
-        """The environment with which the warm one did not get ready, and why: no launch waits for that again."""
-        self._learned: dict[str, None] = {}
-        """The modules that launches have imported, in the order of their import."""
+        self._others: list[ForkServer] = []
+        """Those of environments that ``env=`` has named, the latest used last."""
+        self._stocked: Successor | None = None
+        self._given_up: list[tuple[Mapping[str, str], str]] = []
+        """The environments with which no server got ready, and why: no launch waits for that again."""
+        self._named: dict[str, None] = {}
+        """Modules that the user wants to be imported ahead of launches."""
         self._left_out: dict[str, str] = {}
-        """Packages that a successor cannot have, and why."""
-        self._last = _Where({}, "")
-        """Where the launch ran that has imported something last."""
-        self._before = self._last
+        """Packages that cannot be, and why."""
+        self._last: Where | None = None
+        """Where the last launch ran."""
+        self._before: Where | None = None
         """And the one before."""
-        self._teacher: threading.Thread | None = None
+        self._builder: threading.Thread | None = None
+        self._building: Successor | None = None
+        self._starting = 0
+        """Launches that are waiting for their reaper."""
+        self._started = 0.0
+        """When the last launch was on its way, by the monotonic clock."""
         self._retired: list[ForkServer] = []
         """Those that stay for the launches that they have."""
 
@@ -70,14 +91,18 @@ class Servers:
             StartError: The system refuses to start it.
         """
         with self._lock:
-            self._given_up = None
+            self._given_up = []
             self._current()
 
     def refresh(self) -> None:
-        """If the server that runs is out of date, start another in the background."""
+        """If the server that runs is out of date, start another in the background; prepare for the next launch."""
         with self._lock:
             if self._alive(self._warm) is not None:
                 self._current()
+            for old in self._others:
+                if time.monotonic() - old.used > _OTHERS_STAY:
+                    self.give_up(old)
+            self._build_soon()
 
     def forget(self) -> None:
         """Have none: in a forked child of the kernel they are its parent's."""
@@ -85,104 +110,158 @@ class Servers:
         self.__init__()  # type: ignore[misc]  # begin anew, with a lock that nobody holds
         self._inherited = inherited  # or a Popen that goes would warn of a process that still runs
 
-    def reaper(self, method: Method, launch_id: str, ranks: int, env: Mapping[str, str], cwd: str) -> Reaper:
+    def preload(self, modules: Sequence[str], where: Where | None = None) -> None:
+        """Have these modules ready for later launches, beside those that the notebook imports.
+
+        Args:
+            modules: Their names.
+            where: Where launches will run, if none has run yet. Default: not known.
+        """
+        with self._lock:
+            self._named.update(dict.fromkeys(modules))
+            for name in modules:
+                self._left_out.pop(package_of(name), None)  # it may have been mended
+            if self._last is None:
+                self._last = self._before = where
+            self._build_soon()
+
+    def reaper(self, method: Method, launch_id: str, ranks: int, where: Where | None = None) -> Reaper:
         """The reaper of a new launch over `method`, from a server that runs.
 
         Args:
             method: ``forkserver`` or ``spawn``.
             launch_id: Names the launch.
             ranks: Of it.
-            env: Its ranks' environment.
-            cwd: Their folder.
+            where: Its ranks' environment and folder. Default: those of this process.
 
         Raises:
             StartError: No server could be started, or this process may not open the files for it.
         """
-        for last in (False, True):
-            server = self._for(method, _Where(env, cwd))
-            try:
-                return server.fork_reaper(launch_id, ranks if method == "forkserver" else 0)
-            except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
-                if last:
-                    raise StartError(f"the fork server died twice: {error}") from error
-                self.give_up(server)  # though the system may not tell of its end yet
-            except OSError as error:  # this process, and not the server, is in trouble
-                raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
+        where = where or Where.here()
+        with self._launching():
+            for last in (False, True):
+                server = self._for(method, where)
+                try:
+                    return server.fork_reaper(launch_id, ranks if method == "forkserver" else 0)
+                except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
+                    if last:
+                        raise StartError(f"the fork server died twice: {error}") from error
+                    self.give_up(server)  # though the system may not tell of its end yet
+                except OSError as error:  # this process, and not the server, is in trouble
+                    raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
         raise AssertionError  # not reached
 
-    def usable(self, method: Method) -> Method:
+    def usable(self, method: Method, where: Where | None = None) -> Method:
         """`method`, or ``spawn`` where the fork server refuses to fork ranks; that is said as a warning."""
         if method != "forkserver":
             return method
-        problem = self._problem()
+        problem = self._problem(where or Where.here())
         if not problem:
             return method
         warn(f"the fork server cannot be used, so ranks are spawned, which is slower: {problem}")
         return "spawn"
 
-    def _problem(self) -> str:
+    def _problem(self, where: Where) -> str:
         """Why ranks cannot be forked; empty where they can."""
-        with self._lock:
-            if self._given_up is not None and self._given_up[0] == read_at_import(os.environ):
-                return self._given_up[1]
-            server = self._current()
+        with self._lock, self._launching():  # its payload comes next, and then its start
+            for env, reason in self._given_up:
+                if env == where.read_at_import:
+                    return reason
+            server = self._server(where)
+        problem = self._problem_of(server)
+        return self._problem(where) if problem is None else problem
+
+    def _problem_of(self, server: ForkServer) -> str | None:
+        """Wait for its Hello; why ranks cannot be forked there, None where another has taken its place meanwhile."""
         try:
             return server.ready().problem
         except StartError as error:
             with self._lock:
-                if server is self._warm:
-                    self._given_up = read_at_import(server.environment), f"{error} (%reload_ext nblaunch tries again)"
-                    return self._given_up[1]
-            return self._problem()  # another generation has begun meanwhile
+                if server is not self._warm and server not in self._others:
+                    return None
+                reason = f"{error} (%reload_ext nblaunch tries again)"
+                self._given_up.append((server.where.read_at_import, reason))
+                return reason
 
     def status(self) -> list[str]:
         """Lines for ``%distributed status``."""
         with self._lock:
-            server, successor = self._warm, self._alive(self._successor)
-            left_out = [f"not imported ahead of launches: {name}, as {why}" for name, why in self._left_out.items()]
-            if server is None or not server.alive():
-                given_up = f"given up: {self._given_up[1]}" if self._given_up else "the next launch starts it"
-                return [f"fork server: not running; {given_up}", *left_out]
-            hello = server.hello
-            if hello is None:
-                return [f"fork server: pid {server.process.pid}, importing {', '.join(server.preload)}", *left_out]
-            state = f"refuses to fork: {hello.problem}" if hello.problem else f"ready after {hello.seconds:.1f} s"
-            launches = server.launches + (successor.launches if successor is not None else 0)
-            lines = [f"fork server: pid {hello.pid}, {state}, {launches} launches"]
-            names = sorted(successor.packages - sys.stdlib_module_names) if successor is not None else []
-            if successor is not None and names:
-                lines.append(f"its successor: pid {successor.process.pid}, which has {', '.join(names)} imported")
-            return [*lines, *left_out]
+            lines = self._status_of_warm()
+            for other in self._others:
+                lines.append(f"for another environment (env=): pid {other.process.pid}, {other.launches} launches")
+            stocked = self._alive(self._stocked)
+            if stocked is not None:
+                had = ", ".join(sorted(set(map(package_of, stocked.preload))))
+                lines.append(f"with {had} imported: pid {stocked.process.pid}, {stocked.launches} launches")
+            if self._building is not None:
+                lines.append(f"in preparation: one that has {', '.join(self._building.preload[-3:])}")
+            return lines + [f"not imported ahead of launches: {name}, as {why}" for name, why in self._left_out.items()]
+
+    def _status_of_warm(self) -> list[str]:
+        server = self._warm
+        if server is None or not server.alive():
+            given_up = f"given up: {self._given_up[-1][1]}" if self._given_up else "the next launch starts it"
+            return [f"fork server: not running; {given_up}"]
+        hello = server.hello
+        if hello is None:
+            return [f"fork server: pid {server.process.pid}, importing {', '.join(server.preload)}"]
+        state = f"refuses to fork: {hello.problem}" if hello.problem else f"ready after {hello.seconds:.1f} s"
+        return [f"fork server: pid {hello.pid}, {state}, {server.launches} launches"]
 
     def stop(self) -> None:
         """End every server that this process started."""
         with self._lock:
-            if self._successor is not None:
-                self._successor.leave()
-            for server in (self._successor, self._warm, self._bare, *self._retired):
-                if server is not None:
-                    server.stop()
-            self._warm = self._bare = self._successor = self._given_up = None
-            self._learned, self._left_out, self._retired = {}, {}, []
+            present = self.all()
+            self._warm = self._bare = self._stocked = self._building = self._last = self._before = None
+            self._named, self._left_out, self._given_up = {}, {}, []
+            self._others, self._retired = [], []
+            for server in present:
+                server.stop()
 
-    def _for(self, method: Method, where: _Where) -> ForkServer:
+    def all(self) -> list[ForkServer]:
+        """Every server that this process has, those that are being built or retired included."""
+        with self._lock:
+            present = (self._building, self._stocked, self._warm, self._bare, *self._others, *self._retired)
+            return [server for server in present if server is not None]
+
+    # -------------------------------------------------------------- which server
+    def _for(self, method: Method, where: Where) -> ForkServer:
         with self._lock:
             self._retired = [old for old in self._retired if old.alive()]
             warm = self._alive(self._warm)
             if method == "forkserver":
-                server = self._current()
-                successor = self._alive(self._successor)
-                if successor is not None and (successor.edited() or not learns_imports()):
-                    self._retire(successor)
-                    self._successor = successor = None
-                if successor is not None and _fits(successor, where):
-                    return successor
+                server = self._server(where)
+                self._before, self._last = self._last, where
+                stocked = self._alive(self._stocked)
+                if stocked is not None and stocked.installed == server.installed and _fits(stocked, where):
+                    return stocked
             elif warm is not None and warm.hello is not None and not warm.hello.problem:
                 server = warm  # of whatever generation: what it spawns reads its own environment
             else:
                 self._bare = server = self._alive(self._bare) or ForkServer(())
         server.ready()
         return server
+
+    def _server(self, where: Where) -> ForkServer:
+        """The server that has read at its imports what launches there would have; started if there is none."""
+        if where.read_at_import == Where.here().read_at_import:
+            return self._current()
+        found = self._other(where)
+        if found is not None and found.installed != installed_now():
+            self.give_up(found)
+            found = None
+        if found is None:
+            found = ForkServer(_PRELOAD, where._replace(cwd=os.path.abspath(os.sep)))
+        self._others = [*(other for other in self._others if other is not found), found]
+        while len(self._others) > _MOST_OTHERS:
+            self.give_up(self._others[0])
+        self._build_soon()
+        return found
+
+    def _other(self, where: Where) -> ForkServer | None:
+        self._others = [other for other in self._others if self._alive(other) is not None]
+        wanted = where.read_at_import
+        return next((o for o in self._others if o.where.read_at_import == wanted), None)
 
     def _current(self) -> ForkServer:
         """The warm server; a new generation where what it has read at its imports has changed."""
@@ -193,17 +272,21 @@ class Servers:
         if server is not None:
             _log.info("the environment or what is installed has changed: starting a new fork server")
             self._left_out.clear()
-        for old in (self._successor, server):
+        for old in (self._stocked, server):
             self._retire(old)
-        self._successor = self._warm = None  # also where no other can be started
+        self._stocked = self._warm = None  # also where no other can be started
         self._warm = server = ForkServer(_PRELOAD)
-        self._teach_soon()
+        self._build_soon()
         return server
 
     def _retire(self, server: ForkServer | None) -> None:
-        if server is not None:
-            server.retire()
-            self._retired.append(server)
+        if server is None:
+            return
+        if self._building is not None and self._building.parent is server:
+            self._building.stop()  # nothing needs it any more
+            self._building = None
+        server.retire()
+        self._retired.append(server)
 
     def give_up(self, server: ForkServer) -> None:
         """Do without a server that does not answer; its other launches go on."""
@@ -211,7 +294,8 @@ class Servers:
             self._retire(server)
             self._warm = None if server is self._warm else self._warm
             self._bare = None if server is self._bare else self._bare
-            self._successor = None if server is self._successor else self._successor
+            self._stocked = None if server is self._stocked else self._stocked
+            self._others = [other for other in self._others if other is not server]
 
     def _alive(self, server: _Server | None) -> _Server | None:
         if server is None or server.alive():
@@ -219,121 +303,139 @@ class Servers:
         server.retire()
         return None
 
-    # -------------------------------------------------------------- what launches import
-    def learn(self, modules: Iterable[str], env: Mapping[str, str], cwd: str) -> None:
-        """Have these ready for the next launch: a launch with this environment has imported them in this folder."""
+    # -------------------------------------------------------------- building the next
+    @contextlib.contextmanager
+    def _launching(self) -> Iterator[None]:
+        """Have building stand still while a launch starts."""
         with self._lock:
-            modules = [name for name in modules if _package(name) not in self._left_out]
-            if modules and learns_imports():
-                self._learned.update(dict.fromkeys(modules))
-                self._before, self._last = self._last, _Where(dict(env), cwd)
-                self._teach_soon()
-
-    def _teach_soon(self) -> None:
-        """Have a successor made in the background, if one is wanted and none is being made; the lock is held."""
-        if self._teacher is None and self._wanted():
-            teacher = threading.Thread(target=self._teach, name="nblaunch-imports", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads: the next launch imports for itself
-                teacher.start()
-                self._teacher = teacher
-
-    def _wanted(self) -> list[str]:
-        """What the next successor is to have; nothing where there is one that has it.
-
-        Another environment or folder must have come twice: those of a sweep, each new, would have one made after every
-        launch.
-        """
-        names = [name for name in self._learned if learns_imports() and _package(name) not in self._left_out]
-        present = self._alive(self._successor)
-        if present is None:
-            return names
-        if not self._last.is_like(_Where(present.environment, present.cwd)):
-            return names if self._last.is_like(self._before) else []
-        return [] if present.preload == tuple(names) else names
-
-    def _teach(self) -> None:
-        """Make successors until one has everything, without what none can have."""
+            self._starting += 1
+            if self._building is not None:
+                self._building.heed()
         try:
-            more = True
-            while more:
-                with self._lock:
-                    names, server, where = self._wanted(), self._warm, self._last
-                    if not names or server is None:
-                        self._teacher = None  # whoever learns from now on starts another
-                        return
-                more = self._made_successor(server, names, where)
-        except Exception:  # noqa: BLE001  # ranks import for themselves; the next launch that does brings us back here
-            _log.info("no successor of the fork server was made", exc_info=True)
+            yield
         finally:
             with self._lock:
-                if self._teacher is threading.current_thread():
-                    self._teacher = None
+                self._starting, self._started = self._starting - 1, time.monotonic()
 
-    def _made_successor(self, server: ForkServer, names: list[str], where: _Where) -> bool:
-        """Make a successor, or learn which package none can have; whether to look for what is wanted then.
+    def _is_quiet(self) -> bool:
+        """Return True if no launch starts, nor has a moment ago."""
+        return not self._starting and time.monotonic() - self._started >= _QUIET
+
+    def build_soon(self) -> None:
+        """Have what the next launch can use built in the background."""
+        with self._lock:
+            self._build_soon()
+
+    def _build_soon(self) -> None:
+        """The same; the lock is held."""
+        if self._builder is None and self._next_step() is not None:
+            builder = threading.Thread(target=self._build, name="nblaunch-builder", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: the next launch imports for itself
+                builder.start()
+                self._builder = builder
+
+    def _next_step(self) -> _Step | None:
+        """What is to be built next; None where there is everything."""
+        for server in filter(None, (self._warm, *self._others)):
+            if not server.is_complete and server.alive():
+                return _Step(server, self._without_left_out(_SOON))
+        if self._last is None:
+            return None
+        parent = self._warm if self._last.read_at_import == Where.here().read_at_import else self._other(self._last)
+        modules = self._without_left_out(self._wanted())
+        if parent is None or not modules or parent.hello is None or parent.hello.problem:
+            return None
+        stocked = self._alive(self._stocked)
+        if stocked is not None and self._last.is_like(stocked.where):
+            missing = [name for name in modules if name not in stocked.preload]
+            return _Step(stocked, (*stocked.preload, *missing), self._last) if missing else None
+        if stocked is not None and not (self._before is not None and self._last.is_like(self._before)):
+            return None  # the environments of a sweep, each new, would have one built after every launch
+        return _Step(parent, modules, self._last)
+
+    def _wanted(self) -> list[str]:
+        """The modules that are to be imported ahead of launches."""
+        packages = set(map(package_of, self._named))
+        if os.environ.get("NBLAUNCH_PRELOAD") != "0":
+            packages |= KNOWN_SAFE
+        here = imported_here(packages)
+        for package in {package_of(name) for name in (*here, *self._named)} - self._left_out.keys():
+            if reason := why_not_ahead(package):
+                self._left_out[package] = reason
+        return [*here, *(name for name in self._named if name not in here)]
+
+    def _without_left_out(self, modules: Sequence[str]) -> list[str]:
+        return [name for name in modules if package_of(name) not in self._left_out]
+
+    def _build(self) -> None:
+        """Build step after step. A package that none can have is left out of the next."""
+        try:
+            while (step := self._await_step()) is not None:
+                self._take(step)
+        except Exception:  # noqa: BLE001  # ranks import for themselves
+            _log.info("no successor of the fork server was built", exc_info=True)
+        finally:
+            with self._lock:
+                self._builder = self._building = None
+
+    def _await_step(self) -> _Step | None:
+        """Wait until no launch starts; the next step then."""
+        while True:
+            with self._lock:
+                step = self._next_step()
+                if step is None or (step.parent.hello is not None and self._is_quiet()):
+                    self._builder = None if step is None else self._builder  # who wants something now starts another
+                    return step
+            if self._problem_of(step.parent) != "":
+                step.parent.is_complete = True
+            time.sleep(max(0.05, min(_QUIET, self._started + _QUIET - time.monotonic())))
+
+    def _take(self, step: _Step) -> None:
+        """Build one successor, and have launches go to it.
 
         Raises:
-            StartError, OSError: None can be made.
+            StartError, OSError: None can be built.
         """
-        if server.ready().problem:
-            return False
-        successor = Successor(server, names, where.env, where.cwd)
+        where = step.where or step.parent.where
         try:
-            successor.import_all()
+            with self._lock:
+                self._building = successor = Successor(step.parent, step.modules, where, self._is_quiet)
+            successor.build()
         except LeftOutError as error:
             with self._lock:
-                if self._warm is server:
+                if self._building is successor:  # else it was ended from here
                     self._left_out[error.package] = error.reason
-            return True
+                    self._building = None
+            return
+        except (StartError, OSError):
+            step.parent.is_complete = True  # it is not asked again
+            raise
         with self._lock:
-            if not successor.alive():
-                raise StartError("the successor of the fork server has ended")
-            if server is self._warm:
-                before, self._successor = self._successor, successor
-                self._retire(before)
-            else:  # another generation has begun meanwhile
-                self._retire(successor)
-        return True
+            self._building = None
+            self._adopt(successor, step)
 
-
-class _Where(NamedTuple):
-    """What modules may see of a launch while they are imported."""
-
-    env: Mapping[str, str]
-    cwd: str
-
-    def is_like(self, other: _Where) -> bool:
-        return self.cwd == other.cwd and _significant(self.env) == _significant(other.env)
+    def _adopt(self, successor: Successor, step: _Step) -> None:
+        """Let launches go to a successor; the lock is held."""
+        before: ForkServer | None = step.parent
+        if before not in (self._warm, self._stocked, *self._others):  # another generation has begun meanwhile
+            before = successor
+        elif step.where is not None:
+            before, self._stocked = self._stocked, successor
+        elif before is self._warm:
+            self._warm = successor
+        else:
+            self._others = [successor if other is before else other for other in self._others]
+        self._retire(before)
 
 
 servers = Servers()
 os.register_at_fork(after_in_child=servers.forget)
 
 
-def learns_imports() -> bool:
-    """Whether launches may have imports ready; that may be switched off at any time."""
-    return os.environ.get("NBLAUNCH_LEARN_IMPORTS") != "0"
-
-
-def _fits(server: Successor, where: _Where) -> bool:
-    """Whether ranks there would import what the server has imported."""
-    return where.is_like(_Where(server.environment, server.cwd)) and not shadowed(server.names)
-
-
-def _significant(env: Mapping[str, str]) -> dict[str, str]:
-    """What packages may have read of an environment while they were imported ahead."""
-    return {name: value for name, value in env.items() if not differs(name)}
+def _fits(server: Successor, where: Where) -> bool:
+    """Return True if ranks there would import what the server has imported."""
+    return where.is_like(server.where) and not shadowed(server.packages)
 
 
 def _is_outdated(server: ForkServer) -> bool:
-    return read_at_import(server.environment) != read_at_import(os.environ) or server.installed != installed_now()
-
-
-def _package(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def read_at_import(env: Mapping[str, str]) -> dict[str, str]:
-    """The part of an environment that a preload reads once, so that a later change needs a new fork server."""
-    ignored = ("TORCHELASTIC_", *ONE_THREAD)  # of another launch, and those that every server has as 1
-    return {k: v for k, v in env.items() if k.startswith(_READ_AT_IMPORT) and not k.startswith(ignored)}
+    return server.where.read_at_import != Where.here().read_at_import or server.installed != installed_now()

@@ -32,7 +32,6 @@ from nblaunch.launch.process import Process
 from nblaunch.launch.rank import Rank
 from nblaunch.launch.reading import Reading
 from nblaunch.launch.rendezvous import Rendezvous
-from nblaunch.launch.servers import learns_imports
 from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.view import RankStatus, Stream, View
@@ -77,7 +76,7 @@ _DEAF_AFTER = 6.0
 _REAPER_READS_WITHIN = 10.0
 """Seconds that the reaper gets to read what it was sent before."""
 _MEET_WITHIN = 10.0
-"""Seconds in which a reaper must have said its first word."""
+"""Seconds after which it is said that no reaper has been forked yet; a fork of the kernel is given up then."""
 
 
 class Attempt:
@@ -120,6 +119,7 @@ class Attempt:
         self.reading = Reading(self.ranks, view, commands)
         self.ladder: Ladder | None = None
         self.met_reaper = False
+        self.told_of_server = False
         self.lost = False
         self.swept = False
         self.stuck: tuple[int, ...] = ()
@@ -160,11 +160,6 @@ class Attempt:
             verdict = judge([rank.end() for rank in self.ranks], self.ladder, self.lost)
             self.results = {rank.rank: rank.take_result() for rank in self.ranks if rank.result}
             return verdict
-
-    @property
-    def imported(self) -> list[str]:
-        """The installed modules that its ranks have imported."""
-        return list(dict.fromkeys(name for rank in self.ranks for name in rank.imported))
 
     # -------------------------------------------------------------- starting
     def _open(self, opened: contextlib.ExitStack) -> None:
@@ -234,7 +229,6 @@ class Attempt:
             cpus=self.process.cpus,
             log_dir=str(self.files.directory),
             scratch=self.scratch,
-            learns=self.plan.method == "forkserver" and learns_imports(),
         )
 
     def _tell(self, channel: Channel, message: object, fds: Sequence[int] = ()) -> None:
@@ -350,7 +344,7 @@ class Attempt:
             elif isinstance(message, Failed):
                 rank.failed = message
             elif isinstance(message, Leaving):
-                rank.leaving, rank.imported = True, message.imported
+                rank.leaving = True
 
     def _hear_out(self, rank: Rank) -> None:
         while not rank.channel.closed and readable(rank.channel):
@@ -442,8 +436,21 @@ class Attempt:
             _kill_process(self.reaper_pidfd, self.reaper.child)
             self.lost = True
         if not self.met_reaper and now - self.begun > _MEET_WITHIN:
+            self._end_or_await_reaper()
+
+    def _end_or_await_reaper(self) -> None:
+        """Give up a fork of the kernel, where a lock may be held forever; wait for a fork server, which is slow."""
+        server = self.reaper.server
+        if server is None:
             _kill_process(None, self.reaper.child)
             self.lost = True
+        elif not self.told_of_server:
+            self.told_of_server = True
+            server.wake()
+            self.view.note(
+                f"the fork server (pid {server.process.pid}) has not answered for {_MEET_WITHIN:.0f} s: waiting (a "
+                "machine short of memory?)"
+            )
 
     def _last_words(self) -> None:
         for rank in self.ranks:

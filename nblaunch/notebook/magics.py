@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -23,7 +23,7 @@ from nblaunch.messages import Payload
 from nblaunch.notebook.cells import make_cell, names_used
 from nblaunch.segments import in_words
 
-ACTIONS = ("free", "stacks", "status", "stop")
+ACTIONS = ("free", "preload", "stacks", "status", "stop")
 _LOOK_UP_EVERY = 0.5
 """Seconds: Python does not see an interrupt that comes as it begins to wait, until the wait is over."""
 _OPTIONS = {"metric_patterns": "metric"}
@@ -44,8 +44,10 @@ class DistributedMagics(Magics):
         "action",
         nargs="?",
         help="without a cell: status (live launches, the fork server), stacks (what each rank is doing now), stop "
-        "(all launches) or free (what is kept of the last launches' data, so that it need not be copied again)",
+        "(all launches), free (what is kept of the last launches' data, so that it need not be copied again) or "
+        "preload (import the modules that follow ahead of later launches)",
     )
+    @argument("modules", nargs="*", help="of preload: names of modules, as in torchvision.transforms")
     @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU, without GPUs 2")
     @argument(
         "-o",
@@ -70,6 +72,12 @@ class DistributedMagics(Magics):
     @argument("--stop-grace", type=float, help="seconds that interrupted ranks have for checkpoints; default 30")
     @argument("--view", help="auto, text or none; default auto")
     @argument(
+        "--preload",
+        action="append",
+        metavar="NAME",
+        help="import this module of an installed package ahead of later launches; may be given several times",
+    )
+    @argument(
         "--metric",
         action="append",
         dest="metric_patterns",
@@ -93,12 +101,13 @@ class DistributedMagics(Magics):
             dist.all_reduce(t)
             t.item()
 
-        Without a cell: %distributed status, %distributed stacks, %distributed stop, %distributed free.
+        Without a cell: %distributed status, %distributed stacks, %distributed stop, %distributed free,
+        %distributed preload NAME ...
         """
         arguments = dict(vars(self.distributed.parser.parse_args(_words(line, self._expand))))
-        action = arguments.pop("action")
+        action, modules = arguments.pop("action"), arguments.pop("modules")
         if cell is None:
-            return _act(action, [name for name, value in arguments.items() if value not in (None, False)])
+            return _act(action, modules, [name for name, value in arguments.items() if value not in (None, False)])
         if action is not None:
             raise UsageError(
                 f"%%distributed {action}: a cell takes options, such as -n 2; without a cell: %distributed {action}"
@@ -194,10 +203,14 @@ def _option(name: str) -> str:
     return f"--{_OPTIONS.get(name, name).replace('_', '-')}"
 
 
-def _act(action: str | None, options: Iterable[str]) -> None:
+def _act(action: str | None, modules: Sequence[str], options: Iterable[str]) -> None:
     for name in options:
         raise UsageError(f"{_option(name)}: options are for a cell, under %%distributed")
-    if action == "stop":
+    if (action == "preload") != bool(modules):
+        raise UsageError("%distributed preload NAME ...: names of modules, as in torchvision.transforms")
+    if action == "preload":
+        _preload(modules)
+    elif action == "stop":
         _stop_all()
     elif action == "status":
         _tell_status()
@@ -207,9 +220,16 @@ def _act(action: str | None, options: Iterable[str]) -> None:
         _free()
     else:
         raise UsageError(
-            f"%distributed {action or ''}: write %distributed status, %distributed stacks, %distributed stop or "
-            "%distributed free, or put %%distributed on top of a cell"
+            f"%distributed {action or ''}: write %distributed status, %distributed stacks, %distributed stop, "
+            "%distributed free or %distributed preload NAME, or put %%distributed on top of a cell"
         )
+
+
+def _preload(modules: Sequence[str]) -> None:
+    try:
+        launcher.preload(modules)
+    except ArgumentError as error:
+        raise UsageError(f"%distributed {str(error).replace('=', ' ', 1)}") from None
 
 
 def _tell_status() -> None:

@@ -33,7 +33,6 @@ from nblaunch.parcel import Fresh, pack, unpack
 from nblaunch.ranks import (
     environment,
     failure,
-    imports,
     main_module,
     process_group,
     run,
@@ -132,7 +131,6 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     faulthandler.enable(file=2)
     spool = system.open_log(f"{spec.log_dir}/rank{spec.rank}.spool")
     voice = _Voice(channel, spec.rank)
-    latest = imports.latest()
     code = 0
     while (received := channel.receive()) is not None:
         task, fds = received
@@ -143,16 +141,8 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
             enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops))
             code = _run(spec, task, functools.partial(load, fds), voice)
     _await_threads()
-    voice.say(Leaving(spec.rank, _imported_since(latest) if spec.learns else ()))
+    voice.say(Leaving(spec.rank))
     return code
-
-
-def _imported_since(latest: str) -> tuple[str, ...]:
-    """What the next launch can have ready; nothing where that cannot be told: the user may have put anything there."""
-    try:
-        return imports.installed_since(latest)
-    except BaseException:  # noqa: BLE001  # the result is sent: this must not make it a failure
-        return ()
 
 
 def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch.drops import NO_ROOM, Counter, Kind, log_limit
 from nblaunch.messages import RankSpec, Settings, WarningFilter
-from nblaunch.ranks import imports, system
+from nblaunch.ranks import system
 from nblaunch.ranks.reaper import open_log
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ drops: Counter | None = None
 """Counts what this rank's logs have no room for; None in a process that is no rank."""
 _most_bytes: int | None = None
 """Where each log ends, if it is to."""
+_imported_filters: list[Any] = []
+"""Warning filters that the fork server's imports have added; each rank would have added them by importing."""
 
 
 def find_pools() -> None:
@@ -35,6 +37,11 @@ def find_pools() -> None:
     from threadpoolctl import ThreadpoolController
 
     _pools = ThreadpoolController()
+
+
+def note_filters(before: list[Any]) -> None:
+    """Note the entries of ``warnings.filters`` that are not in `before`: `apply_settings` keeps them."""
+    _imported_filters[:0] = [entry for entry in warnings.filters if entry not in before]
 
 
 def redirect(spec: RankSpec) -> None:
@@ -155,7 +162,7 @@ def apply_settings(settings: Settings) -> None:
         entries = [(f.action, f.message, _category(f), f.module, f.lineno) for f in settings.warning_filters]
         known: Any = warnings.filters  # typeshed calls it a Sequence
         own = [entry for entry in entries if entry[2] is not None]
-        known[:] = [*(entry for entry in imports.filters() if entry not in own), *own]
+        known[:] = [*(entry for entry in _imported_filters if entry not in own), *own]
         _filters_changed()
 
 

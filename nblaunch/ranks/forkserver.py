@@ -3,40 +3,41 @@
 Started by the kernel, one per kernel. It runs no user code and touches no CUDA. What it imports is what every
 rank would import first, so that a launch costs forks and not imports. If the import brings a second thread or
 CUDA, it says so instead of forking ranks: the kernel then uses ``spawn``.
+
+It never changes once it serves. To import more, it forks its successor, which builds itself in the background
+(`nblaunch.ranks.builder`) and lives on when this process ends.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import importlib
 import os
 import selectors
 import signal
 import socket
-import sys
 import time
 import traceback
-import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Collection
 from typing import NoReturn
 
 from nblaunch.channel import Channel
-from nblaunch.messages import PROTOCOL, Hello, Importing, LeftOut, NewReaper, NotStarted, Succeed
-from nblaunch.ranks import bootstrap, environment, imports, process_group, reaper, system
+from nblaunch.messages import PROTOCOL, Hello, NewReaper, NotStarted, Succeed
+from nblaunch.ranks import bootstrap, builder, environment, process_group, reaper, system
 
 _LOOK_EVERY = 0.5
 """Seconds between looks at the kernel where the system has no pidfd."""
-_SOON = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
-"""Imported in idle moments, in steps that a launch may come between: the first optimizer or DistributedDataParallel of
-a process imports torch._dynamo, which takes longer than torch itself, and then no rank has to."""
 _SPARE_AFTER = 0.05
 """Seconds without a launch after which one that waits for the next is forked: the present one needs the CPUs."""
+_SPARES_STAY = 60.0
+"""Seconds without a launch after which those that wait for the next end; the next launch forks others."""
 _MOST_SPARES = 8
 _LAST_LAUNCHES = 2.0
 """Seconds that reapers get to end their launches when the kernel has gone, before they are ended too."""
+
+
+NAME = "nblaunch-server"
+"""The name of fork servers in the system's lists."""
 
 
 def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
@@ -50,15 +51,17 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
     environment.open_streams()
-    imports.note_roots()
-    _serve(channel, kernel, _hello(preload), _SOON if preload else ())
-
-
-def _serve(channel: Channel, kernel: int, hello: Hello, soon: tuple[str, ...]) -> NoReturn:
+    system.set_name(NAME)
+    death = system.pidfd(kernel)
+    hello = _hello(preload)
     system.become_subreaper()
-    channel.send(hello)
+    _serve(_Server(channel, kernel, death, hello))
+
+
+def _serve(server: _Server) -> NoReturn:
     try:
-        _Server(channel, kernel, hello, soon).serve()
+        server.channel.send(server.hello)
+        server.serve()
     except BaseException:  # noqa: BLE001  # the kernel reads it and starts another; reapers see this one's end
         traceback.print_exc()
         os._exit(1)
@@ -75,144 +78,55 @@ def _hello(preload: tuple[str, ...]) -> Hello:
         bootstrap.prepare()
     except BaseException:  # noqa: BLE001  # an import that calls sys.exit must be told of too
         problem = f"importing {', '.join(preload)} failed:\n{traceback.format_exc()}"
-    problem = problem or _unfit()
-    _settle()
+    problem = problem or builder.unfit()
+    builder.settle()
     return Hello(PROTOCOL, os.getpid(), problem, time.monotonic() - begin)
 
 
-def _hello_of_successor(channel: Channel, modules: tuple[str, ...], before: Hello) -> Hello:
-    """Import what launches have used, a package at a time: the kernel knows which, should one hang or crash."""
-    begin, since = time.monotonic(), imports.now()
-    own = system.pidfd(os.getpid())
-    channel.send(Importing("", os.getpid()), [] if own is None else [own])
-    if own is not None:
-        os.close(own)
-    for _ in _import_soon(_SOON):  # the server that forked this one may not have come so far
-        pass
-    filters = list(warnings.filters)
-    witness = imports.Witness()
-    told, files = "", _open_files()
-    for name in modules:
-        if name in sys.modules:
-            continue  # another has imported it, and a look takes 50 ms
-        package = name.partition(".")[0]
-        if package != told:
-            _leave_if_unfit(channel, told, files, witness)
-            channel.send(Importing(package, os.getpid()))
-            told = package
-        with contextlib.suppress(Exception):  # its ranks will say so if they need it
-            importlib.import_module(name)
-    _leave_if_unfit(channel, told, files, witness)
-    witness.close()
-    imports.note_filters(filters)
-    os.chdir(os.sep)
-    bootstrap.prepare()
-    _settle()
-    return replace(
-        before,
-        pid=os.getpid(),
-        seconds=time.monotonic() - begin,
-        files=imports.files(modules, since),
-        not_found=witness.not_found(),
-    )
-
-
-def _leave_if_unfit(channel: Channel, package: str, files: int, witness: imports.Witness) -> None:
-    """Leave where the package just imported makes forking unsafe, or is not for all ranks alike."""
-    try:
-        reason = _unfit() or _keeps(files) or witness.objection()
-    except Exception as error:  # noqa: BLE001  # it may have put anything anywhere
-        reason = f"it cannot be told what it does while it is imported: {error!r}"
-    if reason:
-        with contextlib.suppress(BaseException):  # as at an interpreter's end; first, as the kernel ends who has left
-            atexit._run_exitfuncs()
-        channel.send(LeftOut(package, reason))
-        os._exit(1)  # a failure, so that the server ends what is left of the processes that it started
-
-
-def _keeps(files: int) -> str:
-    """What the process has by now that forked ranks would share, besides so many open files."""
-    if _open_files() > files:
-        return "it keeps files open"
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # nor did a child leave one behind: this process would have adopted that
-        return ""
-    return "it starts processes"
-
-
-def _open_files() -> int:
-    return len(os.listdir("/dev/fd"))
-
-
-def _settle() -> None:
-    """Keep what is imported out of the collector's way: it would write to every page that ranks share."""
-    gc.collect()
-    gc.freeze()
-
-
-def _import_soon(names: tuple[str, ...]) -> Iterator[None]:
-    """Import one module at each step; one that cannot be imported is left to the ranks."""
-    for name in names:
-        try:
-            with _no_exit_functions():
-                importlib.import_module(name)
-        except Exception:  # noqa: BLE001  # whatever a module raises: its ranks will say so if they need it
-            traceback.print_exc()
-            return
-        yield
-
-
-@contextlib.contextmanager
-def _no_exit_functions() -> Iterator[None]:
-    """Let modules register nothing for the exit of every rank: triton's look for leaks takes each rank 4 ms."""
-    register = atexit.register
-    atexit.register = lambda function, *args, **kwargs: function  # type: ignore[assignment]  # what the real one gives
-    try:
-        yield
-    finally:
-        atexit.register = register
-
-
-def _unfit() -> str:
-    threads = system.thread_count()
-    if threads > 1:
-        return f"the preload left {threads} threads running, and forking them is not safe"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return "the preload initialised CUDA, which does not survive a fork"
-    return ""
-
-
 class _Server:
-    def __init__(self, channel: Channel, kernel: int, hello: Hello, soon: tuple[str, ...]) -> None:
+    """What forks, in one process. Its whole life is `serve`.
+
+    Args:
+        channel: To the kernel.
+        kernel: Its pid.
+        death: Its pidfd; None where the system has none.
+        hello: What this process is fit for.
+        spares: How many ranks to fork ahead of the first launch. Default: none before there was a launch.
+    """
+
+    def __init__(
+        self, channel: Channel, kernel: int, death: int | None, hello: Hello, spares: int | None = None
+    ) -> None:
         self.channel = channel
         self.kernel = kernel
-        self.parent = os.getppid()
+        self.death = death
         self.hello = hello
+        self.spares = spares
+        """How many ranks wait with the reaper that waits for the next launch; None where none is to wait."""
+        self.parent = os.getppid()
         self.reapers: set[int] = set()
-        """Children that are left alone: the reapers, and the successor."""
-        self.spares: int | None = None
-        """How many ranks wait with the reaper that waits for the next launch; None before the first."""
+        self.successors: set[int] = set()
+        """Children that are fork servers too, or are becoming it."""
         self.spare: tuple[int, Channel] | None = None
-        """The pid of that reaper, and the channel to it."""
-        self.tidying: Iterator[object] | None = self.tidy(soon)
+        """The pid of the reaper that waits, and the channel to it."""
+        self.asked = time.monotonic()
+        """When the last launch came."""
         self.children = system.ChildWatch()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
         self.selector.register(self.children, selectors.EVENT_READ)
-        self.death = system.pidfd(kernel)
         if self.death is not None:
             self.selector.register(self.death, selectors.EVENT_READ)
 
     def serve(self) -> None:
         """Fork reapers for as long as the kernel may ask, and stay while a launch runs: its end would end that too."""
-        while (self.reapers or not self.channel.closed) and os.getppid() == self.parent:
+        while self.reapers or not self.channel.closed:
             ready = {key.fileobj for key, _ in self.selector.select(self.patience())}
             if not ready:
                 self.use_idle_moment()
-            if self.death in ready:
-                break
+            if self.is_orphan(ready):
+                self.end()
+                return
             if self.channel in ready:
                 self.channel.poll()
                 for message, fds in self.channel.drain():
@@ -224,43 +138,36 @@ class _Server:
                     self.selector.unregister(self.channel)
                     self.dismiss_spare()
             self.collect()
-        self.end()
+        reaper.kill_descendants(self.children, self.successors, lambda: None)
 
-    def tidy(self, soon: tuple[str, ...]) -> Iterator[None]:
-        """What makes later launches faster, a step for each idle moment."""
-        for _ in _import_soon(soon):
-            if problem := _unfit():
-                self.hello = replace(self.hello, problem=problem)
-                with contextlib.suppress(OSError):  # it is retired, and stays for the launches that it has
-                    self.channel.send(self.hello)  # the kernel has launches spawn their ranks from now on
-                return
-            yield
-        bootstrap.forget_finalizers()
-        _settle()
-        yield from system.collapse_heap()
+    def is_orphan(self, ready: Collection[object]) -> bool:
+        """Return True if the kernel has ended. The parent of a successor is the server before it, which may end."""
+        return self.death in ready if self.death is not None else os.getppid() != self.parent
 
     def patience(self) -> float | None:
-        """Seconds to wait for something to do: none while there is tidying left for idle moments."""
-        if self.tidying:
-            return 0.0
+        """Seconds until `use_idle_moment` is due, or the kernel is to be looked at; None: only events matter."""
+        due = [] if self.death is not None else [_LOOK_EVERY]
         if self.wants_spare():
-            return _SPARE_AFTER
-        return None if self.death is not None else _LOOK_EVERY
+            due.append(_SPARE_AFTER)
+        elif self.spare is not None:
+            due.append(max(0.0, self.asked + _SPARES_STAY - time.monotonic()))
+        return min(due, default=None)
 
     def use_idle_moment(self) -> None:
-        if self.tidying:
-            if next(self.tidying, self) is self:
-                self.tidying = None
-        elif self.wants_spare():
+        """Fork who waits for the next launch, or let it go after a minute."""
+        if self.wants_spare():
             here, there = socket.socketpair()
             with contextlib.suppress(OSError):  # no more processes: the next launch will say so
                 pid = self.fork_reaper(there, self.spares)
                 self.spare = pid, Channel(here)
             there.close()
+        elif self.spare is not None and time.monotonic() >= self.asked + _SPARES_STAY:
+            self.spares = None
+            self.dismiss_spare()
 
     def wants_spare(self) -> bool:
-        """Whether there is no reaper that waits for the next launch; from the first launch on there is to be one."""
-        return self.spares is not None and self.spare is None and not self.channel.closed and not self.hello.problem
+        """Return True if a reaper is to wait for the next launch, and none does."""
+        return self.spares is not None and self.spare is None and not self.channel.closed
 
     def dismiss_spare(self) -> None:
         if self.spare is not None:
@@ -268,13 +175,11 @@ class _Server:
             self.spare = None
 
     def start_reaper(self, message: NewReaper, control: int) -> None:
-        self.spares = min(message.ranks, _MOST_SPARES)
+        self.asked, self.spares = time.monotonic(), min(message.ranks, _MOST_SPARES)
         with socket.socket(fileno=control) as sock:
-            if not self.hello.problem and self.give_to_spare(message, control):
+            if self.give_to_spare(message, control):
                 return
             try:
-                if self.hello.problem:  # the kernel asked before it was told
-                    raise OSError(f"{self.hello.problem}; the next launch will spawn its ranks")
                 self.fork_reaper(sock, None)
             except OSError as error:
                 with contextlib.suppress(OSError):  # the kernel has given this launch up
@@ -303,7 +208,7 @@ class _Server:
         return pid
 
     def fork_successor(self, message: Succeed, channel: int) -> None:
-        """Fork one that has more modules. It imports them in a process of its own: who knows what they do."""
+        """Fork the process that becomes the next server; without one the kernel hears the end of its channel."""
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -311,41 +216,43 @@ class _Server:
             traceback.print_exc()
             pid = -1
         if pid == 0:
-            system.die_with_parent(parent)  # while it imports it watches nobody
-            system.become_subreaper()  # so that it sees the daemons that a package starts
-            self.become_successor(message, Channel(socket.socket(fileno=channel)))
-        os.close(channel)  # without a successor the kernel hears the end of its channel
+            self.become_successor(message, parent, Channel(socket.socket(fileno=channel)))
+        os.close(channel)
         if pid > 0:
-            self.reapers.add(pid)
+            self.successors.add(pid)
 
-    def become_successor(self, message: Succeed, channel: Channel) -> NoReturn:
-        """In the child: import, and be a fork server."""
-        self.children.close()
-        self.selector.close()
-        self.channel.close()
-        system.close_all_but([channel.fileno()])
-        os.environ.clear()
-        os.environ.update(message.env)
-        with contextlib.suppress(OSError):  # it is gone, and its ranks will be told
-            os.chdir(message.cwd)
-        hello = _hello_of_successor(channel, message.modules, self.hello)
-        _serve(channel, self.kernel, hello, ())
+    def become_successor(self, message: Succeed, parent: int, channel: Channel) -> NoReturn:
+        """In the child: build, and serve."""
+        try:
+            os.setsid()
+            system.die_with_parent(parent)  # while it builds it watches nothing
+            system.become_subreaper()  # so that it sees the daemons that a package starts
+            self.children.close()
+            self.selector.close()
+            system.close_all_but([channel.fileno(), *([] if self.death is None else [self.death])])
+            hello = builder.build(message, channel, self.hello)
+            system.outlive_parent()  # from here on the kernel's pidfd tells when to end
+            _serve(_Server(channel, self.kernel, self.death, hello, message.spares))
+        finally:
+            traceback.print_exc()
+            os._exit(1)
 
     def collect(self) -> None:
         """Read the ends of children; a reaper that was killed leaves its launch's descendants to us."""
         strays = False
         for pid, returncode in self.children.ended():
-            strays = strays or returncode != 0 or pid not in self.reapers
+            strays = strays or returncode != 0 or pid not in self.reapers | self.successors
             self.reapers.discard(pid)
+            self.successors.discard(pid)
             if self.spare is not None and pid == self.spare[0]:
                 self.dismiss_spare()
         if strays:
-            reaper.kill_descendants(self.children, self.reapers, lambda: None)
+            reaper.kill_descendants(self.children, self.reapers | self.successors, lambda: None)
 
     def end(self) -> None:
-        """The kernel is gone. Reapers see that themselves; kill what they have not within the limit."""
+        """The kernel is gone. Reapers and successors see that themselves; kill those that have not within the limit."""
         deadline = time.monotonic() + _LAST_LAUNCHES
-        while self.reapers and time.monotonic() < deadline:
+        while (self.reapers or self.successors) and time.monotonic() < deadline:
             with selectors.DefaultSelector() as ends:
                 ends.register(self.children, selectors.EVENT_READ)
                 ends.select(0.1)

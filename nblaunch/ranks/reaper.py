@@ -66,6 +66,7 @@ def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain, spa
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     system.become_subreaper()
+    system.set_name("nblaunch-reaper")
     system.close_all_but([control.fileno()])
     reaper = _Reaper(Channel(control), watched, rank_main)
     try:
@@ -216,6 +217,7 @@ class _Reaper:
             self.children.close()
             system.close_all_but([fd])
             system.forget_resource_tracker()
+            system.set_name("nblaunch-rank")
             run()
         finally:
             os._exit(1)

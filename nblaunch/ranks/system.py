@@ -41,6 +41,12 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Take back what `die_with_parent` has asked for."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def set_name(name: str) -> None:
     """Name this process in the system's lists; of at most 15 characters."""
     if _libc is not None:

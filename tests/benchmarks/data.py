@@ -95,6 +95,8 @@ def plain():
 
 def imports():
     import torchvision, transformers
+
+import torchvision, transformers  # as a notebook that trains with them does
 """
 _NBLAUNCH = """
 %load_ext nblaunch
@@ -194,7 +196,6 @@ def measure(size: int, ranks: int, rounds: int) -> Figures:
 def _in_kernel(setup: str, work: Callable[[Kernel], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         own = {"BENCHMARK_FOLDER": folder, "TMPDIR": folder, "NBLAUNCH_STATE_DIR": f"{folder}/state"}
-        own["NBLAUNCH_LEARN_IMPORTS"] = "1"
         with running_kernel(OMP_NUM_THREADS="1", **own) as kernel:  # with more, a fork of the kernel hangs for ever
             kernel.run(_DATA + setup).check()
             kernel.run("def warms(): pass\nlaunch(warms, (), 2)").check()
@@ -228,10 +229,9 @@ def _imported(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
     kernel.run(
         "from nblaunch.launch.servers import servers\n"
         "deadline = time.monotonic() + 60\n"
-        "while servers._teacher is not None or servers._successor is None:\n"
+        "while servers._builder is not None or servers._stocked is None:\n"
         "    assert time.monotonic() < deadline, servers.status()\n"
-        "    time.sleep(0.1)\n"
-        "time.sleep(5)  # it gathers its memory in idle moments"
+        "    time.sleep(0.1)"
     ).check()
     times: dict[str, list[float]] = {"first": first, "later": [], "plain": []}
     for _ in range(rounds):

@@ -136,7 +136,7 @@ def measure(ranks: tuple[int, ...], rounds: int, lines: int, at_once: tuple[int,
         running_kernel(NBLAUNCH_VIEW="auto", NBLAUNCH_STATE_DIR=f"{folder}/state") as kernel,
     ):
         kernel.run(_SETUP).check()
-        kernel.run("time.sleep(8)").check()  # the fork server gathers its memory in idle moments
+        kernel.run("time.sleep(8)").check()  # the next fork server is built meanwhile
         for count in ranks:
             figures.ranks[count] = [_ask(kernel, f"timed(meets, ranks={count})") for _ in range(rounds)]
             figures.floor[count] = json.loads(_script(_FLOOR, str(count), str(rounds)))

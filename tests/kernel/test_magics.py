@@ -115,6 +115,7 @@ def test_the_question_mark_explains_the_magic(kernel: Kernel) -> None:
         ("%%distributed -n 2 --device c", ["cpu", "cuda"]),
         ("%%distributed --start-method ", ["auto", "forkserver", "spawn", "fork"]),
         ("%distributed st", ["stacks", "status", "stop"]),
+        ("%distributed pre", ["preload"]),
     ],
 )
 def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offered: list[str]) -> None:
@@ -146,9 +147,30 @@ def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fi
 
 def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:
     assert (
-        "write %distributed status, %distributed stacks, %distributed stop or %distributed free"
+        "write %distributed status, %distributed stacks, %distributed stop, %distributed free or %distributed preload"
         in kernel.run("%distributed").stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        ("preload", "%distributed preload NAME ...: names of modules, as in torchvision.transforms"),
+        ("preload no_such_package", "%distributed preload 'no_such_package': no such module is installed"),
+        ("status tells", "%distributed preload NAME ...: names of modules"),
+    ],
+)
+def test_a_preload_that_cannot_be_is_a_usage_error(kernel: Kernel, line: str, fix: str) -> None:
+    assert f"UsageError: {fix}" in kernel.run(f"%distributed {line}").stderr
+
+
+def test_a_module_that_the_magic_names_is_there_before_the_ranks(kernel: Kernel) -> None:
+    assert kernel.run("%distributed preload colorsys").check().value == ""
+    kernel.run("from nblaunch.launch.servers import servers\nimport time").check()
+    kernel.run("while servers._builder is not None: time.sleep(0.05)").check()
+    assert "with colorsys imported: pid" in kernel.run("%distributed status").check().stdout
+    kernel.run("%%distributed -n 2 -o there\nimport sys\n'colorsys' in sys.modules").check()
+    assert kernel.ask("list(there)") == [True, True]
 
 
 def test_await_at_the_top_of_a_cell_names_the_substitute(kernel: Kernel) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import RankDiedError, RankLostError
 from nblaunch.launch.servers import servers
-from tests.conftest import eventually
+from tests.conftest import eventually, settled_server
 
 SURVIVES_AT_MOST = 3.0
 LONG = 60.0
@@ -135,6 +135,7 @@ def end_all(family: Family) -> None:
 
 
 def begin(family: Family, start_method: str) -> Launch:
+    settled_server()
     launch = notebook_launcher(
         with_offspring,
         kwargs={"folder": family.folder},
@@ -195,9 +196,8 @@ def test_nothing_survives_the_fork_server(start_method: str, family: Family) -> 
 
 
 def test_a_fork_server_that_was_killed_while_idle_is_replaced(start_method: str) -> None:
+    server = settled_server()
     assert_next_launch_works(start_method)
-    server = servers._warm
-    assert server is not None
 
     kill(server.process.pid)
 

@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from nblaunch import notebook_launcher
+from nblaunch.launch import servers as all_servers
 from nblaunch.launch.servers import servers
 from nblaunch.limits import usable_cpus
-from tests.conftest import eventually, marked_processes
+from tests.conftest import eventually, marked_processes, settled_server
 from tests.processes.conftest import Launcher
 
 
@@ -117,8 +119,8 @@ def fail_at_first(folder: str, rank: int) -> tuple[str | None, str | None]:
 
 
 def server_pid() -> int:
-    """The fork server's, as ``%distributed status`` tells it."""
-    return int(servers.status()[0].partition("pid ")[2].partition(",")[0])
+    """The fork server's, once no other takes its place."""
+    return settled_server().process.pid
 
 
 # ------------------------------------------------------------------ torchrun's variables
@@ -192,6 +194,58 @@ def test_a_variable_that_torch_reads_at_import_counts_in_the_next_launch(
     assert list(launch(jit_is_on)) == [False, False]
     assert (server_pid() != before) == (start_method == "forkserver")  # what is spawned reads it by itself
     eventually(lambda: (before in marked_processes()) == (start_method == "spawn"), 10)
+
+
+def debug_level() -> str:
+    """What torch.distributed has read from TORCH_DISTRIBUTED_DEBUG when it was imported."""
+    return dist.get_debug_level().name
+
+
+def kmp_setting() -> str | None:
+    return os.environ.get("KMP_DUPLICATE_LIB_OK")
+
+
+def test_a_variable_of_the_call_that_torch_reads_at_import_is_seen(launch: Launcher) -> None:
+    before = server_pid()
+    detail = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    assert list(launch(debug_level, env=detail)) == ["DETAIL"] * 2
+    assert list(launch(debug_level)) == ["OFF"] * 2
+    assert list(launch(debug_level, env=detail)) == ["DETAIL"] * 2
+    assert server_pid() == before
+
+
+def test_only_two_servers_are_kept_for_variables_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_servers, "_SOON", ())
+    for level in ("DETAIL", "INFO", "DETAIL", "OFF"):
+        result: Any = notebook_launcher(
+            debug_level, (), 1, view="none", start_method="forkserver", env={"TORCH_DISTRIBUTED_DEBUG": level}
+        )
+        assert list(result) == [level]
+    settled_server()
+    kept = [server.where.env["TORCH_DISTRIBUTED_DEBUG"] for server in servers._others]
+    assert kept == ["DETAIL", "OFF"]
+    monkeypatch.setattr(all_servers, "_OTHERS_STAY", 0.0)
+    servers.refresh()
+    assert servers._others == []
+
+
+def test_variables_that_libraries_set_for_themselves_start_no_new_fork_server(
+    launch: Launcher, start_method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = server_pid()
+    for name, value in {
+        "KMP_DUPLICATE_LIB_OK": "True",
+        "KMP_INIT_AT_FORK": "FALSE",
+        "TORCHINDUCTOR_CACHE_DIR": "/nowhere",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert list(launch(kmp_setting)) == ["True"] * 2
+    assert server_pid() == before
+    assert list(launch(kmp_setting, env={"KMP_DUPLICATE_LIB_OK": "FALSE"})) == ["FALSE"] * 2
+    assert any("KMP_DUPLICATE_LIB_OK" in server.where.named for server in servers._others) == (
+        start_method == "forkserver"
+    )
 
 
 def test_variables_of_another_launch_start_no_new_fork_server(

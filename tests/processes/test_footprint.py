@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nblaunch import Launch, notebook_launcher
 from nblaunch.launch.servers import servers
 from nblaunch.ranks.system import descendants
-from tests.conftest import eventually, is_spare
+from tests.conftest import eventually, is_spare, settled_server
 from tests.processes.conftest import Launcher
 
 LONG = 60.0
@@ -109,6 +109,7 @@ def test_two_hundred_launches_leave_nothing_behind() -> None:
         result = notebook_launcher(add_up, num_processes=2, kwargs={"numbers": [1.0] * 1000}, view="none")
         assert list(result) == [3000.0, 3000.0]  # type: ignore[arg-type]  # a blocking launch returns its result
 
+    settled_server()
     for _ in range(60):  # the pages that are used once, and the 50 launches whose logs are kept
         launch()
     wait_for_supervisor()

@@ -5,30 +5,25 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import socket
-import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.channel import Channel, readable
 from nblaunch.errors import StartError
 from nblaunch.installed import installed_path
 from nblaunch.launch import forkserver
 from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import ForkServer
-from nblaunch.launch.servers import Servers, read_at_import
-from nblaunch.messages import PROTOCOL, Hello, Method, NewReaper, NotStarted
+from nblaunch.launch.servers import Servers
+from nblaunch.launch.where import Where
+from nblaunch.messages import Hello, Method
 from nblaunch.notebook.host import NotebookHost
-from nblaunch.ranks import forkserver as ranks_forkserver
-from nblaunch.ranks.forkserver import _Server
 from tests.conftest import eventually, marked_processes
 
 IN_ITS_IMPORT = {
@@ -87,7 +82,7 @@ def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     own.warm_up()
-    own.reaper("spawn", "launch", 2, {}, "/").channel.close()
+    own.reaper("spawn", "launch", 2).channel.close()
     assert own._bare is not None
     assert own._bare.hello is not None
 
@@ -104,7 +99,7 @@ def test_a_fork_server_whose_end_is_not_told_yet_is_replaced(
     server.process.wait()
     with monkeypatch.context() as context:
         context.setattr(server, "alive", lambda: True)  # as in the moment between its last breath and the news
-        own.reaper(method, "launch", 2, {}, "/").channel.close()
+        own.reaper(method, "launch", 2).channel.close()
     assert own._warm is not server
 
 
@@ -123,9 +118,9 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
         with pytest.raises(
             StartError, match=r"^the ranks could not be started: .*Too many open files.*\(.*ulimit -n\)$"
         ):
-            own.reaper("forkserver", "launch", 2, {}, "/")
+            own.reaper("forkserver", "launch", 2)
     assert own._warm is server
-    own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
+    own.reaper("forkserver", "launch", 2).channel.close()
 
 
 def test_a_launch_that_asks_a_server_which_is_retired_meanwhile_asks_the_next(
@@ -141,7 +136,7 @@ def test_a_launch_that_asks_a_server_which_is_retired_meanwhile_asks_the_next(
         return chosen[-1]
 
     monkeypatch.setattr(own, "_for", late)
-    own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
+    own.reaper("forkserver", "launch", 2).channel.close()
     assert own._warm is chosen[1] is not chosen[0]
 
 
@@ -211,11 +206,11 @@ def test_a_server_that_is_retired_as_it_gets_ready_is_closed(monkeypatch: pytest
 def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_the_next_launch_starts_one(
     own: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(preload: tuple[str, ...]) -> NoReturn:
+    def refuse(preload: tuple[str, ...], where: object = None) -> NoReturn:
         raise StartError("no more processes")
 
     monkeypatch.setattr("nblaunch.notebook.host.servers", own)
-    own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
+    own.reaper("forkserver", "launch", 2).channel.close()
     before = own._warm
     monkeypatch.setattr(before, "alive", lambda: True)  # as while a launch of it goes on
     with monkeypatch.context() as context:
@@ -224,8 +219,8 @@ def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_t
         NotebookHost(None).after_cell(None)
         assert own.status() == ["fork server: not running; the next launch starts it"]
         with pytest.raises(StartError, match="no more processes"):
-            own.reaper("forkserver", "launch", 2, {}, "/")
-    own.reaper("forkserver", "launch", 2, {}, "/").channel.close()
+            own.reaper("forkserver", "launch", 2)
+    own.reaper("forkserver", "launch", 2).channel.close()
     assert own._warm is not before
 
 
@@ -275,64 +270,4 @@ def test_a_fork_server_needs_no_temporary_directory(monkeypatch: pytest.MonkeyPa
 
 def test_variables_that_openmp_and_the_c_library_read_once_belong_to_a_generation() -> None:
     env = {"OMP_PROC_BIND": "1", "GLIBC_TUNABLES": "x", "MKL_CBWR": "2", "OMP_NUM_THREADS": "3", "EDITOR": "vi"}
-    assert sorted(read_at_import(env)) == ["GLIBC_TUNABLES", "MKL_CBWR", "OMP_PROC_BIND"]
-
-
-def knows_dynamo() -> bool:
-    return "torch._dynamo" in sys.modules
-
-
-def test_what_the_first_optimizer_of_a_process_imports_is_there_before_the_ranks() -> None:
-    def launched() -> bool:
-        result = notebook_launcher(knows_dynamo, num_processes=2, start_method="forkserver", view="none")
-        assert isinstance(result, LaunchResult)
-        return all(result)
-
-    eventually(launched, 60.0)  # it is imported between launches, however many come
-
-
-def test_a_fork_server_that_a_later_import_spoils_leaves_ranks_to_spawn(
-    own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "sympy.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()"
-    )
-    paths = [str(tmp_path), *installed_path()]
-    monkeypatch.setattr(forkserver, "installed_path", lambda: paths)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        eventually(lambda: own.usable("forkserver") == "spawn", 60.0)
-    assert re.search(r"ranks are spawned, which is slower: the preload left 2 threads running", str(said[0].message))
-
-
-@contextlib.contextmanager
-def server_here(sock: socket.socket, problem: str, soon: tuple[str, ...] = ()) -> Iterator[_Server]:
-    """What serves the kernel in a fork server, in this process."""
-    server = _Server(Channel(sock), os.getpid(), Hello(PROTOCOL, os.getpid(), problem, 0.0), soon)
-    yield server
-    server.children.close()
-    server.selector.close()
-    if server.death is not None:
-        os.close(server.death)
-
-
-def test_a_launch_that_asks_a_spoilt_fork_server_is_told() -> None:
-    kernel, ours = socket.socketpair()
-    control, its = socket.socketpair()
-    with kernel, ours, control, server_here(ours, "the preload left 2 threads running") as server:
-        server.start_reaper(NewReaper("launch", 2), its.detach())
-        came = Channel(control).receive()
-    assert came is not None
-    assert isinstance(came[0], NotStarted)
-    assert re.search(r"2 threads running; the next launch will spawn its ranks", came[0].reason)
-
-
-def test_a_retired_fork_server_that_a_later_import_spoils_stays_for_its_launches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ranks_forkserver, "_unfit", lambda: "the preload left 2 threads running")
-    kernel, ours = socket.socketpair()
-    with ours, server_here(ours, "", ("json",)) as server:
-        kernel.close()
-        server.use_idle_moment()
-        assert server.hello.problem == "the preload left 2 threads running"
+    assert sorted(Where(env, "/").read_at_import) == ["GLIBC_TUNABLES", "MKL_CBWR", "OMP_PROC_BIND"]

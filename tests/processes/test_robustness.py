@@ -26,7 +26,7 @@ from nblaunch.channel import Channel, channel_pair
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, RankDiedError, StartError
 from nblaunch.launch import forkserver, supervisor
 from nblaunch.launch.servers import servers
-from tests.conftest import eventually, marked_processes
+from tests.conftest import eventually, marked_processes, settled_server
 
 quiet: Callable[..., Any] = functools.partial(notebook_launcher, num_processes=2, view="none")
 
@@ -64,16 +64,36 @@ def test_a_reaper_that_does_not_answer_is_done_without(tmp_path: Path) -> None:
     assert reaper in ranks
 
 
-def test_a_fork_server_that_does_not_answer_is_replaced() -> None:
-    quiet(own_rank)
-    stopped = servers._warm
-    assert stopped is not None
-    os.kill(stopped.process.pid, signal.SIGSTOP)
+def test_a_fork_server_that_does_not_answer_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "_MEET_WITHIN", 0.2)
+    slow = settled_server()
+    monkeypatch.setattr(slow, "wake", lambda: None)
+    os.kill(slow.process.pid, signal.SIGSTOP)
+    said: list[str] = []
+
+    def is_said() -> bool:
+        said.append(capsys.readouterr().out)
+        return "waiting" in "".join(said)
+
     try:
-        assert list(quiet(own_rank)) == [0, 1]
-        assert servers._warm is not stopped
+        launch: Any = quiet(own_rank, start_method="forkserver", view="text", block=False)
+        eventually(is_said, 30)
+        assert not launch.done
     finally:
-        os.kill(stopped.process.pid, signal.SIGCONT)
+        os.kill(slow.process.pid, signal.SIGCONT)
+    assert list(launch.result()) == [0, 1]
+    assert servers._warm is slow
+    assert f"the fork server (pid {slow.process.pid}) has not answered for" in "".join(said)
+
+
+def test_a_fork_server_that_something_has_stopped_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_MEET_WITHIN", 0.2)
+    stopped = settled_server()
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    assert list(quiet(own_rank, start_method="forkserver")) == [0, 1]
+    assert servers._warm is stopped
 
 
 def leave_its_group(folder: str, rank: int) -> None:

@@ -1,37 +1,60 @@
-"""The making of a successor of the fork server, as the kernel sees it."""
+"""How one fork server follows another, and what is left of them whichever ends: each serves as it was when it began."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nblaunch.channel import Channel, channel_pair
+from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.installed import installed_path
 from nblaunch.launch import forkserver
-from nblaunch.launch.forkserver import ForkServer, Successor, _Grandchild
-from nblaunch.launch.servers import Servers, _Where
-from nblaunch.messages import PROTOCOL, Hello, Importing
-from tests.conftest import eventually
+from nblaunch.launch import servers as all_servers
+from nblaunch.launch.forkserver import ForkServer, Grandchild
+from nblaunch.launch.servers import Servers
+from nblaunch.launch.where import Where
+from nblaunch.ranks.system import descendants
+from tests.conftest import eventually, is_spare
 from tests.processes.conftest import Launcher
+from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
 
-LONG = 60.0
+LONG = 100.0
+HANGS = "import time\ntime.sleep(600)\n"
 
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
-    """Servers of the test's own, which learn."""
+    """Servers of the test's own."""
     servers = Servers()
     monkeypatch.setattr("nblaunch.launch.launch.servers", servers)
     monkeypatch.setattr("nblaunch.launch.launcher.servers", servers)
-    monkeypatch.setenv("NBLAUNCH_LEARN_IMPORTS", "1")
+    monkeypatch.setattr(all_servers, "_QUIET", 0.1)
     yield servers
-    eventually(lambda: servers._teacher is None, LONG)
     servers.stop()
+    eventually(lambda: servers._builder is None, LONG)
+
+
+@pytest.fixture
+def soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let the first successor import a module of this text, and not what takes long."""
+
+    def change(text: str) -> None:
+        (tmp_path / "imported_soon.py").write_text(text)
+        paths = [*installed_path(), str(tmp_path)]
+        monkeypatch.setattr(forkserver, "installed_path", lambda: paths)
+        monkeypatch.setattr(all_servers, "_SOON", ("imported_soon",))
+
+    return change
 
 
 @pytest.fixture
@@ -57,149 +80,256 @@ def many_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def import_two() -> int:
-    import colorsys
-    import wave
+def launched(function: Callable[..., Any], *args: object) -> list[Any]:
+    result = notebook_launcher(function, args, 2, start_method="forkserver", view="none")
+    assert isinstance(result, LaunchResult)
+    return list(result)
 
-    return len((colorsys.__name__, wave.__name__))
+
+def reaper_and_modules(*names: str) -> tuple[int, list[str]]:
+    """The reaper's pid, and which modules were there before this rank imported anything."""
+    return os.getppid(), [name for name in names if name in sys.modules]
 
 
-def test_a_kernel_with_more_than_a_thousand_open_files_launches_and_has_a_successor(
+def state_of(pid: int) -> str:
+    """As the system has it: ``T`` for stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def built(own: Servers) -> bool:
+    return own._builder is None
+
+
+# ------------------------------------------------------------------ taking over
+def test_what_the_first_optimizer_of_a_process_imports_is_there_soon(own: Servers) -> None:
+    assert [there for _, there in launched(reaper_and_modules, "torch", "torch._dynamo")] == [["torch"]] * 2
+    first = own._warm
+    eventually(lambda: built(own), LONG)
+    assert own._warm is not first
+    assert first is not None
+    eventually(lambda: not first.alive(), LONG)
+    there = [there for _, there in launched(reaper_and_modules, "torch", "torch._dynamo")]
+    assert there == [["torch", "torch._dynamo"]] * 2
+
+
+def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
+    soon(HANGS)
+    launched(os.getpid)
+    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    hanging, served = own._building, own._warm
+    for _ in range(3):
+        assert launched(os.getpid)
+    assert own._building is hanging
+    assert own._warm is served
+    assert served is not None
+    assert served.launches == 4
+
+
+def test_a_server_that_is_being_built_stands_still_while_a_launch_starts(
+    own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon(HANGS)
+    own.warm_up()
+    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    assert own._building is not None
+    pid = own._building.process.pid
+    with own._launching():
+        eventually(lambda: state_of(pid) == "T", LONG)
+    eventually(lambda: state_of(pid) != "T", LONG)
+
+
+def test_a_build_that_hangs_costs_only_itself(
+    own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forkserver, "_IMPORT_LIMIT", 1.0)
+    soon(HANGS)
+    launched(os.getpid)
+    eventually(lambda: built(own), LONG, own.status)
+    assert own.status()[-1] == "not imported ahead of launches: imported_soon, as importing it takes more than 1 s"
+    assert launched(os.getpid)
+
+
+def test_a_build_that_spoils_the_process_leaves_ranks_to_fork(own: Servers, soon: Callable[[str], None]) -> None:
+    soon("import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()")
+    launched(os.getpid)
+    eventually(lambda: built(own), LONG, own.status)
+    assert "imported_soon, as the preload left 2 threads running" in own.status()[-1]
+    assert own.usable("forkserver") == "forkserver"
+
+
+def test_a_launch_outlives_the_server_that_started_it(
+    own: Servers, soon: Callable[[str], None], tmp_path: Path
+) -> None:
+    go_on = tmp_path / "go_on"
+    soon(f"import os, time\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.02)\n")
+    begun = tmp_path / "begun"
+
+    def wait() -> str:
+        begun.touch()
+        while not (tmp_path / "leave").exists():
+            time.sleep(0.02)
+        return "returned"
+
+    running: Any = notebook_launcher(wait, (), 2, start_method="forkserver", view="none", block=False)
+    eventually(begun.exists, LONG)
+    first = own._warm
+    go_on.touch()
+    eventually(lambda: own._warm is not first, LONG)
+    assert launched(os.getpid)
+    assert first is not None
+    assert first.alive()
+    (tmp_path / "leave").touch()
+    assert list(running.result()) == ["returned"] * 2
+    eventually(lambda: not first.alive(), LONG)
+    assert launched(os.getpid)
+
+
+def test_a_kernel_with_more_than_a_thousand_open_files_launches(
     own: Servers, many_files: None, launch: Launcher
 ) -> None:
-    assert list(launch(import_two)) == [2, 2]
+    assert len(launch(os.getpid)) == 2
     server = own._warm or own._bare
     assert server is not None
     assert server.channel.fileno() >= 1024
-    if own._warm is not None:  # spawned ranks import for themselves
-        eventually(lambda: own._successor is not None and own._teacher is None, LONG)
-        assert own._successor is not None
-        assert list(launch(import_two)) == [2, 2]
-        assert own._successor.launches == 1
+    eventually(lambda: built(own), LONG)
+    assert len(launch(os.getpid)) == 2
 
 
-def test_its_end_is_seen_through_any_descriptor(many_files: None, parent: ForkServer) -> None:
-    pid = parent.process.pid
-    child = _Grandchild(pid, os.pidfd_open(pid))
-    assert child.poll() is None
-    child.kill()
-    child.wait()
-    assert child.poll() == 0
-
-
-def test_a_package_has_its_time_from_when_it_is_named(parent: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it imports before the first takes longer where the fork server itself has not come so far."""
-    here, sock = channel_pair()
-    there = Channel(sock)
-    pid = parent.process.pid
-    pidfd = os.pidfd_open(pid)
-    said: list[Any] = [
-        (Importing("", pid), [pidfd]),
-        (Importing("package", pid),),
-        (Hello(PROTOCOL, pid, "", 0.0),),
-    ]
-    waited = []
-
-    def next_word(source: object, seconds: float) -> bool:
-        waited.append(seconds)
-        there.send(*said.pop(0))
-        return True
-
-    monkeypatch.setattr(forkserver, "readable", next_word)
-    monkeypatch.setattr(parent, "ask_for_successor", lambda *what: here)
-    successor = Successor(parent, ["package"], {}, "/")
-    successor.import_all()
-    assert waited == [forkserver._READY_LIMIT, forkserver._READY_LIMIT, forkserver._IMPORT_LIMIT]
-    successor.retire()
-    there.close()
-    os.close(pidfd)
-
-
-def has_learnt(own: Servers) -> tuple[ForkServer, Successor]:
-    """A fork server, and its successor."""
-    own.warm_up()
-    server = own._warm
-    assert server is not None
-    server.ready()
-    own.learn(["wave"], dict(os.environ), os.sep)
-    eventually(lambda: own._teacher is None, LONG)
-    assert own._successor is not None
-    return server, own._successor
-
-
-def test_it_goes_with_the_server_that_forked_it(own: Servers) -> None:
-    server, successor = has_learnt(own)
-    assert not [line for line in own.status() if "successor" in line]  # what is Python's own is not worth a line
-    own.give_up(server)
-    own.warm_up()
-    assert own._successor is None
-    eventually(lambda: not successor.alive(), LONG)
-    eventually(lambda: own._teacher is None, LONG)
-
-
-def test_it_leaves_in_order_when_all_servers_are_stopped(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forkserver, "_LAST_MOMENT", LONG)
-    _, successor = has_learnt(own)
-    killed = []
-    with monkeypatch.context() as context:
-        context.setattr(successor.process, "kill", lambda: killed.append(successor.alive()))
-        own.stop()
-    assert killed == [False]
-
-
-def test_one_that_does_not_leave_is_killed(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forkserver, "_LAST_MOMENT", 0.01)
-    _, successor = has_learnt(own)
-    os.kill(successor.process.pid, signal.SIGSTOP)
-    own.stop()
-    assert not successor.alive()
-
-
-def test_it_goes_when_learning_is_switched_off_and_no_other_is_made(
-    own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, successor = has_learnt(own)
-    where = _Where(dict(os.environ), os.sep)
-    assert own._for("forkserver", where) is successor
-    with monkeypatch.context() as context:
-        context.setenv("NBLAUNCH_LEARN_IMPORTS", "0")
-        assert own._for("forkserver", _Where(dict(os.environ), os.sep)) is server
-        eventually(lambda: not successor.alive(), LONG)
-        own._teach_soon()
-        assert own._teacher is None
-    own.learn(["wave"], dict(os.environ), os.sep)
-    eventually(lambda: own._teacher is None, LONG)
-    assert own._for("forkserver", where) is own._successor is not None
-
-
-def test_a_forked_child_ends_no_server_that_its_parent_has_retired(own: Servers) -> None:
+def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers) -> None:
     own.warm_up()
     server = own._warm
     own._retire(server)
     child = os.fork()
     if child == 0:
         own.forget()
-        os._exit(len(own._retired))
+        os._exit(len(own.all()))
     assert os.waitpid(child, 0)[1] == 0
     assert own._retired == [server]
 
 
-def seen() -> object:
-    import reads_one  # type: ignore[import-not-found]  # the test installs it
+# ------------------------------------------------------------------ its end
+def test_its_end_is_seen_through_any_descriptor(many_files: None, parent: ForkServer) -> None:
+    pid = parent.process.pid
+    child = Grandchild(pid, os.pidfd_open(pid))
+    assert child.poll() is None
+    child.kill()
+    os.waitid(os.P_PIDFD, child._pidfd or 0, os.WEXITED | os.WNOWAIT)
+    assert child.poll() == 0
 
-    return reads_one.SEEN
+
+def test_no_zombie_is_left_of_it_in_a_kernel_that_adopts_it(own: Servers, soon: Callable[[str], None]) -> None:
+    """As the first process of a container does; its first parent ends as soon as it serves."""
+    code = (
+        "import ctypes, os, sys, time; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
+        "from nblaunch.launch import servers as all_servers\n"
+        "all_servers._SOON, all_servers._QUIET = (), 0.0\n"
+        "servers = all_servers.servers; servers.warm_up(); first = servers._warm\n"
+        "while servers._builder is not None or first.alive(): time.sleep(0.02)\n"
+        "pid = servers._warm.process.pid\n"
+        "assert pid != first.process.pid\n"
+        "assert f'PPid:\\t{os.getpid()}\\n' in open(f'/proc/{pid}/status').read()\n"
+        "servers.stop()\n"
+        "assert not os.path.exists(f'/proc/{pid}')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LONG)
 
 
-@pytest.mark.parametrize(
-    "name", ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "COLUMNS", "PWD", "NBLAUNCH_SEED", "MASTER_KEY"]
-)
-def test_what_a_package_reads_at_its_import_is_of_the_launch_that_it_runs_in(
-    name: str, own: Servers, launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_is_killed_while_it_builds_the_next_is_to_blame(
+    own: Servers, soon: Callable[[str], None]
 ) -> None:
-    site = tmp_path / "site-packages"
+    soon(HANGS)
+    own.warm_up()
+    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    assert own._building is not None
+    assert own._warm is not None
+    hanging = own._building.process.pid
+    os.kill(own._warm.process.pid, signal.SIGKILL)
+    eventually(lambda: not alive(hanging), SURVIVES_AT_MOST)
+    eventually(lambda: built(own), LONG)
+    assert not own._left_out
+    assert launched(os.getpid)
+
+
+def test_a_server_that_serves_nobody_any_more_takes_its_builder_with_it(
+    own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon(HANGS)
+    own.warm_up()
+    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    assert own._building is not None
+    hanging = own._building.process.pid
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
+    own.refresh()
+    eventually(lambda: not alive(hanging), LONG)
+    assert not own._left_out
+
+
+# ------------------------------------------------------------------ spares
+def test_processes_that_wait_for_a_launch_end_after_a_while_and_come_back(
+    own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_servers, "_SOON", ())
+    short = "import nblaunch.ranks.forkserver as server; server._SPARES_STAY = 1.0; "
+    monkeypatch.setattr(forkserver, "_MAIN", short + forkserver._MAIN)
+    launched(os.getpid)
+    eventually(lambda: built(own), LONG)
+
+    def spares() -> list[int]:
+        assert own._warm is not None
+        return [pid for pid in descendants(own._warm.process.pid) if is_spare(pid)]
+
+    for _ in range(2):
+        launched(os.getpid)
+        eventually(lambda: len(spares()) == 3, LONG, spares)  # a reaper and two ranks
+        eventually(lambda: not spares(), LONG, spares)
+    assert launched(os.getpid)
+
+
+# ------------------------------------------------------------------ the kernel's end
+STAGES = ("first with the second in the making", "second", "second with the third in the making", "third")
+
+
+def be_a_kernel(stage: str, folder: str) -> None:
+    """In a process of its own: come so far, tell who runs, and wait to be killed."""
+    site = Path(folder, "site-packages")
     site.mkdir()
-    (site / "reads_one.py").write_text(f"import os\nSEEN = os.environ.get({name!r})\n")
-    monkeypatch.syspath_prepend(str(site))
-    for value in ("1", "2"):
-        assert list(launch(seen, env={name: value})) == [value, value]
-        eventually(lambda: own._teacher is None, LONG)
+    (site / "hangs.py").write_text(HANGS)
+    (site / "fine.py").write_text("")
+    sys.path.insert(0, str(site))
+    servers = all_servers.servers
+    all_servers._QUIET = 0.0
+    all_servers._SOON = ("hangs",) if stage == STAGES[0] else ()
+    servers.warm_up()
+    first = servers._warm
+    assert first is not None
+    pids = [first.process.pid]
+    if stage != STAGES[0]:
+        eventually(lambda: servers._builder is None and not first.alive(), LONG)
+        servers.preload(["hangs" if stage == STAGES[2] else "fine"] if stage != STAGES[1] else [], Where.here())
+    if stage in (STAGES[0], STAGES[2]):
+        eventually(lambda: servers._building is not None and servers._building.process.pid, LONG)
+    elif stage == STAGES[3]:
+        eventually(lambda: servers._stocked is not None, LONG)
+    launch: Any = notebook_launcher(time.sleep, (600,), 2, start_method="forkserver", view="none", block=False)
+    assert not launch.done
+    eventually(lambda: any(is_spare(pid) for server in servers.all() for pid in descendants(server.process.pid)), LONG)
+    pids += [server.process.pid for server in servers.all()]
+    pids += [pid for server in servers.all() for pid in descendants(server.process.pid)]
+    Path(folder, "pids.tmp").write_text(json.dumps(sorted(set(pids))))
+    Path(folder, "pids.tmp").rename(Path(folder, "pids"))
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_survives_the_kernel_at_any_stage(stage: str, tmp_path: Path) -> None:
+    code = "import sys; from tests.processes.test_successor import be_a_kernel; be_a_kernel(sys.argv[1], sys.argv[2])"
+    kernel = subprocess.Popen([sys.executable, "-c", code, stage, str(tmp_path)])
+    try:
+        eventually(lambda: (tmp_path / "pids").exists() or kernel.poll() is not None, LONG)
+        pids = json.loads((tmp_path / "pids").read_text())
+        living = [pid for pid in pids if alive(pid)]
+        assert len(living) >= 5  # a server, a reaper, two ranks, and who waits for the next launch
+    finally:
+        kernel.kill()
+        kernel.wait()
+    eventually(lambda: not any(map(alive, pids)), SURVIVES_AT_MOST, lambda: [pid for pid in pids if alive(pid)])

@@ -1,0 +1,342 @@
+"""Packages that the notebook uses are imported before ranks are forked; what ranks must not share is left out."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.errors import ArgumentError
+from nblaunch.installed import KNOWN_SAFE
+from nblaunch.launch import forkserver
+from nblaunch.launch import servers as all_servers
+from nblaunch.launch.forkserver import Successor
+from nblaunch.launch.servers import Servers, servers
+from nblaunch.ranks import system
+from tests.conftest import eventually
+
+LONG = 100.0
+TELLS = "import os\nWHO, SETTING = os.getpid(), os.environ.get('A_SETTING')\n"
+"""A package that tells who imported it, and what it saw."""
+PACKAGES = dict.fromkeys(("tells", "another", "hidden", "upgraded"), TELLS) | {
+    "configured": "import os\nWHO, HERE = os.getpid(), os.path.exists('settings')\n"
+    "SETTING = open('settings').read() if HERE else ''\n",
+    "strict": "import warnings\nwarnings.filterwarnings('error', message='not here')\n",
+    "writes": "import sys\nOUT = sys.stdout\n",
+    "runs": "import subprocess\nsubprocess.run(['true'], check=True)\n" + TELLS,
+    "known/__init__": TELLS,
+    "known/part": TELLS,
+    "known/other": TELLS,
+}
+IN_BUILDER = "if not os.environ.get('NBLAUNCH_RANK'): "
+BAD = {
+    "starts_a_thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n",
+        "the preload left 2 threads running",
+    ),
+    "keeps_a_file_open": ("FILE = open(__file__)\n", "it keeps files open"),
+    "ends_the_process": (f"{IN_BUILDER}os._exit(3)\n", "importing it ends the process"),
+    "hangs": (f"import time\n{IN_BUILDER}time.sleep(600)\n", "importing it takes more than 2 s"),
+    "raises": (f"{IN_BUILDER}raise ValueError('no licence')\n", "importing it raises ValueError: no licence"),
+    "reads_its_rank": ("RANK = os.environ.get('RANK')\n", "it reads RANK while it is imported"),
+    "asks_for_its_threads": ("N = os.environ.get('OMP_NUM_THREADS')\n", "it reads OMP_NUM_THREADS while"),
+    "starts_a_process": (
+        "import subprocess\nCHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n",
+        "it starts processes",
+    ),
+    "registers_an_exit": ("import atexit\natexit.register(print, 'over')\n", "it arranges something for the exit"),
+    "makes_a_folder": (
+        "import tempfile\nFOLDER = tempfile.TemporaryDirectory()\n",
+        "it arranges something for the exit",
+    ),
+    "touches_cuda": (
+        f"import torch\n{IN_BUILDER}torch.cuda.is_initialized = lambda: True\n",
+        "the preload initialised CUDA",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder in which every package of these tests is installed."""
+    site = tmp_path_factory.mktemp("lib") / "site-packages"
+    for name, text in (PACKAGES | {name: f"import os\n{text}{TELLS}" for name, (text, _) in BAD.items()}).items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / f"{name}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        yield site
+
+
+@pytest.fixture(scope="module")
+def own(site: Path) -> Iterator[Servers]:
+    """The servers of all tests, which here are built at once and have no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(all_servers, "_SOON", ())
+        patch.setattr(all_servers, "_QUIET", 0.02)
+        yield servers
+        servers.stop()
+        eventually(lambda: servers._builder is None, LONG)
+
+
+def use(name: str) -> tuple[int, int, Any]:
+    """Import a module; who had, who did, and what it saw."""
+    module = importlib.import_module(name)
+    return os.getpid(), module.WHO, module.SETTING
+
+
+def launched(name: str, **options: Any) -> list[tuple[int, int, Any]]:
+    result = notebook_launcher(use, (name,), 2, start_method="forkserver", view="none", **options)
+    assert isinstance(result, LaunchResult)
+    return list(result)
+
+
+def imported_by_ranks(found: list[tuple[int, int, Any]]) -> bool:
+    return all(rank == who for rank, who, _ in found)
+
+
+def settle(own: Servers) -> None:
+    """Wait until everything that is wanted is built."""
+    own.build_soon()
+    eventually(lambda: own._builder is None, LONG, own.status)
+
+
+def had(own: Servers, *names: str) -> Successor:
+    """Have these modules ready for the next launch; an environment that is new counts from the second launch on."""
+    for _ in range(2):
+        launched(names[0], preload=names)
+    settle(own)
+    assert own._stocked is not None
+    return own._stocked
+
+
+def test_a_module_that_the_user_names_is_there_for_the_next_launch(own: Servers) -> None:
+    assert imported_by_ranks(launched("tells", preload="tells"))
+    settle(own)
+    assert own._stocked is not None
+    assert {who for _, who, _ in launched("tells")} == {own._stocked.process.pid}
+    assert re.search(r"with .*\btells\b.* imported: pid \d+, \d+ launches", "\n".join(own.status()))
+
+
+def test_what_is_named_later_joins_what_is_there(own: Servers) -> None:
+    first = had(own, "tells")
+    second = had(own, "another")
+    assert second is not first
+    eventually(lambda: not first.alive(), LONG)
+    assert not imported_by_ranks(launched("tells"))
+    assert not imported_by_ranks(launched("another"))
+
+
+def test_the_modules_of_a_known_package_that_the_notebook_has_imported_are_there(
+    own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_servers, "KNOWN_SAFE", {"known"})
+    importlib.import_module("known.part")
+    try:
+        had(own, "tells")
+        assert imported_by_ranks(launched("known.part"))  # NBLAUNCH_PRELOAD=0, which the tests have
+        monkeypatch.delenv("NBLAUNCH_PRELOAD")
+        settle(own)
+        assert not imported_by_ranks(launched("known.part"))
+        assert imported_by_ranks(launched("known.other"))
+    finally:
+        for name in ("known", "known.part"):
+            sys.modules.pop(name)
+
+
+def test_only_installed_packages_are_imported_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(TELLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ArgumentError, match=r"^preload='mine': it is no installed package: its files may be edited"):
+        launched("mine", preload="mine")
+    with pytest.raises(ArgumentError, match=r"^preload='no_such_package': no such module is installed"):
+        launched("mine", preload=["no_such_package"])
+    with pytest.raises(ArgumentError, match=r"^preload='a b': must be the name of a module"):
+        launched("mine", preload=["a b"])
+
+
+def test_a_module_of_the_notebooks_own_hides_an_installed_one(
+    own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    had(own, "hidden")
+    assert not imported_by_ranks(launched("hidden"))
+    (tmp_path / "hidden.py").write_text(TELLS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert imported_by_ranks(launched("hidden"))
+
+
+def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = had(own, "tells")
+    for seed in range(3):  # a sweep, of which each is used once
+        assert [setting for _, _, setting in launched("tells", env={"A_SETTING": f"{seed}"})] == [f"{seed}"] * 2
+        settle(own)
+    assert own._stocked is first
+    monkeypatch.setenv("A_SETTING", "2")
+    for _ in range(2):
+        assert [setting for _, _, setting in launched("tells")] == ["2", "2"]
+    settle(own)
+    found = launched("tells")
+    assert not imported_by_ranks(found)
+    assert [setting for _, _, setting in found] == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    "name", ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "COLUMNS", "PWD", "NBLAUNCH_SEED", "MASTER_KEY"]
+)
+def test_what_a_package_reads_at_its_import_is_of_the_launch_that_it_runs_in(
+    name: str, own: Servers, site: Path
+) -> None:
+    module = f"reads_{name.lower()}"
+    (site / f"{module}.py").write_text(f"import os\nWHO = 0\nSETTING = os.environ.get({name!r})\n")
+    for value in ("1", "2"):
+        assert [seen for _, _, seen in launched(module, env={name: value}, preload=module)] == [value, value]
+        settle(own)
+
+
+def test_a_package_finds_the_settings_in_the_notebooks_folder(
+    own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings").write_text(name)
+        monkeypatch.chdir(tmp_path / name)
+        for _ in range(3):
+            found = launched("configured", preload="configured")
+            settle(own)
+            assert [setting for _, _, setting in found] == [name] * 2
+        assert not imported_by_ranks(found)
+
+
+def test_a_change_of_what_is_installed_begins_a_generation(own: Servers, site: Path) -> None:
+    had(own, "upgraded")
+    before = own._warm
+    own.refresh()
+    assert own._warm is before
+    (site / "upgraded.py").write_text(TELLS.replace("os.environ.get('A_SETTING')", "'version 2'"))
+    (site / "upgraded-2.dist-info").mkdir()
+    assert [setting for _, _, setting in launched("upgraded")] == ["version 2"] * 2
+    assert own._warm is not before
+    assert before is not None
+    eventually(lambda: not before.alive(), LONG)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_ranks_must_not_share_is_left_out_and_that_is_said(
+    name: str, own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if name == "hangs":
+        monkeypatch.setattr(forkserver, "_IMPORT_LIMIT", 2.0)
+    own.preload([name])
+    had(own, "tells")
+    reason = BAD[name][1]
+    assert any(line.startswith(f"not imported ahead of launches: {name}, as {reason}") for line in own.status())
+    assert not imported_by_ranks(launched("tells"))
+    own._named.pop(name)
+    own._left_out.pop(name)
+
+
+def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_path: Path) -> None:
+    (site / "leaves.py").write_text(
+        "import os, subprocess, tempfile\n"
+        "CHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "FOLDER = tempfile.TemporaryDirectory()\n"
+        f"open({str(tmp_path / 'left')!r}, 'w').write(f'{{CHILD.pid}} {{FOLDER.name}}')\n"
+    )
+    own.preload(["leaves"])
+    had(own, "tells")
+    pid, folder = (tmp_path / "left").read_text().split()
+    eventually(lambda: not system.alive(int(pid)), LONG)
+    assert not Path(folder).exists()
+
+
+def test_a_program_that_has_ended_is_no_hindrance(own: Servers) -> None:
+    had(own, "runs")
+    assert not imported_by_ranks(launched("runs"))
+
+
+def test_a_server_with_packages_that_is_killed_is_replaced(own: Servers) -> None:
+    killed = had(own, "tells")
+    os.kill(killed.process.pid, signal.SIGKILL)
+    assert launched("tells")
+    settle(own)
+    assert own._stocked is not killed
+    assert not imported_by_ranks(launched("tells"))
+
+
+def test_warning_filters_of_a_package_hold_in_ranks(own: Servers) -> None:
+    def warns() -> str:
+        import warnings
+
+        import strict  # type: ignore[import-not-found]
+
+        try:
+            warnings.warn("not here", stacklevel=1)
+        except UserWarning as warning:
+            return f"{warning} in {strict.__name__}"
+        return "no error"
+
+    own.preload(["strict"])
+    had(own, "tells")
+    result = notebook_launcher(warns, (), 2, start_method="forkserver", view="none")
+    assert isinstance(result, LaunchResult)
+    assert list(result) == ["not here in strict"] * 2
+
+
+def test_what_a_package_writes_to_the_stream_that_it_found_is_in_the_log(own: Servers) -> None:
+    def says() -> None:
+        import writes  # type: ignore[import-not-found]
+
+        writes.OUT.write("said by the package")  # and no end of a line
+
+    own.preload(["writes"])
+    had(own, "tells")
+    result = notebook_launcher(says, (), 2, start_method="forkserver", view="none")
+    assert isinstance(result, LaunchResult)
+    assert [log.out.read_text() for log in result.logs] == ["said by the package"] * 2
+
+
+# ------------------------------------------------------------------ the packages that are known
+USES = {
+    "PIL": ("PIL.Image", "str(module.new('L', (2, 2), 7).getpixel((0, 0)))", "7"),
+    "accelerate": ("accelerate", "str(module.Accelerator(cpu=True).num_processes)", "2"),
+    "matplotlib": ("matplotlib.pyplot", "str(len(module.figure().axes))", "0"),
+    "pandas": ("pandas", "str(module.DataFrame({'a': [1, 2]}).a.sum())", "3"),
+    "scipy": ("scipy.stats", "f'{module.norm.cdf(0.0):.1f}'", "0.5"),
+    "sklearn": ("sklearn.linear_model", "f'{module.LinearRegression().fit([[0], [1]], [0, 1]).coef_[0]:.1f}'", "1.0"),
+    "torchvision": ("torchvision.transforms.v2", "str(module.CenterCrop(2)(torch.ones(1, 4, 4)).sum().item())", "4.0"),
+    "transformers": ("transformers.models.bert.configuration_bert", "module.BertConfig().model_type", "bert"),
+}
+"""For each: a module that is imported ahead, what a rank does with it, and what that gives."""
+
+
+def test_each_known_package_is_tested() -> None:
+    assert USES.keys() == KNOWN_SAFE
+
+
+@pytest.mark.parametrize("package", KNOWN_SAFE)
+def test_a_known_package_may_be_imported_before_ranks_are_forked(
+    package: str, own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, expression, expected = USES[package]
+
+    def run() -> tuple[bool, str]:
+        import torch
+
+        was_there = name in sys.modules
+        return was_there, eval(expression, {"module": importlib.import_module(name), "torch": torch})
+
+    own.preload([name])
+    had(own, "tells")
+    assert package not in own._left_out
+    result = notebook_launcher(run, (), 2, start_method="forkserver", view="none")
+    assert isinstance(result, LaunchResult)
+    assert list(result) == [(True, expected)] * 2
