@@ -127,7 +127,11 @@ class Launch:
         self.wait()
         crash, self._crash = self._crash, ""
         if crash:
-            warn(crash)
+            try:
+                warn(crash)
+            except Warning as raised:  # the user's filters make warnings errors
+                _attach(self._returned, raised)
+                raise
         if self._error is not None:
             raise self._error
         assert self._result is not None

@@ -448,6 +448,12 @@ def test_a_crash_after_every_rank_returned_is_warned_of_and_costs_no_result(
     assert "restarting" not in shown
 
 
+def test_a_crash_that_is_an_error_by_the_warning_filters_carries_the_results(launch: Launcher) -> None:
+    with pytest.raises(UserWarning, match="the result is whole") as raised:
+        launch(die_after_returning, ("SIGABRT",))
+    assert getattr(raised.value, "results", None) == {0: 0, 1: 1}
+
+
 def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launcher) -> None:
     with pytest.warns(UserWarning, match="rank 1 was killed by SIGABRT after"):
         result = launch(die_after_returning_before_the_other_returns)
