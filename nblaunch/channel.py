@@ -199,10 +199,10 @@ def readable(source: FileDescriptorLike, seconds: float | None = 0.0) -> bool:
     return bool(ready.poll(None if seconds is None else seconds * 1000))
 
 
-def has_to_be_read(source: FileDescriptorLike, seconds: float) -> bool:
-    """Wait until something can be read or written; return True if it can be read, or nobody is left to write it.
+def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
+    """Wait until `source` is readable or writable; return True if it is readable or at EOF.
 
-    Who sends much to a process that answers must ask this before: each could wait for the other to read.
+    Check this before sending much to a process that answers, or each could wait for the other to read.
     """
     ready = select.poll()
     ready.register(source, select.POLLIN | select.POLLOUT)

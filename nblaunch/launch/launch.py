@@ -230,8 +230,8 @@ class Launch:
             del self._payload  # the notebook may hold this handle for long
             self._let_go()
             self._finished.set()
-            prune()  # last: nobody waits for it
             servers.build_soon()
+            prune()  # last, as no caller waits for it
 
     def _run(self) -> None:
         for number in range(self._plan.max_restarts + 1):

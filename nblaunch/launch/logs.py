@@ -267,7 +267,11 @@ def prune(keep: int = 50, most_bytes: int = 1 << 30) -> None:
         keep: How many launches to keep.
         most_bytes: How much they may take in all, besides the newest and those that this process refers to.
     """
-    root = state_root()
+    try:
+        root = state_root()
+    except StartError:  # the next launch says so
+        _log.debug("no logs are pruned", exc_info=True)
+        return
     names: list[str] = []
     with suppress(OSError), os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries if _OURS.fullmatch(entry.name) and _is_own(entry))

@@ -134,8 +134,8 @@ class LaunchResult(Sequence[Any]):
 
     Attributes:
         metrics: Every ``nblaunch.report``, with its rank and time.
-        logs: For each rank the paths of what it printed (``result.logs[1].out``, ``.err``). They are kept
-            for the last 50 launches or 1 GB.
+        logs: For each rank the paths of what it printed (``result.logs[1].out``, ``.err``), which stay as
+            long as something refers to them, and for the last 50 launches or 1 GB.
         duration: Seconds from the call to the last rank's end.
         payload: What was sent to the ranks, and how large it was.
     """

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, has_to_be_read, readable
+from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, must_be_read, readable
 from nblaunch.errors import StartError
 from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
@@ -136,6 +136,7 @@ class Attempt:
         self.refusal = ""
         self.stacks = Stacks(files.directory, sources, commands, view, self._signal)
         self.reaper_pidfd: int | None = None
+        self.scratch = ""
         self.results: dict[int, list[int]] = {}
         """Once it has run: the parcels of the ranks that returned, which are the caller's to close."""
 
@@ -147,6 +148,7 @@ class Attempt:
         """
         self.reaper, self.control = reaper, reaper.channel
         with contextlib.ExitStack() as opened:
+            opened.callback(lambda: shutil.rmtree(self.scratch, ignore_errors=True))  # last: ranks may still use it
             opened.callback(self._close)
             self._open(opened)
             with Rendezvous(self.plan.world_size) as meeting:
@@ -170,7 +172,6 @@ class Attempt:
         except OSError as error:
             hint = remedy(error) or ": free space there, or set TMPDIR to another folder"
             raise StartError(f"the ranks have no place for temporary files: {error}{hint}") from error
-        opened.callback(shutil.rmtree, self.scratch, ignore_errors=True)
 
     def _start_all(self, port: int) -> None:
         self.reading.count_drops(self.scratch, self.plan.world_size)
@@ -237,7 +238,7 @@ class Attempt:
 
     def _tell_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send the reaper a message, and hear it first: it reads nothing while it waits for us to read."""
-        while not self.control.closed and has_to_be_read(self.control, _REAPER_READS_WITHIN):
+        while not self.control.closed and must_be_read(self.control, _REAPER_READS_WITHIN):
             self._hear_reaper()
         self._tell(self.control, message, fds)
 

@@ -124,7 +124,8 @@ class ShellChannel:
         except Exception:  # noqa: BLE001  # whatever widgets raise: as in the kernel, it ends no cell
             _log.exception("a %s was not answered", header["msg_type"])
         self._publish("idle", message)
-        self._publish_busy()
+        if not self._over.is_set():
+            self._publish_busy()
         return True
 
     # -------------------------------------------------------------- what is answered
@@ -184,11 +185,11 @@ def _callback(comm: Any) -> Handler | None:
 @contextlib.contextmanager
 def _interrupt_held() -> Iterator[None]:
     """Let an interrupt come at the end of this context, and not within."""
-    came = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.set())
+    came: list[int] = []  # no Event: a second signal, within its lock, would wait for the first
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if came.is_set():
+    if came:
         signal.raise_signal(signal.SIGINT)
