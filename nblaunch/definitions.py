@@ -16,7 +16,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 
@@ -60,6 +60,9 @@ def reduce(definition: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
         reduced: cloudpickle's own way.
     """
     make, made_of, state, items, entries, set_state = reduced
+    if make is cloudpickle.cloudpickle._make_skeleton_class and _has_slots_of_its_own(definition):
+        # cloudpickle makes a class without its slots: its objects' state would not fit those of the sender's class.
+        made_of = (*made_of[:3], {**made_of[3], "__slots__": definition.__slots__}, *made_of[4:])
     whose: _Whose = "nobody's"
     if definition in _borrowed:
         whose = "receiver's"
@@ -69,6 +72,11 @@ def reduce(definition: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
     tracker = cloudpickle.cloudpickle._get_or_create_tracker_id(definition) if is_class else None
     known_by = (definition.__module__, definition.__qualname__, tracker, whose)
     return begin, (make, made_of, *known_by), (set_state, state), items, entries, complete
+
+
+def _has_slots_of_its_own(definition: Any) -> bool:
+    """Return True if a class names its slots, and not a NamedTuple's metaclass for it."""
+    return "__slots__" in vars(definition) and NamedTuple not in getattr(definition, "__orig_bases__", ())
 
 
 def _has_name(definition: Any) -> bool:

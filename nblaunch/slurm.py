@@ -48,6 +48,16 @@ def slurm_task(env: Mapping[str, str]) -> SlurmTask | None:
         return None  # only some of the variables have reached this process
 
 
+def refusal(task: SlurmTask) -> str:
+    """Why a launcher or a notebook that is one of several tasks goes no further, and the way out."""
+    return (
+        f"this is task {task.rank} of the {task.count} of a Slurm step, and each of them would launch ranks of its "
+        "own: start one task (srun -n1), or leave out notebook_launcher and let the tasks be the ranks (srun "
+        "torchrun). In a process that is no task itself but inherited its variables from one, first "
+        "del os.environ['SLURM_STEP_NUM_TASKS']"
+    )
+
+
 def tells_place(name: str) -> bool:
     """Return True if a variable tells a process its place among Slurm's tasks, and not only of its job."""
     return name in _PLACES or name.startswith(_PLACES_BEGIN)

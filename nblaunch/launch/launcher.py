@@ -19,7 +19,7 @@ from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.servers import servers
 from nblaunch.launch.where import Where
 from nblaunch.messages import Payload
-from nblaunch.slurm import slurm_task
+from nblaunch.slurm import refusal, slurm_task
 
 _NOT_NEEDED: dict[str, tuple[Any, str]] = {
     "use_port": ("29500", "each launch meets on a free loopback port of its own"),
@@ -208,12 +208,7 @@ def refuse_nested() -> None:
         )
     task = slurm_task(os.environ)
     if task is not None:
-        raise NestedLaunchError(
-            f"this is task {task.rank} of the {task.count} of a Slurm step, and each of them would launch ranks of its "
-            "own: start one task (srun -n1), or leave out notebook_launcher and let the tasks be the ranks (srun "
-            "torchrun). In a process that is no task itself but inherited its variables from one, first "
-            "del os.environ['SLURM_STEP_NUM_TASKS']"
-        )
+        raise NestedLaunchError(refusal(task))
 
 
 def _warn_of_unneeded(**given: Any) -> None:

@@ -53,11 +53,13 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
         ladder: How they were made to stop, if they were.
         lost: Whether the reaper went before its ranks did.
 
-    Success is a DONE message of every rank: what happens to its process afterwards costs no result. Among failures
-    the first *primary* one counts. An error that came out of a collective is secondary, an echo, if anything else
-    happened that explains it.
+    Success is a DONE message of every rank: what happens to its process afterwards costs no result. Ranks that return
+    after the timeout has interrupted them have run out of time. Among failures the first *primary* one counts. An error
+    that came out of a collective is secondary, an echo, if anything else happened that explains it.
     """
     if all(end.done is not None for end in ends):
+        if ladder is not None and ladder.reason == "timeout" and any(_returned_late(end, ladder) for end in ends):
+            return Verdict("stopped")
         return Verdict("finished", crashed=tuple(end for end in ends if _crashed(end, ladder)))
     primary = [cause for cause in (_primary(end, ladder) for end in ends) if cause is not None]
     if primary:
@@ -70,6 +72,10 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     if secondary:
         return Verdict("failed", _echo(min(secondary, key=_failed_at), ends))
     return Verdict("stopped")
+
+
+def _returned_late(end: RankEnd, ladder: Ladder) -> bool:
+    return end.done is not None and end.done.time_ns > ladder.begun * 1e9
 
 
 def _crashed(end: RankEnd, ladder: Ladder | None) -> bool:

@@ -38,7 +38,7 @@ def make_cell(shell: Any, body: str, ranks: tuple[int, ...] | None) -> Cell:
         SyntaxError: As for any cell.
         UsageError: It awaits at the top level.
     """
-    count = shell.execution_count
+    count = len(shell.history_manager.input_hist_raw) - 1  # execution_count may be the next cell's already
     filename, label = f"<distributed cell {count}>", f"Cell In[{count}]"
     leading = sum(1 for _ in itertools.takewhile(str.isspace, body.splitlines(keepends=True)))  # IPython drops them
     source = "\n" * (1 + leading) + shell.transform_cell(body)

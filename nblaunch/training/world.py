@@ -7,14 +7,16 @@ sent to.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from nblaunch.errors import NestedLaunchError
 from nblaunch.ranks.report import current
-from nblaunch.slurm import slurm_task
+from nblaunch.slurm import refusal, slurm_task
 
 T = TypeVar("T")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -38,7 +40,11 @@ class World:
 
 
 def world() -> World:
-    """Where this process stands: by its process group, its launch, torchrun's variables or Slurm's, else alone."""
+    """Where this process stands: by its process group, its launch, torchrun's variables or Slurm's, else alone.
+
+    Raises:
+        NestedLaunchError: This is the kernel of a notebook that is one of several Slurm tasks.
+    """
     context = current()
     if has_group():
         rank = dist.get_rank()
@@ -49,7 +55,17 @@ def world() -> World:
         rank = int(os.environ["RANK"])
         return World(rank, _local_rank(rank), int(os.environ["WORLD_SIZE"]))
     task = slurm_task(os.environ)
-    return World(0, 0, 1) if task is None else World(task.rank, task.local_rank, task.count)
+    if task is None:
+        return World(0, 0, 1)
+    if _in_kernel():  # its cells would wait for those of the other tasks
+        raise NestedLaunchError(refusal(task))
+    return World(task.rank, task.local_rank, task.count)
+
+
+def _in_kernel() -> bool:
+    """Return True if this process runs the cells of a notebook."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def _has_torchruns_variables() -> bool:

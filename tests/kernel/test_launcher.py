@@ -315,3 +315,14 @@ def test_a_kernel_that_ends_takes_its_background_launch_along(fresh_kernel: Kern
     fresh_kernel.client.shutdown()
 
     eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()), 10.0)
+
+
+def test_a_kernel_that_is_one_of_several_slurm_tasks_is_refused_by_the_toolkit_too(fresh_kernel: Kernel) -> None:
+    task = {"STEP_NUM_TASKS": 2, "STEP_NUM_NODES": 1, "PROCID": 0, "LOCALID": 0, "JOB_ID": 1, "STEP_ID": 0}
+    fresh_kernel.run(f"import os\nos.environ.update({ {f'SLURM_{name}': str(value) for name, value in task.items()} })")
+
+    cell = fresh_kernel.run(
+        "from nblaunch import Accelerator\nAccelerator(nprocs=2, compute_setup='cpu').distribute(int)()"
+    )
+
+    assert cell.error.startswith("NestedLaunchError: this is task 0 of the 2 of a Slurm step")

@@ -57,7 +57,7 @@ def test_a_name_that_is_nowhere_is_a_name_error(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed -n 2\nx = 1\nno_such_name")
 
     assert cell.error == "NameError: name 'no_such_name' is not defined"
-    assert re.search(r"Cell In\[\d+\], line 3", cell.traceback)
+    assert f"Cell In[{cell.reply['execution_count']}], line 3" in cell.traceback
 
 
 # ------------------------------------------------------------------ values

@@ -136,8 +136,14 @@ class Point(NamedTuple):
     x: int
 
 
+@dataclass(slots=True)
+class Slim:
+    size: int = 3
+
+
 KINDS: tuple[Any, ...] = (
-    *(Net, Config, Mode, OddNumberError, Box, Box.Lid, Registered, Plugin, Shape, Tile, Meta, OfMeta, Stack, Point),
+    *(Net, Config, Mode, OddNumberError, Box, Box.Lid, Registered, Plugin),
+    *(Shape, Tile, Meta, OfMeta, Stack, Point, Slim),
 )
 
 
@@ -299,7 +305,7 @@ def make_one_of_each(rank: int) -> list[Any]:
     Box.made = rank + 100
     Registered.known.append(Box)
     Config.lr = rank
-    plain = (Net, Config, Box.Lid, Registered, Plugin, Tile, OfMeta, Stack)
+    plain = (Net, Config, Box.Lid, Registered, Plugin, Tile, OfMeta, Stack, Slim)
     return [*(kind() for kind in plain), Box(rank), Point(1), Mode.TRAIN, OddNumberError("odd"), *KINDS]
 
 

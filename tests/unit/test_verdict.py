@@ -106,6 +106,12 @@ def headline(verdict: Verdict) -> tuple[str, str, int]:
         pytest.param(
             [returned(4.0, -9), returned(4.0)], stopping(5.0, killed=(0,)), ("finished", "", -1), id="would not leave"
         ),
+        pytest.param(
+            [returned(4.0), returned(5.2)], stopping(5.0, "timeout"), ("stopped", "", -1), id="returned out of time"
+        ),
+        pytest.param(
+            [returned(4.0), returned(4.9)], stopping(5.0, "timeout"), ("finished", "", -1), id="returned just in time"
+        ),
         pytest.param([raised(5.1, "interrupt")] * 2, stopping(5.0, "timeout"), ("stopped", "", -1), id="out of time"),
         pytest.param(
             [raised(4.9), died(5.4)],
@@ -245,7 +251,8 @@ def test_what_follows_our_own_signals_is_never_the_headline(
     everyone = range(len(ends))
     verdict = judge(ends, stopping(5.0, reason, interrupted=everyone), lost=False)
     assert verdict.cause is None
-    assert verdict.state == ("finished" if all(end.done for end in ends) else "stopped")
+    returned_in_time = all(end.done for end in ends) and reason != "timeout"
+    assert verdict.state == ("finished" if returned_in_time else "stopped")
 
 
 def test_every_order_of_a_failure_and_its_echoes_gives_the_failure() -> None:
