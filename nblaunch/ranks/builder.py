@@ -138,7 +138,7 @@ class _Witness:
         """Why `package`, just imported, must be left out; empty if it need not."""
         if _open_files() > self._files:
             return "it keeps files open"
-        if _has_children():
+        if system.has_children():  # this process adopts those that were left behind
             return "it starts processes"
         if package in KNOWN_SAFE | _OURS:
             return ""
@@ -177,12 +177,3 @@ def _finalizers() -> set[int]:
     registry: dict[object, Any] = getattr(weakref.finalize, "_registry", {})
     live = [(id(each), str(getattr(info.func, "__module__", ""))) for each, info in registry.items() if info.atexit]
     return {number for number, home in live if not home.startswith("torch.")}
-
-
-def _has_children() -> bool:
-    """Return True if a process that an import has started is still there; this process adopts those left behind."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True

@@ -37,7 +37,10 @@ _LAST_LAUNCHES = 2.0
 
 
 NAME = "nblaunch-server"
-"""The name of fork servers in the system's lists."""
+"""The name of fork servers in the system's lists. They know each other by it: when one ends, another adopts those that
+it has forked."""
+BUILDER = "nblaunch-build"
+"""The name of those that do not serve yet: a package may fork processes there, which have its name too."""
 
 
 def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
@@ -106,7 +109,7 @@ class _Server:
         self.parent = os.getppid()
         self.reapers: set[int] = set()
         self.successors: set[int] = set()
-        """Children that are fork servers too, or are becoming it."""
+        """Children that are fork servers too, or are becoming it; with those of successors that have ended."""
         self.spare: tuple[int, Channel] | None = None
         """The pid of the reaper that waits, and the channel to it."""
         self.asked = time.monotonic()
@@ -138,7 +141,7 @@ class _Server:
                     self.selector.unregister(self.channel)
                     self.dismiss_spare()
             self.collect()
-        reaper.kill_descendants(self.children, self.successors, lambda: None)
+        reaper.kill_descendants(self.children, self.lives_on, lambda: None)
 
     def is_orphan(self, ready: Collection[object]) -> bool:
         """Return True if the kernel has ended. The parent of a successor is the server before it, which may end."""
@@ -225,12 +228,14 @@ class _Server:
         """In the child: build, and serve."""
         try:
             os.setsid()
+            system.set_name(BUILDER)
             system.die_with_parent(parent)  # while it builds it watches nothing
             system.become_subreaper()  # so that it sees the daemons that a package starts
             self.children.close()
             self.selector.close()
             system.close_all_but([channel.fileno(), *([] if self.death is None else [self.death])])
             hello = builder.build(message, channel, self.hello)
+            system.set_name(NAME)
             system.outlive_parent()  # from here on the kernel's pidfd tells when to end
             _serve(_Server(channel, self.kernel, self.death, hello, message.spares))
         finally:
@@ -241,13 +246,19 @@ class _Server:
         """Read the ends of children; a reaper that was killed leaves its launch's descendants to us."""
         strays = False
         for pid, returncode in self.children.ended():
+            if pid not in self.reapers:  # what a server has forked was ours before its end could be read
+                self.successors.update(each for each in system.children(os.getpid()) if system.name_of(each) == NAME)
             strays = strays or returncode != 0 or pid not in self.reapers | self.successors
             self.reapers.discard(pid)
             self.successors.discard(pid)
             if self.spare is not None and pid == self.spare[0]:
                 self.dismiss_spare()
         if strays:
-            reaper.kill_descendants(self.children, self.reapers | self.successors, lambda: None)
+            reaper.kill_descendants(self.children, self.lives_on, lambda: None)
+
+    def lives_on(self, pid: int) -> bool:
+        """Return True for a descendant that looks after itself: our own, and the servers that are or will be."""
+        return pid in self.reapers or pid in self.successors or system.name_of(pid) == NAME
 
     def end(self) -> None:
         """The kernel is gone. Reapers and successors see that themselves; kill those that have not within the limit."""
@@ -257,4 +268,4 @@ class _Server:
                 ends.register(self.children, selectors.EVENT_READ)
                 ends.select(0.1)
             self.collect()
-        reaper.kill_descendants(self.children, (), lambda: None)
+        reaper.kill_descendants(self.children, None, lambda: None)

@@ -23,6 +23,7 @@ from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import ForkServer, Grandchild
 from nblaunch.launch.servers import Servers
 from nblaunch.launch.where import Where
+from nblaunch.ranks import system
 from nblaunch.ranks.system import descendants
 from tests.conftest import eventually, is_spare
 from tests.processes.conftest import Launcher
@@ -182,6 +183,43 @@ def test_a_launch_outlives_the_server_that_started_it(
     assert list(running.result()) == ["returned"] * 2
     eventually(lambda: not first.alive(), LONG)
     assert launched(os.getpid)
+
+
+def test_a_launch_goes_on_while_the_servers_before_its_own_end(
+    own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm server adopts the third of the line when the second ends, and the fourth when that does."""
+    monkeypatch.setattr(all_servers, "_SOON", ())
+
+    def wait(name: str) -> str:
+        (tmp_path / f"{name}-{os.getpid()}").touch()
+        while not (tmp_path / f"{name}-leave").exists():
+            time.sleep(0.02)
+        return name
+
+    def launched_on_one_that_has(name: str) -> tuple[ForkServer, Any]:
+        own.preload([name])
+        eventually(lambda: own._stocked is not None and name in own._stocked.preload, LONG, own.status)
+        launch: Any = notebook_launcher(wait, (name,), 2, start_method="forkserver", view="none", block=False)
+        eventually(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2, LONG)
+        assert own._stocked is not None
+        assert own._stocked.launches == 1
+        return own._stocked, launch
+
+    launched(os.getpid)
+    names = "colorsys", "wave", "tabnanny"
+    line = {name: launched_on_one_that_has(name) for name in names}
+    for name in names[:2]:
+        server, launch = line[name]
+        (tmp_path / f"{name}-leave").touch()
+        assert list(launch.result()) == [name] * 2
+        eventually(lambda pid=server.process.pid: not system.alive(pid), LONG)  # type: ignore[misc]
+    env = {"NOT_AS_THE_STOCKED_ONE": "has it"}
+    notebook_launcher(os.getpid, (), 2, start_method="forkserver", view="none", env=env)
+    server, launch = line[names[2]]
+    assert server.alive()  # and the one that has read the end of its parent has served since
+    (tmp_path / f"{names[2]}-leave").touch()
+    assert list(launch.result()) == [names[2]] * 2
 
 
 def test_a_kernel_with_more_than_a_thousand_open_files_launches(
