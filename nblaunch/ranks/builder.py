@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from nblaunch.channel import Channel
-from nblaunch.installed import KNOWN_SAFE, differs, package_of
+from nblaunch.installed import KNOWN_SAFE, differs, edited, package_of
 from nblaunch.messages import Hello, Importing, LeftOut, Succeed
 from nblaunch.ranks import bootstrap, environment, system
 
@@ -125,6 +125,7 @@ class _Witness:
     """Sees what an import leaves in this process that ranks must not share, or that each must have for itself."""
 
     def __init__(self) -> None:
+        self._modules = set(sys.modules)
         self._files = _open_files()
         self._finalizers = _finalizers()
         self._exits: list[Callable[[], object]] = []
@@ -140,6 +141,10 @@ class _Witness:
             return "it keeps files open"
         if system.has_children():  # this process adopts those that were left behind
             return "it starts processes"
+        new = [name for name in list(sys.modules) if name not in self._modules]
+        if name := edited(new):
+            return f"it imports {name}, whose files may be edited between launches"
+        self._modules.update(new)
         if package in KNOWN_SAFE | _OURS:
             return ""
         if self._exits or _finalizers() - self._finalizers:

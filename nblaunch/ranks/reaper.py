@@ -272,8 +272,8 @@ def kill_descendants(
 
     Args:
         children: This process's watch.
-        spare: Tells whom to leave alone, with all that is theirs. It is asked again each time, as such a process may come
-            here when its parent ends. None: nobody, and the ends of all children are read.
+        spare: Tells whom to leave alone, with all that is theirs. It is asked again each time, as such a process may
+            come here when its parent ends. None: nobody, and the ends of all children are read.
         on_end: Called when a child has ended, to report it before its end is read here.
         groups: Process groups to kill as well, for systems that cannot list descendants.
 
