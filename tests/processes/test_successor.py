@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
@@ -111,6 +112,21 @@ def test_what_the_first_optimizer_of_a_process_imports_is_there_soon(own: Server
     eventually(lambda: not first.alive(), LONG)
     there = [there for _, there in launched(reaper_and_modules, "torch", "torch._dynamo")]
     assert there == [["torch", "torch._dynamo"]] * 2
+
+
+def test_what_it_imports_reads_the_environment_of_the_launch(own: Servers) -> None:
+    def sympys_own() -> tuple[bool, str]:
+        there = "sympy" in sys.modules
+        return there, importlib.import_module("sympy.core.cache").USE_CACHE
+
+    found = []
+    for _ in range(2):
+        env = {"SYMPY_USE_CACHE": "no"}
+        result = notebook_launcher(sympys_own, (), 1, start_method="forkserver", view="none", env=env)
+        assert isinstance(result, LaunchResult)
+        found += list(result)
+        eventually(lambda: built(own), LONG, own.status)
+    assert found == [(False, "no"), (True, "no")]
 
 
 def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
