@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,31 @@ def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers) -> None:
         os._exit(len(own.all()))
     assert os.waitpid(child, 0)[1] == 0
     assert own._retired == [server]
+
+
+def test_ranks_of_each_server_in_a_line_are_alike(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_servers, "_SOON", ())
+
+    def open_files_and_frames() -> tuple[int, int]:
+        return len(os.listdir("/dev/fd")), len(list(traceback.walk_stack(None)))
+
+    def found_on(server: ForkServer | None) -> list[Any]:
+        assert server is not None
+        pid = server.process.pid
+        eventually(lambda: sum(map(is_spare, descendants(pid))) == 3, LONG)  # so that all ranks are of their like
+        before = server.launches
+        found = launched(open_files_and_frames)
+        assert server.launches == before + 1
+        return found
+
+    launched(os.getpid)
+    eventually(lambda: built(own), LONG)
+    found = [found_on(own._warm)]
+    for name in ("colorsys", "wave"):
+        own.preload([name])
+        eventually(lambda: built(own), LONG)
+        found.append(found_on(own._stocked))
+    assert found == found[:1] * 3
 
 
 # ------------------------------------------------------------------ its end
