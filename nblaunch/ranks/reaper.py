@@ -111,13 +111,14 @@ class _Reaper:
             ready = {key.fileobj for key, _ in self.selector.select(_LOOK_EVERY if self.looks() else None)}
             if self.bereft(ready):
                 break
-            if self.control in ready:
+            bereaved = self.children in ready and bool(self.children.ended())
+            if self.control in ready or bereaved:  # the launch may have come since
                 self.control.poll()
                 for message, fds in self.control.drain():
                     if isinstance(message, NewReaper):
                         self.take_launch(Channel(socket.socket(fileno=fds[0])), message.ranks)
                         return True
-            if self.children in ready and self.children.ended():
+            if bereaved:
                 break  # somebody has killed one: the fork server forks others
         kill_descendants(self.children, None, lambda: None)
         return False

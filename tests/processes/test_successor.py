@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,13 +21,15 @@ from typing import Any
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.channel import Channel, channel_pair
 from nblaunch.installed import installed_path
 from nblaunch.launch import forkserver
 from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import ForkServer, Grandchild
 from nblaunch.launch.servers import Servers
 from nblaunch.launch.where import Where
-from nblaunch.ranks import system
+from nblaunch.messages import NewReaper
+from nblaunch.ranks import reaper, system
 from nblaunch.ranks.system import descendants
 from tests.conftest import eventually, is_spare
 from tests.processes.conftest import Launcher
@@ -363,6 +367,39 @@ def test_processes_that_wait_for_a_launch_end_after_a_while_and_come_back(
         eventually(lambda: len(spares()) == 3, LONG, spares)  # a reaper and two ranks
         eventually(lambda: not spares(), LONG, spares)
     assert launched(os.getpid)
+
+
+def test_a_launch_that_comes_as_a_process_that_waits_for_it_is_killed_is_taken() -> None:
+    """It comes when the end of the process has woken who takes launches, and not before."""
+    server, there = socket.socketpair()
+    kernel, control = channel_pair()
+    with server, control, contextlib.closing(kernel):
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                ended = system.ChildWatch.ended
+
+                def ended_as_it_comes(watch: system.ChildWatch) -> list[tuple[int, int]]:
+                    gone = ended(watch)
+                    if gone and not came:
+                        came.append(Channel(server).send(NewReaper("late", 1), [control.fileno()]))
+                    return gone
+
+                came: list[None] = []
+                waits = reaper._Reaper(Channel(there), [os.getppid()], lambda spec, sock: None)
+                system.ChildWatch.ended = ended_as_it_comes  # type: ignore[method-assign]
+                waits.fork_child = lambda fd, run: _killed()  # type: ignore[method-assign]
+                os._exit(0 if waits.wait_for_launch(1) else 3)
+            os._exit(4)
+        there.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _killed() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(1)
+    return pid
 
 
 # ------------------------------------------------------------------ the kernel's end
