@@ -382,12 +382,13 @@ def test_a_launch_that_comes_as_a_process_that_waits_for_it_is_killed_is_taken()
                 def ended_as_it_comes(watch: system.ChildWatch) -> list[tuple[int, int]]:
                     gone = ended(watch)
                     if gone and not came:
-                        came.append(Channel(server).send(NewReaper("late", 1), [control.fileno()]))
+                        Channel(server).send(NewReaper("late", 1), [control.fileno()])
+                        came.append(gone)
                     return gone
 
-                came: list[None] = []
+                came: list[object] = []
                 waits = reaper._Reaper(Channel(there), [os.getppid()], lambda spec, sock: None)
-                system.ChildWatch.ended = ended_as_it_comes  # type: ignore[method-assign]
+                system.ChildWatch.ended = ended_as_it_comes  # type: ignore[method-assign,assignment]
                 waits.fork_child = lambda fd, run: _killed()  # type: ignore[method-assign]
                 os._exit(0 if waits.wait_for_launch(1) else 3)
             os._exit(4)
