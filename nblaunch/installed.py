@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from importlib.machinery import PathFinder
 
 _MARKS = (".dist-info", ".egg-info", ".egg-link", ".pth")
@@ -89,6 +89,19 @@ def why_not_ahead(package: str) -> str:
     if spec.origin in ("built-in", "frozen") or any(origin.startswith(root) for root in _roots()):
         return ""
     return "it is no installed package: its files may be edited between launches"
+
+
+def edited(modules: Iterable[str]) -> str:
+    """The first of these imported modules whose file is not where packages are installed; empty if there is none.
+
+    An installed package may import one that is not: installed as editable, or by a link.
+    """
+    installed = (*_roots(), os.path.join(os.path.dirname(os.path.realpath(__file__)), ""))
+    for name in modules:
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")  # asking a lazy module would import it
+        if isinstance(file, str) and not os.path.realpath(file).startswith(installed):
+            return name
+    return ""
 
 
 def _roots() -> list[str]:

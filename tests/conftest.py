@@ -17,6 +17,7 @@ import pytest
 from nblaunch.launch.forkserver import ForkServer, Grandchild
 from nblaunch.launch.servers import servers
 from nblaunch.launch.snapshots import snapshots
+from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
 
@@ -132,7 +133,7 @@ def _serves_another(pid: int) -> bool:
         kernel = json.loads(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3])[1]
     except (OSError, IndexError, ValueError):
         return False
-    return name == f"{SERVER}\n" and kernel != os.getpid() and Path(f"/proc/{kernel}").exists()
+    return name.rstrip() in (SERVER, BUILDER) and kernel != os.getpid() and Path(f"/proc/{kernel}").exists()
 
 
 def command_of(pid: int) -> str:

@@ -23,13 +23,17 @@ _READ_AT_IMPORT = (
     "GLIBC_TUNABLES",
     "NUMPY",
     "NPY_",
+    "SYMPY_",
+    "MPMATH_",
+    "TRITON_",
 )
 """Prefixes of variables that torch, its libraries and Python read once, when they are loaded."""
 _SET_BY_LIBRARIES = (
     "KMP_DUPLICATE_LIB_OK",  # by scikit-learn and torchvision, with the next
     "KMP_INIT_AT_FORK",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by lightning
-    "TORCHINDUCTOR_CACHE_DIR",  # by torch's compiler
+    "TORCHINDUCTOR_CACHE_DIR",  # by torch's compiler, with the next
+    "TRITON_CACHE_DIR",
 )
 """Variables that libraries set for themselves when the notebook imports them. They matter where ``env=`` names them."""
 

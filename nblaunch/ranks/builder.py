@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from nblaunch.channel import Channel
-from nblaunch.installed import KNOWN_SAFE, differs, package_of
+from nblaunch.installed import KNOWN_SAFE, differs, edited, package_of
 from nblaunch.messages import Hello, Importing, LeftOut, Succeed
 from nblaunch.ranks import bootstrap, environment, system
 
@@ -125,6 +125,7 @@ class _Witness:
     """Sees what an import leaves in this process that ranks must not share, or that each must have for itself."""
 
     def __init__(self) -> None:
+        self._modules = set(sys.modules)
         self._files = _open_files()
         self._finalizers = _finalizers()
         self._exits: list[Callable[[], object]] = []
@@ -138,8 +139,12 @@ class _Witness:
         """Why `package`, just imported, must be left out; empty if it need not."""
         if _open_files() > self._files:
             return "it keeps files open"
-        if _has_children():
+        if system.has_children():  # this process adopts those that were left behind
             return "it starts processes"
+        new = [name for name in list(sys.modules) if name not in self._modules]
+        if name := edited(new):
+            return f"it imports {name}, whose files may be edited between launches"
+        self._modules.update(new)
         if package in KNOWN_SAFE | _OURS:
             return ""
         if self._exits or _finalizers() - self._finalizers:
@@ -177,12 +182,3 @@ def _finalizers() -> set[int]:
     registry: dict[object, Any] = getattr(weakref.finalize, "_registry", {})
     live = [(id(each), str(getattr(info.func, "__module__", ""))) for each, info in registry.items() if info.atexit]
     return {number for number, home in live if not home.startswith("torch.")}
-
-
-def _has_children() -> bool:
-    """Return True if a process that an import has started is still there; this process adopts those left behind."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True

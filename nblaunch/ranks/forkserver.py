@@ -37,7 +37,10 @@ _LAST_LAUNCHES = 2.0
 
 
 NAME = "nblaunch-server"
-"""The name of fork servers in the system's lists."""
+"""The name of fork servers in the system's lists. They know each other by it: when one ends, another adopts those that
+it has forked."""
+BUILDER = "nblaunch-build"
+"""The name of those that do not serve yet: a package may fork processes there, which have its name too."""
 
 
 def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
@@ -55,13 +58,11 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     death = system.pidfd(kernel)
     hello = _hello(preload)
     system.become_subreaper()
-    _serve(_Server(channel, kernel, death, hello))
-
-
-def _serve(server: _Server) -> NoReturn:
+    server: _Server | None = _Server(channel, kernel, death, hello)
     try:
-        server.channel.send(server.hello)
-        server.serve()
+        while server is not None:
+            server.channel.send(server.hello)
+            server = server.serve()
     except BaseException:  # noqa: BLE001  # the kernel reads it and starts another; reapers see this one's end
         traceback.print_exc()
         os._exit(1)
@@ -84,7 +85,7 @@ def _hello(preload: tuple[str, ...]) -> Hello:
 
 
 class _Server:
-    """What forks, in one process. Its whole life is `serve`.
+    """What forks, in one process. Its whole life is `serve`; a successor's begins there too.
 
     Args:
         channel: To the kernel.
@@ -106,7 +107,7 @@ class _Server:
         self.parent = os.getppid()
         self.reapers: set[int] = set()
         self.successors: set[int] = set()
-        """Children that are fork servers too, or are becoming it."""
+        """Children that are fork servers too, or are becoming it; with those of successors that have ended."""
         self.spare: tuple[int, Channel] | None = None
         """The pid of the reaper that waits, and the channel to it."""
         self.asked = time.monotonic()
@@ -118,27 +119,34 @@ class _Server:
         if self.death is not None:
             self.selector.register(self.death, selectors.EVENT_READ)
 
-    def serve(self) -> None:
-        """Fork reapers for as long as the kernel may ask, and stay while a launch runs: its end would end that too."""
+    def serve(self) -> _Server | None:
+        """Fork reapers for as long as the kernel may ask, and stay while a launch runs: its end would end that too.
+
+        Returns:
+            In a forked child, the server that it is now: ranks of each in a line have as many frames. Else None.
+        """
         while self.reapers or not self.channel.closed:
             ready = {key.fileobj for key, _ in self.selector.select(self.patience())}
             if not ready:
                 self.use_idle_moment()
             if self.is_orphan(ready):
                 self.end()
-                return
+                return None
             if self.channel in ready:
                 self.channel.poll()
                 for message, fds in self.channel.drain():
                     if isinstance(message, NewReaper):
                         self.start_reaper(message, fds[0])
                     elif isinstance(message, Succeed):
-                        self.fork_successor(message, fds[0])
+                        successor = self.fork_successor(message, fds[0])
+                        if successor is not None:
+                            return successor
                 if self.channel.closed:
                     self.selector.unregister(self.channel)
                     self.dismiss_spare()
             self.collect()
-        reaper.kill_descendants(self.children, self.successors, lambda: None)
+        reaper.kill_descendants(self.children, self.lives_on, lambda: None)
+        return None
 
     def is_orphan(self, ready: Collection[object]) -> bool:
         """Return True if the kernel has ended. The parent of a successor is the server before it, which may end."""
@@ -207,8 +215,11 @@ class _Server:
         self.reapers.add(pid)
         return pid
 
-    def fork_successor(self, message: Succeed, channel: int) -> None:
-        """Fork the process that becomes the next server; without one the kernel hears the end of its channel."""
+    def fork_successor(self, message: Succeed, channel: int) -> _Server | None:
+        """Fork the process that becomes the next server, which is returned there; None here.
+
+        Without one the kernel hears the end of its channel.
+        """
         parent = os.getpid()
         try:
             pid = os.fork()
@@ -216,38 +227,45 @@ class _Server:
             traceback.print_exc()
             pid = -1
         if pid == 0:
-            self.become_successor(message, parent, Channel(socket.socket(fileno=channel)))
+            return self.become_successor(message, parent, Channel(socket.socket(fileno=channel)))
         os.close(channel)
         if pid > 0:
             self.successors.add(pid)
+        return None
 
-    def become_successor(self, message: Succeed, parent: int, channel: Channel) -> NoReturn:
-        """In the child: build, and serve."""
-        try:
-            os.setsid()
-            system.die_with_parent(parent)  # while it builds it watches nothing
-            system.become_subreaper()  # so that it sees the daemons that a package starts
-            self.children.close()
-            self.selector.close()
-            system.close_all_but([channel.fileno(), *([] if self.death is None else [self.death])])
-            hello = builder.build(message, channel, self.hello)
-            system.outlive_parent()  # from here on the kernel's pidfd tells when to end
-            _serve(_Server(channel, self.kernel, self.death, hello, message.spares))
-        finally:
-            traceback.print_exc()
-            os._exit(1)
+    def become_successor(self, message: Succeed, parent: int, channel: Channel) -> _Server:
+        """In the child: build."""
+        os.setsid()
+        system.set_name(BUILDER)
+        system.die_with_parent(parent)  # while it builds it watches nothing
+        system.become_subreaper()  # so that it sees the daemons that a package starts
+        self.children.close()
+        self.selector.close()
+        self.channel.close()
+        self.dismiss_spare()
+        system.close_all_but([channel.fileno(), *([] if self.death is None else [self.death])])
+        hello = builder.build(message, channel, self.hello)
+        system.set_name(NAME)
+        system.outlive_parent()  # from here on the kernel's pidfd tells when to end
+        return _Server(channel, self.kernel, self.death, hello, message.spares)
 
     def collect(self) -> None:
         """Read the ends of children; a reaper that was killed leaves its launch's descendants to us."""
         strays = False
         for pid, returncode in self.children.ended():
+            if pid not in self.reapers:  # what a server has forked was ours before its end could be read
+                self.successors.update(each for each in system.children(os.getpid()) if system.name_of(each) == NAME)
             strays = strays or returncode != 0 or pid not in self.reapers | self.successors
             self.reapers.discard(pid)
             self.successors.discard(pid)
             if self.spare is not None and pid == self.spare[0]:
                 self.dismiss_spare()
         if strays:
-            reaper.kill_descendants(self.children, self.reapers | self.successors, lambda: None)
+            reaper.kill_descendants(self.children, self.lives_on, lambda: None)
+
+    def lives_on(self, pid: int) -> bool:
+        """Return True for a descendant that looks after itself: our own, and the servers that are or will be."""
+        return pid in self.reapers or pid in self.successors or system.name_of(pid) == NAME
 
     def end(self) -> None:
         """The kernel is gone. Reapers and successors see that themselves; kill those that have not within the limit."""
@@ -257,4 +275,4 @@ class _Server:
                 ends.register(self.children, selectors.EVENT_READ)
                 ends.select(0.1)
             self.collect()
-        reaper.kill_descendants(self.children, (), lambda: None)
+        reaper.kill_descendants(self.children, None, lambda: None)

@@ -111,15 +111,16 @@ class _Reaper:
             ready = {key.fileobj for key, _ in self.selector.select(_LOOK_EVERY if self.looks() else None)}
             if self.bereft(ready):
                 break
-            if self.control in ready:
+            bereaved = self.children in ready and bool(self.children.ended())
+            if self.control in ready or bereaved:  # the launch may have come since
                 self.control.poll()
                 for message, fds in self.control.drain():
                     if isinstance(message, NewReaper):
                         self.take_launch(Channel(socket.socket(fileno=fds[0])), message.ranks)
                         return True
-            if self.children in ready and self.children.ended():
+            if bereaved:
                 break  # somebody has killed one: the fork server forks others
-        kill_descendants(self.children, (), lambda: None)
+        kill_descendants(self.children, None, lambda: None)
         return False
 
     def take_launch(self, control: Channel, ranks: int) -> None:
@@ -147,14 +148,14 @@ class _Reaper:
             ready = {key.fileobj for key, _ in self.selector.select(_LOOK_EVERY if self.looks() else None)}
             if self.bereft(ready):
                 # Their ends are not reported: that what watched over them died tells more than the SIGKILL from here.
-                kill_descendants(self.children, (), lambda: None, self.ranks)
+                kill_descendants(self.children, None, lambda: None, self.ranks)
                 return
             if self.control in ready:
                 self.control.poll()
                 for message, fds in self.control.drain():
                     self.obey(message, fds)
             self.report_ends()
-        self.tell(Swept(tuple(kill_descendants(self.children, (), self.report_ends, self.ranks))))
+        self.tell(Swept(tuple(kill_descendants(self.children, None, self.report_ends, self.ranks))))
 
     def wanted(self) -> bool:
         """Whether the kernel is there and a rank is left, or none has been started yet."""
@@ -260,7 +261,10 @@ class _Reaper:
 
 
 def kill_descendants(
-    children: system.ChildWatch, spare: Collection[int], on_end: Callable[[], None], groups: Collection[int] = ()
+    children: system.ChildWatch,
+    spare: Callable[[int], bool] | None,
+    on_end: Callable[[], None],
+    groups: Collection[int] = (),
 ) -> list[int]:
     """Kill this process's descendants until none is left, reading their ends.
 
@@ -269,7 +273,8 @@ def kill_descendants(
 
     Args:
         children: This process's watch.
-        spare: Children to leave alone, with all that is theirs.
+        spare: Tells whom to leave alone, with all that is theirs. It is asked again each time, as such a process may
+            come here when its parent ends. None: nobody, and the ends of all children are read.
         on_end: Called when a child has ended, to report it before its end is read here.
         groups: Process groups to kill as well, for systems that cannot list descendants.
 
@@ -278,7 +283,7 @@ def kill_descendants(
     """
     deadline = time.monotonic() + _SWEEP_LIMIT
     used = time.monotonic()  # when something that a tracker waits for was last seen
-    while spare or _has_children():
+    while spare is not None or system.has_children():
         if not system.LINUX:
             for pid in groups:
                 system.kill(pid, signal.SIGKILL, group=True)
@@ -291,7 +296,7 @@ def kill_descendants(
             if not (patient and pid in trackers):
                 system.kill(pid, signal.SIGKILL)
         on_end()
-        if not spare:
+        if spare is None:
             children.ended()
         for pid in left:
             with contextlib.suppress(ChildProcessError):
@@ -304,15 +309,6 @@ def kill_descendants(
             ends.register(children, selectors.EVENT_READ)
             ends.select(0.02)
     return []
-
-
-def _has_children() -> bool:
-    """Whether this process has a child, ended or not; a subreaper without one has no descendants."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def open_log(spec: RankSpec, stream: str) -> BinaryIO:

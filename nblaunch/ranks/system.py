@@ -11,7 +11,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from nblaunch.drops import NO_ROOM
@@ -51,6 +51,15 @@ def set_name(name: str) -> None:
     """Name this process in the system's lists; of at most 15 characters."""
     if _libc is not None:
         _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+def name_of(pid: int) -> str:
+    """What `set_name` has named a process; empty where it is gone, or the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().rstrip("\n")
+    except (OSError, ValueError):  # of the latter: another program's name, in which any bytes may be
+        return ""
 
 
 def become_subreaper() -> bool:
@@ -134,8 +143,22 @@ def parents_of_all() -> dict[int, int]:
     return parents
 
 
-def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
-    """All living and dead-but-unread descendants of `root`, without those in `spare` and theirs."""
+def children(parent: int) -> list[int]:
+    """Its living and dead-but-unread children, adopted ones included; none where there is no /proc."""
+    return [pid for pid, its_parent in parents_of_all().items() if its_parent == parent]
+
+
+def has_children() -> bool:
+    """Return True if this process has a child, ended or not; a subreaper without one has no descendants."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def descendants(root: int, spare: Callable[[int], bool] | None = None) -> list[int]:
+    """All living and dead-but-unread descendants of `root`, without those that `spare` is true of and theirs."""
     parents = parents_of_all()
     by_parent: dict[int, list[int]] = {}
     for pid, parent in parents.items():
@@ -143,7 +166,7 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
     found: list[int] = []
     queue = [root]
     while queue:
-        below = [pid for pid in by_parent.get(queue.pop(), ()) if pid not in spare]
+        below = [pid for pid in by_parent.get(queue.pop(), ()) if spare is None or not spare(pid)]
         found += below
         queue += below
     return found

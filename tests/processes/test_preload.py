@@ -244,6 +244,25 @@ def test_what_ranks_must_not_share_is_left_out_and_that_is_said(
     own._left_out.pop(name)
 
 
+@pytest.mark.parametrize("way", ["link", "path"])
+def test_a_package_that_imports_what_may_be_edited_is_left_out(
+    way: str, own: Servers, site: Path, tmp_path: Path
+) -> None:
+    edited, needs = f"edited_by_{way}", f"needs_{way}"
+    (tmp_path / edited).mkdir()
+    (tmp_path / edited / "__init__.py").write_text("VALUE = 1\n")
+    if way == "link":
+        (site / edited).symlink_to(tmp_path / edited)
+    (site / f"{needs}.py").write_text(f"import sys\nsys.path.append({str(tmp_path)!r})\nimport {edited}\n" + TELLS)
+    own.preload([needs])
+    had(own, "tells")
+    reason = f"it imports {edited}, whose files may be edited between launches"
+    assert f"not imported ahead of launches: {needs}, as {reason}" in own.status()
+    assert imported_by_ranks(launched(needs))
+    own._named.pop(needs)
+    own._left_out.pop(needs)
+
+
 def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_path: Path) -> None:
     (site / "leaves.py").write_text(
         "import os, subprocess, tempfile\n"

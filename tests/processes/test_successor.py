@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +21,15 @@ from typing import Any
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.channel import Channel, channel_pair
 from nblaunch.installed import installed_path
 from nblaunch.launch import forkserver
 from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import ForkServer, Grandchild
 from nblaunch.launch.servers import Servers
 from nblaunch.launch.where import Where
+from nblaunch.messages import NewReaper
+from nblaunch.ranks import reaper, system
 from nblaunch.ranks.system import descendants
 from tests.conftest import eventually, is_spare
 from tests.processes.conftest import Launcher
@@ -112,6 +119,21 @@ def test_what_the_first_optimizer_of_a_process_imports_is_there_soon(own: Server
     assert there == [["torch", "torch._dynamo"]] * 2
 
 
+def test_what_it_imports_reads_the_environment_of_the_launch(own: Servers) -> None:
+    def sympys_own() -> tuple[bool, str]:
+        there = "sympy" in sys.modules
+        return there, importlib.import_module("sympy.core.cache").USE_CACHE
+
+    found = []
+    for _ in range(2):
+        env = {"SYMPY_USE_CACHE": "no"}
+        result = notebook_launcher(sympys_own, (), 1, start_method="forkserver", view="none", env=env)
+        assert isinstance(result, LaunchResult)
+        found += list(result)
+        eventually(lambda: built(own), LONG, own.status)
+    assert found == [(False, "no"), (True, "no")]
+
+
 def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
     soon(HANGS)
     launched(os.getpid)
@@ -184,6 +206,43 @@ def test_a_launch_outlives_the_server_that_started_it(
     assert launched(os.getpid)
 
 
+def test_a_launch_goes_on_while_the_servers_before_its_own_end(
+    own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warm server adopts the third of the line when the second ends, and the fourth when that does."""
+    monkeypatch.setattr(all_servers, "_SOON", ())
+
+    def wait(name: str) -> str:
+        (tmp_path / f"{name}-{os.getpid()}").touch()
+        while not (tmp_path / f"{name}-leave").exists():
+            time.sleep(0.02)
+        return name
+
+    def launched_on_one_that_has(name: str) -> tuple[ForkServer, Any]:
+        own.preload([name])
+        eventually(lambda: own._stocked is not None and name in own._stocked.preload, LONG, own.status)
+        launch: Any = notebook_launcher(wait, (name,), 2, start_method="forkserver", view="none", block=False)
+        eventually(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2, LONG)
+        assert own._stocked is not None
+        assert own._stocked.launches == 1
+        return own._stocked, launch
+
+    launched(os.getpid)
+    names = "colorsys", "wave", "tabnanny"
+    line = {name: launched_on_one_that_has(name) for name in names}
+    for name in names[:2]:
+        server, launch = line[name]
+        (tmp_path / f"{name}-leave").touch()
+        assert list(launch.result()) == [name] * 2
+        eventually(lambda pid=server.process.pid: not system.alive(pid), LONG)  # type: ignore[misc]
+    env = {"NOT_AS_THE_STOCKED_ONE": "has it"}
+    notebook_launcher(os.getpid, (), 2, start_method="forkserver", view="none", env=env)
+    server, launch = line[names[2]]
+    assert server.alive()  # and the one that has read the end of its parent has served since
+    (tmp_path / f"{names[2]}-leave").touch()
+    assert list(launch.result()) == [names[2]] * 2
+
+
 def test_a_kernel_with_more_than_a_thousand_open_files_launches(
     own: Servers, many_files: None, launch: Launcher
 ) -> None:
@@ -205,6 +264,31 @@ def test_a_forked_child_of_the_kernel_ends_no_server(own: Servers) -> None:
         os._exit(len(own.all()))
     assert os.waitpid(child, 0)[1] == 0
     assert own._retired == [server]
+
+
+def test_ranks_of_each_server_in_a_line_are_alike(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_servers, "_SOON", ())
+
+    def open_files_and_frames() -> tuple[int, int]:
+        return len(os.listdir("/dev/fd")), len(list(traceback.walk_stack(None)))
+
+    def found_on(server: ForkServer | None) -> list[Any]:
+        assert server is not None
+        pid = server.process.pid
+        eventually(lambda: sum(map(is_spare, descendants(pid))) == 3, LONG)  # so that all ranks are of their like
+        before = server.launches
+        found = launched(open_files_and_frames)
+        assert server.launches == before + 1
+        return found
+
+    launched(os.getpid)
+    eventually(lambda: built(own), LONG)
+    found = [found_on(own._warm)]
+    for name in ("colorsys", "wave"):
+        own.preload([name])
+        eventually(lambda: built(own), LONG)
+        found.append(found_on(own._stocked))
+    assert found == found[:1] * 3
 
 
 # ------------------------------------------------------------------ its end
@@ -283,6 +367,40 @@ def test_processes_that_wait_for_a_launch_end_after_a_while_and_come_back(
         eventually(lambda: len(spares()) == 3, LONG, spares)  # a reaper and two ranks
         eventually(lambda: not spares(), LONG, spares)
     assert launched(os.getpid)
+
+
+def test_a_launch_that_comes_as_a_process_that_waits_for_it_is_killed_is_taken() -> None:
+    """It comes when the end of the process has woken who takes launches, and not before."""
+    server, there = socket.socketpair()
+    kernel, control = channel_pair()
+    with server, control, contextlib.closing(kernel):
+        pid = os.fork()
+        if pid == 0:
+            with contextlib.suppress(BaseException):
+                ended = system.ChildWatch.ended
+
+                def ended_as_it_comes(watch: system.ChildWatch) -> list[tuple[int, int]]:
+                    gone = ended(watch)
+                    if gone and not came:
+                        Channel(server).send(NewReaper("late", 1), [control.fileno()])
+                        came.append(gone)
+                    return gone
+
+                came: list[object] = []
+                waits = reaper._Reaper(Channel(there), [os.getppid()], lambda spec, sock: None)
+                system.ChildWatch.ended = ended_as_it_comes  # type: ignore[method-assign,assignment]
+                waits.fork_child = lambda fd, run: _killed()  # type: ignore[method-assign]
+                os._exit(0 if waits.wait_for_launch(1) else 3)
+            os._exit(4)
+        there.close()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _killed() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(1)
+    return pid
 
 
 # ------------------------------------------------------------------ the kernel's end
