@@ -36,7 +36,9 @@ _SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "tor
 _QUIET = 1.0
 """Seconds without a launch's start after which servers may be built."""
 _MOST_OTHERS = 2
-"""Servers with an environment that ``env=`` has named; each takes 150 MB."""
+"""Servers with an environment that ``env=`` has named; each takes 150 MB. Those that launches wait for may be more."""
+_MOST_TRIES = 5
+"""Servers that a launch waits for, where other threads retire one after the other."""
 _OTHERS_STAY = 600.0
 """Seconds that such a server stays unused; it goes when a cell or the next launch ends."""
 
@@ -142,11 +144,15 @@ class Servers:
             for last in (False, True):
                 server = self._for(method, where)
                 try:
+                    server.ready()
                     return server.fork_reaper(launch_id, ranks if method == "forkserver" else 0)
                 except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
                     if last:
                         raise StartError(f"the fork server died twice: {error}") from error
                     self.give_up(server)  # though the system may not tell of its end yet
+                except StartError:
+                    if last or self._has_place(server):  # else another thread has retired it meanwhile
+                        raise
                 except OSError as error:  # this process, and not the server, is in trouble
                     raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
         raise AssertionError  # not reached
@@ -163,13 +169,16 @@ class Servers:
 
     def _problem(self, where: Where) -> str:
         """Why ranks cannot be forked; empty where they can."""
-        with self._lock, self._launching():  # its payload comes next, and then its start
-            for env, reason in self._given_up:
-                if env == where.read_at_import:
-                    return reason
-            server = self._server(where)
-        problem = self._problem_of(server)
-        return self._problem(where) if problem is None else problem
+        for _ in range(_MOST_TRIES):
+            with self._lock, self._launching():  # its payload comes next, and then its start
+                for env, reason in self._given_up:
+                    if env == where.read_at_import:
+                        return reason
+                server = self._server(where)
+            problem = self._problem_of(server)
+            if problem is not None:
+                return problem
+        return f"it was replaced {_MOST_TRIES} times before it was ready"
 
     def _problem_of(self, server: ForkServer) -> str | None:
         """Wait for its Hello; why ranks cannot be forked there, None where another has taken its place meanwhile."""
@@ -177,7 +186,7 @@ class Servers:
             return server.ready().problem
         except StartError as error:
             with self._lock:
-                if server is not self._warm and server not in self._others:
+                if not self._has_place(server):
                     return None
                 reason = f"{error} (%reload_ext nblaunch tries again)"
                 self._given_up.append((server.where.read_at_import, reason))
@@ -234,12 +243,11 @@ class Servers:
                 self._before, self._last = self._last, where
                 stocked = self._alive(self._stocked)
                 if stocked is not None and stocked.installed == server.installed and _fits(stocked, where):
-                    return stocked
+                    server = stocked
             elif warm is not None and warm.hello is not None and not warm.hello.problem:
                 server = warm  # of whatever generation: what it spawns reads its own environment
             else:
                 self._bare = server = self._alive(self._bare) or ForkServer(())
-        server.ready()
         return server
 
     def _server(self, where: Where) -> ForkServer:
@@ -253,8 +261,9 @@ class Servers:
         if found is None:
             found = ForkServer(_PRELOAD, where._replace(cwd=os.path.abspath(os.sep)))
         self._others = [*(other for other in self._others if other is not found), found]
-        while len(self._others) > _MOST_OTHERS:
-            self.give_up(self._others[0])
+        too_many = max(0, len(self._others) - _MOST_OTHERS)
+        for old in list(filter(_is_spare, self._others[:-1]))[:too_many]:
+            self.give_up(old)
         self._build_soon()
         return found
 
@@ -296,6 +305,11 @@ class Servers:
             self._bare = None if server is self._bare else self._bare
             self._stocked = None if server is self._stocked else self._stocked
             self._others = [other for other in self._others if other is not server]
+
+    def _has_place(self, server: ForkServer) -> bool:
+        """Return True if launches may go to it: it was not retired."""
+        with self._lock:
+            return server in (self._warm, self._bare, self._stocked, *self._others)
 
     def _alive(self, server: _Server | None) -> _Server | None:
         if server is None or server.alive():
@@ -435,6 +449,12 @@ os.register_at_fork(after_in_child=servers.forget)
 def _fits(server: Successor, where: Where) -> bool:
     """Return True if ranks there would import what the server has imported."""
     return where.is_like(server.where) and not shadowed(server.packages)
+
+
+def _is_spare(server: ForkServer) -> bool:
+    """Return True if no launch waits for this server of an environment to get ready."""
+    refuses = server.hello is not None and bool(server.hello.problem)
+    return server.launches > 0 or refuses or isinstance(server, Successor)
 
 
 def _is_outdated(server: ForkServer) -> bool:
