@@ -220,8 +220,11 @@ class Servers:
     def stop(self) -> None:
         """End every server that this process started."""
         with self._lock:
+            if self._building is not None:
+                self._building.kill()  # its builder waits for its end
+                self._building = None
             present = self.all()
-            self._warm = self._bare = self._stocked = self._building = self._last = self._before = None
+            self._warm = self._bare = self._stocked = self._last = self._before = None
             self._named, self._left_out, self._given_up = {}, {}, []
             self._others, self._retired = [], []
             for server in present:
@@ -292,7 +295,7 @@ class Servers:
         if server is None:
             return
         if self._building is not None and self._building.parent is server:
-            self._building.stop()  # nothing needs it any more
+            self._building.kill()  # nothing needs it any more; its builder closes its files
             self._building = None
         server.retire()
         self._retired.append(server)
@@ -321,15 +324,16 @@ class Servers:
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:
         """Have building stand still while a launch starts."""
-        with self._lock:
-            self._starting += 1
-            if self._building is not None:
-                self._building.heed()
+        counted = 0
         try:
-            yield
-        finally:
             with self._lock:
-                self._starting, self._started = self._starting - 1, time.monotonic()
+                self._starting, counted = self._starting + 1, 1
+                if self._building is not None:
+                    self._building.heed()
+            yield
+        finally:  # also where an interrupt comes before the launch: what stands still would do so for good
+            with self._lock:
+                self._starting, self._started = self._starting - counted, time.monotonic()
 
     def _is_quiet(self) -> bool:
         """Return True if no launch starts, nor has a moment ago."""
@@ -413,6 +417,8 @@ class Servers:
         where = step.where or step.parent.where
         try:
             with self._lock:
+                if not self._has_place(step.parent):
+                    return
                 self._building = successor = Successor(step.parent, step.modules, where, self._is_quiet)
             successor.build()
         except LeftOutError as error:
@@ -422,6 +428,9 @@ class Servers:
                     self._building = None
             return
         except (StartError, OSError):
+            with self._lock:
+                if not self._has_place(step.parent):  # it was ended from here
+                    return
             step.parent.is_complete = True  # it is not asked again
             raise
         with self._lock:
@@ -431,7 +440,7 @@ class Servers:
     def _adopt(self, successor: Successor, step: _Step) -> None:
         """Let launches go to a successor; the lock is held."""
         before: ForkServer | None = step.parent
-        if before not in (self._warm, self._stocked, *self._others):  # another generation has begun meanwhile
+        if not self._has_place(step.parent):  # another generation has begun meanwhile
             before = successor
         elif step.where is not None:
             before, self._stocked = self._stocked, successor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import socket
 import tempfile
 import threading
@@ -97,7 +98,7 @@ def test_a_fork_server_whose_end_is_not_told_yet_is_replaced(
     assert server is not None
     server.ready()
     server.process.kill()
-    server.process.wait()
+    server.process.wait(20.0)
     with monkeypatch.context() as context:
         context.setattr(server, "alive", lambda: True)  # as in the moment between its last breath and the news
         own.reaper(method, "launch", 2).channel.close()
@@ -264,6 +265,16 @@ def test_a_server_that_is_retired_as_it_gets_ready_is_closed(monkeypatch: pytest
     monkeypatch.setattr(server, "_wait_for_hello", retired_then)
     assert server.ready().problem == ""
     assert server.channel.fileno() == -1
+    eventually(lambda: not server.alive(), 20.0)
+
+
+def test_a_server_that_is_stopped_ends_once_it_is_given_up(own: Servers) -> None:
+    own.warm_up()
+    server = own._warm
+    assert server is not None
+    server.ready()
+    server.process.send_signal(signal.SIGSTOP)
+    own.give_up(server)
     eventually(lambda: not server.alive(), 20.0)
 
 
