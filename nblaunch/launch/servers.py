@@ -112,16 +112,17 @@ class Servers:
         self.__init__()  # type: ignore[misc]  # begin anew, with a lock that nobody holds
         self._inherited = inherited  # or a Popen that goes would warn of a process that still runs
 
-    def preload(self, modules: Sequence[str], where: Where | None = None) -> None:
+    def preload(self, modules: Sequence[str], where: Where | None = None, *, again: bool = False) -> None:
         """Have these modules ready for later launches, beside those that the notebook imports.
 
         Args:
             modules: Their names.
             where: Where launches will run, if none has run yet. Default: not known.
+            again: Also those that could not be imported before. Default: once what is installed has changed.
         """
         with self._lock:
             self._named.update(dict.fromkeys(modules))
-            for name in modules:
+            for name in modules if again else ():
                 self._left_out.pop(package_of(name), None)  # it may have been mended
             if self._last is None:
                 self._last = self._before = where
