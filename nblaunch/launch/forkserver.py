@@ -28,6 +28,8 @@ _READY_LIMIT = 120.0
 """Seconds that a fork server gets to import torch; a cold disk needs most of a minute."""
 _IMPORT_LIMIT = 120.0
 """Seconds that a successor gets for a package, not counting those in which it stands still."""
+_END_LIMIT = 5.0
+"""Seconds to wait for the end of a process that was killed; one that waits for a disk ends later."""
 _LOOK_EVERY = 0.2
 """Seconds between two looks at whether a successor may go on building."""
 _STAYS_WARM = 60.0
@@ -173,15 +175,21 @@ class ForkServer:
         self.process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """End it, and with it any launch of its own."""
+        """End it, and with it any launch of its own; wait for its end."""
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_LIMIT)
+
+    def kill(self) -> None:
+        """The same, without waiting."""
         self.process.kill()
-        self.process.wait()
         self.retire()
 
     def retire(self) -> None:
         """Have it end once its launches have; its end is read by whoever asks `alive`."""
         with contextlib.suppress(OSError):  # it has ended by itself
             self.channel.sock.shutdown(socket.SHUT_RDWR)  # closing is not enough: a forked child may hold a copy
+        self.wake()  # one that is stopped would not see that
         self._is_retired = True
         self._close()
 
@@ -284,7 +292,8 @@ class Successor(ForkServer):
             StartError: It could not be made at all.
         """
         try:
-            hello = self._wait_for_imports()
+            with self._using():
+                hello = self._wait_for_imports()
         except BaseException:
             self.stop()
             raise
@@ -337,8 +346,8 @@ class _Process(Protocol):
     def send_signal(self, sig: int, /) -> None:
         """Send a signal, if it lives."""
 
-    def wait(self) -> object:
-        """Wait for its end."""
+    def wait(self, timeout: float, /) -> object:
+        """Wait for its end, so many seconds."""
 
 
 class Grandchild:
@@ -363,9 +372,9 @@ class Grandchild:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, sig)
 
-    def wait(self) -> None:
+    def wait(self, timeout: float) -> None:
         if self._pidfd is not None:
-            readable(self._pidfd, None)
+            readable(self._pidfd, timeout)
         self._collect()
 
     def _collect(self) -> None:

@@ -162,7 +162,7 @@ def preload(modules: Sequence[str]) -> None:
         ArgumentError: One is no module of an installed package.
     """
     plan = make_plan(this_machine(), preload=modules)
-    servers.preload(plan.preload, Where(plan.env, this_process().cwd, plan.named))
+    servers.preload(plan.preload, Where(plan.env, this_process().cwd, plan.named), again=True)
 
 
 def prepare(gather: Callable[[int], Payload], view: str, **arguments: Any) -> Launch:

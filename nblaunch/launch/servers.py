@@ -36,7 +36,9 @@ _SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "tor
 _QUIET = 1.0
 """Seconds without a launch's start after which servers may be built."""
 _MOST_OTHERS = 2
-"""Servers with an environment that ``env=`` has named; each takes 150 MB."""
+"""Servers with an environment that ``env=`` has named; each takes 150 MB. Those that launches wait for may be more."""
+_MOST_TRIES = 5
+"""Servers that a launch waits for, where other threads retire one after the other."""
 _OTHERS_STAY = 600.0
 """Seconds that such a server stays unused; it goes when a cell or the next launch ends."""
 
@@ -110,16 +112,17 @@ class Servers:
         self.__init__()  # type: ignore[misc]  # begin anew, with a lock that nobody holds
         self._inherited = inherited  # or a Popen that goes would warn of a process that still runs
 
-    def preload(self, modules: Sequence[str], where: Where | None = None) -> None:
+    def preload(self, modules: Sequence[str], where: Where | None = None, *, again: bool = False) -> None:
         """Have these modules ready for later launches, beside those that the notebook imports.
 
         Args:
             modules: Their names.
             where: Where launches will run, if none has run yet. Default: not known.
+            again: Also those that could not be imported before. Default: once what is installed has changed.
         """
         with self._lock:
             self._named.update(dict.fromkeys(modules))
-            for name in modules:
+            for name in modules if again else ():
                 self._left_out.pop(package_of(name), None)  # it may have been mended
             if self._last is None:
                 self._last = self._before = where
@@ -142,11 +145,15 @@ class Servers:
             for last in (False, True):
                 server = self._for(method, where)
                 try:
+                    server.ready()
                     return server.fork_reaper(launch_id, ranks if method == "forkserver" else 0)
                 except (ConnectionError, BlockingIOError) as error:  # it was killed; the next round starts another
                     if last:
                         raise StartError(f"the fork server died twice: {error}") from error
                     self.give_up(server)  # though the system may not tell of its end yet
+                except StartError:
+                    if last or self._has_place(server):  # else another thread has retired it meanwhile
+                        raise
                 except OSError as error:  # this process, and not the server, is in trouble
                     raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
         raise AssertionError  # not reached
@@ -163,13 +170,16 @@ class Servers:
 
     def _problem(self, where: Where) -> str:
         """Why ranks cannot be forked; empty where they can."""
-        with self._lock, self._launching():  # its payload comes next, and then its start
-            for env, reason in self._given_up:
-                if env == where.read_at_import:
-                    return reason
-            server = self._server(where)
-        problem = self._problem_of(server)
-        return self._problem(where) if problem is None else problem
+        for _ in range(_MOST_TRIES):
+            with self._lock, self._launching():  # its payload comes next, and then its start
+                for env, reason in self._given_up:
+                    if env == where.read_at_import:
+                        return reason
+                server = self._server(where)
+            problem = self._problem_of(server)
+            if problem is not None:
+                return problem
+        return f"it was replaced {_MOST_TRIES} times before it was ready"
 
     def _problem_of(self, server: ForkServer) -> str | None:
         """Wait for its Hello; why ranks cannot be forked there, None where another has taken its place meanwhile."""
@@ -177,7 +187,7 @@ class Servers:
             return server.ready().problem
         except StartError as error:
             with self._lock:
-                if server is not self._warm and server not in self._others:
+                if not self._has_place(server):
                     return None
                 reason = f"{error} (%reload_ext nblaunch tries again)"
                 self._given_up.append((server.where.read_at_import, reason))
@@ -211,8 +221,11 @@ class Servers:
     def stop(self) -> None:
         """End every server that this process started."""
         with self._lock:
+            if self._building is not None:
+                self._building.kill()  # its builder waits for its end
+                self._building = None
             present = self.all()
-            self._warm = self._bare = self._stocked = self._building = self._last = self._before = None
+            self._warm = self._bare = self._stocked = self._last = self._before = None
             self._named, self._left_out, self._given_up = {}, {}, []
             self._others, self._retired = [], []
             for server in present:
@@ -234,12 +247,11 @@ class Servers:
                 self._before, self._last = self._last, where
                 stocked = self._alive(self._stocked)
                 if stocked is not None and stocked.installed == server.installed and _fits(stocked, where):
-                    return stocked
+                    server = stocked
             elif warm is not None and warm.hello is not None and not warm.hello.problem:
                 server = warm  # of whatever generation: what it spawns reads its own environment
             else:
                 self._bare = server = self._alive(self._bare) or ForkServer(())
-        server.ready()
         return server
 
     def _server(self, where: Where) -> ForkServer:
@@ -253,8 +265,9 @@ class Servers:
         if found is None:
             found = ForkServer(_PRELOAD, where._replace(cwd=os.path.abspath(os.sep)))
         self._others = [*(other for other in self._others if other is not found), found]
-        while len(self._others) > _MOST_OTHERS:
-            self.give_up(self._others[0])
+        too_many = max(0, len(self._others) - _MOST_OTHERS)
+        for old in list(filter(_is_spare, self._others[:-1]))[:too_many]:
+            self.give_up(old)
         self._build_soon()
         return found
 
@@ -283,7 +296,7 @@ class Servers:
         if server is None:
             return
         if self._building is not None and self._building.parent is server:
-            self._building.stop()  # nothing needs it any more
+            self._building.kill()  # nothing needs it any more; its builder closes its files
             self._building = None
         server.retire()
         self._retired.append(server)
@@ -297,6 +310,11 @@ class Servers:
             self._stocked = None if server is self._stocked else self._stocked
             self._others = [other for other in self._others if other is not server]
 
+    def _has_place(self, server: ForkServer) -> bool:
+        """Return True if launches may go to it: it was not retired."""
+        with self._lock:
+            return server in (self._warm, self._bare, self._stocked, *self._others)
+
     def _alive(self, server: _Server | None) -> _Server | None:
         if server is None or server.alive():
             return server
@@ -307,15 +325,16 @@ class Servers:
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:
         """Have building stand still while a launch starts."""
-        with self._lock:
-            self._starting += 1
-            if self._building is not None:
-                self._building.heed()
+        counted = 0
         try:
-            yield
-        finally:
             with self._lock:
-                self._starting, self._started = self._starting - 1, time.monotonic()
+                self._starting, counted = self._starting + 1, 1
+                if self._building is not None:
+                    self._building.heed()
+            yield
+        finally:  # also where an interrupt comes before the launch: what stands still would do so for good
+            with self._lock:
+                self._starting, self._started = self._starting - counted, time.monotonic()
 
     def _is_quiet(self) -> bool:
         """Return True if no launch starts, nor has a moment ago."""
@@ -399,6 +418,8 @@ class Servers:
         where = step.where or step.parent.where
         try:
             with self._lock:
+                if not self._has_place(step.parent):
+                    return
                 self._building = successor = Successor(step.parent, step.modules, where, self._is_quiet)
             successor.build()
         except LeftOutError as error:
@@ -408,6 +429,9 @@ class Servers:
                     self._building = None
             return
         except (StartError, OSError):
+            with self._lock:
+                if not self._has_place(step.parent):  # it was ended from here
+                    return
             step.parent.is_complete = True  # it is not asked again
             raise
         with self._lock:
@@ -417,7 +441,7 @@ class Servers:
     def _adopt(self, successor: Successor, step: _Step) -> None:
         """Let launches go to a successor; the lock is held."""
         before: ForkServer | None = step.parent
-        if before not in (self._warm, self._stocked, *self._others):  # another generation has begun meanwhile
+        if not self._has_place(step.parent):  # another generation has begun meanwhile
             before = successor
         elif step.where is not None:
             before, self._stocked = self._stocked, successor
@@ -435,6 +459,12 @@ os.register_at_fork(after_in_child=servers.forget)
 def _fits(server: Successor, where: Where) -> bool:
     """Return True if ranks there would import what the server has imported."""
     return where.is_like(server.where) and not shadowed(server.packages)
+
+
+def _is_spare(server: ForkServer) -> bool:
+    """Return True if no launch waits for this server of an environment to get ready."""
+    refuses = server.hello is not None and bool(server.hello.problem)
+    return server.launches > 0 or refuses or isinstance(server, Successor)
 
 
 def _is_outdated(server: ForkServer) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,7 +98,7 @@ def test_a_fork_server_whose_end_is_not_told_yet_is_replaced(
     assert server is not None
     server.ready()
     server.process.kill()
-    server.process.wait()
+    server.process.wait(20.0)
     with monkeypatch.context() as context:
         context.setattr(server, "alive", lambda: True)  # as in the moment between its last breath and the news
         own.reaper(method, "launch", 2).channel.close()
@@ -131,8 +133,8 @@ def test_a_launch_that_asks_a_server_which_is_retired_meanwhile_asks_the_next(
     def late(method: Method, where: Any) -> ForkServer:
         chosen.append(choose(method, where))
         if len(chosen) == 1:
-            own._retire(chosen[0])
             assert chosen[0].ready().problem == ""
+            own._retire(chosen[0])
         return chosen[-1]
 
     monkeypatch.setattr(own, "_for", late)
@@ -156,6 +158,69 @@ def test_a_launch_that_waits_for_a_server_which_is_retired_meanwhile_waits_for_t
     monkeypatch.setattr(before, "_wait_for_hello", retired_meanwhile)
     assert own.usable("forkserver") == "forkserver"
     assert own._warm is not before
+
+
+def test_a_launch_whose_server_is_given_up_before_it_is_ready_waits_for_the_next(
+    own: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.warm_up()
+    before = own._warm
+    assert before is not None
+    wait = before._wait_for_hello
+
+    def given_up_meanwhile() -> Hello:
+        own.give_up(before)
+        return wait()
+
+    monkeypatch.setattr(before, "_wait_for_hello", given_up_meanwhile)
+    own.reaper("forkserver", "launch", 2).channel.close()
+    assert own._warm is not before
+
+
+def test_a_launch_whose_servers_are_all_given_up_is_spawned(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given_up_meanwhile(server: ForkServer) -> NoReturn:
+        own.give_up(server)
+        raise StartError("retired")
+
+    monkeypatch.setattr(ForkServer, "ready", given_up_meanwhile)
+    with pytest.warns(UserWarning, match=r"so ranks are spawned, .* it was replaced 5 times before it was ready"):
+        assert own.usable("forkserver") == "spawn"
+
+
+def test_launches_in_several_environments_at_once_leave_each_other_their_servers(
+    own: Servers, preload: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments = range(all_servers._MOST_OTHERS + 2)
+    started: list[ForkServer] = []
+
+    class Counted(ForkServer):
+        def __init__(self, preload: tuple[str, ...], where: Where | None = None) -> None:
+            assert len(started) < len(environments), "a server that a launch waits for was given up"
+            super().__init__(preload, where)
+            started.append(self)
+
+    def launch(number: int) -> str:
+        where = Where({**os.environ, "PYTHONHASHSEED": str(number)}, os.sep, ("PYTHONHASHSEED",))
+        method = own.usable("forkserver", where)
+        own.reaper(method, f"launch{number}", 1, where).channel.close()
+        return method
+
+    monkeypatch.setattr(all_servers, "ForkServer", Counted)
+    monkeypatch.setattr(all_servers, "_SOON", ())
+    preload(
+        "import os, time\n"
+        f"open(os.path.join({str(tmp_path)!r}, 'begun' + os.environ['PYTHONHASHSEED']), 'w').close()\n"
+        f"while not os.path.exists({str(tmp_path / 'go_on')!r}): time.sleep(0.02)\n"
+    )
+    with ThreadPoolExecutor(len(environments)) as threads:
+        launches = [threads.submit(launch, number) for number in environments]
+        try:
+            eventually(lambda: len(list(tmp_path.glob("begun*"))) == len(environments), 60.0)
+        finally:
+            (tmp_path / "go_on").touch()
+        assert [each.result(60.0) for each in launches] == ["forkserver"] * len(environments)
+    own.usable("forkserver", own._others[-1].where)
+    assert len(own._others) == all_servers._MOST_OTHERS
 
 
 def test_a_server_that_is_retired_keeps_its_number_while_a_thread_waits_for_it(
@@ -200,6 +265,16 @@ def test_a_server_that_is_retired_as_it_gets_ready_is_closed(monkeypatch: pytest
     monkeypatch.setattr(server, "_wait_for_hello", retired_then)
     assert server.ready().problem == ""
     assert server.channel.fileno() == -1
+    eventually(lambda: not server.alive(), 20.0)
+
+
+def test_a_server_that_is_stopped_ends_once_it_is_given_up(own: Servers) -> None:
+    own.warm_up()
+    server = own._warm
+    assert server is not None
+    server.ready()
+    server.process.send_signal(signal.SIGSTOP)
+    own.give_up(server)
     eventually(lambda: not server.alive(), 20.0)
 
 

@@ -16,7 +16,7 @@ import pytest
 from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError
 from nblaunch.installed import KNOWN_SAFE
-from nblaunch.launch import forkserver
+from nblaunch.launch import forkserver, launcher
 from nblaunch.launch import servers as all_servers
 from nblaunch.launch.forkserver import Successor
 from nblaunch.launch.servers import Servers, servers
@@ -275,6 +275,21 @@ def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_pa
     pid, folder = (tmp_path / "left").read_text().split()
     eventually(lambda: not system.alive(int(pid)), LONG)
     assert not Path(folder).exists()
+
+
+def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Servers, site: Path, tmp_path: Path) -> None:
+    tries = tmp_path / "tries"
+    (site / "fails.py").write_text(f"open({str(tries)!r}, 'a').write('.')\nraise ValueError('no licence')\n")
+    launched("tells")  # an environment that is new counts from the second launch on
+    for _ in range(3):
+        launched("tells", preload="fails")
+        settle(own)
+        assert tries.read_text() == "."
+    launcher.preload(["fails"])
+    settle(own)
+    assert tries.read_text() == ".."
+    own._named.pop("fails")
+    own._left_out.pop("fails")
 
 
 def test_a_program_that_has_ended_is_no_hindrance(own: Servers) -> None:

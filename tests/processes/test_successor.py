@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
-from nblaunch.channel import Channel, channel_pair
+from nblaunch.channel import Channel, channel_pair, readable
 from nblaunch.installed import installed_path
 from nblaunch.launch import forkserver
 from nblaunch.launch import servers as all_servers
-from nblaunch.launch.forkserver import ForkServer, Grandchild
+from nblaunch.launch.forkserver import ForkServer, Grandchild, Successor
 from nblaunch.launch.servers import Servers
 from nblaunch.launch.where import Where
 from nblaunch.messages import NewReaper
@@ -346,6 +346,86 @@ def test_a_server_that_serves_nobody_any_more_takes_its_builder_with_it(
     own.refresh()
     eventually(lambda: not alive(hanging), LONG)
     assert not own._left_out
+
+
+def test_the_next_generation_is_built_where_the_last_is_retired_while_it_builds(
+    own: Servers, soon: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = tmp_path / "hang"
+    hang.touch()
+    soon(f"import os, time\nif os.path.exists({str(hang)!r}): time.sleep(600)\n")
+    still_open: list[bool] = []
+
+    def retired_meanwhile(source: Any, seconds: float | None = 0.0) -> bool:
+        building, warm = own._building, own._warm
+        if building is not None and source is building.channel and building.process.pid and hang.exists():
+            assert warm is not None
+            hang.unlink()
+            monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
+            retiring = threading.Thread(target=own.refresh)
+            retiring.start()
+            retiring.join()
+            still_open.append(building.channel.fileno() >= 0)
+            eventually(lambda: not warm.alive(), LONG)
+        return readable(source, seconds)
+
+    monkeypatch.setattr(forkserver, "readable", retired_meanwhile)
+    own.warm_up()
+    eventually(lambda: built(own), LONG)
+    assert still_open == [True]
+    assert isinstance(own._warm, Successor)
+
+
+def test_no_launch_waits_for_a_builder_that_does_not_end(
+    own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while it waits for a disk that does not answer."""
+    soon(HANGS)
+    own.warm_up()
+    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    retired, may_end = threading.Event(), threading.Event()
+    wait = Grandchild.wait
+
+    def refresh() -> None:
+        own.refresh()
+        retired.set()
+
+    def late(process: Grandchild, *timeout: float) -> None:
+        may_end.wait(LONG)
+        wait(process, *timeout)
+
+    monkeypatch.setattr(Grandchild, "wait", late)
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
+    retiring = threading.Thread(target=refresh)
+    retiring.start()
+    try:
+        assert retired.wait(20.0)
+    finally:
+        may_end.set()
+        retiring.join()
+
+
+def test_an_interrupt_as_a_launch_starts_leaves_no_builder_standing_still(
+    own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soon(HANGS)
+    own.warm_up()
+    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    assert own._building is not None
+    pid = own._building.process.pid
+    heed = Successor.heed
+
+    def interrupted(building: Successor) -> bool:
+        works = heed(building)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return works
+
+    monkeypatch.setattr(Successor, "heed", interrupted)
+    with pytest.raises(KeyboardInterrupt), own._launching():
+        pass
+    eventually(own._is_quiet, 20.0)
+    eventually(lambda: state_of(pid) != "T", 20.0)
 
 
 # ------------------------------------------------------------------ spares
