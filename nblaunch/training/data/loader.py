@@ -362,8 +362,8 @@ class ShardedLoader(DataLoader[T_co]):
 
         With another number of ranks or another batch size the rest of the samples is divided anew: none is lost, none
         comes again. Where the order is not the same for all of them (a sampler that shards already, a stream that
-        workers read) the next pass raises an ArgumentError. A state of an earlier version, which says neither, is taken
-        for one of as many ranks and the same batch size.
+        workers read, another batch size of the user's own batch sampler) the next pass raises an ArgumentError. A state
+        of an earlier version, which says neither, is taken for one of as many ranks and the same batch size.
 
         Of a map-style dataset nothing is loaded again; a stream is read again up to there.
         """
@@ -384,17 +384,20 @@ class ShardedLoader(DataLoader[T_co]):
         Raises:
             ArgumentError: As said.
         """
-        now = self._dealing
-        if not start or self._loaded in (None, now):
+        before, now = self._loaded, self._dealing
+        if not start or before is None or before == now:
             return
         if self._is_stream:
             reason = "workers read this stream" if self.num_workers else ""
+        elif self._source.is_own_part or not self._progress.start_samples:  # not counted: it did so then
+            reason = "its sampler divides the data among the ranks itself"
+        elif self._source.yields == "batches" and before[1] != now[1]:
+            reason = "its batch sampler makes the batches itself"
         else:
-            reason = "its sampler divides the data among the ranks itself" if self._source.is_own_part else ""
+            reason = ""
         if reason:
-            assert self._loaded is not None
             raise ArgumentError(
-                f"the loader's state was taken with {_sizes(*self._loaded)}, and this is {_sizes(*now)}: as {reason}, "
+                f"the loader's state was taken with {_sizes(*before)}, and this is {_sizes(*now)}: as {reason}, "
                 "their orders differ, and samples would be lost or repeated. Go on with the same, or begin the next "
                 f"epoch: set_epoch({self.epoch + 1})"
             )
