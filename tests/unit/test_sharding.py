@@ -384,6 +384,8 @@ def streamed(workers: int) -> DataLoader[Any]:
         (partial(in_batches, 4), partial(in_batches, 2), 2, "its batch sampler makes"),
         (partial(in_batches, 4), partial(in_batches, 8), 1, "its batch sampler makes"),
         (partial(streamed, 1), partial(streamed, 1), 3, "workers read"),
+        (partial(streamed, 2), partial(streamed, 0), 2, "workers read"),
+        (partial(streamed, 0), partial(streamed, 2), 2, "workers read"),
     ],
 )
 def test_a_pass_does_not_go_on_where_orders_differ(
@@ -404,7 +406,7 @@ def test_a_pass_does_not_go_on_where_orders_differ(
     assert [len(batch) for batch in other] == [len(batch) for batch in sharded()][1:]
     standing.at(0, ranks)
     with pytest.raises(
-        ArgumentError, match=rf"world_size=2, batch_size=4, and this is world_size={ranks}.*{why}.*epoch\(1\)"
+        ArgumentError, match=rf"world_size=2, batch_size=4.*, and this is world_size={ranks}.*{why}.*epoch\(1\)"
     ):
         next(iter(resumed(sharded(make_other), state)))
 
@@ -415,6 +417,27 @@ def test_a_state_of_an_earlier_version_is_of_as_many_ranks(standing: Standing) -
     whole = [batch.tolist() for batch in loader]
     loader.load_state_dict({"epoch": 0, "batches": 3, "seed": 1})
     assert [batch.tolist() for batch in loader] == whole[3:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_without_workers_is_of_as_many(workers: int) -> None:
+    def sharded() -> ShardedLoader[Any]:
+        return shard(streamed(workers), seed=1)
+
+    loader, whole = sharded(), [batch.tolist() for batch in sharded()]
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state.pop("num_workers") == workers
+    assert [batch.tolist() for batch in resumed(sharded(), state)] == whole[1:]
+
+
+def test_other_workers_go_on_with_a_dataset_that_has_indices() -> None:
+    loader = shard(DataLoader(DATA, 4, shuffle=True), seed=1)
+    whole = [batch.tolist() for batch in loader]
+    loader.set_epoch(0)
+    next(iter(loader))
+    other = resumed(shard(DataLoader(DATA, 4, shuffle=True, num_workers=2), seed=1), loader.state_dict())
+    assert [batch.tolist() for batch in other] == whole[1:]
 
 
 def test_epochs_have_orders_of_their_own_and_set_epoch_wins(standing: Standing) -> None:
