@@ -113,14 +113,15 @@ def test_seeded_keeps_numpys_spare_gaussian(odd: bool) -> None:
 
 
 def test_seeded_leaves_a_numpy_generator_of_the_users_choice() -> None:
-    own = np.random.get_bit_generator()  # type: ignore[no-untyped-call]
-    np.random.set_bit_generator(np.random.PCG64(3))
+    numpys: Any = np.random  # whose annotations leave these functions out
+    own = numpys.get_bit_generator()
+    numpys.set_bit_generator(np.random.PCG64(3))
     try:
         with seeded(5):
             inside = np.random.rand()
         first = np.random.rand()
     finally:
-        np.random.set_bit_generator(own)
+        numpys.set_bit_generator(own)
     assert inside == np.random.RandomState(5).rand()
     assert first == np.random.RandomState(np.random.PCG64(3)).rand()
 

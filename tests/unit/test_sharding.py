@@ -871,5 +871,11 @@ def test_loading_draws_nothing_from_this_processs_generators() -> None:
     assert drawn[0] == drawn[1]
 
 
+def test_loaders_side_by_side_draw_apart_with_seeds_of_their_own() -> None:
+    one, alike, other = (torch.cat(list(shard(DataLoader(Noise(), 4), seed=seed))) for seed in (1, 1, 2))
+    assert torch.equal(one, alike)
+    assert not (one == other).any()
+
+
 def test_sequential_is_the_datasets_order() -> None:
     assert Pass(shard(DataLoader(DATA, 4, sampler=SequentialSampler(DATA)))).samples == DATA

@@ -140,7 +140,8 @@ class ShardedLoader(DataLoader[T_co]):
     random generators seeded from (seed, epoch, rank, batch). So no two ranks draw the same, a run repeats with any
     number of workers, and a resumed pass loads the very same batches. Without workers this process's generators are
     afterwards as they were: loading draws nothing from them. What a dataset draws from generators of its own is its
-    own affair. A stream's workers are seeded once a pass, from (seed, epoch, rank of the reader).
+    own affair. A stream's workers are seeded once a pass, from (seed, epoch, rank of the reader). Two loaders of one
+    seed draw the same in their batches of one number: give loaders that are iterated side by side different seeds.
 
     Rank and world size are read when it is iterated, so one made in a notebook is right in the ranks it is sent to.
 
