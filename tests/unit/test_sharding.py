@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -349,20 +350,52 @@ def test_every_kind_of_loader_goes_on_with_other_ranks(
     assert (epoch, batches) == (1, len(make()))  # the next one is whole
 
 
+class InBatches(BatchSampler):
+    """A user's batch sampler: as torch's, for all that `shard` knows of it."""
+
+
+def exact() -> DataLoader[Any]:
+    return DataLoader(DATA, 4, sampler=ExactDistributedSampler(53))
+
+
+def torchs(ranks: int) -> DataLoader[Any]:
+    return DataLoader(DATA, 4, sampler=DistributedSampler(DATA, ranks, 0))
+
+
+def balanced() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_sampler=ClassBalancedBatchSampler([i % 2 for i in DATA], 4))
+
+
+def in_batches(size: int) -> DataLoader[Any]:
+    return DataLoader(DATA, batch_sampler=InBatches(SequentialSampler(DATA), size, False))
+
+
+def streamed(workers: int) -> DataLoader[Any]:
+    return DataLoader(Sized(53), 4, num_workers=workers)
+
+
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "make_other", "ranks", "why"),
     [
-        (
-            lambda: DataLoader(DATA, 4, sampler=ExactDistributedSampler(53, num_replicas=2, rank=0)),
-            "its sampler divides",
-        ),
-        (lambda: DataLoader(Sized(53), 4, num_workers=1), "workers read"),
+        (exact, exact, 3, "its sampler divides"),
+        (exact, exact, 1, "its sampler divides"),
+        (partial(torchs, 2), partial(torchs, 1), 1, "its sampler divides"),
+        (balanced, balanced, 1, "its sampler divides"),
+        (partial(in_batches, 4), partial(in_batches, 2), 2, "its batch sampler makes"),
+        (partial(in_batches, 4), partial(in_batches, 8), 1, "its batch sampler makes"),
+        (partial(streamed, 1), partial(streamed, 1), 3, "workers read"),
+        (partial(streamed, 2), partial(streamed, 0), 2, "workers read"),
+        (partial(streamed, 0), partial(streamed, 2), 2, "workers read"),
     ],
 )
 def test_a_pass_does_not_go_on_where_orders_differ(
-    standing: Standing, make: Callable[[], DataLoader[Any]], why: str
+    standing: Standing,
+    make: Callable[[], DataLoader[Any]],
+    make_other: Callable[[], DataLoader[Any]],
+    ranks: int,
+    why: str,
 ) -> None:
-    def sharded() -> ShardedLoader[Any]:
+    def sharded(make: Callable[[], DataLoader[Any]] = make) -> ShardedLoader[Any]:
         return shard(make(), seed=1, dispatch=False)
 
     standing.at(0, 2)
@@ -371,11 +404,11 @@ def test_a_pass_does_not_go_on_where_orders_differ(
     state = loader.state_dict()
     other = resumed(sharded(), state)
     assert [len(batch) for batch in other] == [len(batch) for batch in sharded()][1:]
-    standing.at(0, 3)
+    standing.at(0, ranks)
     with pytest.raises(
-        ArgumentError, match=rf"world_size=2, batch_size=4, and this is world_size=3.*{why}.*epoch\(1\)"
+        ArgumentError, match=rf"world_size=2, batch_size=4.*, and this is world_size={ranks}.*{why}.*epoch\(1\)"
     ):
-        next(iter(resumed(sharded(), state)))
+        next(iter(resumed(sharded(make_other), state)))
 
 
 def test_a_state_of_an_earlier_version_is_of_as_many_ranks(standing: Standing) -> None:
@@ -384,6 +417,27 @@ def test_a_state_of_an_earlier_version_is_of_as_many_ranks(standing: Standing) -
     whole = [batch.tolist() for batch in loader]
     loader.load_state_dict({"epoch": 0, "batches": 3, "seed": 1})
     assert [batch.tolist() for batch in loader] == whole[3:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_without_workers_is_of_as_many(workers: int) -> None:
+    def sharded() -> ShardedLoader[Any]:
+        return shard(streamed(workers), seed=1)
+
+    loader, whole = sharded(), [batch.tolist() for batch in sharded()]
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state.pop("num_workers") == workers
+    assert [batch.tolist() for batch in resumed(sharded(), state)] == whole[1:]
+
+
+def test_other_workers_go_on_with_a_dataset_that_has_indices() -> None:
+    loader = shard(DataLoader(DATA, 4, shuffle=True), seed=1)
+    whole = [batch.tolist() for batch in loader]
+    loader.set_epoch(0)
+    next(iter(loader))
+    other = resumed(shard(DataLoader(DATA, 4, shuffle=True, num_workers=2), seed=1), loader.state_dict())
+    assert [batch.tolist() for batch in other] == whole[1:]
 
 
 def test_epochs_have_orders_of_their_own_and_set_epoch_wins(standing: Standing) -> None:
@@ -815,6 +869,12 @@ def test_loading_draws_nothing_from_this_processs_generators() -> None:
         list(islice(loader, batches))
         drawn.append([torch.rand(()).item(), random.random(), np.random.randn(), np.random.rand()])
     assert drawn[0] == drawn[1]
+
+
+def test_loaders_side_by_side_draw_apart_with_seeds_of_their_own() -> None:
+    one, alike, other = (torch.cat(list(shard(DataLoader(Noise(), 4), seed=seed))) for seed in (1, 1, 2))
+    assert torch.equal(one, alike)
+    assert not (one == other).any()
 
 
 def test_sequential_is_the_datasets_order() -> None:

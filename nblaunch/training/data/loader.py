@@ -99,6 +99,20 @@ class _Plan(NamedTuple):
     shares: list[Share]
 
 
+class _Dealing(NamedTuple):
+    """What a count of taken samples holds for; its names are those of the state."""
+
+    world_size: int
+    batch_size: int
+    """That of the loader or of its own batch sampler; 0 for none."""
+    num_workers: int
+    """Those that read a stream; 0 for a map-style dataset, whose order is the same with any number."""
+
+    def __str__(self) -> str:
+        workers = f", num_workers={self.num_workers}" if self.num_workers else ""
+        return f"world_size={self.world_size}, batch_size={self.batch_size or None}{workers}"
+
+
 class ShardedLoader(DataLoader[T_co]):
     """A DataLoader of which each rank gets its part; `shard` makes it. Without other ranks it gives the whole.
 
@@ -126,7 +140,8 @@ class ShardedLoader(DataLoader[T_co]):
     random generators seeded from (seed, epoch, rank, batch). So no two ranks draw the same, a run repeats with any
     number of workers, and a resumed pass loads the very same batches. Without workers this process's generators are
     afterwards as they were: loading draws nothing from them. What a dataset draws from generators of its own is its
-    own affair. A stream's workers are seeded once a pass, from (seed, epoch, rank of the reader).
+    own affair. A stream's workers are seeded once a pass, from (seed, epoch, rank of the reader). Two loaders of one
+    seed draw the same in their batches of one number: give loaders that are iterated side by side different seeds.
 
     Rank and world size are read when it is iterated, so one made in a notebook is right in the ranks it is sent to.
 
@@ -165,7 +180,7 @@ class ShardedLoader(DataLoader[T_co]):
         self._plan: _Plan | None = None
         self._reader: Reader | None = None
         self._indices = _Indices()
-        self._loaded: tuple[int, int] | None = None  # ranks and batch size of the state that was loaded last
+        self._loaded: _Dealing | None = None  # that of the state that was loaded last
         self._told: int | None = None  # the epoch that the samplers were last told; another there is the user's
         self._in_order = getattr(loader, "in_order", True)
         self.adjust(seed=seed, dispatch=dispatch, move=move)
@@ -342,19 +357,19 @@ class ShardedLoader(DataLoader[T_co]):
 
         Returns:
             ``epoch``; ``batches`` that this rank has taken; ``samples`` that all ranks have taken (batches of the
-            user's own batch sampler, 0 with a sampler that shards already); ``seed``; ``world_size``; ``batch_size``.
+            user's own batch sampler, 0 with a sampler that shards already); ``seed``; ``world_size``; ``batch_size``;
+            ``num_workers`` that read a stream (0 for a map-style dataset).
         """
         self._heed_samplers()
         now, ended = self._progress, self._progress.ended
         has_moved = self._loaded is None or now.done != now.start
-        ranks, size = self._dealing if has_moved or self._loaded is None else self._loaded
+        dealing = self._dealing if has_moved or self._loaded is None else self._loaded
         return {
             "epoch": self.epoch + ended,
             "batches": 0 if ended else now.done,
             "samples": 0 if ended else now.samples,
             "seed": self.seed,
-            "world_size": ranks,
-            "batch_size": size,
+            **dealing._asdict(),
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -362,21 +377,23 @@ class ShardedLoader(DataLoader[T_co]):
 
         With another number of ranks or another batch size the rest of the samples is divided anew: none is lost, none
         comes again. Where the order is not the same for all of them (a sampler that shards already, a stream that
-        workers read) the next pass raises an ArgumentError. A state of an earlier version, which says neither, is taken
-        for one of as many ranks and the same batch size.
+        workers read, another batch size of the user's own batch sampler) the next pass raises an ArgumentError; so does
+        another number of workers of a stream. What a state of an earlier version does not say is taken to be the same.
 
         Of a map-style dataset nothing is loaded again; a stream is read again up to there.
         """
         self._seed = checked_seed(state["seed"])
         self._progress.resume(state["epoch"], state["batches"], state.get("samples", 0))
-        self._loaded = (state["world_size"], state["batch_size"]) if "world_size" in state else None
+        given = {name: state[name] for name in _Dealing._fields if name in state}
+        self._loaded = self._dealing._replace(**given) if "world_size" in given else None
         self._tell_samplers()
 
     @property
-    def _dealing(self) -> tuple[int, int]:
-        """Ranks, and the batch size of the loader or of its own batch sampler; 0 for none."""
+    def _dealing(self) -> _Dealing:
+        """How the next pass is divided."""
         size = getattr(samplers_of(self)[0], "batch_size", None)
-        return world().size, size if isinstance(size, int) else 0
+        workers = self.num_workers if self._is_stream else 0
+        return _Dealing(world().size, size if isinstance(size, int) else 0, workers)
 
     def _check_resumable(self, start: int) -> None:
         """Refuse to begin where nobody knows which samples were taken.
@@ -384,17 +401,20 @@ class ShardedLoader(DataLoader[T_co]):
         Raises:
             ArgumentError: As said.
         """
-        now = self._dealing
-        if not start or self._loaded in (None, now):
+        before, now = self._loaded, self._dealing
+        if not start or before is None or before == now:
             return
         if self._is_stream:
-            reason = "workers read this stream" if self.num_workers else ""
+            reason = "workers read this stream" if before.num_workers or now.num_workers else ""
+        elif self._source.is_own_part or not self._progress.start_samples:  # not counted: it did so then
+            reason = "its sampler divides the data among the ranks itself"
+        elif self._source.yields == "batches" and before.batch_size != now.batch_size:
+            reason = "its batch sampler makes the batches itself"
         else:
-            reason = "its sampler divides the data among the ranks itself" if self._source.is_own_part else ""
+            reason = ""
         if reason:
-            assert self._loaded is not None
             raise ArgumentError(
-                f"the loader's state was taken with {_sizes(*self._loaded)}, and this is {_sizes(*now)}: as {reason}, "
+                f"the loader's state was taken with {before}, and this is {now}: as {reason}, "
                 "their orders differ, and samples would be lost or repeated. Go on with the same, or begin the next "
                 f"epoch: set_epoch({self.epoch + 1})"
             )
@@ -418,7 +438,3 @@ class ShardedLoader(DataLoader[T_co]):
         """All but what belongs to this process."""
         own = {"_iterator": None, "_reader": None, "_plan": None, "_indices": _Indices(), "follower": None}
         return {**vars(self), **own, "_passes": [], "_progress": copy.copy(self._progress)}
-
-
-def _sizes(ranks: int, batch_size: int) -> str:
-    return f"world_size={ranks}, batch_size={batch_size or None}"
