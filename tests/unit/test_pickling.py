@@ -89,7 +89,7 @@ def test_a_forks_classes_are_borrowed_whatever_their_metaclass(
         "class Meta(type):\n    def __eq__(cls, other): return cls is other\n"
         "class Unhashable(metaclass=Meta): pass\nclass Node: pass\nNode.root = Node"
     )
-    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(**names))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(**names))
     definitions.borrow({name: names[name] for name in ("Node", "Unhashable")})
     assert names["Node"] in definitions._borrowed
 
