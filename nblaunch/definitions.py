@@ -6,12 +6,15 @@ the state goes only into what has just been made for it:
 
 * What a process was sent and sends back is the receiver's own, as that has it now under the same name: a class
   that was redefined meanwhile counts, a function only while its code is still the same.
-* Else a class that the receiver knows by cloudpickle's id is that class.
+* Else a class that the receiver knows by cloudpickle's id is that class. Functions without a name of their own, such
+  as lambdas, have such ids, too, but only those whose code and globals are all that they have: a variable of an
+  enclosing function, a default value or an attribute may have been changed by the sender.
 * All else is new to the receiver, with globals of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 import weakref
@@ -39,11 +42,15 @@ def look_up(module: str | None, name: str) -> Any:
 
 def borrow(names: Mapping[str, Any]) -> None:
     """Regard what is defined there as sent by another process: this one is a fork of that."""
-    waiting = list(names.values())
+    waiting, seen = list(names.values()), set[int]()
     while waiting:
         thing = waiting.pop()
-        if isinstance(thing, (type, types.FunctionType)) and thing.__module__ == "__main__" and _has_name(thing):
-            _borrowed.add(thing)
+        if not isinstance(thing, (type, types.FunctionType)) or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if thing.__module__ == "__main__" and _has_name(thing):
+            with contextlib.suppress(TypeError):  # its metaclass may leave it without a hash: it cannot be sent at all
+                _borrowed.add(thing)
             waiting += vars(thing).values()
 
 
@@ -68,8 +75,8 @@ def reduce(definition: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
         whose = "receiver's"
     elif _has_name(definition):
         whose = "sender's"
-    is_class = isinstance(definition, type)
-    tracker = cloudpickle.cloudpickle._get_or_create_tracker_id(definition) if is_class else None
+    has_id = isinstance(definition, type) or (whose == "nobody's" and _is_plain(definition))
+    tracker = cloudpickle.cloudpickle._get_or_create_tracker_id(definition) if has_id else None
     known_by = (definition.__module__, definition.__qualname__, tracker, whose)
     return begin, (make, made_of, *known_by), (set_state, state), items, entries, complete
 
@@ -83,6 +90,11 @@ def _has_name(definition: Any) -> bool:
     return look_up(definition.__module__, definition.__qualname__) is definition
 
 
+def _is_plain(function: types.FunctionType) -> bool:
+    """Whether a function has nothing but its code and its globals."""
+    return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
+
+
 def begin(
     make: Callable[..., Any],
     made_of: tuple[Any, ...],
@@ -93,14 +105,18 @@ def begin(
 ) -> Any:
     """The receiver's own function or class; else a new one, for `complete` to fill."""
     own = look_up(module, name) if whose == "receiver's" else None
-    if tracker is None:
+    known = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker)
+    if isinstance(made_of[0], types.CodeType):
         if isinstance(own, types.FunctionType) and own.__code__ == made_of[0]:  # not the wrapper that a decorator made
             return own
+        if known is not None and known.__code__ == made_of[0] and _is_plain(known):
+            return known
     elif isinstance(own, type) and (own.__module__, own.__qualname__) == (module, name):  # not one that was imported
         return own
-    elif (known := cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker)) is not None:
+    elif known is not None:
         return known
     new = make(*made_of)
+    cloudpickle.cloudpickle._lookup_class_or_track(tracker, new)  # of a class `make` has done so
     _unfinished.add(new)
     if whose != "nobody's":
         _borrowed.add(new)

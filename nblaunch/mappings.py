@@ -16,13 +16,6 @@ _LEAST = 16 << 20
 _MOST_FILES = 16
 """Each takes a descriptor."""
 _PAGE = mmap.PAGESIZE
-_ENTRY = 8
-"""Bytes that pagemap has for each page, the flags in the last."""
-_ENTRIES = 1 << 20
-"""Pages that are read at once."""
-_FLAGS = 0xE0
-_CLEAN = {0x00, 0xA0}
-"""A page that is not there, and one that is and is the file's."""
 
 
 class Mapped(NamedTuple):
@@ -57,10 +50,11 @@ def mappings() -> Iterator[Mapped]:
 
 
 def from_files(regions: Sequence[Region]) -> dict[Region, Placed]:
-    """Return where a file holds what is in memory, for those regions that the file will go on to hold.
+    """Return where a file holds what is in memory, for those regions that this process can only read.
 
-    Each lies in one mapping of a regular file that is still there under its name, and that no mapping of this process
-    can write to. The pages of a private mapping must not have been written to.
+    Each lies in one shared mapping of a regular file that is still there under its name, and that no mapping of this
+    process can write to. Others may still write to the file, or truncate it: whoever maps a region from it sees that,
+    as this process does. What is mapped privately is left out, as its user expects it to be a copy.
     """
     large = sorted((region for region in regions if region.size >= _LEAST), key=lambda region: -region.size)
     try:
@@ -72,7 +66,7 @@ def from_files(regions: Sequence[Region]) -> dict[Region, Placed]:
     found = {}
     for region in large:
         its = next((each for each in mapped if each.start <= region.address and region.end <= each.end), None)
-        if its is None or not its.file[1] or its.file in written or not (its.is_shared or _is_clean(region)):
+        if its is None or not its.file[1] or its.file in written or not its.is_shared:
             continue
         if its.file not in files and len(files) < _MOST_FILES:
             files[its.file] = _opened(its)
@@ -80,22 +74,6 @@ def from_files(regions: Sequence[Region]) -> dict[Region, Placed]:
         if segment is not None and offset + region.size <= segment.size:
             found[region] = Placed(segment, offset, is_new=False)
     return found
-
-
-def _is_clean(region: Region) -> bool:
-    """Whether no page of a private mapping has been written to."""
-    first, last = region.address // _PAGE, -(-region.end // _PAGE)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            for start in range(first, last, _ENTRIES):
-                size = _ENTRY * (min(last, start + _ENTRIES) - start)
-                entries = os.pread(pages.fileno(), size, _ENTRY * start)
-                flags = {last_byte & _FLAGS for last_byte in set(entries[_ENTRY - 1 :: _ENTRY])}
-                if len(entries) != size or not flags <= _CLEAN:
-                    return False
-    except OSError:
-        return False
-    return True
 
 
 def _opened(mapped: Mapped) -> Segment | None:

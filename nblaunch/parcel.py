@@ -190,6 +190,7 @@ class _Outgoing:
     """And what the receiver finds by its name or descriptor."""
     counted: list[Region] = field(default_factory=list)
     """The memory that is sent, as far as its size was told."""
+    counted_bytes: int = 0
     uncounted: list[Region] = field(default_factory=list)
     uncounted_bytes: int = 0
     """Of what is sent besides."""
@@ -248,9 +249,11 @@ class _Outgoing:
     # -------------------------------------------------------------- from `pack`
     def count(self, name: str) -> None:
         """What has come since the last call belongs to this part."""
-        before = _total(self.counted)
-        self.counted = segments.merged([*self.counted, *self.uncounted])
-        self.sizes[name] = self.sizes.get(name, 0) + _total(self.counted) - before + self.uncounted_bytes
+        before = self.counted_bytes
+        if self.uncounted:  # there may be many regions, and many parts with none
+            self.counted = segments.merged([*self.counted, *self.uncounted])
+            self.counted_bytes = sum(region.size for region in self.counted)
+        self.sizes[name] = self.sizes.get(name, 0) + self.counted_bytes - before + self.uncounted_bytes
         self.uncounted, self.uncounted_bytes = [], 0
 
     def finish(self, store: Store, loads: int) -> Parcel:
@@ -316,10 +319,6 @@ def _aligned(size: int) -> int:
 
 def _memory_of(storage: Any) -> Region:
     return Region(storage.data_ptr(), storage.nbytes())
-
-
-def _total(regions: Iterable[Region]) -> int:
-    return sum(region.size for region in regions)
 
 
 def _is_within(span: Region, sent: Sequence[Region]) -> bool:

@@ -27,7 +27,8 @@ _LIKELY = {
     "SIGKILL": "most often the system ran out of memory (`dmesg` tells): use smaller batches or fewer ranks",
     "SIGSEGV": "C code of a library crashed; the stack that it died with is below",
     "SIGABRT": "C code of a library gave up; its reason is below",
-    "SIGBUS": "a mapped file or shared memory went away: most often /dev/shm or a disk is full",
+    "SIGBUS": "a mapped file or shared memory went away: most often /dev/shm or a disk is full, or a file that the "
+    "notebook has mapped was overwritten or truncated",
     "SIGFPE": "C code of a library divided by zero",
     "SIGTERM": "another process ended it",
     "SIGINT": "another process interrupted it",

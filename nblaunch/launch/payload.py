@@ -106,7 +106,7 @@ def ship(payload: Payload) -> Shipment:
 
 
 class _Kept:
-    """What files hold is mapped from them, and what the last launches have sent is not copied again."""
+    """Ranks map the files that the notebook maps for reading, and what was sent lately is not copied again."""
 
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
         placed = mappings.from_files(regions)

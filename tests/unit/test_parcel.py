@@ -730,6 +730,23 @@ def test_the_sizes_of_parts_are_told() -> None:
     outgoing.close()
 
 
+def test_a_part_without_memory_does_not_sum_up_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    summed: list[int] = []
+
+    def merged(regions: Any) -> list[Region]:
+        summed.append(len(regions))
+        return list(regions)
+
+    def calls_for(parts: dict[str, Any]) -> int:
+        summed.clear()
+        packed(0, parts).close()
+        return len(summed)
+
+    monkeypatch.setattr(segments, "merged", merged)
+    data = {"data": large()}
+    assert calls_for(data | {f"small {i}": "text" for i in range(9)}) == calls_for(data) > 0
+
+
 def test_parts_arrive_as_the_objects_that_the_whole_refers_to() -> None:
     data = [large()]
     outgoing = packed({"x": data, "y": [data]}, {"data": data})

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import io
 import socket
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from nblaunch import definitions
 from nblaunch.pickling import Found, UnsendableError, describe, dump, explain, late, loads, names_of
 from nblaunch.ranks import stand_ins
 from tests.unit.notebooks import Notebook, open_notebook
@@ -41,10 +44,54 @@ def found_in(obj: Any) -> Found:
 
 # ------------------------------------------------------------------ there and back
 def test_a_function_of_a_cell_travels_with_its_globals(notebook: Notebook) -> None:
-    names = notebook.run("rate = 3\nhelper = lambda x: x * rate\ndef train(x): return helper(x) + 1")
+    names = notebook.run("rate = 3\ndef helper(x, y=1): return x * rate * y\ndef train(x, y=1): return helper(x) + y")
     train = sent(names["train"])
     names["rate"] = 100
     assert train(2) == 7
+
+
+def test_a_lambda_in_an_object_comes_back_as_itself(notebook: Notebook) -> None:
+    names = notebook.run("class Box: pass\nrate = 2\nbox = Box()\nbox.act = lambda x: x * rate")
+    assert sent(names["box"]).act is names["box"].act
+
+
+def test_a_lambda_whose_code_has_changed_meanwhile_is_not_taken_for_it(notebook: Notebook) -> None:
+    act = notebook.run("act = lambda x: x * 2")["act"]
+    data = dump(lambda found: act)
+    act.__code__ = (lambda x: x * 3).__code__
+    assert (loads(data)(1), act(1)) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def make():\n    seen = []\n    return lambda: seen\nact = make()",
+        "act = lambda seen=[]: seen",
+        "act = lambda *, seen=[]: seen",
+        "act = lambda: act.seen\nact.seen = []",
+    ],
+)
+def test_a_function_with_a_state_comes_back_with_that_of_its_sender(source: str, notebook: Notebook) -> None:
+    act = notebook.run(source)["act"]
+    act().append(1)
+    data = dump(lambda found: act)
+    act().clear()
+    back = loads(data)
+    assert back is not act
+    if not vars(act):  # else it looks itself up
+        assert back() == [1]
+
+
+def test_a_forks_classes_are_borrowed_whatever_their_metaclass(
+    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = notebook.run(
+        "class Meta(type):\n    def __eq__(cls, other): return cls is other\n"
+        "class Unhashable(metaclass=Meta): pass\nclass Node: pass\nNode.root = Node"
+    )
+    monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(**names))
+    definitions.borrow({name: names[name] for name in ("Node", "Unhashable")})
+    assert names["Node"] in definitions._borrowed
 
 
 def test_closures_classes_and_defaults_travel(notebook: Notebook) -> None:
