@@ -11,10 +11,12 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy.random
 import pytest
 import torch
@@ -37,10 +39,12 @@ def notebook() -> Iterator[Notebook]:
 
 
 def arrived(payload: Payload) -> Payload:
-    """The payload as a rank gets it."""
+    """The payload as a rank gets it: a process that knows none of the notebook's definitions."""
     shipment = ship(payload)
     assert shipment.parcel is not None
-    return unpack([os.dup(fd) for fd in shipment.parcel.fds])
+    with pytest.MonkeyPatch.context() as rank:
+        rank.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
+        return unpack([os.dup(fd) for fd in shipment.parcel.fds])
 
 
 def cell_of(source: str) -> Cell:
