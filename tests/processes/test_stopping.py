@@ -260,7 +260,8 @@ def begin(function: Callable[..., Any], folder: Path, start_method: str, ranks: 
 def send_often(signum: int, pids: list[int]) -> None:
     for _ in range(10):
         for pid in pids:
-            os.kill(pid, signum)
+            with contextlib.suppress(ProcessLookupError):  # a worker that the first has ended
+                os.kill(pid, signum)
 
 
 def seconds_to_end(launch: Launch, begun: float) -> float:
