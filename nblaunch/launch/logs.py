@@ -244,7 +244,7 @@ def _lock(directory: Path) -> int | None:
         if os.path.samestat(os.fstat(fd), os.stat(path)):
             return fd
     except (BlockingIOError, FileNotFoundError):
-        pass
+        pass  # another process holds the lock or has removed the file: close ours
     except BaseException:
         os.close(fd)
         raise
