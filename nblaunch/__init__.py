@@ -10,8 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nblaunch.launch.launch import Launch
-    from nblaunch.launch.launcher import notebook_launcher
+    from nblaunch.launch.api import notebook_launcher
+    from nblaunch.launch.handle import Launch
     from nblaunch.launch.result import LaunchResult
     from nblaunch.ranks.report import progress, report
     from nblaunch.training.accelerator import Accelerator
@@ -21,9 +21,9 @@ __all__ = ["Accelerator", "Launch", "LaunchResult", "__version__", "notebook_lau
 
 _ROOMS = {
     "Accelerator": "nblaunch.training.accelerator",
-    "Launch": "nblaunch.launch.launch",
+    "Launch": "nblaunch.launch.handle",
     "LaunchResult": "nblaunch.launch.result",
-    "notebook_launcher": "nblaunch.launch.launcher",
+    "notebook_launcher": "nblaunch.launch.api",
     "progress": "nblaunch.ranks.report",
     "report": "nblaunch.ranks.report",
 }

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.launch.forkserver import ForkServer, Grandchild
-from nblaunch.launch.servers import servers
-from nblaunch.launch.snapshots import snapshots
+from nblaunch.engines.generations import servers
+from nblaunch.engines.server_client import ForkServer, Grandchild
 from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
+from nblaunch.transfer.sent_data import snapshots
 
 MARK = "NBLAUNCH_TEST_RUN"
 """Set in this process's environment, so that whatever a test starts, however detached, can be told by it."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankRaisedError, ResultError, text_of
-from nblaunch.launch.logs import LaunchFiles, last_lines
+from nblaunch.launch.output.log_files import LaunchFiles, last_lines
 from nblaunch.launch.verdict import Cause, RankEnd
-from nblaunch.launch.view import Failure
-from nblaunch.messages import Failed, Source
+from nblaunch.launch.views.view import Failure
+from nblaunch.wire.messages import Failed, Source
 
 _LAST_LINES = 10
 _CRASH_REACH = 300

@@ -13,15 +13,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch import calls, mappings, pickling
 from nblaunch.errors import ArgumentError, PayloadError
-from nblaunch.launch.host import host
-from nblaunch.launch.logs import state_root
+from nblaunch.launch.frontend import host
+from nblaunch.launch.output.log_files import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
-from nblaunch.launch.snapshots import snapshots
-from nblaunch.messages import Cell, Payload, Settings, Source, WarningFilter
-from nblaunch.parcel import Parcel, pack
-from nblaunch.segments import NoRoomError, Placed, Region
+from nblaunch.machine import memory_maps
+from nblaunch.machine.segments import NoRoomError, Placed, Region
+from nblaunch.transfer import parameters, pickling
+from nblaunch.transfer.parcel import Parcel, pack
+from nblaunch.transfer.sent_data import snapshots
+from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
 
 _FIX = "create it inside the function, or send what it is made from"
 
@@ -40,7 +41,7 @@ def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
         raise ArgumentError(f"kwargs={kwargs!r:.80}: must be a dict of names and values")
     args, kwargs = tuple(args), dict(kwargs or {})
     try:
-        by_name = calls.check(function, args, kwargs)
+        by_name = parameters.check(function, args, kwargs)
     except TypeError as error:
         raise ArgumentError(
             f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {name_of(function)}: {error}"
@@ -109,7 +110,7 @@ class _Kept:
     """Ranks map the files that the notebook maps for reading, and what was sent lately is not copied again."""
 
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
-        placed = mappings.from_files(regions)
+        placed = memory_maps.from_files(regions)
         others = [region for region in regions if region not in placed]
         if others:
             placed |= zip(others, snapshots.place(others, state_root(), passing), strict=True)
@@ -176,7 +177,7 @@ def parts_of(payload: Payload) -> dict[str, Any]:
     if isinstance(function, Cell):
         roots = [(name, payload.anchor.__globals__[name]) for name in payload.anchor.__code__.co_names]
     else:
-        roots = [(name_of(function), function), *calls.check(function, payload.args, payload.kwargs).items()]
+        roots = [(name_of(function), function), *parameters.check(function, payload.args, payload.kwargs).items()]
     parts: dict[str, Any] = {}
     for name, value in _walk(roots):
         if _inside(value) is None and not name.startswith("__"):

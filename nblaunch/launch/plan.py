@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from nblaunch.drops import log_limit
 from nblaunch.errors import ArgumentError
-from nblaunch.installed import package_of, why_not_ahead
-from nblaunch.launch.patterns import compile_patterns
-from nblaunch.limits import usable_cpus
-from nblaunch.messages import Method, World
-from nblaunch.slurm import tells_place
+from nblaunch.launch.output.metric_patterns import compile_patterns
+from nblaunch.machine.limits import usable_cpus
+from nblaunch.machine.packages import package_of, why_not_ahead
+from nblaunch.machine.slurm_variables import tells_place
+from nblaunch.wire.drops import log_limit
+from nblaunch.wire.messages import Method, World
 
 DEVICES = ("auto", "cpu", "cuda")
 START_METHODS = ("auto", "forkserver", "spawn", "fork")
@@ -281,7 +281,7 @@ def _common_environment(
     env.update(dict.fromkeys(_INTERFACES, loopback))
     env["OMP_NUM_THREADS"] = str(threads)
     if any(word in env.get("MPLBACKEND", "") for word in _NOTEBOOK_BACKENDS):
-        env["MPLBACKEND"] = "module://nblaunch.ranks.figures"
+        env["MPLBACKEND"] = "module://nblaunch.ranks.matplotlib_backend"
     if precision != "no":
         env["ACCELERATE_MIXED_PRECISION"] = precision
     if device == "cpu":

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from nblaunch.drops import Dropped
-from nblaunch.launch.logs import RankLogs
-from nblaunch.launch.reports import Report, ReportColumns
-from nblaunch.parcel import Parcel
-from nblaunch.segments import in_words
+from nblaunch.launch.output.log_files import RankLogs
+from nblaunch.launch.output.report_columns import Report, ReportColumns
+from nblaunch.machine.segments import in_words
+from nblaunch.transfer.parcel import Parcel
+from nblaunch.wire.drops import Dropped
 
 if TYPE_CHECKING:
     import pandas

@@ -1,7 +1,7 @@
 """What each rank is doing now: asking, reading what it writes (as faulthandler does), telling it as a traceback does.
 
 Runs in a launch's supervisor thread, a step at each of its looks: nothing here waits. The other half is
-`nblaunch.ranks.stacks`.
+`nblaunch.ranks.stack_dumps`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.view import View
-from nblaunch.messages import Source
+from nblaunch.launch.views.view import View
+from nblaunch.wire.messages import Source
 
 WITHIN = 2.0
 """Seconds that a rank has to answer."""

@@ -19,23 +19,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, must_be_read, readable
+from nblaunch.engines.server_client import Reaper, remedy
 from nblaunch.errors import StartError
 from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.forkserver import Reaper, remedy
-from nblaunch.launch.ladder import Ladder, Reason
-from nblaunch.launch.logs import LaunchFiles, Spool, Tail
-from nblaunch.launch.patterns import PrintedMetrics
+from nblaunch.launch.output.follower import Reading
+from nblaunch.launch.output.log_files import LaunchFiles, Spool, Tail
+from nblaunch.launch.output.metric_patterns import PrintedMetrics
 from nblaunch.launch.plan import Plan
-from nblaunch.launch.process import Process
-from nblaunch.launch.rank import Rank
-from nblaunch.launch.reading import Reading
+from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.stacks import Stacks
+from nblaunch.launch.stopping import Ladder, Reason
 from nblaunch.launch.verdict import Verdict, judge
-from nblaunch.launch.view import RankStatus, Stream, View
-from nblaunch.messages import (
+from nblaunch.launch.views.view import RankStatus, Stream, View
+from nblaunch.machine.process_state import Process
+from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, must_be_read, readable
+from nblaunch.wire.messages import (
     Done,
     Failed,
     Interrupted,

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nblaunch.launch.ladder import Ladder
-from nblaunch.messages import Done, Failed, RankExited
+from nblaunch.launch.stopping import Ladder
+from nblaunch.wire.messages import Done, Failed, RankExited
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nblaunch.messages import Cell
+from nblaunch.wire.messages import Cell
 
 _PROVIDED = {
     "get_ipython",

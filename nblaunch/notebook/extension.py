@@ -6,13 +6,13 @@ import sys
 import threading
 from typing import Any
 
+from nblaunch.engines.generations import servers
 from nblaunch.errors import StartError, warn
-from nblaunch.launch import host as hosts
-from nblaunch.launch.servers import servers
-from nblaunch.launch.snapshots import snapshots
+from nblaunch.launch import frontend as hosts
 from nblaunch.notebook.completion import complete_distributed
-from nblaunch.notebook.host import NotebookHost, can_show_panels, import_widget
 from nblaunch.notebook.magics import DistributedMagics
+from nblaunch.notebook.notebook_frontend import NotebookHost, can_show_panels, import_widget
+from nblaunch.transfer.sent_data import snapshots
 
 _HOOK = "post_run_cell"
 

@@ -12,16 +12,16 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
+from nblaunch.engines.generations import servers
 from nblaunch.errors import ArgumentError
-from nblaunch.launch import launcher
+from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
-from nblaunch.launch.launch import Launch, live_launches
+from nblaunch.launch.handle import Launch, live_launches
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
-from nblaunch.launch.servers import servers
-from nblaunch.launch.snapshots import snapshots
-from nblaunch.messages import Payload
+from nblaunch.machine.segments import in_words
 from nblaunch.notebook.cells import make_cell, names_used
-from nblaunch.segments import in_words
+from nblaunch.transfer.sent_data import snapshots
+from nblaunch.wire.messages import Payload
 
 ACTIONS = ("free", "preload", "stacks", "status", "stop")
 _LOOK_UP_EVERY = 0.5
@@ -144,7 +144,7 @@ class DistributedMagics(Magics):
 
     def _prepare(self, body: str, ranks: tuple[int, ...] | None, view: str, chosen: dict[str, Any]) -> Launch:
         __tracebackhide__ = True  # IPython leaves this frame out
-        launcher.refuse_nested()
+        api.refuse_nested()
         cell = make_cell(self.shell, body, ranks)
         used = names_used(cell, self._names())
 
@@ -154,7 +154,7 @@ class DistributedMagics(Magics):
             return payloads.for_cell(cell, used)
 
         try:
-            return launcher.prepare(gather, view, **chosen)
+            return api.prepare(gather, view, **chosen)
         except ArgumentError as error:
             raise UsageError(_as_option(str(error))) from None
 
@@ -227,7 +227,7 @@ def _act(action: str | None, modules: Sequence[str], options: Iterable[str]) -> 
 
 def _preload(modules: Sequence[str]) -> None:
     try:
-        launcher.preload(modules)
+        api.preload(modules)
     except ArgumentError as error:
         raise UsageError(f"%distributed {str(error).replace('=', ' ', 1)}") from None
 

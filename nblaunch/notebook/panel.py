@@ -25,13 +25,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch.launch.logs import LaunchFiles
-from nblaunch.launch.resources import Sampler
-from nblaunch.launch.view import Controls, LaunchInfo, LogPiece, NullView, Outcome, RankStatus, Stream
-from nblaunch.notebook.display import CellDisplay
-from nblaunch.notebook.feed import Chunk, LogFeed
+from nblaunch.launch.output.log_files import LaunchFiles
+from nblaunch.launch.views.view import Controls, LaunchInfo, LogPiece, NullView, Outcome, RankStatus, Stream
+from nblaunch.machine.usage import Sampler
+from nblaunch.notebook.cell_display import CellDisplay
+from nblaunch.notebook.log_feed import Chunk, LogFeed
+from nblaunch.notebook.panel_state import PanelState, thinned
 from nblaunch.notebook.record import Record, as_html, as_text
-from nblaunch.notebook.state import PanelState, thinned
 
 _log = logging.getLogger(__name__)
 _SHOW_AFTER = 0.1

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from nblaunch.launch.lines import Excerpt, fair_shares, without_colours
-from nblaunch.launch.text_view import number
-from nblaunch.launch.view import Failure
-from nblaunch.notebook.ansi import MOST_READ, block, coloured, cut, terminal_lines
+from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares, without_colours
+from nblaunch.launch.views.text_view import number
+from nblaunch.launch.views.view import Failure
+from nblaunch.notebook.ansi_html import MOST_READ, block, coloured, cut, terminal_lines
 from nblaunch.notebook.charts import (
     MEAN_COLOUR,
     MOST_LINES,

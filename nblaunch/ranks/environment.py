@@ -13,10 +13,10 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.drops import NO_ROOM, Counter, Kind, log_limit
-from nblaunch.messages import RankSpec, Settings, WarningFilter
-from nblaunch.ranks import system
+from nblaunch.machine import processes
 from nblaunch.ranks.reaper import open_log
+from nblaunch.wire.drops import Counter, Kind, log_limit
+from nblaunch.wire.messages import RankSpec, Settings, WarningFilter
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
@@ -73,7 +73,7 @@ class _Log(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if drops is None or error.errno not in NO_ROOM:
+            if drops is None or error.errno not in processes.NO_ROOM:
                 raise
             return self._drop(size, error.errno)
 
@@ -134,7 +134,7 @@ def apply_interpreter(spec: RankSpec) -> None:
             os.sched_setaffinity(0, spec.cpus)
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     config["tempdir"] = spec.scratch  # a rank that is killed could not remove a folder of its own
-    system.raise_oom_score()
+    processes.raise_oom_score()
 
 
 def set_threads(threads: int) -> None:

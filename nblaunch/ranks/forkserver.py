@@ -5,7 +5,7 @@ rank would import first, so that a launch costs forks and not imports. If the im
 CUDA, it says so instead of forking ranks: the kernel then uses ``spawn``.
 
 It never changes once it serves. To import more, it forks its successor, which builds itself in the background
-(`nblaunch.ranks.builder`) and lives on when this process ends.
+(`nblaunch.ranks.server_builder`) and lives on when this process ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import traceback
 from collections.abc import Collection
 from typing import NoReturn
 
-from nblaunch.channel import Channel
-from nblaunch.messages import PROTOCOL, Hello, NewReaper, NotStarted, Succeed
-from nblaunch.ranks import bootstrap, builder, environment, process_group, reaper, system
+from nblaunch.machine import processes
+from nblaunch.ranks import environment, process_group, reaper, server_builder, worker
+from nblaunch.wire.channel import Channel
+from nblaunch.wire.messages import PROTOCOL, Hello, NewReaper, NotStarted, Succeed
 
 _LOOK_EVERY = 0.5
 """Seconds between looks at the kernel where the system has no pidfd."""
@@ -54,10 +55,10 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=fd))
     environment.open_streams()
-    system.set_name(NAME)
-    death = system.pidfd(kernel)
+    processes.set_name(NAME)
+    death = processes.pidfd(kernel)
     hello = _hello(preload)
-    system.become_subreaper()
+    processes.become_subreaper()
     server: _Server | None = _Server(channel, kernel, death, hello)
     try:
         while server is not None:
@@ -76,11 +77,11 @@ def _hello(preload: tuple[str, ...]) -> Hello:
         for name in preload:
             importlib.import_module(name)
             process_group.install()  # before anything can bind torch's own init_process_group
-        bootstrap.prepare()
+        worker.prepare()
     except BaseException:  # noqa: BLE001  # an import that calls sys.exit must be told of too
         problem = f"importing {', '.join(preload)} failed:\n{traceback.format_exc()}"
-    problem = problem or builder.unfit()
-    builder.settle()
+    problem = problem or server_builder.unfit()
+    server_builder.settle()
     return Hello(PROTOCOL, os.getpid(), problem, time.monotonic() - begin)
 
 
@@ -112,7 +113,7 @@ class _Server:
         """The pid of the reaper that waits, and the channel to it."""
         self.asked = time.monotonic()
         """When the last launch came."""
-        self.children = system.ChildWatch()
+        self.children = processes.ChildWatch()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
         self.selector.register(self.children, selectors.EVENT_READ)
@@ -211,7 +212,7 @@ class _Server:
         pid = os.fork()
         if pid == 0:
             self.children.close()
-            reaper.run(control, watched, bootstrap.forked, spares)
+            reaper.run(control, watched, worker.forked, spares)
         self.reapers.add(pid)
         return pid
 
@@ -236,17 +237,17 @@ class _Server:
     def become_successor(self, message: Succeed, parent: int, channel: Channel) -> _Server:
         """In the child: build."""
         os.setsid()
-        system.set_name(BUILDER)
-        system.die_with_parent(parent)  # while it builds it watches nothing
-        system.become_subreaper()  # so that it sees the daemons that a package starts
+        processes.set_name(BUILDER)
+        processes.die_with_parent(parent)  # while it builds it watches nothing
+        processes.become_subreaper()  # so that it sees the daemons that a package starts
         self.children.close()
         self.selector.close()
         self.channel.close()
         self.dismiss_spare()
-        system.close_all_but([channel.fileno(), *([] if self.death is None else [self.death])])
-        hello = builder.build(message, channel, self.hello)
-        system.set_name(NAME)
-        system.outlive_parent()  # from here on the kernel's pidfd tells when to end
+        processes.close_all_but([channel.fileno(), *([] if self.death is None else [self.death])])
+        hello = server_builder.build(message, channel, self.hello)
+        processes.set_name(NAME)
+        processes.outlive_parent()  # from here on the kernel's pidfd tells when to end
         return _Server(channel, self.kernel, self.death, hello, message.spares)
 
     def collect(self) -> None:
@@ -254,7 +255,9 @@ class _Server:
         strays = False
         for pid, returncode in self.children.ended():
             if pid not in self.reapers:  # what a server has forked was ours before its end could be read
-                self.successors.update(each for each in system.children(os.getpid()) if system.name_of(each) == NAME)
+                self.successors.update(
+                    each for each in processes.children(os.getpid()) if processes.name_of(each) == NAME
+                )
             strays = strays or returncode != 0 or pid not in self.reapers | self.successors
             self.reapers.discard(pid)
             self.successors.discard(pid)
@@ -265,7 +268,7 @@ class _Server:
 
     def lives_on(self, pid: int) -> bool:
         """Return True for a descendant that looks after itself: our own, and the servers that are or will be."""
-        return pid in self.reapers or pid in self.successors or system.name_of(pid) == NAME
+        return pid in self.reapers or pid in self.successors or processes.name_of(pid) == NAME
 
     def end(self) -> None:
         """The kernel is gone. Reapers and successors see that themselves; kill those that have not within the limit."""

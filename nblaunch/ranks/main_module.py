@@ -17,7 +17,7 @@ from typing import Any
 
 import cloudpickle
 
-from nblaunch import definitions
+from nblaunch.transfer import definitions
 
 
 def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:

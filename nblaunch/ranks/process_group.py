@@ -24,12 +24,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from nblaunch.ranks.forks import settling
+from nblaunch.ranks.fork_guard import settling
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from nblaunch.messages import World
+    from nblaunch.wire.messages import World
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _BACKLOG = 1024

@@ -21,8 +21,9 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO, NoReturn
 
-from nblaunch.channel import Channel
-from nblaunch.messages import (
+from nblaunch.machine import processes
+from nblaunch.wire.channel import Channel
+from nblaunch.wire.messages import (
     NewReaper,
     NotStarted,
     RankExited,
@@ -33,14 +34,13 @@ from nblaunch.messages import (
     StartRank,
     Swept,
 )
-from nblaunch.ranks import system
 
 RankMain = Callable[[RankSpec, socket.socket], None]
 """What a forked rank runs: the spec it was made from, its channel to the kernel. Never returns normally."""
 
 _SPAWN = (
     "import json, sys; fd, path = int(sys.argv[1]), json.loads(sys.argv[2]); sys.path[:] = path; del sys.argv[1:]; "
-    "from nblaunch.ranks.bootstrap import spawned; spawned(fd)"
+    "from nblaunch.ranks.worker import spawned; spawned(fd)"
 )
 SPARE = "nblaunch-spare"
 """The name of processes that wait for a launch."""
@@ -65,9 +65,9 @@ def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain, spa
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    system.become_subreaper()
-    system.set_name("nblaunch-reaper")
-    system.close_all_but([control.fileno()])
+    processes.become_subreaper()
+    processes.set_name("nblaunch-reaper")
+    processes.close_all_but([control.fileno()])
     reaper = _Reaper(Channel(control), watched, rank_main)
     try:
         if spares is None or reaper.wait_for_launch(spares):
@@ -90,18 +90,18 @@ class _Reaper:
         """Processes that wait to be ranks, and the channels to them."""
         self.started, self.expected = 0, 1
         self.scratch = ""
-        self.children = system.ChildWatch()
+        self.children = processes.ChildWatch()
         self.watched = list(watched)
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ)
         self.selector.register(self.children, selectors.EVENT_READ)
-        self.deaths = [fd for fd in map(system.pidfd, watched) if fd is not None]
+        self.deaths = [fd for fd in map(processes.pidfd, watched) if fd is not None]
         for fd in self.deaths:
             self.selector.register(fd, selectors.EVENT_READ)
 
     def wait_for_launch(self, spares: int) -> bool:
         """Fork what a launch will need, so that it need not wait for that; whether one has come."""
-        system.set_name(SPARE)
+        processes.set_name(SPARE)
         for _ in range(spares):
             here, there = socket.socketpair()
             pid = self.fork_child(there.fileno(), lambda there=there: self.be_spare(there))  # type: ignore[misc]
@@ -128,21 +128,21 @@ class _Reaper:
         self.control.close()
         self.control = control
         self.selector.register(control, selectors.EVENT_READ)
-        system.set_name("nblaunch-reaper")
+        processes.set_name("nblaunch-reaper")
         while len(self.spares) > ranks:
             self.spares.pop()[1].close()  # it leaves
 
     def be_spare(self, sock: socket.socket) -> None:
         """In a child: wait until this is a rank, or not needed."""
-        system.set_name(SPARE)
+        processes.set_name(SPARE)
         received = Channel(sock).receive()
         if received is not None and isinstance(received[0], StartRank):
-            system.set_name("nblaunch-rank")
+            processes.set_name("nblaunch-rank")
             sock.close()
             self.rank_main(received[0].spec, socket.socket(fileno=received[1][0]))
 
     def serve(self) -> None:
-        own = system.pidfd(os.getpid())
+        own = processes.pidfd(os.getpid())
         self.tell(ReaperStarted(os.getpid()), [] if own is None else [own])
         while self.wanted():
             ready = {key.fileobj for key, _ in self.selector.select(_LOOK_EVERY if self.looks() else None)}
@@ -163,7 +163,7 @@ class _Reaper:
 
     def bereft(self, ready: Collection[object]) -> bool:
         """Whether the kernel or the fork server has ended."""
-        return any(fd in ready for fd in self.deaths) or (self.looks() and not all(map(system.alive, self.watched)))
+        return any(fd in ready for fd in self.deaths) or (self.looks() and not all(map(processes.alive, self.watched)))
 
     def looks(self) -> bool:
         return len(self.deaths) < len(self.watched)
@@ -174,9 +174,11 @@ class _Reaper:
         elif isinstance(message, SendSignal):
             for pid, rank in self.ranks.items():
                 if rank == message.rank:
-                    system.kill(pid, message.signum)
-                    if message.group and not system.LINUX:  # on Linux the sweep finds what is left, and spares trackers
-                        system.kill(pid, message.signum, group=True)
+                    processes.kill(pid, message.signum)
+                    if (
+                        message.group and not processes.LINUX
+                    ):  # on Linux the sweep finds what is left, and spares trackers
+                        processes.kill(pid, message.signum, group=True)
 
     def try_to_start(self, spec: RankSpec, fd: int) -> None:
         try:
@@ -214,11 +216,11 @@ class _Reaper:
             return pid
         try:
             os.setpgid(0, 0)
-            system.die_with_parent(parent)
+            processes.die_with_parent(parent)
             self.children.close()
-            system.close_all_but([fd])
-            system.forget_resource_tracker()
-            system.set_name("nblaunch-rank")
+            processes.close_all_but([fd])
+            processes.forget_resource_tracker()
+            processes.set_name("nblaunch-rank")
             run()
         finally:
             os._exit(1)
@@ -230,7 +232,7 @@ class _Reaper:
         def prepare() -> None:
             os.setpgid(0, 0)
             os.umask(spec.umask)
-            system.die_with_parent(parent)
+            processes.die_with_parent(parent)
 
         cwd = spec.cwd if os.path.isdir(spec.cwd) else None
         with open_log(spec, "out") as out, open_log(spec, "err") as err:
@@ -251,8 +253,8 @@ class _Reaper:
         for pid, returncode in self.children.ended():
             rank = self.ranks.pop(pid, None)
             if rank is not None:
-                if not system.LINUX:  # there the sweep finds all that it left
-                    system.kill(pid, signal.SIGKILL, group=True)
+                if not processes.LINUX:  # there the sweep finds all that it left
+                    processes.kill(pid, signal.SIGKILL, group=True)
                 self.tell(RankExited(rank, returncode, time.monotonic_ns()))
 
     def tell(self, message: object, fds: Sequence[int] = ()) -> None:
@@ -261,7 +263,7 @@ class _Reaper:
 
 
 def kill_descendants(
-    children: system.ChildWatch,
+    children: processes.ChildWatch,
     spare: Callable[[int], bool] | None,
     on_end: Callable[[], None],
     groups: Collection[int] = (),
@@ -283,25 +285,25 @@ def kill_descendants(
     """
     deadline = time.monotonic() + _SWEEP_LIMIT
     used = time.monotonic()  # when something that a tracker waits for was last seen
-    while spare is not None or system.has_children():
-        if not system.LINUX:
+    while spare is not None or processes.has_children():
+        if not processes.LINUX:
             for pid in groups:
-                system.kill(pid, signal.SIGKILL, group=True)
-        left = system.descendants(os.getpid(), spare)
-        trackers = set(filter(system.is_resource_tracker, left))
+                processes.kill(pid, signal.SIGKILL, group=True)
+        left = processes.descendants(os.getpid(), spare)
+        trackers = set(filter(processes.is_resource_tracker, left))
         now = time.monotonic()
         used = used if trackers.issuperset(left) else now
         patient = now < min(used + _TRACKER_LIMIT, deadline - 0.5)
         for pid in left:
             if not (patient and pid in trackers):
-                system.kill(pid, signal.SIGKILL)
+                processes.kill(pid, signal.SIGKILL)
         on_end()
         if spare is None:
             children.ended()
         for pid in left:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-        if not left and (system.LINUX or not groups):
+        if not left and (processes.LINUX or not groups):
             return []
         if time.monotonic() > deadline:
             return left
@@ -313,4 +315,4 @@ def kill_descendants(
 
 def open_log(spec: RankSpec, stream: str) -> BinaryIO:
     """The file that is a rank's fd 1 (``out``) or 2 (``err``): appended to, so that all its children may write."""
-    return open(system.open_log(f"{spec.log_dir}/rank{spec.rank}.{stream}"), "wb", buffering=0)
+    return open(processes.open_log(f"{spec.log_dir}/rank{spec.rank}.{stream}"), "wb", buffering=0)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, SupportsFloat, TypeVar
 
-from nblaunch.drops import Counter
+from nblaunch.wire.drops import Counter
 
 T = TypeVar("T")
 _PROGRESS_EVERY = 0.1

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nblaunch import pickling
 from nblaunch.errors import ArgumentError
 from nblaunch.training.agreement import agree, exchange_bytes, is_inexact
 from nblaunch.training.nests import children, is_container, map_nest
 from nblaunch.training.world import collective_device, ensure_group, exchange, world
+from nblaunch.transfer import pickling
 
 
 # ------------------------------------------------------------------ gather

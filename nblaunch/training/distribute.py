@@ -17,11 +17,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nblaunch import calls, pickling
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.ranks.report import current
 from nblaunch.training.nests import children, is_container, to_device
 from nblaunch.training.world import has_group, world
+from nblaunch.transfer import parameters, pickling
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult
@@ -51,7 +51,7 @@ def distributed(accelerator: Accelerator, function: Callable[..., Any], options:
         if is_rank():
             return function(*args, **kwargs)
         try:
-            calls.check(function, args, kwargs)
+            parameters.check(function, args, kwargs)
         except TypeError as error:
             raise ArgumentError(f"the arguments do not fit {_name(function)}: {error}") from None
         return _launch(accelerator, _Task(function, args, kwargs), options)
@@ -111,7 +111,7 @@ class _Task:
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.__qualname__ = _name(function)
-        filled = calls.left_out(function, args, kwargs)
+        filled = parameters.left_out(function, args, kwargs)
         kind = inspect.Parameter.KEYWORD_ONLY
         self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in filled])
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.errors import NestedLaunchError
+from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.ranks.report import current
-from nblaunch.slurm import refusal, slurm_task
 
 T = TypeVar("T")
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -228,7 +228,7 @@ def _captured(name: str, size: int, ranks: int, rounds: int) -> Captured:
 def _imported(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
     first = [float(kernel.ask("timed(imports, 2)"))]
     kernel.run(
-        "from nblaunch.launch.servers import servers\n"
+        "from nblaunch.engines.generations import servers\n"
         "deadline = time.monotonic() + 60\n"
         "while servers._builder is not None or servers._stocked is None:\n"
         "    assert time.monotonic() < deadline, servers.status()\n"

@@ -55,7 +55,7 @@ notebook_launcher(train, num_processes=8)
 """
 
 
-DEAF = "from nblaunch.launch.host import host; host()._channel._stream = None  # as with another ipykernel"
+DEAF = "from nblaunch.launch.frontend import host; host()._channel._stream = None  # as with another ipykernel"
 
 
 @pytest.mark.timeout(180)

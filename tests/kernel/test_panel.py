@@ -305,7 +305,7 @@ def test_an_anywidget_that_is_broken_leaves_the_text_view(tmp_path: Path) -> Non
     (tmp_path / "anywidget.py").write_text("raise RuntimeError('broken')")
     with running_kernel(NBLAUNCH_VIEW="auto", PYTHONPATH=str(tmp_path)) as kernel:
         kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        problem = "__import__('nblaunch.notebook.host').notebook.host._widget_problem"
+        problem = "__import__('nblaunch.notebook.notebook_frontend').notebook.host._widget_problem"
         eventually(lambda: kernel.ask(problem) == "RuntimeError: broken", 20, lambda: kernel.ask(problem))
         assert "[rank 0] hello" in kernel.run("notebook_launcher(lambda: print('hello'), num_processes=1)").check().text
 

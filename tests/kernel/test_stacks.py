@@ -46,7 +46,7 @@ def test_a_cell_that_blocks_can_be_asked_from_another_thread(kernel: Kernel, fol
     """As a kernel's subshell does, where the panel's messages come."""
     kernel.run(
         "import threading, time\n"
-        "from nblaunch.launch.launch import live_launches\n"
+        "from nblaunch.launch.handle import live_launches\n"
         "def ask():\n"
         "    while not all((folder / f'ready{rank}').exists() for rank in range(2)): time.sleep(0.02)\n"
         "    told.update(live_launches()[0].stacks())\n"

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
+from nblaunch.engines.generations import servers
 from nblaunch.errors import RankDiedError, RankLostError
-from nblaunch.launch.servers import servers
 from tests.conftest import eventually, settled_server
 
 SURVIVES_AT_MOST = 3.0

@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from nblaunch import notebook_launcher
-from nblaunch.launch import servers as all_servers
-from nblaunch.launch.servers import servers
-from nblaunch.limits import usable_cpus
+from nblaunch.engines import generations as all_servers
+from nblaunch.engines.generations import servers
+from nblaunch.machine.limits import usable_cpus
 from tests.conftest import eventually, marked_processes, settled_server
 from tests.processes.conftest import Launcher
 
@@ -338,8 +338,8 @@ def test_ranks_are_offered_to_the_out_of_memory_killer_before_the_notebook(launc
 @pytest.mark.parametrize(
     ("backend", "seen"),
     [
-        ("module://matplotlib_inline.backend_inline", "module://nblaunch.ranks.figures"),
-        ("inline", "module://nblaunch.ranks.figures"),
+        ("module://matplotlib_inline.backend_inline", "module://nblaunch.ranks.matplotlib_backend"),
+        ("inline", "module://nblaunch.ranks.matplotlib_backend"),
         ("svg", "svg"),
     ],
 )

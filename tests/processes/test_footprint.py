@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.launch.logs import prune
-from nblaunch.launch.servers import servers
-from nblaunch.ranks.system import descendants
+from nblaunch.engines.generations import servers
+from nblaunch.launch.output.log_files import prune
+from nblaunch.machine.processes import descendants
 from tests.conftest import eventually, is_spare, settled_server
 from tests.processes.conftest import Launcher
 

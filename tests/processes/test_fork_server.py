@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 
 import pytest
 
-from nblaunch.channel import Channel, readable
+from nblaunch.engines import generations as all_servers
+from nblaunch.engines import server_client
+from nblaunch.engines.generations import Servers
+from nblaunch.engines.import_environment import Where
+from nblaunch.engines.server_client import ForkServer
 from nblaunch.errors import StartError
-from nblaunch.installed import installed_path
-from nblaunch.launch import forkserver
-from nblaunch.launch import servers as all_servers
-from nblaunch.launch.forkserver import ForkServer
-from nblaunch.launch.servers import Servers
-from nblaunch.launch.where import Where
-from nblaunch.messages import Hello, Method
-from nblaunch.notebook.host import NotebookHost
+from nblaunch.machine.packages import installed_path
+from nblaunch.notebook.notebook_frontend import NotebookHost
+from nblaunch.wire.channel import Channel, readable
+from nblaunch.wire.messages import Hello, Method
 from tests.conftest import eventually, marked_processes
 
 IN_ITS_IMPORT = {
@@ -49,7 +49,7 @@ def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     def change(text: str) -> None:
         (tmp_path / "preloaded_for_a_test.py").write_text(text)
         paths = [*installed_path(), str(tmp_path)]
-        monkeypatch.setattr(forkserver, "installed_path", lambda: paths)
+        monkeypatch.setattr(server_client, "installed_path", lambda: paths)
         monkeypatch.setattr(all_servers, "_PRELOAD", ("preloaded_for_a_test",))
 
     return change
@@ -61,7 +61,7 @@ def test_a_fork_server_that_does_not_get_ready_is_ended_and_ranks_are_spawned(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     if way == "hangs":
-        monkeypatch.setattr(forkserver, "_READY_LIMIT", 2.0)
+        monkeypatch.setattr(server_client, "_READY_LIMIT", 2.0)
     before = marked_processes()
     message = f"cannot be used, so ranks are spawned, which is slower: the fork server did not start.*{reason}"
     with pytest.warns(UserWarning, match=message) as said:
@@ -116,7 +116,7 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
     assert server is not None
     server.ready()
     with monkeypatch.context() as context:
-        context.setattr(forkserver, "channel_pair", refuse)
+        context.setattr(server_client, "channel_pair", refuse)
         with pytest.raises(
             StartError, match=r"^the ranks could not be started: .*Too many open files.*\(.*ulimit -n\)$"
         ):
@@ -241,7 +241,7 @@ def test_a_server_that_is_retired_keeps_its_number_while_a_thread_waits_for_it(
 
     preload(IN_ITS_IMPORT["hangs"])
     server = ForkServer(("preloaded_for_a_test",))
-    monkeypatch.setattr(forkserver, "readable", retired_meanwhile)
+    monkeypatch.setattr(server_client, "readable", retired_meanwhile)
     with pytest.raises(StartError, match="the fork server did not start"):
         server.ready()
     assert woken == [True]
@@ -284,7 +284,7 @@ def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_t
     def refuse(preload: tuple[str, ...], where: object = None) -> NoReturn:
         raise StartError("no more processes")
 
-    monkeypatch.setattr("nblaunch.notebook.host.servers", own)
+    monkeypatch.setattr("nblaunch.notebook.notebook_frontend.servers", own)
     own.reaper("forkserver", "launch", 2).channel.close()
     before = own._warm
     monkeypatch.setattr(before, "alive", lambda: True)  # as while a launch of it goes on

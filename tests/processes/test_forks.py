@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.data import DataLoader
 
-from nblaunch.ranks import forks
+from nblaunch.ranks import fork_guard
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a rank waits for its threads on Linux alone")
@@ -139,10 +139,10 @@ class Clock:
 
 
 def test_a_thread_that_never_rests_costs_less_at_each_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, settling, waits = Clock(), forks.Settling(), list[float]()
-    monkeypatch.setattr(forks, "time", clock)
+    clock, settling, waits = Clock(), fork_guard.Settling(), list[float]()
+    monkeypatch.setattr(fork_guard, "time", clock)
     for is_running in [*[True] * 10, False, True]:
-        monkeypatch.setattr(forks, "_runs_a_library", lambda is_running=is_running: is_running)
+        monkeypatch.setattr(fork_guard, "_runs_a_library", lambda is_running=is_running: is_running)
         begun = clock.now
         settling.wait()
         waits.append(clock.now - begun)
@@ -151,17 +151,17 @@ def test_a_thread_that_never_rests_costs_less_at_each_fork(monkeypatch: pytest.M
 
 
 def test_threads_of_pythons_own_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "_state", lambda task: b"R")
+    monkeypatch.setattr(fork_guard, "_state", lambda task: b"R")
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait) for _ in range(2)]
     for thread in threads:
         thread.start()
     own = [str(threading.get_native_id()), *(str(thread.native_id) for thread in threads)]
-    monkeypatch.setattr(forks, "os", SimpleNamespace(listdir=lambda folder: own))
+    monkeypatch.setattr(fork_guard, "os", SimpleNamespace(listdir=lambda folder: own))
 
-    assert not forks._runs_a_library()
+    assert not fork_guard._runs_a_library()
     own.append("1")
-    assert forks._runs_a_library()
+    assert fork_guard._runs_a_library()
     stop.set()
     for thread in threads:
         thread.join()
@@ -171,10 +171,10 @@ def test_threads_of_pythons_own_are_not_waited_for(monkeypatch: pytest.MonkeyPat
 def test_an_interrupt_within_the_wait_comes_after_the_fork() -> None:
     code = """if True:
         import os, signal, time
-        from nblaunch.ranks import forks
+        from nblaunch.ranks import fork_guard
         looks = iter([lambda: True, lambda: signal.raise_signal(signal.SIGINT) or True, lambda: False])
-        forks._runs_a_library = lambda: next(looks)()
-        forks.settling.install()
+        fork_guard._runs_a_library = lambda: next(looks)()
+        fork_guard.settling.install()
         try:
             pid = os.fork()
             if pid == 0:

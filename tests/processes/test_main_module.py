@@ -99,7 +99,9 @@ def run():
 def kernel() -> Iterator[Kernel]:
     with running_kernel() as running:
         running.run(CELL).check()
-        running.run("from nblaunch.launch.servers import servers; servers.warm_up()").check()  # it stays for both tests
+        running.run(
+            "from nblaunch.engines.generations import servers; servers.warm_up()"
+        ).check()  # it stays for both tests
         yield running
 
 

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 import nblaunch
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.host import ScriptHost
-from nblaunch.launch.view import Controls, NullView, RankStatus
+from nblaunch.launch.frontend import ScriptHost
+from nblaunch.launch.views.view import Controls, NullView, RankStatus
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher
 

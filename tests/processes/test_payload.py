@@ -25,12 +25,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nblaunch import Launch, LaunchResult, notebook_launcher, segments
-from nblaunch.channel import Channel
+from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
-from nblaunch.launch.snapshots import snapshots
-from nblaunch.parcel import Fresh, pack
-from nblaunch.ranks import bootstrap
+from nblaunch.machine import segments
+from nblaunch.ranks import worker
+from nblaunch.transfer.parcel import Fresh, pack
+from nblaunch.transfer.sent_data import snapshots
+from nblaunch.wire.channel import Channel
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher
 
@@ -261,12 +262,12 @@ def hands_over() -> tuple[bool, bool, bool]:
     """Whether a result's pages would be handed over: alone, after a progress bar, and while a thread may write."""
     from tqdm import tqdm
 
-    alone = bootstrap._may_be_replaced() is not None
+    alone = worker._may_be_replaced() is not None
     list(tqdm(range(3), mininterval=0.001))
-    after_a_bar = bootstrap._may_be_replaced() is not None
+    after_a_bar = worker._may_be_replaced() is not None
     end = threading.Event()
     threading.Thread(target=end.wait).start()
-    beside_a_thread = bootstrap._may_be_replaced() is not None
+    beside_a_thread = worker._may_be_replaced() is not None
     end.set()
     return alone, after_a_bar, beside_a_thread
 
@@ -288,7 +289,7 @@ def given_up(folder: Path) -> list[int]:
     found = []
     for value in (torch.ones(16 * MB), np.ones(16 * MB, np.float32)):
         before = own()
-        pack(functools.partial(_identity, value), Fresh(folder, bootstrap._may_be_replaced())).close()
+        pack(functools.partial(_identity, value), Fresh(folder, worker._may_be_replaced())).close()
         found.append(before - own())
     return found
 

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.engines import generations as all_servers
+from nblaunch.engines import server_client
+from nblaunch.engines.generations import Servers, servers
+from nblaunch.engines.server_client import Successor
 from nblaunch.errors import ArgumentError
-from nblaunch.installed import KNOWN_SAFE
-from nblaunch.launch import forkserver, launcher
-from nblaunch.launch import servers as all_servers
-from nblaunch.launch.forkserver import Successor
-from nblaunch.launch.servers import Servers, servers
-from nblaunch.ranks import system
+from nblaunch.launch import api
+from nblaunch.machine import processes
+from nblaunch.machine.packages import KNOWN_SAFE
 from tests.conftest import eventually
 
 LONG = 100.0
@@ -234,7 +235,7 @@ def test_what_ranks_must_not_share_is_left_out_and_that_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if name == "hangs":
-        monkeypatch.setattr(forkserver, "_IMPORT_LIMIT", 2.0)
+        monkeypatch.setattr(server_client, "_IMPORT_LIMIT", 2.0)
     own.preload([name])
     had(own, "tells")
     reason = BAD[name][1]
@@ -273,7 +274,7 @@ def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_pa
     own.preload(["leaves"])
     had(own, "tells")
     pid, folder = (tmp_path / "left").read_text().split()
-    eventually(lambda: not system.alive(int(pid)), LONG)
+    eventually(lambda: not processes.alive(int(pid)), LONG)
     assert not Path(folder).exists()
 
 
@@ -285,7 +286,7 @@ def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Serve
         launched("tells", preload="fails")
         settle(own)
         assert tries.read_text() == "."
-    launcher.preload(["fails"])
+    api.preload(["fails"])
     settle(own)
     assert tries.read_text() == ".."
     own._named.pop("fails")

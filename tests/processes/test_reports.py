@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import nblaunch
-from nblaunch.launch.reports import Report
+from nblaunch.launch.output.report_columns import Report
 from tests.processes.conftest import Launcher
 
 FLOOD = 5_000_000

@@ -273,7 +273,7 @@ def test_a_fork_of_the_notebook_is_refused_when_cuda_runs(launch: Launcher, monk
 # ------------------------------------------------------------------ what the notebook itself keeps
 @pytest.fixture
 def _not_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.launch.launch._told_of", set())
+    monkeypatch.setattr("nblaunch.launch.handle._told_of", set())
 
 
 @pytest.mark.usefixtures("_not_told_yet")

@@ -22,10 +22,11 @@ import pytest
 import torch
 
 from nblaunch import notebook_launcher
-from nblaunch.channel import Channel, channel_pair
+from nblaunch.engines import server_client
+from nblaunch.engines.generations import servers
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, RankDiedError, StartError
-from nblaunch.launch import forkserver, supervisor
-from nblaunch.launch.servers import servers
+from nblaunch.launch import supervisor
+from nblaunch.wire.channel import Channel, channel_pair
 from tests.conftest import eventually, marked_processes, settled_server
 
 quiet: Callable[..., Any] = functools.partial(notebook_launcher, num_processes=2, view="none")
@@ -215,7 +216,7 @@ def _small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         return here, there
 
-    monkeypatch.setattr(forkserver, "channel_pair", small_pair)
+    monkeypatch.setattr(server_client, "channel_pair", small_pair)
 
 
 def load_and_be_killed(rank: int) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, NestedLaunchError
-from nblaunch.launch.launch import live_launches
+from nblaunch.launch.handle import live_launches
 from tests.conftest import eventually, marked_processes
 from tests.processes.conftest import Launcher
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
-from nblaunch.launch.view import NullView
+from nblaunch.launch.views.view import NullView
 from tests.conftest import eventually
 
 LONG = 60.0
@@ -332,7 +332,7 @@ def test_a_view_is_shown_what_it_asked_for_and_nothing_else(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = Remembers()
-    monkeypatch.setattr("nblaunch.launch.host.ScriptHost.view", lambda host, choice: view)
+    monkeypatch.setattr("nblaunch.launch.frontend.ScriptHost.view", lambda host, choice: view)
     launch = begun(wait, tmp_path, start_method)
 
     texts = launch.stacks()

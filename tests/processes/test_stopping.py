@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nblaunch import Launch, notebook_launcher
-from nblaunch.channel import Channel, channel_pair
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
-from nblaunch.launch.launch import live_launches
-from nblaunch.messages import Interrupted
-from nblaunch.ranks.bootstrap import _Voice
-from nblaunch.ranks.system import descendants
+from nblaunch.launch.handle import live_launches
+from nblaunch.machine.processes import descendants
+from nblaunch.ranks.worker import _Voice
+from nblaunch.wire.channel import Channel, channel_pair
+from nblaunch.wire.messages import Interrupted
 from tests.conftest import eventually
 
 LONG = 60.0

@@ -21,16 +21,17 @@ from typing import Any
 import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
-from nblaunch.channel import Channel, channel_pair, readable
-from nblaunch.installed import installed_path
-from nblaunch.launch import forkserver
-from nblaunch.launch import servers as all_servers
-from nblaunch.launch.forkserver import ForkServer, Grandchild, Successor
-from nblaunch.launch.servers import Servers
-from nblaunch.launch.where import Where
-from nblaunch.messages import NewReaper
-from nblaunch.ranks import reaper, system
-from nblaunch.ranks.system import descendants
+from nblaunch.engines import generations as all_servers
+from nblaunch.engines import server_client
+from nblaunch.engines.generations import Servers
+from nblaunch.engines.import_environment import Where
+from nblaunch.engines.server_client import ForkServer, Grandchild, Successor
+from nblaunch.machine import processes
+from nblaunch.machine.packages import installed_path
+from nblaunch.machine.processes import descendants
+from nblaunch.ranks import reaper
+from nblaunch.wire.channel import Channel, channel_pair, readable
+from nblaunch.wire.messages import NewReaper
 from tests.conftest import eventually, is_spare
 from tests.processes.conftest import Launcher
 from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
@@ -43,8 +44,8 @@ HANGS = "import time\ntime.sleep(600)\n"
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     """Servers of the test's own."""
     servers = Servers()
-    monkeypatch.setattr("nblaunch.launch.launch.servers", servers)
-    monkeypatch.setattr("nblaunch.launch.launcher.servers", servers)
+    monkeypatch.setattr("nblaunch.launch.handle.servers", servers)
+    monkeypatch.setattr("nblaunch.launch.api.servers", servers)
     monkeypatch.setattr(all_servers, "_QUIET", 0.1)
     yield servers
     servers.stop()
@@ -58,7 +59,7 @@ def soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Non
     def change(text: str) -> None:
         (tmp_path / "imported_soon.py").write_text(text)
         paths = [*installed_path(), str(tmp_path)]
-        monkeypatch.setattr(forkserver, "installed_path", lambda: paths)
+        monkeypatch.setattr(server_client, "installed_path", lambda: paths)
         monkeypatch.setattr(all_servers, "_SOON", ("imported_soon",))
 
     return change
@@ -163,7 +164,7 @@ def test_a_server_that_is_being_built_stands_still_while_a_launch_starts(
 def test_a_build_that_hangs_costs_only_itself(
     own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forkserver, "_IMPORT_LIMIT", 1.0)
+    monkeypatch.setattr(server_client, "_IMPORT_LIMIT", 1.0)
     soon(HANGS)
     launched(os.getpid)
     eventually(lambda: built(own), LONG, own.status)
@@ -234,7 +235,7 @@ def test_a_launch_goes_on_while_the_servers_before_its_own_end(
         server, launch = line[name]
         (tmp_path / f"{name}-leave").touch()
         assert list(launch.result()) == [name] * 2
-        eventually(lambda pid=server.process.pid: not system.alive(pid), LONG)  # type: ignore[misc]
+        eventually(lambda pid=server.process.pid: not processes.alive(pid), LONG)  # type: ignore[misc]
     env = {"NOT_AS_THE_STOCKED_ONE": "has it"}
     notebook_launcher(os.getpid, (), 2, start_method="forkserver", view="none", env=env)
     server, launch = line[names[2]]
@@ -369,7 +370,7 @@ def test_the_next_generation_is_built_where_the_last_is_retired_while_it_builds(
             eventually(lambda: not warm.alive(), LONG)
         return readable(source, seconds)
 
-    monkeypatch.setattr(forkserver, "readable", retired_meanwhile)
+    monkeypatch.setattr(server_client, "readable", retired_meanwhile)
     own.warm_up()
     eventually(lambda: built(own), LONG)
     assert still_open == [True]
@@ -434,7 +435,7 @@ def test_processes_that_wait_for_a_launch_end_after_a_while_and_come_back(
 ) -> None:
     monkeypatch.setattr(all_servers, "_SOON", ())
     short = "import nblaunch.ranks.forkserver as server; server._SPARES_STAY = 1.0; "
-    monkeypatch.setattr(forkserver, "_MAIN", short + forkserver._MAIN)
+    monkeypatch.setattr(server_client, "_MAIN", short + server_client._MAIN)
     launched(os.getpid)
     eventually(lambda: built(own), LONG)
 
@@ -457,9 +458,9 @@ def test_a_launch_that_comes_as_a_process_that_waits_for_it_is_killed_is_taken()
         pid = os.fork()
         if pid == 0:
             with contextlib.suppress(BaseException):
-                ended = system.ChildWatch.ended
+                ended = processes.ChildWatch.ended
 
-                def ended_as_it_comes(watch: system.ChildWatch) -> list[tuple[int, int]]:
+                def ended_as_it_comes(watch: processes.ChildWatch) -> list[tuple[int, int]]:
                     gone = ended(watch)
                     if gone and not came:
                         Channel(server).send(NewReaper("late", 1), [control.fileno()])
@@ -468,7 +469,7 @@ def test_a_launch_that_comes_as_a_process_that_waits_for_it_is_killed_is_taken()
 
                 came: list[object] = []
                 waits = reaper._Reaper(Channel(there), [os.getppid()], lambda spec, sock: None)
-                system.ChildWatch.ended = ended_as_it_comes  # type: ignore[method-assign,assignment]
+                processes.ChildWatch.ended = ended_as_it_comes  # type: ignore[method-assign,assignment]
                 waits.fork_child = lambda fd, run: _killed()  # type: ignore[method-assign]
                 os._exit(0 if waits.wait_for_launch(1) else 3)
             os._exit(4)

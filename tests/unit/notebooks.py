@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nblaunch.launch.host import register, wait_in_steps
-from nblaunch.launch.view import NullView, View
+from nblaunch.launch.frontend import register, wait_in_steps
+from nblaunch.launch.views.view import NullView, View
 
 
 class Notebook:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.calls import FILLED_IN, check, left_out
+from nblaunch.transfer.parameters import FILLED_IN, check, left_out
 
 
 def plain(rank, world_size): ...

@@ -9,8 +9,8 @@ import pytest
 from IPython.core.error import UsageError
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nblaunch.messages import Cell
 from nblaunch.notebook.cells import make_cell, names_used
+from nblaunch.wire.messages import Cell
 
 
 class Shell:

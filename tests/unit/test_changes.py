@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nblaunch.ranks.changes import fingerprints, unreturned
+from nblaunch.ranks.changed_values import fingerprints, unreturned
 
 
 def noticed(value: Any, change: Callable[[Any], object], result: Callable[[Any], object] = lambda value: None) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.text_view import number
+from nblaunch.launch.views.text_view import number
 from nblaunch.notebook.charts import (
     MEAN_COLOUR,
     MOST_LINES,

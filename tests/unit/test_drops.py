@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.drops import Counter, Dropped, Table, log_limit
 from nblaunch.errors import ArgumentError
+from nblaunch.wire.drops import Counter, Dropped, Table, log_limit
 
 
 @pytest.fixture

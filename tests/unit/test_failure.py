@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from nblaunch import pickling
 from nblaunch.errors import text_of
-from nblaunch.messages import Failed
-from nblaunch.ranks.failure import describe, unsendable_result
+from nblaunch.ranks.error_report import describe, unsendable_result
+from nblaunch.transfer import pickling
+from nblaunch.wire.messages import Failed
 
 
 def raised(act: Callable[[], object]) -> BaseException:

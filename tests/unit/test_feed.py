@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.launch.logs import log_path
-from nblaunch.launch.view import Stream
-from nblaunch.notebook.feed import LINES, LogFeed
+from nblaunch.launch.output.log_files import log_path
+from nblaunch.launch.views.view import Stream
+from nblaunch.notebook.log_feed import LINES, LogFeed
 
 
 class Logs:

@@ -17,25 +17,18 @@ from nblaunch import errors
 
 PACKAGE = Path(nblaunch.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
-SHARED = tuple(
-    f"nblaunch.{name}"
-    for name in [
-        "arrays",
-        "calls",
-        "channel",
-        "definitions",
-        "drops",
-        "errors",
-        "installed",
-        "limits",
-        "mappings",
-        "messages",
-        "parcel",
-        "pickling",
-        "segments",
-        "slurm",
-    ]
-)
+BELOW = {
+    "errors": [],
+    "machine": [],
+    "wire": ["machine"],
+    "transfer": ["machine", "wire"],
+    "ranks": ["machine", "wire", "transfer"],
+    "engines": ["machine", "wire", "transfer"],
+    "launch": ["machine", "wire", "transfer", "engines"],
+    "notebook": ["machine", "wire", "transfer", "engines", "launch"],
+    "training": ["machine", "wire", "transfer"],
+}
+"""Each room of the package, and the rooms that it may import."""
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")
 
 
@@ -53,9 +46,8 @@ def python(code: str) -> str:
 
 
 def room_of(module: Path) -> str:
-    """``ranks``, ``launch``, ``notebook``, or ``shared`` for what stands beside them."""
-    parts = module.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else "shared"
+    """``ranks``, ``launch``, ``notebook``...; ``errors`` is a room of its own."""
+    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports_of(module: Path) -> list[Import]:
@@ -148,40 +140,37 @@ def wrong_in(room: str, is_right: Callable[[Path, Import], bool]) -> list[str]:
     ]
 
 
-def test_what_the_rooms_share_imports_no_room() -> None:
-    assert wrong_in("shared", lambda module, found: is_within(found.target, SHARED)) == []
+@pytest.mark.parametrize("room", BELOW)
+def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
+    allowed = tuple(f"nblaunch.{name}" for name in ("errors", room, *BELOW[room]))
+    also = {
+        ("kernel_fork.py", "fork_kernel"): ("nblaunch.ranks",),  # its child becomes a reaper
+        ("distribute.py", "nblaunch"): ("nblaunch",),
+    }
 
-
-def test_ranks_import_what_is_shared_and_their_own_room_alone() -> None:
-    assert wrong_in("ranks", lambda module, found: is_within(found.target, (*SHARED, "nblaunch.ranks"))) == []
-
-
-def test_launch_reaches_into_ranks_only_where_the_kernel_becomes_a_reaper() -> None:
     def is_right(module: Path, found: Import) -> bool:
-        becomes_a_reaper = (module.name, found.function) == ("start.py", "fork_kernel")
-        return (
-            is_within(found.target, (*SHARED, "nblaunch.launch"))
-            or found.target == "nblaunch"
-            or (becomes_a_reaper and is_within(found.target, ("nblaunch.ranks",)))
-        )
+        if room == "training" and is_within(found.target, ("nblaunch.ranks.report",)):
+            return True
+        if found.target == "nblaunch":
+            return bool(found.function) or room in ("launch", "notebook")
+        if room == "notebook" and is_within(found.target, NOTEBOOKS_OWN):
+            return True
+        return is_within(found.target, (*allowed, *also.get((module.name, found.function), ())))
 
-    assert wrong_in("launch", is_right) == []
+    assert wrong_in(room, is_right) == []
 
 
 def test_the_kernel_imports_what_its_child_needs_before_it_forks() -> None:
     """Another thread may hold an import's lock at the fork, and in the child nobody would release it."""
     assert (
         python(
-            "import os, sys; from nblaunch.launch import start\n"
-            "os.fork = lambda: sys.exit(print('nblaunch.ranks.bootstrap' in sys.modules, start._fork_lock.locked()))\n"
-            "start.fork_kernel(None)"
+            "import os, sys; from nblaunch.engines import kernel_fork\n"
+            "os.fork = lambda: sys.exit("
+            "print('nblaunch.ranks.worker' in sys.modules, kernel_fork._fork_lock.locked()))\n"
+            "kernel_fork.fork_kernel(None)"
         )
         == "True True"
     )
-
-
-def test_the_notebooks_room_leaves_ranks_alone() -> None:
-    assert wrong_in("notebook", lambda module, found: not is_within(found.target, ("nblaunch.ranks",))) == []
 
 
 def test_the_package_itself_imports_its_rooms_only_when_asked() -> None:
@@ -204,17 +193,13 @@ def test_a_rank_never_loads_ipython() -> None:
     assert not [name for name in loaded if is_within(name, (*NOTEBOOKS_OWN, "nblaunch.launch", "nblaunch.notebook"))]
 
 
-def test_the_training_room_needs_only_what_is_shared_and_report() -> None:
-    def is_right(module: Path, found: Import) -> bool:
-        launches = module.name == "distribute.py" and found.function and found.target == "nblaunch"
-        rooms = (*SHARED, "nblaunch.training", "nblaunch.ranks.report")
-        return is_within(found.target, rooms) or bool(launches)
-
-    assert wrong_in("training", is_right) == []
+def test_there_are_no_other_rooms() -> None:
+    assert {room_of(module) for module in MODULES if module != PACKAGE / "__init__.py"} == set(BELOW)
 
 
-def test_there_are_no_other_rooms_yet() -> None:
-    assert {room_of(module) for module in MODULES} == {"shared", "ranks", "launch", "notebook", "training"}
+def test_no_two_files_share_a_name() -> None:
+    names = [module.name for module in MODULES if module.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))
 
 
 # ------------------------------------------------------------------ habits

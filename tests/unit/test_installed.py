@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.installed import installed_now, shadowed
+from nblaunch.machine.packages import installed_now, shadowed
 
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.ladder import Due, Ladder, Reason
+from nblaunch.launch.stopping import Due, Ladder, Reason
 
 BEGUN = 100.0
 GRACE = 30.0

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nblaunch import limits
-from nblaunch.limits import free_memory, usable_cpus
+from nblaunch.machine import limits
+from nblaunch.machine.limits import free_memory, usable_cpus
 
 NO_QUOTA = 1_000_000
 NO_LIMIT = 1 << 62

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.lines import Excerpt, LineAssembler, fair_shares, shorten, without_colours
+from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, fair_shares, shorten, without_colours
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
 

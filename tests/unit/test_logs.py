@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.errors import StartError
-from nblaunch.launch import logs
-from nblaunch.launch.logs import (
+from nblaunch.launch.output import log_files
+from nblaunch.launch.output.log_files import (
     LaunchFiles,
     Piece,
     RankLogs,
@@ -36,7 +36,7 @@ from nblaunch.launch.logs import (
     prune,
     state_root,
 )
-from nblaunch.ranks import system
+from nblaunch.machine import processes
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def descriptor_of(files: LaunchFiles) -> int:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this process knows no more of its launches than another kernel does."""
-    monkeypatch.setattr(logs, "_in_use", weakref.WeakValueDictionary())
+    monkeypatch.setattr(log_files, "_in_use", weakref.WeakValueDictionary())
 
 
 # ------------------------------------------------------------------ directories
@@ -110,7 +110,7 @@ def _no_home(tmp_path: Path) -> Iterator[None]:
         patch.delenv("NBLAUNCH_STATE_DIR", raising=False)
         patch.setattr(platformdirs, "user_state_path", lambda name: tmp_path / "file" / name)
         patch.setattr(tempfile, "tempdir", str(tmp_path))
-        patch.setattr(logs, "_told_of_temporary", False)
+        patch.setattr(log_files, "_told_of_temporary", False)
         yield
 
 
@@ -244,10 +244,10 @@ def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "target").touch()
     (tmp_path / "rank0.out").symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="symbolic links"):
-        system.open_log(str(tmp_path / "rank0.out"))
+        processes.open_log(str(tmp_path / "rank0.out"))
     (tmp_path / "live").symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="symbolic links"):
-        logs._lock(tmp_path)
+        log_files._lock(tmp_path)
 
 
 def test_a_log_that_there_is_no_room_for_is_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_a_log_that_there_is_no_room_for_is_a_full_device(tmp_path: Path, monkey
         return open_file(path, flags, *mode)
 
     monkeypatch.setattr(os, "open", no_room)
-    log = system.open_log(str(tmp_path / "rank0.out"))
+    log = processes.open_log(str(tmp_path / "rank0.out"))
     with pytest.raises(OSError, match="No space left on device"):
         os.write(log, b"x")
     os.close(log)
@@ -282,7 +282,7 @@ def test_what_cannot_be_read_is_no_reason_not_to_launch(root: Path, monkeypatch:
     def refuse(directory: Path) -> Iterator[Path]:
         raise PermissionError(errno.EACCES, "not yours", str(directory))
 
-    monkeypatch.setattr(logs, "_sizes", {})
+    monkeypatch.setattr(log_files, "_sizes", {})
     monkeypatch.setattr(Path, "iterdir", refuse)
     prune(keep=2)
     monkeypatch.undo()
@@ -322,7 +322,7 @@ def test_attempts_of_one_launch_have_different_directories(root: Path) -> None:
 
 
 def test_a_directory_that_is_pruned_while_it_is_made_is_made_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = logs._lock
+    lock = log_files._lock
     removed: list[Path] = []
 
     def pruned_meanwhile(directory: Path) -> int | None:
@@ -331,7 +331,7 @@ def test_a_directory_that_is_pruned_while_it_is_made_is_made_again(root: Path, m
             shutil.rmtree(directory)
         return lock(directory)
 
-    monkeypatch.setattr(logs, "_lock", pruned_meanwhile)
+    monkeypatch.setattr(log_files, "_lock", pruned_meanwhile)
     files = LaunchFiles.create("abc")
     assert files.directory != removed[0]
     assert (files.directory / "live").exists()
@@ -348,7 +348,7 @@ def test_a_lock_on_a_file_that_was_replaced_does_not_count(root: Path, monkeypat
         (directory / "live").touch()
 
     monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
-    assert logs._lock(directory) is None
+    assert log_files._lock(directory) is None
 
 
 def test_without_locks_a_launch_works_and_is_never_pruned(
@@ -442,7 +442,7 @@ def test_a_copy_of_what_refers_to_logs_keeps_them_too(root: Path) -> None:
 def test_launches_that_are_referred_to_take_a_bounded_number_of_descriptors(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "_MOST_LOCKED", 3)
+    monkeypatch.setattr(log_files, "_MOST_LOCKED", 3)
     running = LaunchFiles.create("running")
     kept = [LaunchFiles.create(f"id{number}") for number in range(10)]
     for files in kept:
@@ -456,7 +456,7 @@ def test_launches_that_are_referred_to_take_a_bounded_number_of_descriptors(
 
 def test_a_forked_child_does_not_give_up_the_lock_of_its_parent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = LaunchFiles.create("abc")
-    logs._release(descriptor_of(files), owner=os.getpid() + 1)
+    log_files._release(descriptor_of(files), owner=os.getpid() + 1)
     files.close()
     past_launches(1)
     forget(monkeypatch)
@@ -643,7 +643,7 @@ def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
 
 
 def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "_RECORDS_BLOCK", 1000)
+    monkeypatch.setattr(log_files, "_RECORDS_BLOCK", 1000)
     path = tmp_path / "rank0.spool"
     append(path, b"".join(b'{"step": %d}\n' % step for step in range(1000)))
     spool = Spool(path)

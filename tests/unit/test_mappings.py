@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from nblaunch import mappings
-from nblaunch.segments import Region
+from nblaunch.machine import memory_maps
+from nblaunch.machine.segments import Region
 
 SIZE = 32 << 20
 """Bytes of the file."""
@@ -34,7 +34,7 @@ def region_of(array: Any) -> Region:
 def is_from(file: Path, array: Any) -> bool:
     """Whether an array is found in the file, with what it holds."""
     region = region_of(array)
-    found = mappings.from_files([region])
+    found = memory_maps.from_files([region])
     if not found:
         return False
     ((its, placed),) = found.items()
@@ -52,7 +52,7 @@ def is_from(file: Path, array: Any) -> bool:
         lambda file: np.memmap(file, np.uint8, "r"),
         lambda file: np.memmap(file, np.uint8, "r", offset=HEAD),
         lambda file: np.memmap(file, np.uint8, "r", offset=5 * HEAD)[HEAD:],
-        lambda file: np.asarray(np.memmap(file, np.uint8, "r"))[HEAD : HEAD + mappings._LEAST],
+        lambda file: np.asarray(np.memmap(file, np.uint8, "r"))[HEAD : HEAD + memory_maps._LEAST],
     ],
 )
 def test_what_can_only_be_read_is_mapped_from_its_file(opened: Callable[[Path], Any], file: Path) -> None:
@@ -89,13 +89,13 @@ def replaced(file: Path, array: Any) -> Any:
         lambda file: loaded(file),
         lambda file: without(file, np.memmap(file, np.uint8, "r")),
         lambda file: replaced(file, np.memmap(file, np.uint8, "r")),
-        lambda file: np.memmap(file, np.uint8, "r")[: mappings._LEAST - 1],
+        lambda file: np.memmap(file, np.uint8, "r")[: memory_maps._LEAST - 1],
         lambda file: np.fromfile(file, np.uint8),
     ],
 )
 def test_what_may_differ_from_its_file_is_not_mapped_from_it(opened: Callable[[Path], Any], file: Path) -> None:
     array = opened(file)  # stays mapped
-    assert not mappings.from_files([region_of(array)])
+    assert not memory_maps.from_files([region_of(array)])
 
 
 def test_a_file_that_this_process_also_writes_to_is_not_mapped(file: Path) -> None:
@@ -111,21 +111,21 @@ def test_nothing_is_mapped_where_the_system_does_not_tell(file: Path, monkeypatc
         raise FileNotFoundError("/proc/self/maps")
 
     array = np.memmap(file, np.uint8, "r")
-    monkeypatch.setattr(mappings, "mappings", refuse)
+    monkeypatch.setattr(memory_maps, "mappings", refuse)
     assert not is_from(file, array)
 
 
 def test_parts_of_a_file_share_a_descriptor(file: Path) -> None:
     array = np.memmap(file, np.uint8, "r")
-    parts = [region_of(array[: mappings._LEAST]), region_of(array[mappings._LEAST :])]
-    found = mappings.from_files(parts)
+    parts = [region_of(array[: memory_maps._LEAST]), region_of(array[memory_maps._LEAST :])]
+    found = memory_maps.from_files(parts)
     assert len(found) == 2
     assert len({placed.segment.fd for placed in found.values()}) == 1
 
 
 def test_few_files_are_mapped_and_the_others_left(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mappings, "_MOST_FILES", 1)
+    monkeypatch.setattr(memory_maps, "_MOST_FILES", 1)
     other = file.with_name("other")
     other.write_bytes(bytes(SIZE + 1))
     arrays = [np.memmap(file, np.uint8, "r"), np.memmap(other, np.uint8, "r")]
-    assert list(mappings.from_files([region_of(array) for array in arrays])) == [region_of(arrays[1])]
+    assert list(memory_maps.from_files([region_of(array) for array in arrays])) == [region_of(arrays[1])]

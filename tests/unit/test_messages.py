@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch import channel, messages
-from nblaunch.channel import Channel, LostDescriptorsError, channel_pair, write_blob
-from nblaunch.messages import Done, Interrupted, Running, Source
+from nblaunch.wire import channel, messages
+from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, write_blob
+from nblaunch.wire.messages import Done, Interrupted, Running, Source
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
 
@@ -207,7 +207,7 @@ def test_who_is_not_root_sends_more_descriptors_when_others_have_been_taken() ->
     """In a process of its own, and of a user of its own: Linux counts them for each user."""
     code = """
 import os, resource, socket
-from nblaunch.channel import Channel
+from nblaunch.wire.channel import Channel
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))
 if os.getuid() == 0:
     own = 20_000 + os.getpid() % 40_000

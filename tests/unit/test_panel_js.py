@@ -12,7 +12,7 @@ from random import Random
 import pytest
 from playwright._impl._driver import compute_driver_executable
 
-from nblaunch.launch.lines import LineAssembler
+from nblaunch.launch.output.terminal_lines import LineAssembler
 from nblaunch.notebook import widget
 
 STATIC = Path(widget.__file__).parent / "static"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.launch.resources import Usage
-from nblaunch.launch.view import Failure, LaunchInfo, Outcome, RankStatus
-from nblaunch.notebook.state import PanelState, Series, thinned
+from nblaunch.launch.views.view import Failure, LaunchInfo, Outcome, RankStatus
+from nblaunch.machine.usage import Usage
+from nblaunch.notebook.panel_state import PanelState, Series, thinned
 
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
 FAILURE = Failure(

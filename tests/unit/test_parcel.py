@@ -26,13 +26,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from nblaunch import arrays, parcel, segments
-from nblaunch.parcel import Fresh, Parcel, pack, unpack
-from nblaunch.segments import NoRoomError, Region
+from nblaunch.machine import segments
+from nblaunch.machine.segments import NoRoomError, Region
+from nblaunch.transfer import parcel, tensors
+from nblaunch.transfer.parcel import Fresh, Parcel, pack, unpack
 
 MB = 1 << 20
 LONG = 60.0
-LARGE = 8 * arrays.LEAST
+LARGE = 8 * tensors.LEAST
 """Elements of a tensor or array that stands outside the pickle, whatever its dtype."""
 
 
@@ -482,27 +483,27 @@ def test_a_view_whose_memory_goes_while_it_is_packed_is_not_sent() -> None:
 
 
 # ------------------------------------------------------------------ nests of anything
-tensors = st.builds(
+some_tensors = st.builds(
     lambda size, dtype, start: torch.arange(start, start + size).to(dtype),
-    st.sampled_from([0, 1, 7, arrays.LEAST, arrays.LEAST + 3, LARGE]),
+    st.sampled_from([0, 1, 7, tensors.LEAST, tensors.LEAST + 3, LARGE]),
     st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.uint8, torch.complex64]),
     st.integers(0, 100),
 )
 numpy_arrays = st.builds(
     lambda size, dtype: np.arange(size).astype(dtype),
-    st.sampled_from([0, 1, 9, arrays.LEAST, LARGE + 5]),
+    st.sampled_from([0, 1, 9, tensors.LEAST, LARGE + 5]),
     st.sampled_from(["f4", "i8", "u1", "c16"]),
 )
 
 
 @st.composite
 def nests(draw: st.DrawFn) -> list[Any]:
-    """Lists of tensors, arrays, views of those before, and lists of those before."""
+    """Lists of some_tensors, arrays, views of those before, and lists of those before."""
     things: list[Any] = []
     for _ in range(draw(st.integers(1, 8))):
         kind = draw(st.sampled_from(["tensor", "array", "view", "again", "list", "bytes"]))
         if kind == "tensor" or not things:
-            things.append(draw(tensors))
+            things.append(draw(some_tensors))
         elif kind == "array":
             things.append(draw(numpy_arrays))
         elif kind == "bytes":
@@ -534,7 +535,7 @@ def test_nests_arrive_as_they_were_with_their_aliasing(things: list[Any]) -> Non
             if isinstance(other, np.ndarray) and isinstance(its, np.ndarray):
                 tied = np.shares_memory(one, another)
                 assert not tied or np.shares_memory(other, its)
-                if other.base is None and other.nbytes >= arrays.LEAST:  # the whole of the memory is sent
+                if other.base is None and other.nbytes >= tensors.LEAST:  # the whole of the memory is sent
                     assert tied == np.shares_memory(other, its)
     for one, other in zip(arrived, things, strict=True):  # what the receiver writes stays there
         if isinstance(one, torch.Tensor):
@@ -587,7 +588,7 @@ def test_shared_memory_of_a_name_stays_shared() -> None:
     code = """
 import os, torch
 from pathlib import Path
-from nblaunch.parcel import Fresh, pack, unpack
+from nblaunch.transfer.parcel import Fresh, pack, unpack
 torch.multiprocessing.set_sharing_strategy("file_system")
 tensor = torch.zeros(10).share_memory_()
 outgoing = pack(lambda found: tensor, Fresh(Path("/nowhere")))
@@ -602,7 +603,7 @@ def test_shared_memory_of_a_name_arrives_though_the_notebook_has_let_it_go() -> 
     code = """
 import os, torch
 from pathlib import Path
-from nblaunch.parcel import Fresh, pack, unpack
+from nblaunch.transfer.parcel import Fresh, pack, unpack
 torch.multiprocessing.set_sharing_strategy("file_system")
 outgoing = pack(lambda found: torch.ones(10).share_memory_(), Fresh(Path("/nowhere")))
 print(unpack([os.dup(fd) for fd in outgoing.fds]).sum().item())
@@ -614,7 +615,7 @@ def test_shared_memory_of_a_name_arrives_though_its_rank_has_ended() -> None:
     code = """
 import os, socket, sys, torch
 from pathlib import Path
-from nblaunch.parcel import Fresh, pack
+from nblaunch.transfer.parcel import Fresh, pack
 torch.multiprocessing.set_sharing_strategy("file_system")
 outgoing = pack(lambda found: torch.ones(10).share_memory_(), Fresh(Path("/nowhere")))
 socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], outgoing.fds)
@@ -641,15 +642,15 @@ class FakeStorage:
 
 
 def test_what_was_on_a_gpu_travels_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, arguments = arrays._reduce_storage(FakeStorage(), outgoing := parcel._Outgoing())  # type: ignore[misc]
-    assert made is arrays.on_own_device
+    made, arguments = tensors._reduce_storage(FakeStorage(), outgoing := parcel._Outgoing())  # type: ignore[misc]
+    assert made is tensors.on_own_device
     assert outgoing.from_gpu == 4 * LARGE
     monkeypatch.delenv("NBLAUNCH_RANK", raising=False)
-    assert arrays.on_own_device(*arguments).device.type == "cpu"  # in the notebook
+    assert tensors.on_own_device(*arguments).device.type == "cpu"  # in the notebook
     monkeypatch.setenv("NBLAUNCH_RANK", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.UntypedStorage, "cuda", lambda storage: "on the GPU")
-    assert arrays.on_own_device(*arguments) == "on the GPU"  # in a rank
+    assert tensors.on_own_device(*arguments) == "on the GPU"  # in a rank
 
 
 # ------------------------------------------------------------------ sealed, and nothing left
@@ -849,7 +850,7 @@ def test_a_thinned_out_view_is_not_copied_where_there_is_no_room(
 ) -> None:
     monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
     monkeypatch.setattr(segments, "free_memory", lambda: 12_345_678)
-    monkeypatch.setattr(arrays, "copy_elements", lambda *_: pytest.fail("copied"))
+    monkeypatch.setattr(tensors, "copy_elements", lambda *_: pytest.fail("copied"))
     with pytest.raises(NoRoomError, match=r"no room for 200 KB: 12 MB of memory are free$"):
         packed(np.ones((100_000, 50), np.uint16)[:, 0], folder=tmp_path)
 
@@ -868,8 +869,8 @@ def test_pages_that_are_handed_over_hold_the_same_and_stay_writable() -> None:
     code = """
 import ctypes, mmap, os, sys
 from pathlib import Path
-from nblaunch import segments
-from nblaunch.segments import Region
+from nblaunch.machine import segments
+from nblaunch.machine.segments import Region
 size = 130 << 20
 memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 memory[:] = os.urandom(1 << 20) * 130
@@ -915,7 +916,7 @@ def test_a_file_that_a_tensor_maps_stays_its_own_where_shared_memory_has_names(t
     code = f"""
 import os, torch
 from pathlib import Path
-from nblaunch.parcel import Fresh, pack, unpack
+from nblaunch.transfer.parcel import Fresh, pack, unpack
 torch.multiprocessing.set_sharing_strategy("file_system")
 tensor = torch.from_file({str(tmp_path / "data")!r}, shared=True, size=3)
 tensor[0] = 1

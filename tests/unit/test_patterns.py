@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.patterns import PrintedMetrics, compile_patterns, search
+from nblaunch.launch.output.metric_patterns import PrintedMetrics, compile_patterns, search
 from nblaunch.launch.plan import Machine, make_plan
 
 ACCURACY = r"Accuracy: (?P<accuracy>[\d.]+)"

@@ -21,11 +21,11 @@ import numpy.random
 import pytest
 import torch
 
-from nblaunch import segments
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.payload import for_cell, for_function, name_of, parts_of, ship, sources_in
-from nblaunch.messages import Cell, Payload, Settings, Source
-from nblaunch.parcel import unpack
+from nblaunch.machine import segments
+from nblaunch.transfer.parcel import unpack
+from nblaunch.wire.messages import Cell, Payload, Settings, Source
 from tests.unit.notebooks import Notebook, open_notebook
 
 FIX = ": create it inside the function, or send what it is made from"

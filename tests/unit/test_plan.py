@@ -13,7 +13,7 @@ import pytest
 
 from nblaunch.errors import ArgumentError, NblaunchError
 from nblaunch.launch.plan import Machine, Plan, make_plan, this_machine
-from nblaunch.limits import usable_cpus
+from nblaunch.machine.limits import usable_cpus
 
 
 def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -> Machine:
@@ -292,10 +292,10 @@ def test_ranks_talk_over_loopback_unless_the_call_says_otherwise(platform: str, 
 @pytest.mark.parametrize(
     ("backend", "seen"),
     [
-        ("inline", "module://nblaunch.ranks.figures"),
-        ("module://matplotlib_inline.backend_inline", "module://nblaunch.ranks.figures"),
-        ("module://ipympl.backend_nbagg", "module://nblaunch.ranks.figures"),
-        ("widget", "module://nblaunch.ranks.figures"),
+        ("inline", "module://nblaunch.ranks.matplotlib_backend"),
+        ("module://matplotlib_inline.backend_inline", "module://nblaunch.ranks.matplotlib_backend"),
+        ("module://ipympl.backend_nbagg", "module://nblaunch.ranks.matplotlib_backend"),
+        ("widget", "module://nblaunch.ranks.matplotlib_backend"),
         ("agg", "agg"),
         ("svg", "svg"),
     ],

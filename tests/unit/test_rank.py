@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from nblaunch.channel import channel_pair
-from nblaunch.launch.logs import Spool
-from nblaunch.launch.patterns import PrintedMetrics
-from nblaunch.launch.rank import Rank
-from nblaunch.messages import Done, Failed, RankExited
+from nblaunch.launch.output.log_files import Spool
+from nblaunch.launch.output.metric_patterns import PrintedMetrics
+from nblaunch.launch.rank_state import Rank
+from nblaunch.wire.channel import channel_pair
+from nblaunch.wire.messages import Done, Failed, RankExited
 
 DONE = Done(1, 5)
 CRASHED = RankExited(1, -9, 7)

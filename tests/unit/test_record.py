@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.view import Failure
+from nblaunch.launch.views.view import Failure
 from nblaunch.notebook.record import RankTail, Record, as_html, as_text
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)

@@ -17,9 +17,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import nblaunch
-from nblaunch.drops import Counter, Dropped, Table
 from nblaunch.ranks import report as reports
 from nblaunch.ranks.report import Context, current, enter
+from nblaunch.wire.drops import Counter, Dropped, Table
 
 
 class Rank:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from nblaunch.launch.resources import Sampler, Usage, visible_devices
+from nblaunch.machine.usage import Sampler, Usage, visible_devices
 from tests.conftest import eventually
 
 MEGABYTE = 1 << 20

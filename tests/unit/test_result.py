@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch import LaunchResult
-from nblaunch.launch.logs import RankLogs
-from nblaunch.launch.reports import Report, ReportColumns
+from nblaunch.launch.output.log_files import RankLogs
+from nblaunch.launch.output.report_columns import Report, ReportColumns
 from nblaunch.launch.result import Metrics
 
 LOGS = [RankLogs(Path(f"/logs/rank{rank}.out"), Path(f"/logs/rank{rank}.err")) for rank in range(3)]

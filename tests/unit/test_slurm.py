@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.slurm import SlurmTask, slurm_task, tells_place
+from nblaunch.machine.slurm_variables import SlurmTask, slurm_task, tells_place
 
 ALLOCATION = {
     "SLURM_JOB_ID": "41",

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from nblaunch.errors import ArgumentError
-from nblaunch.launch import snapshots as all_snapshots
-from nblaunch.launch.snapshots import Snapshots, budget
-from nblaunch.segments import Placed, Region
+from nblaunch.machine.segments import Placed, Region
+from nblaunch.transfer import sent_data as all_snapshots
+from nblaunch.transfer.sent_data import Snapshots, budget
 from tests.conftest import eventually
 
 MB = 1 << 20
@@ -191,7 +191,7 @@ def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyP
 
 
 def test_files_are_not_kept(kept: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.segments._room", lambda more, size, folder: folder)
+    monkeypatch.setattr("nblaunch.machine.segments._room", lambda more, size, folder: folder)
     data = Data(ALONE, 1)
     assert data.is_in(kept.place([data.region], tmp_path)[0])
     assert kept.size == 0
@@ -227,9 +227,9 @@ def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: Snapshots) -> 
 def test_what_is_kept_gives_way_to_a_launch_that_needs_the_memory(
     kept: Snapshots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nblaunch.segments._WORTH_A_LOOK", 0)
-    monkeypatch.setattr("nblaunch.segments._RESERVE", 0)
-    monkeypatch.setattr("nblaunch.segments.free_memory", lambda: 3 * ALONE - kept.size)
+    monkeypatch.setattr("nblaunch.machine.segments._WORTH_A_LOOK", 0)
+    monkeypatch.setattr("nblaunch.machine.segments._RESERVE", 0)
+    monkeypatch.setattr("nblaunch.machine.segments.free_memory", lambda: 3 * ALONE - kept.size)
     old, new = Data(2 * ALONE, 1), Data(2 * ALONE, 2)
     placed(kept, old)
     assert new.is_in(placed(kept, new)[0])

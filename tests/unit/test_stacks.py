@@ -15,9 +15,9 @@ import pytest
 import nblaunch
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.stacks import Frame, Stack, Stacks, Teller, parse, waits_in_collective
-from nblaunch.launch.view import NullView
-from nblaunch.messages import Source
-from nblaunch.ranks.stacks import BEGIN, WHOLE, dump
+from nblaunch.launch.views.view import NullView
+from nblaunch.ranks.stack_dumps import BEGIN, WHOLE, dump
+from nblaunch.wire.messages import Source
 
 RANKS = str(Path(nblaunch.__file__).parent / "ranks")
 LIBRARY = f"{sysconfig.get_path('stdlib')}/site-packages/torch/distributed/distributed_c10d.py"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.ladder import Ladder, Reason
+from nblaunch.launch.stopping import Ladder, Reason
 from nblaunch.launch.verdict import RankEnd, Verdict, judge
-from nblaunch.messages import Done, Failed, RankExited
+from nblaunch.wire.messages import Done, Failed, RankExited
 
 Kind = Literal["exception", "exit", "interrupt", "result"]
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.host import Host, ScriptHost, host, register, view_choice
-from nblaunch.launch.logs import Piece
-from nblaunch.launch.text_view import TextView, plain_writer
-from nblaunch.launch.view import LaunchInfo, LogPiece, NullView, Outcome, View
+from nblaunch.launch.frontend import Host, ScriptHost, host, register, view_choice
+from nblaunch.launch.output.log_files import Piece
+from nblaunch.launch.views.text_view import TextView, plain_writer
+from nblaunch.launch.views.view import LaunchInfo, LogPiece, NullView, Outcome, View
 
 Stream = Literal["out", "err"]
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))

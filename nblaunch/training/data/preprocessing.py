@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from nblaunch import pickling
 from nblaunch.errors import ArgumentError, text_of
-from nblaunch.limits import usable_cpus
+from nblaunch.machine.limits import usable_cpus
 from nblaunch.ranks.report import progress
 from nblaunch.training import checkpoint
 from nblaunch.training.data.epochs import checked
 from nblaunch.training.nests import leaves, map_nest
 from nblaunch.training.seeding import default_seed, derived_seed, seeded
+from nblaunch.transfer import pickling
 
 
 class Preprocessed(Dataset[Any]):

@@ -1,0 +1,1 @@
+"""Where ranks run: engines place and start the processes of a worker group."""

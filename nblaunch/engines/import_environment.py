@@ -1,0 +1,73 @@
+"""What modules see of a launch while they are imported, and what of it a fork server has read for good."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from nblaunch.machine.packages import ONE_THREAD, differs
+
+_READ_AT_IMPORT = (
+    "TORCH",
+    "PYTORCH",
+    "PYTHON",
+    "LD_",
+    "DYLD_",
+    "MKL_",
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "OPENBLAS_",
+    "MALLOC_",
+    "GLIBC_TUNABLES",
+    "NUMPY",
+    "NPY_",
+    "SYMPY_",
+    "MPMATH_",
+    "TRITON_",
+)
+"""Prefixes of variables that torch, its libraries and Python read once, when they are loaded."""
+_SET_BY_LIBRARIES = (
+    "KMP_DUPLICATE_LIB_OK",  # by scikit-learn and torchvision, with the next
+    "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # by lightning
+    "TORCHINDUCTOR_CACHE_DIR",  # by torch's compiler, with the next
+    "TRITON_CACHE_DIR",
+)
+"""Variables that libraries set for themselves when the notebook imports them. They matter where ``env=`` names them."""
+
+
+class Where(NamedTuple):
+    """What modules may see of a launch while they are imported."""
+
+    env: Mapping[str, str]
+    cwd: str
+    named: Collection[str] = ()
+    """The variables that ``env=`` has named."""
+
+    @classmethod
+    def here(cls) -> Where:
+        """What this process has, but for its folder."""
+        return cls(dict(os.environ), os.path.abspath(os.sep))
+
+    @property
+    def read_at_import(self) -> dict[str, str]:
+        """What a server reads once: launches that have the same there can share one."""
+        ignored = ("TORCHELASTIC_", *ONE_THREAD)  # of another launch, and those that every server has as 1
+        return {
+            name: value
+            for name, value in self.env.items()
+            if name.startswith(_READ_AT_IMPORT) and not name.startswith(ignored) and not self._is_librarys(name)
+        }
+
+    def is_like(self, other: Where) -> bool:
+        """Return True if modules imported for the one are as if imported for the other."""
+        return self.cwd == other.cwd and self._significant() == other._significant()
+
+    def _significant(self) -> dict[str, str]:
+        """The variables that packages may have read while they were imported ahead."""
+        return {name: value for name, value in self.env.items() if not differs(name) and not self._is_librarys(name)}
+
+    def _is_librarys(self, name: str) -> bool:
+        return name in _SET_BY_LIBRARIES and name not in self.named

@@ -1,0 +1,1 @@
+"""What ranks print and report, read by the kernel."""

@@ -1,0 +1,1 @@
+"""What shows a launch: the interface and its text form."""

@@ -1,0 +1,1 @@
+"""Facts of this machine and its processes, without torch."""

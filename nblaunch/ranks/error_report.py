@@ -1,0 +1,105 @@
+"""What a rank says of the exception that ended its function."""
+
+from __future__ import annotations
+
+import pickle
+import time
+import traceback
+from types import TracebackType
+from typing import Any, Literal
+
+from nblaunch.errors import text_of
+from nblaunch.transfer import pickling
+from nblaunch.wire.messages import Failed
+
+_OWN = ("nblaunch/ranks/", "nblaunch\\ranks\\", "nblaunch/training/distribute", "nblaunch\\training\\distribute")
+_COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "pair closure", "NCCL")
+_MOST_TEXT = 100_000
+
+
+def describe(rank: int, error: BaseException) -> Failed:
+    """The failure of this rank, as the notebook is to hear of it."""
+    kind, status = _kind(error)
+    return Failed(
+        rank=rank,
+        time_ns=time.monotonic_ns(),
+        kind=kind,
+        type_name=_type_name(type(error)),
+        text=text_of(error)[:_MOST_TEXT],
+        traceback=_traceback(error),
+        pickled=_pickled(error) if kind == "exception" else b"",
+        collective=_collective(error),
+        status=status,
+    )
+
+
+def unsendable_result(rank: int, result: Any, error: Exception) -> Failed:
+    """The failure of a rank whose result cannot travel: which part of it, and why."""
+    reason = pickling.explain(result, "result") or f"the result cannot be sent: {text_of(error)}"
+    return Failed(rank, time.monotonic_ns(), "result", _type_name(type(error)), str(reason), _traceback(error))
+
+
+def _type_name(kind: type) -> str:
+    return (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _kind(error: BaseException) -> tuple[Literal["exception", "exit", "interrupt"], int]:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupt", 0
+    if isinstance(error, SystemExit):
+        code = error.code
+        return "exit", code if isinstance(code, int) else (0 if code is None else 1)
+    return "exception", 0
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback from the user's first frame on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and _is_ours(frames):
+        frames = frames.tb_next
+    try:
+        lines = traceback.format_exception(type(error), error, frames)
+    except Exception:  # noqa: BLE001  # a __str__ that raises, on Pythons whose traceback module does not expect one
+        lines = [*traceback.format_tb(frames), f"{_type_name(type(error))}: {text_of(error)}\n"]
+    return "".join(lines)[-_MOST_TEXT:]
+
+
+def _is_ours(frames: TracebackType) -> bool:
+    filename = frames.tb_frame.f_code.co_filename
+    return any(part in filename for part in _OWN)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The exception, if it can be rebuilt from its pickle; many whose ``__init__`` takes two arguments cannot."""
+    try:
+        data = pickling.dump(lambda found: error)
+        rebuilt = pickle.loads(data)
+    except Exception:  # noqa: BLE001  # a user's __reduce__ or __init__
+        return b""  # the notebook then raises a RankRaisedError with the text and the traceback
+    return data if type(rebuilt) is type(error) else b""
+
+
+def _collective(error: BaseException) -> str:
+    """The torch.distributed call that `error` came out of; empty where it did not.
+
+    Judged by the frames: the last one must be torch's own. In ``backward`` the gradients' all_reduce runs in
+    C++ and leaves no frame, so there the message has to look like a transport's too.
+    """
+    name = ""
+    last = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        last = frame.f_code.co_filename.replace("\\", "/")
+        function = frame.f_code.co_name
+        if "torch/distributed/" in last and function not in ("wrapper", "inner") and not name:
+            name = function
+    if not isinstance(error, RuntimeError):
+        return ""
+    if "torch/distributed/" in last:
+        return name or "a collective"
+    if ("torch/autograd/" in last or "torch/nn/parallel" in last) and any(
+        w in text_of(error) for w in _COLLECTIVE_WORDS
+    ):
+        return "backward"
+    return ""

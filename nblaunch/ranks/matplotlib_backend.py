@@ -1,0 +1,31 @@
+"""A matplotlib backend for ranks: ``plt.show()`` saves each figure beside the rank's log and prints where.
+
+Ranks inherit ``MPLBACKEND`` of the notebook, whose inline backend needs IPython.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from matplotlib import _pylab_helpers
+from matplotlib.backend_bases import FigureManagerBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from nblaunch.ranks.notebook_stand_ins import save_figure
+
+
+class FigureManager(FigureManagerBase):
+    """Shows by saving."""
+
+    @classmethod
+    def pyplot_show(cls, *, block: bool | None = None) -> None:
+        """``plt.show()``."""
+        for manager in _pylab_helpers.Gcf.get_all_fig_managers():
+            save_figure(manager.canvas.figure)
+        _pylab_helpers.Gcf.destroy_all()
+
+
+class FigureCanvas(FigureCanvasAgg):
+    """What matplotlib looks for in a backend's module."""
+
+    manager_class: Any = FigureManager

@@ -1,0 +1,1 @@
+"""Objects and memory on their way between processes."""

@@ -1,0 +1,1 @@
+"""What two processes agree on: messages, the channel, and the files both sides use."""
