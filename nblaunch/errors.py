@@ -25,13 +25,12 @@ Warnings are here too: `warn`.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+from nblaunch.machine.own_code import PACKAGE
 
 
 class NblaunchError(Exception):
@@ -122,21 +121,12 @@ def text_of(error: BaseException) -> str:
         return f"<its __str__ raised {type(trouble).__name__}>"
 
 
-def warn(message: str, *, beyond: tuple[str, ...] = (_PACKAGE,)) -> None:
-    """Warn of something at the line that led here: the first one outside this package, which is the user's.
-
-    Args:
-        message: What, and what to do.
-        beyond: What the names of files begin with that are not the user's.
-    """
+def warn(message: str) -> None:
+    """Issue a UserWarning at the line of the first caller outside this package."""
     if sys.version_info >= (3, 12):
-        warnings.warn(message, stacklevel=2, skip_file_prefixes=beyond)
+        warnings.warn(message, stacklevel=2, skip_file_prefixes=(PACKAGE,))
     else:
-        warnings.warn(message, stacklevel=_level_outside(beyond))
-
-
-def _level_outside(prefixes: tuple[str, ...]) -> int:
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(prefixes):
-        level, frame = level + 1, frame.f_back
-    return level
+        level, frame = 2, sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(message, stacklevel=level)
