@@ -26,7 +26,7 @@ def trained_by_lightning(package: str, its_own_group: bool) -> dict[str, Any]:
     import importlib
 
     pl: Any = importlib.import_module(package)
-    from nblaunch.training.metrics import Accuracy, evaluate
+    from nblaunch.training import Accuracy, evaluate
     from nblaunch.training.peers import PanelLogger
 
     class Digits(pl.LightningModule):  # type: ignore[misc]  # of whichever package

@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from nblaunch.training.data import ClassBalancedBatchSampler, ExactDistributedSampler, ShardedLoader, shard
+from nblaunch.training.exchange import exchange
 from nblaunch.training.seeding import seed_everything
-from nblaunch.training.world import exchange
 from tests.processes.conftest import Launcher
 
 DATA: Any = list(range(67))

@@ -222,7 +222,7 @@ def stopping(number: int) -> torch.Tensor:
             r"index 37: (?s:.*)its result is \(4, torch.float32\), and",
         ),
         (lambda n: 0.5 if n == 37 else 1, r"index 37: (?s:.*)\(torch.float32,\), and that of index 0 \(torch.int64,\)"),
-        (lambda n: (n, n) if n == 37 else n, r"index 37: (?s:.*)make them alike"),
+        (lambda n: (n, n) if n == 37 else n, r"index 37: (?s:.*)return the same structure"),
         (lambda n: "text", r"^preprocess: index 0: .*'str'"),
         (lambda n: [], r"^preprocess: index 0: its result is \[\]: give at least one tensor"),
         (lambda n: Pair(n, n), r"^preprocess: index 0: (?s:.*)Pair"),
