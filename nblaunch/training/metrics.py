@@ -54,7 +54,7 @@ class Mean:
         """Add a value of this rank.
 
         Args:
-            value: A number, or a tensor, each element of which is a value.
+            value: A number, or a tensor, whose elements are the values.
             count: Number of samples that each value stands for: the batch's size for a loss that is a mean over the
                 batch. With 0 nothing is added, not even a NaN.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from nblaunch import training
 from tests.kernel.harness import running_kernel
 
@@ -15,6 +17,7 @@ def blocks(language: str, readme: Path = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", readme.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.timeout(240)  # a kernel, three launches and torchmetrics
 def test_every_python_block_of_the_training_readme_runs() -> None:
     cells = blocks("python", README.parent / "nblaunch/training/README.md")
     examples = "\n".join(cells)

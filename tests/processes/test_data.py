@@ -1,4 +1,4 @@
-"""Data among real ranks: exact whoever reads it, and no rank waits for another that has finished."""
+"""Data among real ranks: exact for any reader, and no rank waits for another that has finished."""
 
 from __future__ import annotations
 

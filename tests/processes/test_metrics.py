@@ -88,7 +88,7 @@ class Untouched(nn.Module):
 
 
 def refusals() -> list[str]:
-    """Of loaders of which the ranks together would count samples twice."""
+    """The errors for loaders that would count samples twice."""
     data = samples(100)
     padded: DataLoader[Any] = DataLoader(data, 8, sampler=DistributedSampler(data))
     refused = [padded, shard(padded), Prefetcher(padded, "cpu"), Prefetcher(DataLoader(data, 8), "cpu")]

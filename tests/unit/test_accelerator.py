@@ -210,7 +210,7 @@ def test_two_small_batches_accumulated_are_one_large_batch() -> None:
         torch.testing.assert_close(now, then)
 
 
-def test_the_last_batch_of_a_loader_ends_a_step_and_the_next_pass_begins_anew() -> None:
+def test_the_last_batch_of_a_loader_ends_a_step_and_the_next_pass_begins_a_new_one() -> None:
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
     _, synced, schedule = train(accelerator, 10, 2, epochs=2)
     assert synced == [False, False, True, False, True] * 2
@@ -231,7 +231,7 @@ def test_the_last_steps_loss_is_divided_by_the_batches_that_it_has() -> None:
             net.zero_grad()
         assert shares == [0.25] * 8 + [0.5] * 2
     accelerator.backward(net(*batch)["out"].sum() * 2)
-    assert net.layer.bias.grad.item() == 1.0  # as the last, where nothing begins anew
+    assert net.layer.bias.grad.item() == 1.0  # as the last one: no new step began
 
 
 def test_of_a_stream_without_a_length_the_last_step_is_divided_like_all() -> None:

@@ -173,7 +173,7 @@ def test_a_loader_is_divided_exactly(standing: Standing, shuffled: bool) -> None
         check_exact(found, samples)
         assert {one.total for one in found} == {samples}
         alone = passes(standing, lambda: shard(DataLoader(data, size, shuffle), seed=seed), 1, epoch)
-        assert order_of(found) == order_of(alone)  # the same order, whoever reads it
+        assert order_of(found) == order_of(alone)  # the same order with workers
         assert shuffle or order_of(found) == data
 
     holds()

@@ -120,7 +120,7 @@ def test_data_without_a_length_is_refused_before_anything_starts() -> None:
         trainer().fit(TensorDataset(torch.ones(0, 1)))
 
 
-def test_a_loader_of_the_users_own_begins_anew_and_keeps_its_seed() -> None:
+def test_a_loader_of_the_users_own_restarts_and_keeps_its_seed() -> None:
     own = shard(DataLoader(TensorDataset(torch.arange(8)), 2), seed=7)
     own.load_state_dict({"epoch": 3, "batches": 2, "seed": 7})
     assert trainer(seed=1)._loader(own, True) is own
@@ -228,7 +228,7 @@ def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "missing") == []
 
 
-def test_a_training_anew_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+def test_a_new_run_removes_the_checkpoints_of_the_last_one(tmp_path: Path) -> None:
     folder = checkpoint.CheckpointFolder(tmp_path, keep=2)
     assert folder.begin(resume=False) is None
     for step in (9, 18):

@@ -87,7 +87,7 @@ class StreamReader:
             message, turn = _scatter(None), next(turns)
             if message.turn != turn:
                 raise RuntimeError(
-                    f"rank {self.place.rank} is at batch {turn[1]} of its pass {turn[0]} over a stream of which rank 0 "
+                    f"rank {self.place.rank} is at batch {turn[1]} of its pass {turn[0]} over a stream, and rank 0 "
                     f"sent batch {message.turn[1]} of pass {message.turn[0]}: some ranks took batches that others did "
                     "not. Iterate it on every rank alike, a look at its first batch too, or let each read the stream: "
                     "shard(loader, dispatch=False)"
