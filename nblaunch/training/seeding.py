@@ -37,7 +37,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     Raises:
         ArgumentError: `seed` is not a whole number in that range.
     """
-    _check(seed, "seed")
+    _check(seed)
     os.environ[_VARIABLE] = str(seed)
     _seed_python_and_numpy(seed)
     torch.manual_seed(seed)
@@ -75,7 +75,7 @@ def checked_seed(seed: int | None) -> int | None:
         ArgumentError: It is neither None nor a whole number from 0 to 2**32 - 1.
     """
     if seed is not None:
-        _check(seed, "seed")
+        _check(seed)
     return seed
 
 
@@ -171,9 +171,9 @@ class _GaussianState:
             random_state._bit_generator = own
 
 
-def _check(seed: Any, name: str) -> None:
+def _check(seed: Any) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT:
-        raise ArgumentError(f"{name}={seed!r}: must be a whole number from 0 to 2**32 - 1, such as {name}=42")
+        raise ArgumentError(f"seed={seed!r}: must be a whole number from 0 to 2**32 - 1, such as seed=42")
 
 
 def _seed_python_and_numpy(seed: int) -> None:

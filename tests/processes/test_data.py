@@ -94,7 +94,7 @@ def check_streams_out_of_step() -> None:
         if dist.get_rank() == 0:
             next(second)
             continue
-        with pytest.raises(RuntimeError, match=r"is at batch \d of its pass \d .* Iterate it on every rank alike"):
+        with pytest.raises(RuntimeError, match=r"is at batch \d of its pass \d .* Iterate it equally on every rank"):
             next(second)
 
 

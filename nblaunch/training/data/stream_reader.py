@@ -89,8 +89,8 @@ class StreamReader:
                 raise RuntimeError(
                     f"rank {self.place.rank} is at batch {turn[1]} of its pass {turn[0]} over a stream, and rank 0 "
                     f"sent batch {message.turn[1]} of pass {message.turn[0]}: some ranks took batches that others did "
-                    "not. Iterate it on every rank alike, a look at its first batch too, or let each read the stream: "
-                    "shard(loader, dispatch=False)"
+                    "not. Iterate it equally on every rank, including peeks at its first batch, or let each rank read "
+                    "the stream: shard(loader, dispatch=False)"
                 )
             if message.share is None:
                 return
