@@ -249,7 +249,6 @@ def in_circle(name: str, imports: dict[str, set[str]]) -> bool:
 TOO_LONG = {
     "generations.py",
     "handle.py",
-    "loader.py",
     "log_files.py",
     "record.py",
     "server_client.py",

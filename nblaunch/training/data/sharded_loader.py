@@ -17,7 +17,6 @@ from nblaunch.training.data.index_source import (
     BatchNote,
     IndexFeed,
     IndexPass,
-    IndexSource,
     epochs_of,
     length_of,
     samplers_of,
@@ -197,7 +196,7 @@ class ShardedLoader(DataLoader[T_co]):
     def _iterate_indices(self, start: int) -> Iterator[tuple[Any, BatchNote]]:
         """Iterate a map-style dataset."""
         begin = self._progress.start_samples
-        shares = self._planned() if self._source.is_sized else self._source.shares(world(), begin)
+        shares = self._planned() if source_of(self).is_sized else source_of(self).shares(world(), begin)
         # If workers could overtake each other, the padding batch could not be identified.
         self.in_order = self._in_order or (isinstance(shares, list) and any(share.is_padding for share in shares[-1:]))
         own, epoch, rank = self.seed, self.epoch, world().rank
@@ -236,14 +235,10 @@ class ShardedLoader(DataLoader[T_co]):
     def _is_stream(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
 
-    @property
-    def _source(self) -> IndexSource:
-        return source_of(self)
-
     def _planned(self) -> list[Share]:
         key = (world(), self.seed, self.epoch, self._progress.start_samples)
         if self._plan is None or self._plan.key != key:
-            self._plan = _Plan(key, self._source.planned(*key))
+            self._plan = _Plan(key, source_of(self).planned(*key))
             self._set_sampler_epochs()  # our samplers have completed a pass
         return self._plan.shares
 
@@ -252,11 +247,11 @@ class ShardedLoader(DataLoader[T_co]):
 
         None if `shard` divides the data itself, or the sampler has no length.
         """
-        if self._is_stream or not (self._source.is_own_part and self._source.is_sized):
+        if self._is_stream or not (source_of(self).is_own_part and source_of(self).is_sized):
             return None
         self._follow_samplers()
         self._set_sampler_epochs()
-        return sum(len(share.items) if self._source.takes_lists else 1 for share in self._planned())
+        return sum(len(share.items) if source_of(self).takes_lists else 1 for share in self._planned())
 
     # ------------------------------------------------------------------ sizes
     def __len__(self) -> int:
@@ -269,7 +264,7 @@ class ShardedLoader(DataLoader[T_co]):
         if self._is_stream:
             size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
             return round_count(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
-        return self._source.rounds(ranks)
+        return source_of(self).rounds(ranks)
 
     def _size_from(self, start: int) -> int | None:
         """Return how many batches this rank gets in a pass that resumes after `start` of them; None if unknown."""
@@ -277,7 +272,7 @@ class ShardedLoader(DataLoader[T_co]):
         if not begin:
             return length_of(self)
         if not self._is_stream:
-            return start + len(self._planned()) if self._source.is_sized else None
+            return start + len(self._planned()) if source_of(self).is_sized else None
         size = length_of(self.dataset)
         if size is None:
             return None
@@ -287,7 +282,7 @@ class ShardedLoader(DataLoader[T_co]):
     def total(self) -> int | None:
         """How many samples all ranks together get in a pass, each counted once; None if unknown."""
         if not self._is_stream:
-            return self._source.total(world().size)
+            return source_of(self).total(world().size)
         if self.batch_size is None or not hasattr(self.dataset, "__len__"):
             return None
         whole = self.batch_size * world().size
@@ -367,9 +362,9 @@ class ShardedLoader(DataLoader[T_co]):
             return
         if self._is_stream:
             reason = "workers read this stream" if before.num_workers or now.num_workers else ""
-        elif self._source.is_own_part or not self._progress.start_samples:  # samples are counted in all other cases
+        elif source_of(self).is_own_part or not self._progress.start_samples:  # samples are counted in all other cases
             reason = "its sampler divides the data among the ranks itself"
-        elif self._source.yields == "batches" and before.batch_size != now.batch_size:
+        elif source_of(self).yields == "batches" and before.batch_size != now.batch_size:
             reason = "its batch sampler makes the batches itself"
         else:
             reason = ""
