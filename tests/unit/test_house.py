@@ -249,7 +249,6 @@ def in_circle(name: str, imports: dict[str, set[str]]) -> bool:
 TOO_LONG = {
     "generations.py",
     "handle.py",
-    "loader.py",
     "log_files.py",
     "record.py",
     "server_client.py",
@@ -412,3 +411,41 @@ def test_an_error_of_a_rank_carries_the_rank_and_its_log(kind: type[errors.RankE
 def test_a_stopped_launch_carries_what_came_back() -> None:
     assert errors.LaunchStoppedError("stopped", {1: "one"}).results == {1: "one"}
     assert errors.LaunchStoppedError("stopped").results == {}
+
+
+# ------------------------------------------------------------------ import circles
+def modules_imported_by(module: Path) -> set[str]:
+    """The modules of the package that a module imports: at the top, inside functions, and for type checkers."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {_target(node.module or "", alias.name) for alias in node.names}
+    return {target for target in found if is_within(target, ("nblaunch",)) and target != "nblaunch"}
+
+
+def import_circles() -> list[list[str]]:
+    """The groups of modules that import each other, directly or through others. The package itself is left out."""
+    imports = {
+        ".".join(module.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): module
+        for module in MODULES
+    }
+    graph = {name: modules_imported_by(module) for name, module in imports.items() if name != "nblaunch"}
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        queue = [start]
+        while queue:
+            new = graph.get(queue.pop(), set()) - seen
+            seen |= new
+            queue += new
+        return seen
+
+    reach = {name: reachable(name) for name in graph}
+    circles = {tuple(sorted(other for other in reach[name] if name in reach.get(other, ()))) for name in graph}
+    return [list(circle) for circle in sorted(circles) if circle]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert import_circles() == []
