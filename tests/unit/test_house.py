@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -281,3 +282,9 @@ def test_every_path_in_the_architecture_exists() -> None:
 def test_the_architecture_shows_every_room() -> None:
     rooms = {path.rstrip("/") for path in paths_named_in(ARCHITECTURE.read_text()) if path.count("/") == 1}
     assert set(BELOW) - {"errors"} <= rooms
+
+
+def test_the_launcher_documents_every_argument() -> None:
+    documented = (nblaunch.notebook_launcher.__doc__ or "").partition("Args:")[2].partition("Returns:")[0]
+    names = inspect.signature(nblaunch.notebook_launcher).parameters
+    assert [name for name in names if not re.search(rf"\b{name}\b[,:]", documented)] == []
