@@ -80,11 +80,9 @@ def notebook_launcher(
         kwargs: Its keyword arguments, a dict.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): CUDA where a GPU is visible.
         backend: Of the process group. Default: gloo on the CPU, nccl (and gloo for CPU tensors) on GPUs.
-        start_method: ``"forkserver"`` (Linux), ``"spawn"``, ``"fork"`` (of the kernel itself: can hang after OpenMP has
-            run there, refused after CUDA has), or ``"auto"`` (default): forkserver on Linux, spawn elsewhere.
+        start_method: ``"forkserver"`` (Linux), ``"spawn"``, ``"fork"`` (of the kernel itself), or ``"auto"`` (default).
         threads_per_rank: CPU threads of each rank. Default: your OMP_NUM_THREADS, else usable CPUs divided by ranks.
-        env: Environment variables for the ranks, besides the notebook's own. With one that torch reads at import
-            (``TORCH_*``, ``OMP_*``, ...) the first launch starts a fork server of its own, which takes 1 to 3 s.
+        env: Environment variables for the ranks, besides the notebook's own.
         timeout: Seconds that the launch may take. Default: no limit.
         stop_grace: Seconds that a rank which is interrupted has for ``finally`` and checkpoints. Default 30.
         metric_patterns: Regular expressions that read metrics out of what the ranks print, for code that only prints:
@@ -95,8 +93,7 @@ def notebook_launcher(
         preload: Modules of installed packages that later launches find imported, as with ``%distributed preload``.
             Default: what the notebook imports of well-known packages.
         block: True (default): wait, and return the result. False: return a `Launch` at once.
-        view: What to show: ``"auto"`` (default; the panel, or text where no page can show it), ``"text"``, ``"none"``.
-            ``NBLAUNCH_VIEW`` replaces ``"auto"``.
+        view: What to show: ``"auto"`` (default), ``"text"``, ``"none"``.
         use_port, master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, monitor_interval,
             log_line_prefix_template: Accepted so that code written for accelerate runs unchanged; not needed, and
             a warning says so where one is given.

@@ -7,9 +7,7 @@ from pathlib import Path
 
 from tests.kernel.harness import running_kernel
 
-ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
-MAX_LINES = 195
+README = Path(__file__).parents[2] / "README.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -32,14 +30,14 @@ def test_every_python_block_of_the_readme_runs() -> None:
 def test_the_commands_of_the_readme_exist() -> None:
     (commands,) = blocks("bash")
     for script in re.findall(r"^bash (\S+)", commands, flags=re.MULTILINE):
-        assert (ROOT / script).is_file()
+        assert (README.parent / script).is_file()
 
 
 def test_the_readme_links_to_files_that_exist() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", README.read_text())
     assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (README.parent / link).exists()] == []
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) <= MAX_LINES
+    assert len(README.read_text().splitlines()) <= 195
