@@ -215,6 +215,33 @@ def test_every_module_explains_itself() -> None:
     assert [module for module in MODULES if not ast.get_docstring(ast.parse(module.read_text()))] == []
 
 
+# ------------------------------------------------------------------ the documents
+ARCHITECTURE = PACKAGE / "ARCHITECTURE.md"
+
+
+def paths_named_in(text: str) -> list[str]:
+    """Paths between backticks: files by their ending, folders by their slash."""
+    return re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|js|mjs|css|md|ipynb|sh)|(?:[\w-]+/)+)`", text)
+
+
+def test_every_path_in_the_architecture_exists() -> None:
+    """Relative to the package, or to the repository for ``tests/`` and ``notebooks/``."""
+    named = paths_named_in(ARCHITECTURE.read_text())
+    assert len(named) > 30
+    assert [path for path in named if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()] == []
+
+
+def test_the_architecture_shows_every_room() -> None:
+    rooms = {path.rstrip("/") for path in paths_named_in(ARCHITECTURE.read_text()) if path.count("/") == 1}
+    assert set(BELOW) - {"errors"} <= rooms
+
+
+def test_the_launcher_documents_every_argument() -> None:
+    documented = (nblaunch.notebook_launcher.__doc__ or "").partition("Args:")[2].partition("Returns:")[0]
+    names = inspect.signature(nblaunch.notebook_launcher).parameters
+    assert [name for name in names if not re.search(rf"\b{name}\b[,:]", documented)] == []
+
+
 # ------------------------------------------------------------------ the tree of errors
 class Branch(NamedTuple):
     """A line of the tree: a class, the class above it, and the builtin that it also is."""
@@ -261,30 +288,3 @@ def test_an_error_of_a_rank_carries_the_rank_and_its_log(kind: type[errors.RankE
 def test_a_stopped_launch_carries_what_came_back() -> None:
     assert errors.LaunchStoppedError("stopped", {1: "one"}).results == {1: "one"}
     assert errors.LaunchStoppedError("stopped").results == {}
-
-
-# ------------------------------------------------------------------ the map
-ARCHITECTURE = PACKAGE / "ARCHITECTURE.md"
-
-
-def paths_named_in(text: str) -> list[str]:
-    """Paths between backticks: files by their ending, folders by their slash."""
-    return re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|js|mjs|css|md|ipynb|sh)|(?:[\w-]+/)+)`", text)
-
-
-def test_every_path_in_the_architecture_exists() -> None:
-    """Relative to the package, or to the repository for ``tests/`` and ``notebooks/``."""
-    named = paths_named_in(ARCHITECTURE.read_text())
-    assert len(named) > 30
-    assert [path for path in named if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()] == []
-
-
-def test_the_architecture_shows_every_room() -> None:
-    rooms = {path.rstrip("/") for path in paths_named_in(ARCHITECTURE.read_text()) if path.count("/") == 1}
-    assert set(BELOW) - {"errors"} <= rooms
-
-
-def test_the_launcher_documents_every_argument() -> None:
-    documented = (nblaunch.notebook_launcher.__doc__ or "").partition("Args:")[2].partition("Returns:")[0]
-    names = inspect.signature(nblaunch.notebook_launcher).parameters
-    assert [name for name in names if not re.search(rf"\b{name}\b[,:]", documented)] == []
