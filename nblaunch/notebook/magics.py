@@ -65,12 +65,23 @@ class DistributedMagics(Magics):
     @argument(
         "--backend", help=f"of the process group, one of {', '.join(BACKENDS)}; default: gloo on the CPU, nccl on GPUs"
     )
-    @argument("--start-method", help=f"one of {', '.join(START_METHODS)}; default auto: forkserver on Linux")
-    @argument("--threads-per-rank", type=int, help="CPU threads of each rank; default: usable CPUs divided by ranks")
+    @argument(
+        "--start-method",
+        help=f"one of {', '.join(START_METHODS)}; default auto: forkserver on Linux, spawn elsewhere; fork copies the "
+        "kernel, which can hang",
+    )
+    @argument(
+        "--threads-per-rank",
+        type=int,
+        help="CPU threads of each rank; default: your OMP_NUM_THREADS, else usable CPUs divided by ranks",
+    )
     @argument("--max-restarts", type=int, help="start all ranks again after a failure, this many times; default 0")
     @argument("--timeout", type=float, help="seconds that the launch may take; default: no limit")
     @argument("--stop-grace", type=float, help="seconds that interrupted ranks have for checkpoints; default 30")
-    @argument("--view", help="auto, text or none; default auto")
+    @argument(
+        "--view",
+        help="auto (the panel, or text where no page can show it), text or none; default: NBLAUNCH_VIEW, else auto",
+    )
     @argument(
         "--preload",
         action="append",
@@ -83,7 +94,8 @@ class DistributedMagics(Magics):
         dest="metric_patterns",
         metavar="PATTERN",
         help=r"read metrics out of printed lines, as in 'Accuracy: (?P<accuracy>[\d.]+)': a regular expression whose "
-        "named groups hold numbers (a group named step: the step); may be given several times",
+        "named groups hold numbers (a group named step: the step); each line's first 8 KB are searched, in the "
+        "notebook's process; may be given several times",
     )
     @line_cell_magic
     @no_var_expand

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -273,6 +274,33 @@ def test_every_module_explains_itself() -> None:
     assert [module for module in MODULES if not ast.get_docstring(ast.parse(module.read_text()))] == []
 
 
+# ------------------------------------------------------------------ the documents
+ARCHITECTURE = PACKAGE / "ARCHITECTURE.md"
+
+
+def paths_named_in(text: str) -> list[str]:
+    """Paths between backticks: files by their ending, folders by their slash."""
+    return re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|js|mjs|css|md|ipynb|sh)|(?:[\w-]+/)+)`", text)
+
+
+def test_every_path_in_the_architecture_exists() -> None:
+    """Relative to the package, or to the repository for ``tests/`` and ``notebooks/``."""
+    named = paths_named_in(ARCHITECTURE.read_text())
+    assert len(named) > 30
+    assert [path for path in named if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()] == []
+
+
+def test_the_architecture_shows_every_room() -> None:
+    rooms = {path.rstrip("/") for path in paths_named_in(ARCHITECTURE.read_text()) if path.count("/") == 1}
+    assert set(BELOW) - {"errors"} <= rooms
+
+
+def test_the_launcher_documents_every_argument() -> None:
+    documented = (nblaunch.notebook_launcher.__doc__ or "").partition("Args:")[2].partition("Returns:")[0]
+    names = inspect.signature(nblaunch.notebook_launcher).parameters
+    assert [name for name in names if not re.search(rf"\b{name}\b[,:]", documented)] == []
+
+
 # ------------------------------------------------------------------ timeouts
 ROOMS_WITH_TIMEOUTS = {"engines", "launch", "notebook", "ranks"}
 """Rooms whose timeouts have not moved yet."""
@@ -330,7 +358,7 @@ BANNED = (
 )
 _BANNED = re.compile(rf"(?<![a-z])(?:{'|'.join(BANNED)})(?![a-z])".replace(" ", r"[\s_]+(?:# *)?"), re.IGNORECASE)
 WITH_BANNED = (
-    *("README.md", "notebooks", "tests"),
+    "tests",
     *(f"nblaunch/{room}" for room in ("engines", "launch", "notebook", "ranks", "training")),
     *(f"nblaunch/machine/{name}.py" for name in ("usage",)),
     *(f"nblaunch/wire/{name}.py" for name in ("messages",)),
@@ -352,7 +380,7 @@ def test_the_prose_uses_no_banned_word() -> None:
     for folder in ("nblaunch", "tests", "notebooks"):
         files += (
             file
-            for suffix in ("py", "js", "mjs", "css", "sh", "ipynb")
+            for suffix in ("py", "js", "mjs", "css", "sh", "md", "ipynb")
             for file in root.glob(f"{folder}/**/*.{suffix}")
         )
     names = {file.relative_to(root).as_posix(): file for file in files if file != Path(__file__)}
