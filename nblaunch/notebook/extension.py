@@ -11,18 +11,18 @@ from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend as hosts
 from nblaunch.notebook.completion import complete_distributed
 from nblaunch.notebook.magics import DistributedMagics
-from nblaunch.notebook.notebook_frontend import NotebookHost, can_show_panels, import_widget
+from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
 from nblaunch.transfer.sent_data import snapshots
 
 _HOOK = "post_run_cell"
 
 
-def meet(shell: Any) -> NotebookHost:
+def meet(shell: Any) -> NotebookFrontend:
     """Have launches from this shell shown by the notebook's room; does nothing the second time."""
     present = hosts.host()
-    if isinstance(present, NotebookHost) and present.shell is shell:
+    if isinstance(present, NotebookFrontend) and present.shell is shell:
         return present
-    host = NotebookHost(shell)
+    host = NotebookFrontend(shell)
     hosts.register(host)
     shell.events.register(_HOOK, host.after_cell)
     return host
@@ -48,7 +48,7 @@ def load(shell: Any) -> None:
 def unload(shell: Any) -> None:
     """Take the magic and the hook out, end the fork server, and keep no data."""
     present = hosts.host()
-    if isinstance(present, NotebookHost):
+    if isinstance(present, NotebookFrontend):
         shell.events.unregister(_HOOK, present.after_cell)
         hosts.register(None)
     for kind in ("line", "cell"):

@@ -17,14 +17,14 @@ from nblaunch.engines.generations import servers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch.frontend import view_choice, wait_in_steps
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
-from nblaunch.launch.views.view import NullView, View
+from nblaunch.launch.views.base import NullView, View
 from nblaunch.notebook.panel import PanelView
 from nblaunch.notebook.shell_channel import ShellChannel
 
 _SERVE_EVERY_S = 0.1
 
 
-class NotebookHost:
+class NotebookFrontend:
     """The host of launches inside an IPython shell, with a kernel or in a terminal."""
 
     def __init__(self, shell: Any) -> None:
