@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.launch.views.base import NullView, View
+from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
 
 _registered: Frontend | None = None

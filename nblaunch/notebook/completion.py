@@ -19,7 +19,7 @@ _VALUES = {
 
 @context_matcher()
 def complete_distributed(context: Any) -> dict[str, Any]:
-    """IPython's matcher: options, and the values of those that have few."""
+    """Complete options and their values, as an IPython matcher."""
     line = context.line_with_cursor
     magic = next((name for name in ("%%distributed", "%distributed") if line.startswith(name + " ")), None)
     if magic is None or context.cursor_line > 0:

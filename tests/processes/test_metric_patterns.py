@@ -6,9 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tqdm import tqdm
