@@ -12,9 +12,15 @@ const FAINT = { 1: 1, 2: 0.75, 8: 0.5 }; // how strong a rank's line is, for so 
 export function niceTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10);
+  const step =
+    power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && ticks.length < 50; i++) ticks.push(Number((i * step).toPrecision(12)));
+  for (
+    let i = Math.ceil(low / step - 1e-9);
+    i * step <= high + step * 1e-9 && ticks.length < 50;
+    i++
+  )
+    ticks.push(Number((i * step).toPrecision(12)));
   return ticks;
 }
 
@@ -38,13 +44,20 @@ export class MetricChart {
   constructor(host, onPoint) {
     this.host = host;
     this.onPoint = onPoint;
-    /** @type {Table} */ this.table = { xs: [], ranks: [], columns: [], mean: [] };
+    /** @type {Table} */ this.table = {
+      xs: [],
+      ranks: [],
+      columns: [],
+      mean: [],
+    };
     /** @type {Plot | null} */ this.plot = null;
     this.canvas = el("canvas", { class: "nbl-canvas", "aria-hidden": "true" });
     this.cursor = el("div", { class: "nbl-cursor", hidden: true });
     /** @type {Map<string, string>} */ this.colours = new Map();
     host.append(this.canvas, this.cursor);
-    host.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#point(event.clientX));
+    host.addEventListener("pointermove", (/** @type {PointerEvent} */ event) =>
+      this.#point(event.clientX),
+    );
     host.addEventListener("pointerleave", () => this.#point(null));
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(host);
@@ -72,8 +85,12 @@ export class MetricChart {
     const context = this.canvas.getContext("2d");
     if (!width || !context || this.table.xs.length < 2) return;
     const scale = globalThis.devicePixelRatio || 1;
-    const [w, h] = [Math.round(width * scale), Math.round(CHART_HEIGHT * scale)];
-    if (this.canvas.width !== w || this.canvas.height !== h) Object.assign(this.canvas, { width: w, height: h });
+    const [w, h] = [
+      Math.round(width * scale),
+      Math.round(CHART_HEIGHT * scale),
+    ];
+    if (this.canvas.width !== w || this.canvas.height !== h)
+      Object.assign(this.canvas, { width: w, height: h });
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, CHART_HEIGHT);
     context.font = `10px ${getComputedStyle(this.host).fontFamily}`;
@@ -88,11 +105,24 @@ export class MetricChart {
     const [first, last] = [xs[0], xs[xs.length - 1]];
     const height = CHART_HEIGHT - PADDING.top - PADDING.bottom;
     const levels = niceTicks(low, high, height / 22);
-    const left = Math.ceil(Math.max(22, ...levels.map((level) => context.measureText(numberText(level)).width))) + 6;
+    const left =
+      Math.ceil(
+        Math.max(
+          22,
+          ...levels.map(
+            (level) => context.measureText(numberText(level)).width,
+          ),
+        ),
+      ) + 6;
     const plot = {
-      left, width: width - left - PADDING.right, height,
-      x: (/** @type {number} */ value) => left + ((value - first) / (last - first)) * (width - left - PADDING.right),
-      y: (/** @type {number} */ value) => PADDING.top + ((high - value) / (high - low)) * height,
+      left,
+      width: width - left - PADDING.right,
+      height,
+      x: (/** @type {number} */ value) =>
+        left +
+        ((value - first) / (last - first)) * (width - left - PADDING.right),
+      y: (/** @type {number} */ value) =>
+        PADDING.top + ((high - value) / (high - low)) * height,
     };
     this.plot = plot;
     context.strokeStyle = this.#colour("nbl-ink-grid");
@@ -112,7 +142,11 @@ export class MetricChart {
     for (const value of niceTicks(first, last, plot.width / 48)) {
       const x = plot.x(value);
       context.textAlign = x > width - 24 ? "right" : "center";
-      context.fillText(numberText(value), x > width - 24 ? width - 2 : x, CHART_HEIGHT - 5);
+      context.fillText(
+        numberText(value),
+        x > width - 24 ? width - 2 : x,
+        CHART_HEIGHT - 5,
+      );
     }
   }
 
@@ -121,8 +155,16 @@ export class MetricChart {
     const { ranks, columns, mean } = this.table;
     const several = ranks.length > 1;
     context.lineJoin = "round";
-    context.globalAlpha = ranks.length >= 8 ? FAINT[8] : several ? FAINT[2] : FAINT[1];
-    ranks.forEach((rank, i) => this.#line(context, columns[i], this.#colour(`nbl-ink ${rankClass(rank)}`), several ? 1 : 2));
+    context.globalAlpha =
+      ranks.length >= 8 ? FAINT[8] : several ? FAINT[2] : FAINT[1];
+    ranks.forEach((rank, i) =>
+      this.#line(
+        context,
+        columns[i],
+        this.#colour(`nbl-ink ${rankClass(rank)}`),
+        several ? 1 : 2,
+      ),
+    );
     context.globalAlpha = 1;
     if (several) this.#line(context, mean, this.#colour("nbl-ink-mean"), 2);
   }
@@ -138,7 +180,8 @@ export class MetricChart {
     context.beginPath();
     for (let i = 0; i < values.length; i++) {
       const value = values[i];
-      if (value === null || (every > 1 && i % every && i !== values.length - 1)) continue;
+      if (value === null || (every > 1 && i % every && i !== values.length - 1))
+        continue;
       end = [plot.x(xs[i]), plot.y(value)];
       if (length++) context.lineTo(end[0], end[1]);
       else context.moveTo(end[0], end[1]);
@@ -152,13 +195,21 @@ export class MetricChart {
 
   /** @param {number | null} clientX */
   #point(clientX) {
-    const { plot, table: { xs } } = this;
+    const {
+      plot,
+      table: { xs },
+    } = this;
     this.cursor.hidden = clientX === null || !plot;
     if (clientX === null || !plot) return this.onPoint(null);
-    const share = (clientX - this.host.getBoundingClientRect().left - plot.left) / plot.width;
-    const wanted = xs[0] + Math.max(0, Math.min(1, share)) * (xs[xs.length - 1] - xs[0]);
+    const share =
+      (clientX - this.host.getBoundingClientRect().left - plot.left) /
+      plot.width;
+    const wanted =
+      xs[0] + Math.max(0, Math.min(1, share)) * (xs[xs.length - 1] - xs[0]);
     let nearest = 0;
-    for (let i = 1; i < xs.length; i++) if (Math.abs(xs[i] - wanted) < Math.abs(xs[nearest] - wanted)) nearest = i;
+    for (let i = 1; i < xs.length; i++)
+      if (Math.abs(xs[i] - wanted) < Math.abs(xs[nearest] - wanted))
+        nearest = i;
     this.cursor.style.left = `${plot.x(xs[nearest])}px`;
     this.onPoint(nearest);
   }

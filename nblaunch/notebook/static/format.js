@@ -8,9 +8,11 @@ export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on_")) node.addEventListener(name.slice(3), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : String(value));
+    else if (value !== null && value !== undefined && value !== false)
+      node.setAttribute(name, value === true ? "" : String(value));
   }
-  for (const child of children) if (child !== null && child !== undefined) node.append(child);
+  for (const child of children)
+    if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 
@@ -23,15 +25,21 @@ export function setText(node, text) {
 /** @param {Element} node @param {string} name @param {string | number | null} value null: no such attribute */
 export function setAttribute(node, name, value) {
   if (value === null) node.removeAttribute(name);
-  else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, String(value));
+  else if (node.getAttribute(name) !== String(value))
+    node.setAttribute(name, String(value));
 }
 
 /** @param {number} seconds such as 0:07, 12:05, 1:02:03 */
 export function clockText(seconds) {
   const whole = Math.max(0, Math.floor(seconds) || 0);
   const two = (/** @type {number} */ n) => String(n).padStart(2, "0");
-  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60];
-  return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+  const [hours, minutes] = [
+    Math.floor(whole / 3600),
+    Math.floor(whole / 60) % 60,
+  ];
+  return hours
+    ? `${hours}:${two(minutes)}:${two(whole % 60)}`
+    : `${minutes}:${two(whole % 60)}`;
 }
 
 /** How long something took. @param {number} seconds */
@@ -55,8 +63,10 @@ export function numberText(given) {
   const value = numberOf(given);
   if (value === null) return "–";
   const size = Math.abs(value);
-  if (Number.isInteger(value) && size < 1e6) return value.toLocaleString("en-US");
-  if (size !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(2).replace(/\.?0+e/, "e");
+  if (Number.isInteger(value) && size < 1e6)
+    return value.toLocaleString("en-US");
+  if (size !== 0 && (size < 1e-4 || size >= 1e6))
+    return value.toExponential(2).replace(/\.?0+e/, "e");
   return size >= 1e3 ? value.toFixed(0) : String(Number(value.toPrecision(4)));
 }
 

@@ -12,7 +12,11 @@ export const ACTIVE_STATES = ["starting", "running", "stopping"];
 
 /** @typedef {{now: () => number, set: (act: () => void, ms: number) => any, clear: (timer: any) => void}} Clock */
 /** @type {Clock} */
-const pageClock = { now: () => Date.now(), set: (act, ms) => setTimeout(act, ms), clear: (timer) => clearTimeout(timer) };
+const pageClock = {
+  now: () => Date.now(),
+  set: (act, ms) => setTimeout(act, ms),
+  clear: (timer) => clearTimeout(timer),
+};
 
 /** What the panel knows that decides here.
  * @typedef {object} Launch
@@ -21,7 +25,7 @@ const pageClock = { now: () => Date.now(), set: (act, ms) => setTimeout(act, ms)
  * @property {string} state
  * @property {number} heard when the last message came, by the clock
  * @property {number} seq the last number seen in order
- * @property {boolean} have whether lines of the logs are here
+ * @property {boolean} hasLines whether lines of the logs are here
  * @property {(text: string) => void} say
  * @property {() => void} changed
  * @property {() => void} lost the kernel has gone */
@@ -46,7 +50,7 @@ export class KernelLink {
     return !this.gone && ACTIVE_STATES.includes(this.launch.state);
   }
 
-  /** @param {object} message */
+  /** @param {import("./page_messages.js").FromPage} message */
   send(message) {
     try {
       this.model.send(message);
@@ -60,7 +64,10 @@ export class KernelLink {
   stop() {
     if (!this.active) return;
     if (this.timers.has("ack")) this.again ||= this.asked === "stop";
-    else this.#ask(this.asked || this.launch.state === "stopping" ? "kill" : "stop");
+    else
+      this.#ask(
+        this.asked || this.launch.state === "stopping" ? "kill" : "stop",
+      );
     this.launch.changed();
   }
 
@@ -80,16 +87,16 @@ export class KernelLink {
     if (again) this.#ask("kill");
   }
 
-  /** @param {string} what @param {string} launch */
-  acknowledged(what, launch) {
-    if (launch !== undefined && launch !== this.launch.id) return;
-    if (what === "stop" && this.asked === "kill") return; // late: that of the click before
+  /** @param {import("./page_messages.js").Acknowledged["action"]} action @param {string} launch */
+  acknowledged(action, launch) {
+    if (launch !== this.launch.id) return;
+    if (action === "stop" && this.asked === "kill") return; // late: that of the click before
     this.#cancel("ack");
     this.#cancel("patience");
     this.launch.say("");
-    if (what === "done") this.#forget();
+    if (action === "done") this.#forget();
     this.#askAgain();
-    if (what === "done" && this.active) this.resync();
+    if (action === "done" && this.active) this.resync();
     this.launch.changed();
   }
 
@@ -111,7 +118,11 @@ export class KernelLink {
   stacks() {
     this.send({ kind: "stacks", launch: this.launch.id });
     this.launch.say("");
-    this.#after("stacks", PATIENCE, () => this.launch.say("No stacks: the kernel does not answer while its cell runs."));
+    this.#after("stacks", PATIENCE, () =>
+      this.launch.say(
+        "No stacks: the kernel does not answer while its cell runs.",
+      ),
+    );
   }
 
   stacksCame() {
@@ -121,9 +132,9 @@ export class KernelLink {
   /** Messages are missing: ask for everything, again after a while until it comes, less and less often. */
   resync() {
     if (this.timers.has("resync") || this.gone) return;
-    const { seq, have } = this.launch;
-    this.rewinds = !have;
-    this.send({ kind: "resync", seq, have });
+    const { seq, hasLines } = this.launch;
+    this.rewinds = !hasLines;
+    this.send({ kind: "resync", seq, has_lines: hasLines });
     this.#after("resync", this.resyncWait, () => this.resync());
     this.resyncWait = Math.min(RESYNC_MOST, 2 * this.resyncWait);
   }
@@ -141,17 +152,24 @@ export class KernelLink {
     if (!this.armed) {
       const session = this.#session();
       if (!session && (!this.#kernel() || this.#inVsCode())) {
-        return this.launch.say("Use your editor's Restart button: a page may not restart this kernel.");
+        return this.launch.say(
+          "Use your editor's Restart button: a page may not restart this kernel.",
+        );
       }
       this.armed = true;
       this.#after("armed", ARMED, () => this.#disarm());
       return this.launch.changed();
     }
     this.#disarm();
-    const failed = () => this.launch.say("The kernel did not restart: use the notebook's Restart button.");
+    const failed = () =>
+      this.launch.say(
+        "The kernel did not restart: use the notebook's Restart button.",
+      );
     try {
       const session = this.#session();
-      Promise.resolve(session ? session.restartKernel() : this.#kernel().restart()).catch(failed);
+      Promise.resolve(
+        session ? session.restartKernel() : this.#kernel().restart(),
+      ).catch(failed);
     } catch {
       failed();
     }
@@ -168,11 +186,15 @@ export class KernelLink {
   }
 
   #watch() {
-    this.onStatus = (/** @type {unknown} */ _, /** @type {string} */ status) => {
+    this.onStatus = (
+      /** @type {unknown} */ _,
+      /** @type {string} */ status,
+    ) => {
       if (!GONE_STATUSES.includes(status) || this.gone) return;
       this.gone = true;
       this.#forget();
-      for (const name of ["ack", "patience", "stacks", "resync"]) this.#cancel(name);
+      for (const name of ["ack", "patience", "stacks", "resync"])
+        this.#cancel(name);
       this.launch.say("");
       this.launch.lost();
     };
@@ -209,16 +231,28 @@ export class KernelLink {
   #interruptOrSay() {
     if (!this.active) return;
     if (!this.launch.blocking) {
-      return this.launch.say("The kernel is busy: it stops when the running cell ends, or run %distributed stop.");
+      return this.launch.say(
+        "The kernel is busy: it stops when the running cell ends, or run %distributed stop.",
+      );
     }
     if (this.clock.now() - this.launch.heard > FRESH) {
       return this.launch.say(`The kernel does not answer: ${ASK_INTERRUPT}.`);
     }
-    if (!this.#kernel()) return this.launch.say(`From here the kernel cannot be reached: ${ASK_INTERRUPT}.`);
-    const failed = () => this.launch.say(`The kernel could not be interrupted: ${ASK_INTERRUPT}.`);
+    if (!this.#kernel())
+      return this.launch.say(
+        `From here the kernel cannot be reached: ${ASK_INTERRUPT}.`,
+      );
+    const failed = () =>
+      this.launch.say(`The kernel could not be interrupted: ${ASK_INTERRUPT}.`);
     try {
       Promise.resolve(this.#interrupt(this.#kernel())).catch(failed);
-      this.#after("patience", PATIENCE, () => this.active && this.launch.say(`The kernel has not stopped yet: ${ASK_INTERRUPT}.`));
+      this.#after(
+        "patience",
+        PATIENCE,
+        () =>
+          this.active &&
+          this.launch.say(`The kernel has not stopped yet: ${ASK_INTERRUPT}.`),
+      );
     } catch {
       failed();
     }
@@ -227,7 +261,9 @@ export class KernelLink {
   /** @param {any} kernel */
   #interrupt(kernel) {
     // VS Code's kernel.interrupt() calls a server that is not there; its control messages are passed on.
-    return this.#inVsCode() ? kernel.sendControlMessage(interruptRequest(kernel)) : kernel.interrupt();
+    return this.#inVsCode()
+      ? kernel.sendControlMessage(interruptRequest(kernel))
+      : kernel.interrupt();
   }
 
   /** Nothing is asked for any more. */
@@ -245,7 +281,10 @@ export class KernelLink {
   /** @param {string} name @param {number} ms @param {() => void} act */
   #after(name, ms, act) {
     this.#cancel(name);
-    this.timers.set(name, this.clock.set(() => (this.timers.delete(name), act()), ms));
+    this.timers.set(
+      name,
+      this.clock.set(() => (this.timers.delete(name), act()), ms),
+    );
   }
 
   /** @param {string} name */
@@ -261,7 +300,9 @@ function interruptRequest(kernel) {
   return {
     header: {
       msg_type: "interrupt_request",
-      msg_id: globalThis.crypto?.randomUUID?.() ?? `nbl-${Date.now()}-${Math.random()}`,
+      msg_id:
+        globalThis.crypto?.randomUUID?.() ??
+        `nbl-${Date.now()}-${Math.random()}`,
       session: kernel.clientId ?? "",
       username: kernel.username ?? "",
       version: "5.3",

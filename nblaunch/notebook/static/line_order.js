@@ -5,7 +5,7 @@ import { stripAnsi } from "./ansi.js";
 
 /** @param {Line} x @param {Line} y */
 export function byTime(x, y) {
-  return x.t - y.t || x.n - y.n || x.o - y.o;
+  return x.time - y.time || x.order - y.order || x.start - y.start;
 }
 
 /** Merge sorted `fresh` lines into a sorted list: nearly all belong at its end.
@@ -13,7 +13,8 @@ export function byTime(x, y) {
 export function mergeLines(list, fresh) {
   let at = list.length;
   while (at && byTime(list[at - 1], fresh[0]) > 0) at--;
-  const tail = at < list.length ? list.splice(at).concat(fresh).sort(byTime) : fresh;
+  const tail =
+    at < list.length ? list.splice(at).concat(fresh).sort(byTime) : fresh;
   for (const line of tail) list.push(line);
 }
 

@@ -9,7 +9,8 @@ const ESCAPE_REACH = 80; // no incomplete escape sequence is longer
 const MOST_ROWS = 8; // as far up as the cursor may go
 
 const SPECIAL = /[\x00-\x08\x0b-\x1f\x7f]/;
-const ONLY_COLOURS = /^[^\x00-\x08\x0b-\x1f\x7f]*(?:\x1b\[[0-9;:]{0,64}m[^\x00-\x08\x0b-\x1f\x7f]*)*$/;
+const ONLY_COLOURS =
+  /^[^\x00-\x08\x0b-\x1f\x7f]*(?:\x1b\[[0-9;:]{0,64}m[^\x00-\x08\x0b-\x1f\x7f]*)*$/;
 const INCOMPLETE = /^\x1b(?:\[[0-?]{0,64}[ -/]{0,8}|[ -/]{0,8})$/;
 const STRING_END = /\x07|(?=\x1b)/;
 const TOKEN = new RegExp(
@@ -42,7 +43,11 @@ class TerminalRow {
     const characters = Array.from(text);
     for (let at = 0; at < characters.length; at += CHUNK) {
       const chunk = characters.slice(at, at + CHUNK);
-      this.#put(colour ? chunk.map((character) => `\x1b[${colour}m${character}`) : chunk);
+      this.#put(
+        colour
+          ? chunk.map((character) => `\x1b[${colour}m${character}`)
+          : chunk,
+      );
     }
   }
 
@@ -53,7 +58,8 @@ class TerminalRow {
     this.cursor += cells.length;
     while (!this.leftOut && this.cells.length < start) this.cells.push(" "); // the cursor came from another row
     if (this.leftOut && start < afterGap) {
-      for (let i = 0; start + i < KEEP && i < cells.length; i++) this.cells[start + i] = cells[i];
+      for (let i = 0; start + i < KEEP && i < cells.length; i++)
+        this.cells[start + i] = cells[i];
       cells = cells.slice(Math.max(0, afterGap - start));
       start = afterGap;
     }
@@ -76,7 +82,10 @@ class TerminalRow {
       this.cells.length = KEEP;
       this.leftOut = this.cursor - KEEP;
     } else {
-      this.cells.length = Math.min(this.cells.length, this.cursor - this.leftOut);
+      this.cells.length = Math.min(
+        this.cells.length,
+        this.cursor - this.leftOut,
+      );
     }
   }
 
@@ -85,7 +94,9 @@ class TerminalRow {
     if (cells.length <= CHUNK && !this.leftOut) return rowPicture(cells);
     const tail = cells.slice(Math.max(KEEP, cells.length - KEEP));
     const leftOut = this.leftOut + cells.length - KEEP - tail.length;
-    return rowPicture(cells.slice(0, KEEP)) + leftOutMark(leftOut) + rowPicture(tail);
+    return (
+      rowPicture(cells.slice(0, KEEP)) + leftOutMark(leftOut) + rowPicture(tail)
+    );
   }
 }
 
@@ -93,10 +104,12 @@ class TerminalRow {
 function rowPicture(cells) {
   const text = cells.join("");
   if (!text.includes("\x1b")) return text;
-  return joinRuns(cells.map((cell) => {
-    const end = cell.charCodeAt(0) === 27 ? cell.indexOf("m") + 1 : 0;
-    return [cell.slice(2, Math.max(2, end - 1)), cell.slice(end)];
-  }));
+  return joinRuns(
+    cells.map((cell) => {
+      const end = cell.charCodeAt(0) === 27 ? cell.indexOf("m") + 1 : 0;
+      return [cell.slice(2, Math.max(2, end - 1)), cell.slice(end)];
+    }),
+  );
 }
 
 /** @param {number} count */
@@ -113,8 +126,8 @@ function shortenLine(line) {
   return head.join("") + leftOutMark(characters.length - CHUNK) + tail.join("");
 }
 
-/** A finished line: its text, each with its own colours, and where its bytes begin and end in the file.
- * @typedef {{text: string, o: number, e: number}} FinishedLine */
+/** A finished line: its text, each with its own colours, and where its bytes start and end in the file.
+ * @typedef {{text: string, start: number, end: number}} FinishedLine */
 
 /** Lines from bytes, however these are split over calls. */
 export class LineAssembler {
@@ -145,7 +158,8 @@ export class LineAssembler {
     const result = this.#take(this.decoder.decode(), new Uint8Array(0));
     const rest = this.rows.map((row) => row.render());
     while (rest.length && !rest[rest.length - 1].trim()) rest.pop();
-    for (const text of rest) result.lines.push({ text, o: this.start, e: this.offset });
+    for (const text of rest)
+      result.lines.push({ text, start: this.start, end: this.offset });
     return result;
   }
 
@@ -173,9 +187,16 @@ export class LineAssembler {
 
   /** Finish the line with `text`; the two usual cases need no cells. @param {string} text @param {number} end */
   #wholeLine(text, end) {
-    if (this.rows.length === 1 && !this.rows[0].cells.length && !this.rows[0].cursor && !this.inString) {
-      if (!this.colour && !SPECIAL.test(text)) return this.#emit(shortenLine(text), end);
-      if (text.length <= CHUNK && ONLY_COLOURS.test(text)) return this.#emit(this.#coloured(text), end);
+    if (
+      this.rows.length === 1 &&
+      !this.rows[0].cells.length &&
+      !this.rows[0].cursor &&
+      !this.inString
+    ) {
+      if (!this.colour && !SPECIAL.test(text))
+        return this.#emit(shortenLine(text), end);
+      if (text.length <= CHUNK && ONLY_COLOURS.test(text))
+        return this.#emit(this.#coloured(text), end);
     }
     this.#interpret(text);
     this.inString = false; // a title that never ended must not swallow the lines that follow
@@ -201,13 +222,14 @@ export class LineAssembler {
     }
     if (this.held > 1 && ++this.ends >= 2) this.held = 1; // the bars are done: lines are final at once again
     this.rows.push(new TerminalRow());
-    while (this.rows.length > this.held) this.#emit(/** @type {TerminalRow} */ (this.rows.shift()).render(), end);
+    while (this.rows.length > this.held)
+      this.#emit(/** @type {TerminalRow} */ (this.rows.shift()).render(), end);
     this.row = this.rows.length - 1;
   }
 
   /** @param {string} text @param {number} end */
   #emit(text, end) {
-    const line = { text, o: this.start, e: end };
+    const line = { text, start: this.start, end };
     this.start = end;
     this.out.push(line);
     this.recent.push(line);
@@ -221,7 +243,12 @@ export class LineAssembler {
     if (move.endsWith("B")) {
       this.row = Math.min(this.row + count, this.rows.length - 1);
     } else {
-      while (this.row < count && this.rows.length < MOST_ROWS && this.recent.length) this.#reopen();
+      while (
+        this.row < count &&
+        this.rows.length < MOST_ROWS &&
+        this.recent.length
+      )
+        this.#reopen();
       this.row = Math.max(0, this.row - count);
       this.held = Math.max(this.held, this.rows.length);
       this.ends = 0;
@@ -236,16 +263,22 @@ export class LineAssembler {
     const row = new TerminalRow();
     const parts = line.text.split(SGR);
     row.write(parts[0], "");
-    for (let i = 1; i < parts.length; i += 2) row.write(parts[i + 1], parts[i] === "0" ? "" : parts[i]);
+    for (let i = 1; i < parts.length; i += 2)
+      row.write(parts[i + 1], parts[i] === "0" ? "" : parts[i]);
     this.rows.unshift(row);
     this.row++;
-    this.start = line.o;
+    this.start = line.start;
   }
 
   /** @param {string} rest */
   #holdBack(rest) {
     const at = rest.lastIndexOf("\x1b");
-    if (at < 0 || at < rest.length - ESCAPE_REACH || !INCOMPLETE.test(rest.slice(at))) return rest;
+    if (
+      at < 0 ||
+      at < rest.length - ESCAPE_REACH ||
+      !INCOMPLETE.test(rest.slice(at))
+    )
+      return rest;
     this.pending = rest.slice(at);
     return rest.slice(0, at);
   }
@@ -261,11 +294,15 @@ export class LineAssembler {
     }
     TOKEN.lastIndex = from;
     for (let token = TOKEN.exec(text); token; token = TOKEN.exec(text)) {
-      const kind = /** @type {Record<string, string | undefined>} */ (token.groups);
+      const kind = /** @type {Record<string, string | undefined>} */ (
+        token.groups
+      );
       const row = this.rows[this.row];
       if (kind.text !== undefined) row.write(kind.text, this.colour);
-      else if (kind.back !== undefined) row.cursor = kind.back === "\r" ? 0 : Math.max(0, row.cursor - 1);
-      else if (kind.colour !== undefined) this.colour = sgrAfter(this.colour, kind.colour);
+      else if (kind.back !== undefined)
+        row.cursor = kind.back === "\r" ? 0 : Math.max(0, row.cursor - 1);
+      else if (kind.colour !== undefined)
+        this.colour = sgrAfter(this.colour, kind.colour);
       else if (kind.erase !== undefined) row.erase(kind.erase === "2");
       else if (kind.move !== undefined) this.#move(kind.move);
       else if (kind.string !== undefined) this.inString = true;

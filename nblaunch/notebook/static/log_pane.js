@@ -17,18 +17,40 @@ export class LogPane {
     this.window = el("div", { class: "nbl-window" });
     this.spacer = el("div", { class: "nbl-spacer" }, this.window);
     this.empty = el("div", { class: "nbl-empty" });
-    this.node = el("div", { class: "nbl-log", role: "log", "aria-live": "off", "aria-label": "Log", tabindex: 0, "data-lm-suppress-shortcuts": "true" },
-      this.spacer, this.empty);
-    this.node.addEventListener("scroll", () => this.#scrolled(), { passive: true });
-    this.node.addEventListener("wheel", (/** @type {WheelEvent} */ event) => event.deltaY < 0 && this.top > 0 && this.setFollow(false), { passive: true });
-    this.node.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.#key(event));
+    this.node = el(
+      "div",
+      {
+        class: "nbl-log",
+        role: "log",
+        "aria-live": "off",
+        "aria-label": "Log",
+        tabindex: 0,
+        "data-lm-suppress-shortcuts": "true",
+      },
+      this.spacer,
+      this.empty,
+    );
+    this.node.addEventListener("scroll", () => this.#scrolled(), {
+      passive: true,
+    });
+    this.node.addEventListener(
+      "wheel",
+      (/** @type {WheelEvent} */ event) =>
+        event.deltaY < 0 && this.top > 0 && this.setFollow(false),
+      { passive: true },
+    );
+    this.node.addEventListener(
+      "keydown",
+      (/** @type {KeyboardEvent} */ event) => this.#key(event),
+    );
     this.sizes = new ResizeObserver(() => this.#resized());
     this.sizes.observe(this.node);
     this.height = this.total = this.widest = 0;
     this.version = -1;
     /** @type {Map<Line, HTMLElement>} */ this.rows = new Map();
     /** @type {number[]} */ this.hits = [];
-    const { tab, follow, top, anchor, lastSeen, loaded, query, hit, height } = panel.reading;
+    const { tab, follow, top, anchor, lastSeen, loaded, query, hit, height } =
+      panel.reading;
     /** @type {Tab} */ this.tab = tab;
     this.follow = follow;
     this.top = top;
@@ -61,7 +83,9 @@ export class LogPane {
     if (this.follow === follow) return;
     this.follow = follow;
     if (follow) this.loaded.clear();
-    this.lastSeen = follow ? undefined : this.view.lines[this.view.lines.length - 1];
+    this.lastSeen = follow
+      ? undefined
+      : this.view.lines[this.view.lines.length - 1];
     this.#remember();
     this.#hold();
     if (follow) {
@@ -76,14 +100,25 @@ export class LogPane {
   /** For the view that comes after this one. */
   #keep() {
     const { tab, follow, top, anchor, lastSeen, loaded, hit } = this;
-    Object.assign(this.panel.reading, { by: this, tab, follow, top, anchor, lastSeen, loaded: new Set(loaded), hit });
+    Object.assign(this.panel.reading, {
+      by: this,
+      tab,
+      follow,
+      top,
+      anchor,
+      lastSeen,
+      loaded: new Set(loaded),
+      hit,
+    });
   }
 
   /** Lines that have come since the reader stopped following. */
   get unseen() {
     const { lines } = this.view;
     if (this.follow || !lines.length) return 0;
-    return this.lastSeen ? Math.max(0, lines.length - 1 - placeOf(lines, this.lastSeen)) : lines.length;
+    return this.lastSeen
+      ? Math.max(0, lines.length - 1 - placeOf(lines, this.lastSeen))
+      : lines.length;
   }
 
   /** The lines have changed. */
@@ -96,10 +131,17 @@ export class LogPane {
       this.spacer.style.height = `${this.total * LINE_HEIGHT}px`;
       if (this.query) this.hits = findLines(this.view.lines, this.query);
       if (this.follow) this.#toEnd();
-      else if (this.anchor) this.#scrollTo(placeOf(this.view.lines, this.anchor.line) * LINE_HEIGHT + this.anchor.offset);
+      else if (this.anchor)
+        this.#scrollTo(
+          placeOf(this.view.lines, this.anchor.line) * LINE_HEIGHT +
+            this.anchor.offset,
+        );
     }
     this.empty.hidden = this.total > 0;
-    setText(this.empty, this.panel.active ? "Nothing printed yet" : "Nothing was printed");
+    setText(
+      this.empty,
+      this.panel.active ? "Nothing printed yet" : "Nothing was printed",
+    );
     this.#paint();
   }
 
@@ -120,7 +162,10 @@ export class LogPane {
   step(direction) {
     if (!this.hits.length) return;
     const at = this.#hitPlace();
-    const next = at < 0 ? this.hits.length - 1 : (at + direction + this.hits.length) % this.hits.length;
+    const next =
+      at < 0
+        ? this.hits.length - 1
+        : (at + direction + this.hits.length) % this.hits.length;
     this.hit = this.view.lines[this.hits[next]];
     this.setFollow(false);
     this.#scrollTo(this.hits[next] * LINE_HEIGHT - this.height / 2);
@@ -132,7 +177,9 @@ export class LogPane {
 
   get findText() {
     if (!this.query) return "";
-    return this.hits.length ? `${this.#hitPlace() + 1}/${this.hits.length}` : "none";
+    return this.hits.length
+      ? `${this.#hitPlace() + 1}/${this.hits.length}`
+      : "none";
   }
 
   dispose() {
@@ -175,10 +222,15 @@ export class LogPane {
 
   #scrolled() {
     const top = this.node.scrollTop;
-    if (!this.height || !this.node.clientHeight || Math.abs(top - this.top) < 2) return; // off the page it is nowhere
+    if (!this.height || !this.node.clientHeight || Math.abs(top - this.top) < 2)
+      return; // off the page it is nowhere
     const down = top > this.top;
     this.top = top;
-    this.setFollow(down ? top >= this.#lowest - LINE_HEIGHT / 2 : this.follow && top >= this.#lowest - 2);
+    this.setFollow(
+      down
+        ? top >= this.#lowest - LINE_HEIGHT / 2
+        : this.follow && top >= this.#lowest - 2,
+    );
     this.#remember();
     this.#keep();
     this.#paint();
@@ -189,9 +241,11 @@ export class LogPane {
     const before = this.height;
     this.height = this.node.clientHeight;
     if (!this.height) return;
-    if (this.node.style.height) this.panel.reading.height = this.node.style.height;
+    if (this.node.style.height)
+      this.panel.reading.height = this.node.style.height;
     if (this.follow) this.#toEnd();
-    else if (!before) this.node.scrollTop = this.top = Math.min(this.top, this.#lowest); // off the page it was forgotten
+    else if (!before)
+      this.node.scrollTop = this.top = Math.min(this.top, this.#lowest); // off the page it was forgotten
     this.#paint();
     if (!before) this.onChange();
   }
@@ -201,19 +255,27 @@ export class LogPane {
     const { lines } = this.view;
     let at = Math.floor(this.top / LINE_HEIGHT);
     while (at < lines.length && lines[at].kind === "gap") at++;
-    this.anchor = this.follow || at >= lines.length ? null : { line: lines[at], offset: this.top - at * LINE_HEIGHT };
+    this.anchor =
+      this.follow || at >= lines.length
+        ? null
+        : { line: lines[at], offset: this.top - at * LINE_HEIGHT };
   }
 
   #loadInSight() {
-    const inSight = this.view.lines.slice(Math.floor(this.top / LINE_HEIGHT), Math.ceil((this.top + this.height) / LINE_HEIGHT));
-    const gap = inSight.reverse().find((line) => line.kind === "gap" && this.panel.logs.mayLoad(line));
+    const inSight = this.view.lines.slice(
+      Math.floor(this.top / LINE_HEIGHT),
+      Math.ceil((this.top + this.height) / LINE_HEIGHT),
+    );
+    const gap = inSight
+      .reverse()
+      .find((line) => line.kind === "gap" && this.panel.logs.mayLoad(line));
     if (gap) this.#load(gap);
   }
 
   /** @param {Line} gap */
   #load(gap) {
     this.setFollow(false);
-    this.loaded.add(gap.src.r);
+    this.loaded.add(gap.source.rank);
     this.#hold();
     this.#remember();
     this.#keep();
@@ -222,7 +284,8 @@ export class LogPane {
 
   /** @param {KeyboardEvent} event */
   #key(event) {
-    if (["ArrowUp", "PageUp", "Home"].includes(event.key) && this.top > 0) this.setFollow(false);
+    if (["ArrowUp", "PageUp", "Home"].includes(event.key) && this.top > 0)
+      this.setFollow(false);
     if (event.key === "End") this.setFollow(true);
   }
 
@@ -230,7 +293,10 @@ export class LogPane {
     if (!this.height) return;
     const { lines, open } = this.view;
     const first = Math.max(0, Math.floor(this.top / LINE_HEIGHT) - MARGIN);
-    const last = Math.min(this.total, Math.ceil((this.top + this.height) / LINE_HEIGHT) + MARGIN);
+    const last = Math.min(
+      this.total,
+      Math.ceil((this.top + this.height) / LINE_HEIGHT) + MARGIN,
+    );
     /** @type {Map<Line, HTMLElement>} */
     const rows = new Map();
     for (let i = first; i < last; i++) {
@@ -245,12 +311,24 @@ export class LogPane {
 
   /** @param {Line} line */
   #row(line) {
-    const mayLoad = line.kind === "gap" && (this.panel.logs.mayLoad(line) || line.state === "loading");
-    const look = line.kind + (line.state ?? "") + (line.kind === "gap" ? `${mayLoad}${line.o} ${line.e}` : "");
+    const mayLoad =
+      line.kind === "gap" &&
+      (this.panel.logs.mayLoad(line) || line.state === "loading");
+    const look =
+      line.kind +
+      (line.state ?? "") +
+      (line.kind === "gap" ? `${mayLoad}${line.start} ${line.end}` : "");
     let row = this.rows.get(line);
     if (!row || row.dataset.look !== look) {
-      const labels = this.tab === "all" && (this.panel.info.world > 1 || line.kind === "note");
-      row = rowElement(line, { labels, query: this.query, mayLoad, onGap: (gap) => this.#load(gap) });
+      const labels =
+        this.tab === "all" &&
+        (this.panel.info.world_size > 1 || line.kind === "note");
+      row = rowElement(line, {
+        labels,
+        query: this.query,
+        mayLoad,
+        onGap: (gap) => this.#load(gap),
+      });
       row.dataset.look = look;
       this.widest = Math.max(this.widest, row.textContent?.length ?? 0);
     }
@@ -262,7 +340,8 @@ export class LogPane {
    * @param {HTMLElement[]} rows */
   #place(rows) {
     const wanted = new Set(rows);
-    for (const row of [...this.window.children]) if (!wanted.has(row)) row.remove();
+    for (const row of [...this.window.children])
+      if (!wanted.has(row)) row.remove();
     let at = this.window.firstChild;
     for (const row of rows) {
       if (row === at) at = at.nextSibling;

@@ -11,20 +11,35 @@ import { bytesText, el, rankClass } from "./format.js";
 
 /** @param {import("./store.js").Line} line */
 export function lineLabel(line) {
-  return line.kind === "note" ? "[nblaunch]" : `[rank ${line.src.r}]`;
+  return line.kind === "note" ? "[nblaunch]" : `[rank ${line.source.rank}]`;
 }
 
 /** @param {import("./store.js").Line} line */
 export function gapText(line) {
-  return `… ${bytesText(line.e - line.o)} not shown`;
+  return `… ${bytesText(line.end - line.start)} not shown`;
 }
 
 /** @param {import("./store.js").Line} line @param {RowLook} look @returns {HTMLElement} */
 export function rowElement(line, look) {
-  const { src, kind } = line;
-  const from = kind === "note" ? "nblaunch" : `rank ${src.r}, ${src.s === "err" ? "stderr" : "stdout"}`;
-  const row = el("div", { class: "nbl-line", "data-kind": kind || src.s, title: `${line.t.toFixed(2)} s · ${from}` });
-  if (look.labels) row.append(el("span", { class: `nbl-label ${rankClass(src.r)}` }, lineLabel(line)), " ");
+  const { source, kind } = line;
+  const from =
+    kind === "note"
+      ? "nblaunch"
+      : `rank ${source.rank}, ${source.stream === "err" ? "stderr" : "stdout"}`;
+  const row = el("div", {
+    class: "nbl-line",
+    "data-kind": kind || source.stream,
+    title: `${line.time.toFixed(2)} s · ${from}`,
+  });
+  if (look.labels)
+    row.append(
+      el(
+        "span",
+        { class: `nbl-label ${rankClass(source.rank)}` },
+        lineLabel(line),
+      ),
+      " ",
+    );
   if (kind === "gap") row.append(gapElement(line, look));
   else row.append(textElement(line, look.query));
   return row;
@@ -33,30 +48,62 @@ export function rowElement(line, look) {
 /** @param {import("./store.js").Line} line @param {RowLook} look */
 function gapElement(line, { onGap, mayLoad }) {
   const what = gapText(line);
-  if (line.state === "lost") return el("span", { class: "nbl-gap" }, `${what}: the file has no more of it`);
-  if (line.state === "loading") return el("span", { class: "nbl-gap" }, `${what}: loading …`);
-  if (!mayLoad) return el("span", { class: "nbl-gap" }, `${what}: see the file`);
-  return el("button", {
-    type: "button", class: "nbl-gap", "aria-label": `${bytesText(line.e - line.o)} of rank ${line.src.r} not shown: load`, on_click: () => onGap(line),
-  }, `${what}: `, el("u", {}, "load"));
+  if (line.state === "lost")
+    return el(
+      "span",
+      { class: "nbl-gap" },
+      `${what}: the file has no more of it`,
+    );
+  if (line.state === "loading")
+    return el("span", { class: "nbl-gap" }, `${what}: loading …`);
+  if (!mayLoad)
+    return el("span", { class: "nbl-gap" }, `${what}: see the file`);
+  return el(
+    "button",
+    {
+      type: "button",
+      class: "nbl-gap",
+      "aria-label": `${bytesText(line.end - line.start)} of rank ${line.source.rank} not shown: load`,
+      on_click: () => onGap(line),
+    },
+    `${what}: `,
+    el("u", {}, "load"),
+  );
 }
 
 /** @param {import("./store.js").Line} line @param {string} query */
 function textElement(line, query) {
   const text = el("span", { class: "nbl-text" });
   const runs = ansiRuns(line.text);
-  const marks = query ? marksOf(runs.map((run) => run.text).join("").toLowerCase(), query) : [];
+  const marks = query
+    ? marksOf(
+        runs
+          .map((run) => run.text)
+          .join("")
+          .toLowerCase(),
+        query,
+      )
+    : [];
   let at = 0;
   for (const run of runs) {
-    for (const [start, end, marked] of cutRun(at, at + run.text.length, marks)) {
+    for (const [start, end, marked] of cutRun(
+      at,
+      at + run.text.length,
+      marks,
+    )) {
       const piece = run.text.slice(start - at, end - at);
       if (!marked && !run.cls && !run.style.color && !run.style.background) {
         text.append(piece);
         continue;
       }
-      const span = el(marked ? "mark" : "span", { class: marked ? `nbl-mark ${run.cls}` : run.cls }, piece);
+      const span = el(
+        marked ? "mark" : "span",
+        { class: marked ? `nbl-mark ${run.cls}` : run.cls },
+        piece,
+      );
       if (run.style.color) span.style.color = run.style.color;
-      if (run.style.background && !marked) span.style.backgroundColor = run.style.background;
+      if (run.style.background && !marked)
+        span.style.backgroundColor = run.style.background;
       text.append(span);
     }
     at += run.text.length;
@@ -67,7 +114,12 @@ function textElement(line, query) {
 /** Where `query` stands. @param {string} text @param {string} query @returns {number[][]} */
 function marksOf(text, query) {
   const marks = [];
-  for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + query.length)) marks.push([at, at + query.length]);
+  for (
+    let at = text.indexOf(query);
+    at >= 0;
+    at = text.indexOf(query, at + query.length)
+  )
+    marks.push([at, at + query.length]);
   return marks;
 }
 

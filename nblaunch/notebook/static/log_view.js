@@ -19,37 +19,97 @@ export class LogView {
     /** @type {Map<Tab, any>} */ this.tabs = new Map();
     /** @type {any} */ this.timer = null;
     this.tablist = el("div", {
-      class: "nbl-tabs", role: "tablist", "aria-label": "Logs", "data-lm-suppress-shortcuts": "true",
+      class: "nbl-tabs",
+      role: "tablist",
+      "aria-label": "Logs",
+      "data-lm-suppress-shortcuts": "true",
       on_keydown: (/** @type {KeyboardEvent} */ event) => this.#tabKey(event),
     });
-    const button = (/** @type {string} */ text, /** @type {string} */ label, /** @type {() => void} */ act) =>
-      el("button", { type: "button", class: "nbl-button nbl-small", "aria-label": label, title: label, on_click: act }, text);
+    const button = (
+      /** @type {string} */ text,
+      /** @type {string} */ label,
+      /** @type {() => void} */ act,
+    ) =>
+      el(
+        "button",
+        {
+          type: "button",
+          class: "nbl-button nbl-small",
+          "aria-label": label,
+          title: label,
+          on_click: act,
+        },
+        text,
+      );
     this.input = el("input", {
-      class: "nbl-find", type: "search", placeholder: "Find", "aria-label": "Find in the log", spellcheck: "false", autocomplete: "off",
-      "data-lm-suppress-shortcuts": "true", on_input: () => this.#findSoon(),
+      class: "nbl-find",
+      type: "search",
+      placeholder: "Find",
+      "aria-label": "Find in the log",
+      spellcheck: "false",
+      autocomplete: "off",
+      "data-lm-suppress-shortcuts": "true",
+      on_input: () => this.#findSoon(),
       on_keydown: (/** @type {KeyboardEvent} */ event) => this.#findKey(event),
     });
-    this.found = el("span", { class: "nbl-found", role: "status", "aria-live": "polite" });
+    this.found = el("span", {
+      class: "nbl-found",
+      role: "status",
+      "aria-live": "polite",
+    });
     this.previous = button("↑", "Previous match", () => this.pane.step(-1));
     this.next = button("↓", "Next match", () => this.pane.step(1));
-    this.follow = button("Follow", "Follow the end of the log", () => this.pane.setFollow(!this.pane.follow));
+    this.follow = button("Follow", "Follow the end of the log", () =>
+      this.pane.setFollow(!this.pane.follow),
+    );
     this.follow.classList.add("nbl-follow");
     this.copy = button("Copy", "Copy this log", () => this.#copy());
-    for (const steady of [this.follow, this.copy]) steady.classList.add("nbl-steady"); // of one width, whatever they say
-    this.more = el("button", { type: "button", class: "nbl-more", hidden: true, on_click: () => this.pane.setFollow(true) });
+    for (const steady of [this.follow, this.copy])
+      steady.classList.add("nbl-steady"); // of one width, whatever they say
+    this.more = el("button", {
+      type: "button",
+      class: "nbl-more",
+      hidden: true,
+      on_click: () => this.pane.setFollow(true),
+    });
     this.path = el("span", { class: "nbl-path" });
     this.count = el("span", { class: "nbl-lines" });
-    this.body = el("div", { class: "nbl-log-box", role: "tabpanel", id: `${this.id}-panel` }, this.pane.node, this.more);
-    this.node = el("section", { class: "nbl-logs", "aria-label": "Logs" },
-      el("div", { class: "nbl-bar" }, this.tablist,
-        el("div", { class: "nbl-tools" }, el("span", { class: "nbl-search" }, this.input, this.found), this.previous, this.next, this.follow, this.copy)),
-      this.body, el("div", { class: "nbl-foot" }, this.path, this.count));
+    this.body = el(
+      "div",
+      { class: "nbl-log-box", role: "tabpanel", id: `${this.id}-panel` },
+      this.pane.node,
+      this.more,
+    );
+    this.node = el(
+      "section",
+      { class: "nbl-logs", "aria-label": "Logs" },
+      el(
+        "div",
+        { class: "nbl-bar" },
+        this.tablist,
+        el(
+          "div",
+          { class: "nbl-tools" },
+          el("span", { class: "nbl-search" }, this.input, this.found),
+          this.previous,
+          this.next,
+          this.follow,
+          this.copy,
+        ),
+      ),
+      this.body,
+      el("div", { class: "nbl-foot" }, this.path, this.count),
+    );
     this.input.value = panel.reading.query;
     /** @type {number | undefined} */ this.failed = undefined;
     /** @type {Tab | null} */ this.wanted = null; // a tab that is to be in sight
-    if (this.pane.tab !== "all") [this.failed, this.wanted] = [panel.failure?.rank, this.pane.tab];
+    if (this.pane.tab !== "all")
+      [this.failed, this.wanted] = [panel.failure?.rank, this.pane.tab];
     this.#makeTabs();
-    this.body.setAttribute("aria-labelledby", this.tabs.get(this.pane.tab)?.id ?? "");
+    this.body.setAttribute(
+      "aria-labelledby",
+      this.tabs.get(this.pane.tab)?.id ?? "",
+    );
   }
 
   /** @param {Tab} tab @param {boolean} [focus] */
@@ -74,7 +134,10 @@ export class LogView {
       const failed = this.panel.failure?.rank === tab;
       if (button.classList.contains("nbl-culprit") === failed) continue;
       button.classList.toggle("nbl-culprit", failed);
-      button.setAttribute("aria-label", failed ? `rank ${tab}, failed` : `rank ${tab}`);
+      button.setAttribute(
+        "aria-label",
+        failed ? `rank ${tab}, failed` : `rank ${tab}`,
+      );
     }
     const failed = this.panel.failure?.rank;
     if (failed !== undefined && failed !== this.failed) this.wanted = failed;
@@ -90,7 +153,11 @@ export class LogView {
     this.wanted = null;
     if (!tab) return;
     const left = tab.offsetLeft - tablist.offsetLeft;
-    if (left < tablist.scrollLeft || left + tab.offsetWidth > tablist.scrollLeft + tablist.clientWidth) tablist.scrollLeft = Math.max(0, left - 40);
+    if (
+      left < tablist.scrollLeft ||
+      left + tab.offsetWidth > tablist.scrollLeft + tablist.clientWidth
+    )
+      tablist.scrollLeft = Math.max(0, left - 40);
   }
 
   dispose() {
@@ -100,9 +167,14 @@ export class LogView {
 
   #makeTabs() {
     const ranks = [...this.panel.ranks.keys()].sort((x, y) => x - y);
-    const tabs = ranks.length > 1 ? /** @type {Tab[]} */ (["all", ...ranks]) : /** @type {Tab[]} */ (["all"]);
+    const tabs =
+      ranks.length > 1
+        ? /** @type {Tab[]} */ (["all", ...ranks])
+        : /** @type {Tab[]} */ (["all"]);
     this.tablist.hidden = tabs.length < 2;
-    this.tabs = new Map(tabs.map((tab) => [tab, this.#tab(tab, ranks.length > 16)]));
+    this.tabs = new Map(
+      tabs.map((tab) => [tab, this.#tab(tab, ranks.length > 16)]),
+    );
     if (ranks.length === 1) this.tabs.set(ranks[0], el("span"));
     this.tablist.replaceChildren(...this.tabs.values());
   }
@@ -110,11 +182,23 @@ export class LogView {
   /** @param {Tab} tab @param {boolean} short */
   #tab(tab, short) {
     const chosen = tab === this.pane.tab;
-    const text = tab === "all" ? "All ranks" : short ? String(tab) : `rank ${tab}`;
-    return el("button", {
-      type: "button", class: `nbl-tab ${tab === "all" ? "" : rankClass(tab)}`, role: "tab", id: `${this.id}-${tab}`, "aria-controls": `${this.id}-panel`,
-      "aria-selected": String(chosen), tabindex: chosen ? 0 : -1, "aria-label": tab === "all" ? "All ranks" : `rank ${tab}`, on_click: () => this.show(tab),
-    }, text);
+    const text =
+      tab === "all" ? "All ranks" : short ? String(tab) : `rank ${tab}`;
+    return el(
+      "button",
+      {
+        type: "button",
+        class: `nbl-tab ${tab === "all" ? "" : rankClass(tab)}`,
+        role: "tab",
+        id: `${this.id}-${tab}`,
+        "aria-controls": `${this.id}-panel`,
+        "aria-selected": String(chosen),
+        tabindex: chosen ? 0 : -1,
+        "aria-label": tab === "all" ? "All ranks" : `rank ${tab}`,
+        on_click: () => this.show(tab),
+      },
+      text,
+    );
   }
 
   /** @param {KeyboardEvent} event */
@@ -122,7 +206,12 @@ export class LogView {
     const tabs = [...this.tabs.keys()];
     const at = tabs.indexOf(this.pane.tab);
     /** @type {Record<string, number>} */
-    const moves = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 };
+    const moves = {
+      ArrowRight: at + 1,
+      ArrowLeft: at - 1,
+      Home: 0,
+      End: tabs.length - 1,
+    };
     if (!(event.key in moves)) return;
     event.preventDefault();
     event.stopPropagation();
@@ -141,7 +230,8 @@ export class LogView {
     if (event.key !== "Enter" && event.key !== "Escape") return;
     event.preventDefault();
     clearTimeout(this.timer);
-    if (this.pane.query === this.input.value.toLowerCase()) this.pane.step(event.shiftKey ? -1 : 1);
+    if (this.pane.query === this.input.value.toLowerCase())
+      this.pane.step(event.shiftKey ? -1 : 1);
     else this.pane.find(this.input.value);
   }
 
@@ -149,23 +239,54 @@ export class LogView {
     const { pane, panel } = this;
     this.#reveal();
     setText(this.found, pane.findText);
-    this.previous.disabled = this.next.disabled = !pane.hits.length || !pane.query;
+    this.previous.disabled = this.next.disabled =
+      !pane.hits.length || !pane.query;
     setText(this.follow, pane.follow ? "Pause" : "Follow");
-    setAttribute(this.follow, "aria-label", pane.follow ? "Pause: do not follow the end of the log" : "Follow the end of the log");
-    this.follow.title = pane.follow ? "Stay here while lines come" : "Follow the end of the log";
+    setAttribute(
+      this.follow,
+      "aria-label",
+      pane.follow
+        ? "Pause: do not follow the end of the log"
+        : "Follow the end of the log",
+    );
+    this.follow.title = pane.follow
+      ? "Stay here while lines come"
+      : "Follow the end of the log";
     const { unseen } = pane;
     this.more.hidden = unseen === 0;
-    if (unseen) setText(this.more, `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`);
+    if (unseen)
+      setText(
+        this.more,
+        `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`,
+      );
     const { log_dir } = panel.state;
-    setText(this.path, !log_dir ? "" : pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`);
+    setText(
+      this.path,
+      !log_dir
+        ? ""
+        : pane.tab === "all"
+          ? log_dir
+          : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`,
+    );
     const { length } = pane.view.lines;
-    setText(this.count, length ? `${length.toLocaleString("en-US")} ${length === 1 ? "line" : "lines"}` : "");
+    setText(
+      this.count,
+      length
+        ? `${length.toLocaleString("en-US")} ${length === 1 ? "line" : "lines"}`
+        : "",
+    );
   }
 
   async #copy() {
-    const labels = this.pane.tab === "all" && this.panel.info.world > 1;
+    const labels = this.pane.tab === "all" && this.panel.info.world_size > 1;
     const { lines, open } = this.pane.view;
-    const text = [...lines, ...open].map((line) => (labels ? `${lineLabel(line)} ` : "") + (line.kind === "gap" ? gapText(line) : plainText(line))).join("\n");
+    const text = [...lines, ...open]
+      .map(
+        (line) =>
+          (labels ? `${lineLabel(line)} ` : "") +
+          (line.kind === "gap" ? gapText(line) : plainText(line)),
+      )
+      .join("\n");
     const done = await copyText(text, this.node);
     setText(this.copy, done ? "Copied" : "No access");
     setTimeout(() => setText(this.copy, "Copy"), COPIED);
@@ -179,7 +300,10 @@ async function copyText(text, near) {
     return true;
   } catch {
     // a page that is not served over a secure connection: the old way
-    const area = el("textarea", { class: "nbl-offscreen", "aria-hidden": "true" });
+    const area = el("textarea", {
+      class: "nbl-offscreen",
+      "aria-hidden": "true",
+    });
     area.value = text;
     near.append(area);
     area.select();

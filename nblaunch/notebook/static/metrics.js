@@ -11,14 +11,28 @@ export class MetricsView {
   /** @param {import("./state.js").PanelState} panel */
   constructor(panel) {
     this.panel = panel;
-    this.node = el("div", { class: "nbl-metrics", role: "list", "aria-label": "Metrics", hidden: true });
+    this.node = el("div", {
+      class: "nbl-metrics",
+      role: "list",
+      "aria-label": "Metrics",
+      hidden: true,
+    });
     /** @type {Map<string, MetricCard>} */ this.cards = new Map();
     this.order = "";
     this.due = 0;
     /** @type {any} */ this.timer = null;
     this.theme = new MutationObserver(() => this.#recolour());
     for (const node of [document.body, document.documentElement]) {
-      this.theme.observe(node, { attributes: true, attributeFilter: ["class", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind", "theme"] });
+      this.theme.observe(node, {
+        attributes: true,
+        attributeFilter: [
+          "class",
+          "data-jp-theme-name",
+          "data-jp-theme-light",
+          "data-vscode-theme-kind",
+          "theme",
+        ],
+      });
     }
   }
 
@@ -66,12 +80,44 @@ export class MetricsView {
   #card(metric) {
     let card = this.cards.get(metric.name);
     if (!card) {
-      const [latest, best, detail] = [el("span", { class: "nbl-latest" }), el("span", { class: "nbl-best" }), el("span", { class: "nbl-point" })];
-      const host = el("div", { class: "nbl-chart", role: "img", "aria-label": `Chart of ${metric.name}`, hidden: true });
-      const box = el("div", { class: "nbl-card", role: "listitem" },
-        el("div", { class: "nbl-metric-top" }, el("span", { class: "nbl-metric-name", title: metric.name }, metric.name), detail),
-        el("div", { class: "nbl-values" }, latest, best), host);
-      card = { metric, box, latest, best, detail, host, chart: null, version: -1, pointed: null };
+      const [latest, best, detail] = [
+        el("span", { class: "nbl-latest" }),
+        el("span", { class: "nbl-best" }),
+        el("span", { class: "nbl-point" }),
+      ];
+      const host = el("div", {
+        class: "nbl-chart",
+        role: "img",
+        "aria-label": `Chart of ${metric.name}`,
+        hidden: true,
+      });
+      const box = el(
+        "div",
+        { class: "nbl-card", role: "listitem" },
+        el(
+          "div",
+          { class: "nbl-metric-top" },
+          el(
+            "span",
+            { class: "nbl-metric-name", title: metric.name },
+            metric.name,
+          ),
+          detail,
+        ),
+        el("div", { class: "nbl-values" }, latest, best),
+        host,
+      );
+      card = {
+        metric,
+        box,
+        latest,
+        best,
+        detail,
+        host,
+        chart: null,
+        version: -1,
+        pointed: null,
+      };
       this.cards.set(metric.name, card);
     }
     if (card.metric !== metric) Object.assign(card, { metric, version: -1 });
@@ -84,13 +130,18 @@ export class MetricsView {
     if (card.version === metric.version) return;
     const table = metric.table();
     setText(card.latest, metric.diverged ? "NaN" : numberText(metric.latest));
-    setText(card.best, metric.best === null ? "" : `best ${numberText(metric.best)}`);
+    setText(
+      card.best,
+      metric.best === null ? "" : `best ${numberText(metric.best)}`,
+    );
     card.host.hidden = card.detail.hidden = table.xs.length < 2;
     if (table.xs.length < 2) {
       card.version = metric.version;
       return;
     }
-    card.chart ??= new MetricChart(card.host, (i) => this.#describe(card, (card.pointed = i)));
+    card.chart ??= new MetricChart(card.host, (i) =>
+      this.#describe(card, (card.pointed = i)),
+    );
     card.chart.update(table);
     card.version = metric.version;
     this.#describe(card, card.pointed);
@@ -102,12 +153,23 @@ export class MetricsView {
     const step = card.metric.byIndex ? "report" : "step";
     if (i === null || xs[i] === undefined) {
       const { end } = card.metric;
-      return setText(card.detail, `${step} ${numberText(xs[end < 0 ? xs.length - 1 : end])}`);
+      return setText(
+        card.detail,
+        `${step} ${numberText(xs[end < 0 ? xs.length - 1 : end])}`,
+      );
     }
-    const values = columns.map((column) => column[i]).filter((value) => value !== null);
-    const spread = ranks.length > 1 && values.length ? ` (${numberText(Math.min(...values))} to ${numberText(Math.max(...values))})` : "";
+    const values = columns
+      .map((column) => column[i])
+      .filter((value) => value !== null);
+    const spread =
+      ranks.length > 1 && values.length
+        ? ` (${numberText(Math.min(...values))} to ${numberText(Math.max(...values))})`
+        : "";
     const value = ranks.length > 1 && mean[i] !== null ? mean[i] : values[0];
-    setText(card.detail, `${step} ${numberText(xs[i])}: ${numberText(value ?? null)}${spread}`);
+    setText(
+      card.detail,
+      `${step} ${numberText(xs[i])}: ${numberText(value ?? null)}${spread}`,
+    );
   }
 
   #recolour() {

@@ -26,7 +26,9 @@ function panelOf(model) {
 /** @param {{model: any, signal?: AbortSignal}} context */
 function initialize({ model }) {
   const panel = panelOf(model);
-  const keeper = new RecordKeeper(panel.info.id, (host) => render({ model, el: host }));
+  const keeper = new RecordKeeper(panel.info.launch, (host) =>
+    render({ model, el: host }),
+  );
   const look = () => ACTIVE_STATES.includes(panel.state.name) || keeper.start();
   panel.views.add(look);
   look();
@@ -44,8 +46,23 @@ function render({ model, el: host }) {
   const logs = new LogView(panel);
   const showLog = (/** @type {number} */ rank) => logs.show(rank);
   const [header, metrics] = [new HeaderView(panel), new MetricsView(panel)];
-  const parts = [header, new FailureView(panel, showLog), new RanksView(panel, showLog), new StacksView(panel), metrics, logs];
-  const root = el("div", { class: "nbl-root", role: "region", "aria-label": `Launch ${panel.info.name}` }, ...parts.map((part) => part.node));
+  const parts = [
+    header,
+    new FailureView(panel, showLog),
+    new RanksView(panel, showLog),
+    new StacksView(panel),
+    metrics,
+    logs,
+  ];
+  const root = el(
+    "div",
+    {
+      class: "nbl-root",
+      role: "region",
+      "aria-label": `Launch ${panel.info.name}`,
+    },
+    ...parts.map((part) => part.node),
+  );
   host.append(root);
 
   let frame = 0;
@@ -61,7 +78,10 @@ function render({ model, el: host }) {
     for (const part of parts) attempt(() => part.update());
   };
   const soon = () => (frame ||= requestAnimationFrame(paint));
-  const ticks = setInterval(() => panel.active && attempt(() => header.tick()), 1000);
+  const ticks = setInterval(
+    () => panel.active && attempt(() => header.tick()),
+    1000,
+  );
   panel.views.add(soon);
   paint();
   return () => {

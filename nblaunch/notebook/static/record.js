@@ -1,15 +1,16 @@
 // When a launch has ended, the notebook holds its record: plain HTML, which needs no kernel. As long as there is one, the
 // live panel is shown in the record's place, wherever it stands in the page.
 
-/**
- * @param {string} launch
- * @param {(host: HTMLElement) => () => void} render draws a panel, and gives what removes it
- */
 export class RecordKeeper {
+  /**
+   * @param {string} launch
+   * @param {(host: HTMLElement) => () => void} render draws a panel, and returns what removes it
+   */
   constructor(launch, render) {
     this.marker = `nblaunch-${launch}`;
     this.render = render;
-    /** @type {Map<HTMLElement, {box: HTMLElement, remove: () => void}>} */ this.places = new Map();
+    /** @type {Map<HTMLElement, {box: HTMLElement, remove: () => void}>} */ this.places =
+      new Map();
     this.observer = new MutationObserver(() => this.look());
   }
 
@@ -22,10 +23,13 @@ export class RecordKeeper {
   }
 
   look() {
-    for (const [place, shown] of this.places) if (!shown.box.isConnected || !place.isConnected) this.#leave(place);
+    for (const [place, shown] of this.places)
+      if (!shown.box.isConnected || !place.isConnected) this.#leave(place);
     for (const record of document.getElementsByClassName(this.marker)) {
       // JupyterLab styles all that is inside its own element for HTML: the panel goes beside that.
-      const place = /** @type {HTMLElement} */ (record.closest(".jp-RenderedHTMLCommon") ?? record);
+      const place = /** @type {HTMLElement} */ (
+        record.closest(".jp-RenderedHTMLCommon") ?? record
+      );
       if (!this.places.has(place)) this.#take(place);
     }
   }

@@ -2,15 +2,27 @@
 
 const MOST_POINTS = 2000;
 const FRONT = 64; // at most so many of the last reports are not thinned with the others: slower ranks are still to come
-const GREATER_IS_BETTER = { parts: ["accuracy", "precision", "recall", "bleu", "score"], words: ["acc", "f1", "auc", "map", "iou", "miou"] };
-const LESS_IS_BETTER = { parts: ["loss", "error", "perplexity", "rmse"], words: ["err", "ppl", "mae", "mse", "nll", "cer", "wer"] };
+const GREATER_IS_BETTER = {
+  parts: ["accuracy", "precision", "recall", "bleu", "score"],
+  words: ["acc", "f1", "auc", "map", "iou", "miou"],
+};
+const LESS_IS_BETTER = {
+  parts: ["loss", "error", "perplexity", "rmse"],
+  words: ["err", "ppl", "mae", "mse", "nll", "cer", "wer"],
+};
 
 /** Whether a metric's name says that greater (1) or smaller (-1) is better; 0: it does not. @param {string} name */
 export function metricDirection(name) {
   const lower = name.toLowerCase();
-  const words = lower.split(/[^a-z0-9]+|(?<=[a-z])(?=\d+$)/).concat(name.replace(/([a-z])(?=[A-Z][a-z])/g, "$1 ").toLowerCase().split(/[^a-z0-9]+/));
+  const words = lower.split(/[^a-z0-9]+|(?<=[a-z])(?=\d+$)/).concat(
+    name
+      .replace(/([a-z])(?=[A-Z][a-z])/g, "$1 ")
+      .toLowerCase()
+      .split(/[^a-z0-9]+/),
+  );
   const is = (/** @type {{parts: string[], words: string[]}} */ kind) =>
-    kind.parts.some((part) => lower.includes(part)) || kind.words.some((word) => words.includes(word));
+    kind.parts.some((part) => lower.includes(part)) ||
+    kind.words.some((word) => words.includes(word));
   if (is(LESS_IS_BETTER)) return -1;
   return is(GREATER_IS_BETTER) ? 1 : 0;
 }
@@ -26,7 +38,8 @@ export function compareMetrics(x, y) {
 
 /** A finite number, or null for everything else. @param {unknown} given */
 export function numberOf(given) {
-  const value = typeof given === "string" && given.trim() ? Number(given) : given;
+  const value =
+    typeof given === "string" && given.trim() ? Number(given) : given;
   return typeof value === "number" && Number.isFinite(value) ? value : null;
 }
 
@@ -42,7 +55,8 @@ class RankSeries {
 
   /** @param {number} x @param {number | null} y @param {boolean} stays */
   push(x, y, stays) {
-    if (this.loose) for (const list of [this.xs, this.ys, this.reports]) list.pop();
+    if (this.loose)
+      for (const list of [this.xs, this.ys, this.reports]) list.pop();
     this.xs.push(x);
     this.ys.push(y);
     this.reports.push(this.count++);
@@ -82,15 +96,28 @@ export class Metric {
   push(rank, x, y) {
     let series = this.ranks.get(rank);
     if (!series) this.ranks.set(rank, (series = new RankSeries()));
-    if (!this.byIndex && series.xs.length && x <= series.xs[series.xs.length - 1]) this.#numberPoints();
-    series.push(this.byIndex ? series.count : x, numberOf(y), this.#stays(series.count));
+    if (
+      !this.byIndex &&
+      series.xs.length &&
+      x <= series.xs[series.xs.length - 1]
+    )
+      this.#numberPoints();
+    series.push(
+      this.byIndex ? series.count : x,
+      numberOf(y),
+      this.#stays(series.count),
+    );
     this.version++;
   }
 
   /** Where a rank has more than 2,000 points: of each block of reports the lowest and the highest stay, and of twice as
    * many where that is still too much. The same ones for all ranks, or their mean would be made of guesses. */
   thin() {
-    const most = () => Math.max(0, ...[...this.ranks.values()].map((series) => series.xs.length));
+    const most = () =>
+      Math.max(
+        0,
+        ...[...this.ranks.values()].map((series) => series.xs.length),
+      );
     if (most() <= MOST_POINTS) return;
     this.#thinOnce();
     while (most() > 0.75 * MOST_POINTS) {
@@ -111,8 +138,11 @@ export class Metric {
       });
     }
     const step = Math.min(this.block, FRONT);
-    this.thinned = step * Math.floor(Math.max(...all.map((series) => series.count)) / step);
-    const means = [...values].filter(([report]) => report < this.thinned).map(([report, ys]) => ({ report, y: meanOf(ys) }));
+    this.thinned =
+      step * Math.floor(Math.max(...all.map((series) => series.count)) / step);
+    const means = [...values]
+      .filter(([report]) => report < this.thinned)
+      .map(([report, ys]) => ({ report, y: meanOf(ys) }));
     this.kept = keptReports(means, this.block);
     for (const series of all) series.thin((report) => this.#stays(report));
   }
@@ -124,7 +154,8 @@ export class Metric {
 
   #numberPoints() {
     this.byIndex = true;
-    for (const series of this.ranks.values()) series.xs = series.reports.slice();
+    for (const series of this.ranks.values())
+      series.xs = series.reports.slice();
   }
 
   /** Where the mean ends, as a row of the table; -1: nothing finite yet. */
@@ -139,7 +170,9 @@ export class Metric {
 
   /** Every rank's last value was NaN or infinite. */
   get diverged() {
-    return [...this.ranks.values()].every((series) => series.ys[series.ys.length - 1] === null);
+    return [...this.ranks.values()].every(
+      (series) => series.ys[series.ys.length - 1] === null,
+    );
   }
 
   /** All points by x: a column for each rank, and their mean up to where the slowest is; ranks that have stopped long
@@ -149,20 +182,32 @@ export class Metric {
     this.thin();
     this.drawn = this.version;
     const ranks = [...this.ranks.keys()].sort((x, y) => x - y);
-    const all = ranks.map((rank) => /** @type {RankSeries} */ (this.ranks.get(rank)));
-    const xs = [...new Set(all.flatMap((series) => series.xs))].sort((x, y) => x - y);
+    const all = ranks.map(
+      (rank) => /** @type {RankSeries} */ (this.ranks.get(rank)),
+    );
+    const xs = [...new Set(all.flatMap((series) => series.xs))].sort(
+      (x, y) => x - y,
+    );
     const row = new Map(xs.map((x, i) => [x, i]));
     const columns = all.map((series) => {
       /** @type {(number | null)[]} */
       const column = new Array(xs.length).fill(null);
-      series.xs.forEach((x, i) => (column[/** @type {number} */ (row.get(x))] = series.ys[i]));
+      series.xs.forEach(
+        (x, i) => (column[/** @type {number} */ (row.get(x))] = series.ys[i]),
+      );
       return column;
     });
     const filled = columns.map((column) => bridged(xs, column));
     const most = Math.max(...all.map((series) => series.count));
-    const ends = filled.map((column, i) => (2 * all[i].count < most ? Infinity : column.findLastIndex((y) => y !== null)));
+    const ends = filled.map((column, i) =>
+      2 * all[i].count < most
+        ? Infinity
+        : column.findLastIndex((y) => y !== null),
+    );
     const end = Math.min(...ends.filter((last) => last >= 0));
-    const mean = xs.map((_, i) => (i > end ? null : meanOf(filled.map((column) => column[i]))));
+    const mean = xs.map((_, i) =>
+      i > end ? null : meanOf(filled.map((column) => column[i])),
+    );
     this.cached = { xs, ranks, columns, mean };
     this.#noteBest(mean);
     return this.cached;
@@ -172,7 +217,11 @@ export class Metric {
   #noteBest(mean) {
     if (!this.direction) return;
     for (const y of mean) {
-      if (y !== null && (this.best === null || (y - this.best) * this.direction > 0)) this.best = y;
+      if (
+        y !== null &&
+        (this.best === null || (y - this.best) * this.direction > 0)
+      )
+        this.best = y;
     }
   }
 }
@@ -186,7 +235,8 @@ function bridged(xs, column) {
     if (y === null) return;
     for (let j = before + 1; before >= 0 && j < i; j++) {
       const from = /** @type {number} */ (column[before]);
-      filled[j] = from + ((y - from) * (xs[j] - xs[before])) / (xs[i] - xs[before]);
+      filled[j] =
+        from + ((y - from) * (xs[j] - xs[before])) / (xs[i] - xs[before]);
     }
     before = i;
   });
@@ -202,13 +252,20 @@ function keptReports(means, size) {
     const number = Math.floor(mean.report / size);
     const block = blocks.get(number);
     if (!block || block.low.y === null) {
-      if (!block || mean.y !== null) blocks.set(number, { low: mean, high: mean });
+      if (!block || mean.y !== null)
+        blocks.set(number, { low: mean, high: mean });
     } else if (mean.y !== null) {
       if (mean.y < block.low.y) block.low = mean;
       if (mean.y > /** @type {number} */ (block.high.y)) block.high = mean;
     }
   }
-  return new Set([0, ...[...blocks.values()].flatMap(({ low, high }) => [low.report, high.report])]);
+  return new Set([
+    0,
+    ...[...blocks.values()].flatMap(({ low, high }) => [
+      low.report,
+      high.report,
+    ]),
+  ]);
 }
 
 /** @param {(number | null)[]} values */
@@ -228,7 +285,7 @@ export class MetricBook {
     /** @type {Map<string, Metric>} */ this.metrics = new Map();
   }
 
-  /** @param {[string, number, number, number | null][]} points */
+  /** @param {import("./page_messages.js").PointEntry[]} points */
   add(points) {
     const touched = new Set();
     for (const [name, rank, x, y] of points) {
@@ -243,6 +300,8 @@ export class MetricBook {
 
   /** @returns {Metric[]} */
   sorted() {
-    return [...this.metrics.values()].sort((x, y) => compareMetrics(x.name, y.name));
+    return [...this.metrics.values()].sort((x, y) =>
+      compareMetrics(x.name, y.name),
+    );
   }
 }
