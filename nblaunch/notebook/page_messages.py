@@ -244,8 +244,14 @@ def from_content(content: Mapping[str, Any]) -> FromPage | None:
             case "resync":
                 return Resync(seq=int(content["seq"]), has_lines=bool(content["has_lines"]))
             case "older" if content["stream"] in ("out", "err"):
-                numbers = {name: int(content[name]) for name in ("request", "attempt", "rank", "start", "end")}
-                return OlderRequest(stream=content["stream"], **numbers)
+                return OlderRequest(
+                    request=int(content["request"]),
+                    attempt=int(content["attempt"]),
+                    rank=int(content["rank"]),
+                    stream=content["stream"],
+                    start=int(content["start"]),
+                    end=int(content["end"]),
+                )
     except (KeyError, TypeError, ValueError):
         return None
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -218,8 +219,16 @@ def test_older_lines_come_when_the_reader_asks_for_them(page: Page) -> None:
 def test_a_message_that_no_page_of_ours_sends_harms_nothing(page: Page) -> None:
     page.run(PRINTS + "notebook_launcher(prints, args=(2000,), num_processes=1)")
     page.take_until(lambda: page.panel)
-    wanted = {"kind": "older", "request": 1, "attempt": 5, "rank": 99, "stream": "out", "start": -1, "end": 1 << 60}
-    malformed = [{}, {"kind": "older"}, {"kind": "stop"}, {"kind": ["x"]}, {"kind": "resync"}]
+    wanted: dict[str, Any] = {
+        "kind": "older",
+        "request": 1,
+        "attempt": 5,
+        "rank": 99,
+        "stream": "out",
+        "start": -1,
+        "end": 1 << 60,
+    }
+    malformed: list[dict[str, Any]] = [{}, {"kind": "older"}, {"kind": "stop"}, {"kind": ["x"]}, {"kind": "resync"}]
     malformed += [{**wanted, "rank": None}, {**wanted, "stream": "../../etc/passwd"}]
     for content in [*malformed, wanted]:
         page.send(**content)
