@@ -73,7 +73,9 @@ def test_types_are_checked() -> None:
 
 
 def test_prettier_has_formatted_it() -> None:
-    done = node(tool("prettier/bin/prettier.cjs"), "--check", f"{STATIC}/*.js", f"{HERE}/*.mjs")
+    done = node(
+        tool("prettier/bin/prettier.cjs"), "--config", ".prettierrc.json", "--check", f"{STATIC}/*.js", f"{HERE}/*.mjs"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

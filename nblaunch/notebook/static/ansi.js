@@ -1,9 +1,8 @@
-// Colours of a terminal: from SGR sequences to stretches of text with a class and a style.
+// Terminal colours: SGR sequences to runs of text with a class and a style.
 
 export const SGR = /\x1b\[([0-9;:]*)m/;
 const EVERY_SGR = /\x1b\[[0-9;:]*m/g;
-const SGR_CODE =
-  /(?:^|;)([345]8;5;[0-9]*|[345]8;2;[0-9]*;[0-9]*;[0-9]*|[0-9:]*)/g;
+const SGR_CODE = /(?:^|;)([345]8;5;[0-9]*|[345]8;2;[0-9]*;[0-9]*;[0-9]*|[0-9:]*)/g;
 /** @type {Record<number, number[]>} */
 const SWITCHED_OFF_BY = {
   22: [1, 2],
@@ -31,17 +30,15 @@ const STYLE_CLASSES = {
 /** @type {Map<string, string>} */
 const sgrMemory = new Map();
 
-/** What a code sets: 30 stands for the foreground, 40 for the background, others for themselves.
+/** Return the slot that a code sets: 30 foreground, 40 background, else the code; 0 for none.
  * @param {number} code */
 function sgrSlot(code) {
   if ((code >= 30 && code <= 38) || (code >= 90 && code <= 97)) return 30;
   if ((code >= 40 && code <= 48) || (code >= 100 && code <= 107)) return 40;
-  return (code >= 1 && code <= 9) || code === 21 || code === 53 || code === 58
-    ? code
-    : 0;
+  return (code >= 1 && code <= 9) || code === 21 || code === 53 || code === 58 ? code : 0;
 }
 
-/** The SGR parameters in force after `parameters`, if those of `colour` were: ECMA-48, 8.3.117, and xterm's.
+/** Return the SGR parameters in force after `parameters` follows `colour` (ECMA-48, 8.3.117, and xterm's).
  * @param {string} colour @param {string} parameters */
 export function sgrAfter(colour, parameters) {
   const key = `${colour} ${parameters}`;
@@ -49,10 +46,7 @@ export function sgrAfter(colour, parameters) {
   if (known !== undefined) return known;
   /** @type {Map<number, string>} */
   const active = new Map();
-  for (const [, code] of (colour
-    ? `${colour};${parameters}`
-    : parameters
-  ).matchAll(SGR_CODE)) {
+  for (const [, code] of (colour ? `${colour};${parameters}` : parameters).matchAll(SGR_CODE)) {
     const number = parseInt(code, 10) || 0;
     if (number === 0) active.clear();
     for (const slot of SWITCHED_OFF_BY[number] ?? []) active.delete(slot);
@@ -68,7 +62,7 @@ export function sgrAfter(colour, parameters) {
   return after;
 }
 
-/** The text of [colour, text] pairs, each stretch of one colour in that colour and reset after it.
+/** Join [colour, text] pairs; set each colour once per run and reset it afterwards.
  * @param {string[][]} runs */
 export function joinRuns(runs) {
   let all = "";
@@ -86,11 +80,10 @@ export function stripAnsi(text) {
   return text.includes("\x1b") ? text.replace(EVERY_SGR, "") : text;
 }
 
-/** A line as stretches of one look each. @param {string} line
+/** Split a line into runs of one style. @param {string} line
  * @returns {{text: string, cls: string, style: {color?: string, background?: string}}[]} */
 export function ansiRuns(line) {
-  if (!line.includes("\x1b"))
-    return line ? [{ text: line, cls: "", style: {} }] : [];
+  if (!line.includes("\x1b")) return line ? [{ text: line, cls: "", style: {} }] : [];
   const parts = line.split(SGR);
   const runs = [];
   let colour = "";
@@ -112,16 +105,10 @@ function sgrLook(colour) {
     const number = parseInt(code, 10) || 0;
     if (number === 7) inverse = true;
     else if (STYLE_CLASSES[number]) classes.push(STYLE_CLASSES[number]);
-    else if (sgrSlot(number) === 30)
-      front = sgrColour(code, number < 90 ? 30 : 82);
-    else if (sgrSlot(number) === 40)
-      back = sgrColour(code, number < 100 ? 40 : 92);
+    else if (sgrSlot(number) === 30) front = sgrColour(code, number < 90 ? 30 : 82);
+    else if (sgrSlot(number) === 40) back = sgrColour(code, number < 100 ? 40 : 92);
   }
-  if (inverse)
-    [front, back] = [
-      back || (/^\d/.test(front) ? "" : "paper"),
-      front || "ink",
-    ]; // the sixteen are pale behind text
+  if (inverse) [front, back] = [back || (/^\d/.test(front) ? "" : "paper"), front || "ink"]; // backgrounds of the 16 theme colours are pale
   if (front.startsWith("rgb(")) style.color = front;
   else if (front) classes.push(`nbl-fg-${front}`);
   if (back.startsWith("rgb(")) style.background = back;
@@ -129,19 +116,13 @@ function sgrLook(colour) {
   return { cls: classes.join(" "), style };
 }
 
-/** "0" to "15" for the sixteen that the theme decides, else "rgb(...)" from numbers alone; "" for what is none.
+/** Return "0" to "15" for a theme colour, else "rgb(...)" made of numbers; "" for no colour.
  * @param {string} code @param {number} base */
 function sgrColour(code, base) {
-  const numbers = code
-    .split(/[;:]+/)
-    .map((part) => Math.min(255, parseInt(part, 10) || 0));
-  if (numbers.length === 1)
-    return numbers[0] === 38 || numbers[0] === 48
-      ? ""
-      : String(numbers[0] - base);
+  const numbers = code.split(/[;:]+/).map((part) => Math.min(255, parseInt(part, 10) || 0));
+  if (numbers.length === 1) return numbers[0] === 38 || numbers[0] === 48 ? "" : String(numbers[0] - base);
   const last = numbers.length - 1;
-  if (numbers[1] === 2)
-    return last >= 4 ? `rgb(${numbers.slice(-3).join(", ")})` : "";
+  if (numbers[1] === 2) return last >= 4 ? `rgb(${numbers.slice(-3).join(", ")})` : "";
   const index = numbers[last];
   if (numbers[1] !== 5 || last !== 2) return "";
   if (index < 16) return String(index);

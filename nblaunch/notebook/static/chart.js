@@ -3,28 +3,23 @@ import { el, numberText, rankClass } from "./format.js";
 
 const CHART_HEIGHT = 140;
 const PADDING = { top: 8, right: 10, bottom: 19 };
-const FAINT = { 1: 1, 2: 0.75, 8: 0.5 }; // how strong a rank's line is, for so many ranks or more
+const FAINT = { 1: 1, 2: 0.75, 8: 0.5 }; // opacity of rank lines by number of ranks
 
 /** @typedef {{xs: number[], ranks: number[], columns: (number | null)[][], mean: (number | null)[]}} Table */
 /** @typedef {{left: number, width: number, height: number, x: (value: number) => number, y: (value: number) => number}} Plot */
 
-/** Round numbers between two others, about `count` of them. @param {number} low @param {number} high @param {number} count */
+/** Return about `count` round numbers between two others. @param {number} low @param {number} high @param {number} count */
 export function niceTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step =
-    power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10);
+  const step = power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10);
   const ticks = [];
-  for (
-    let i = Math.ceil(low / step - 1e-9);
-    i * step <= high + step * 1e-9 && ticks.length < 50;
-    i++
-  )
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && ticks.length < 50; i++)
     ticks.push(Number((i * step).toPrecision(12)));
   return ticks;
 }
 
-/** The range that holds all values, with a little air. @param {(number | null)[][]} columns */
+/** Return the range of all values, with a margin. @param {(number | null)[][]} columns */
 export function valueRange(columns) {
   let [low, high] = [Infinity, -Infinity];
   for (const column of columns) {
@@ -40,24 +35,17 @@ export function valueRange(columns) {
 }
 
 export class MetricChart {
-  /** @param {any} host @param {(i: number | null) => void} onPoint the mouse is over this row of the table */
+  /** @param {any} host @param {(i: number | null) => void} onPoint called with the row of the table under the pointer */
   constructor(host, onPoint) {
     this.host = host;
     this.onPoint = onPoint;
-    /** @type {Table} */ this.table = {
-      xs: [],
-      ranks: [],
-      columns: [],
-      mean: [],
-    };
+    /** @type {Table} */ this.table = { xs: [], ranks: [], columns: [], mean: [] };
     /** @type {Plot | null} */ this.plot = null;
     this.canvas = el("canvas", { class: "nbl-canvas", "aria-hidden": "true" });
     this.cursor = el("div", { class: "nbl-cursor", hidden: true });
     /** @type {Map<string, string>} */ this.colours = new Map();
     host.append(this.canvas, this.cursor);
-    host.addEventListener("pointermove", (/** @type {PointerEvent} */ event) =>
-      this.#point(event.clientX),
-    );
+    host.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#point(event.clientX));
     host.addEventListener("pointerleave", () => this.#point(null));
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(host);
@@ -85,12 +73,8 @@ export class MetricChart {
     const context = this.canvas.getContext("2d");
     if (!width || !context || this.table.xs.length < 2) return;
     const scale = globalThis.devicePixelRatio || 1;
-    const [w, h] = [
-      Math.round(width * scale),
-      Math.round(CHART_HEIGHT * scale),
-    ];
-    if (this.canvas.width !== w || this.canvas.height !== h)
-      Object.assign(this.canvas, { width: w, height: h });
+    const [w, h] = [Math.round(width * scale), Math.round(CHART_HEIGHT * scale)];
+    if (this.canvas.width !== w || this.canvas.height !== h) Object.assign(this.canvas, { width: w, height: h });
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, CHART_HEIGHT);
     context.font = `10px ${getComputedStyle(this.host).fontFamily}`;
@@ -105,24 +89,13 @@ export class MetricChart {
     const [first, last] = [xs[0], xs[xs.length - 1]];
     const height = CHART_HEIGHT - PADDING.top - PADDING.bottom;
     const levels = niceTicks(low, high, height / 22);
-    const left =
-      Math.ceil(
-        Math.max(
-          22,
-          ...levels.map(
-            (level) => context.measureText(numberText(level)).width,
-          ),
-        ),
-      ) + 6;
+    const left = Math.ceil(Math.max(22, ...levels.map((level) => context.measureText(numberText(level)).width))) + 6;
     const plot = {
       left,
       width: width - left - PADDING.right,
       height,
-      x: (/** @type {number} */ value) =>
-        left +
-        ((value - first) / (last - first)) * (width - left - PADDING.right),
-      y: (/** @type {number} */ value) =>
-        PADDING.top + ((high - value) / (high - low)) * height,
+      x: (/** @type {number} */ value) => left + ((value - first) / (last - first)) * (width - left - PADDING.right),
+      y: (/** @type {number} */ value) => PADDING.top + ((high - value) / (high - low)) * height,
     };
     this.plot = plot;
     context.strokeStyle = this.#colour("nbl-ink-grid");
@@ -142,11 +115,7 @@ export class MetricChart {
     for (const value of niceTicks(first, last, plot.width / 48)) {
       const x = plot.x(value);
       context.textAlign = x > width - 24 ? "right" : "center";
-      context.fillText(
-        numberText(value),
-        x > width - 24 ? width - 2 : x,
-        CHART_HEIGHT - 5,
-      );
+      context.fillText(numberText(value), x > width - 24 ? width - 2 : x, CHART_HEIGHT - 5);
     }
   }
 
@@ -155,15 +124,9 @@ export class MetricChart {
     const { ranks, columns, mean } = this.table;
     const several = ranks.length > 1;
     context.lineJoin = "round";
-    context.globalAlpha =
-      ranks.length >= 8 ? FAINT[8] : several ? FAINT[2] : FAINT[1];
+    context.globalAlpha = ranks.length >= 8 ? FAINT[8] : several ? FAINT[2] : FAINT[1];
     ranks.forEach((rank, i) =>
-      this.#line(
-        context,
-        columns[i],
-        this.#colour(`nbl-ink ${rankClass(rank)}`),
-        several ? 1 : 2,
-      ),
+      this.#line(context, columns[i], this.#colour(`nbl-ink ${rankClass(rank)}`), several ? 1 : 2),
     );
     context.globalAlpha = 1;
     if (several) this.#line(context, mean, this.#colour("nbl-ink-mean"), 2);
@@ -173,15 +136,14 @@ export class MetricChart {
   #line(context, values, colour, width) {
     const plot = /** @type {Plot} */ (this.plot);
     const { xs, ranks } = this.table;
-    const every = ranks.length > 16 ? Math.ceil(values.length / plot.width) : 1; // so many lines hide each other anyhow
+    const every = ranks.length > 16 ? Math.ceil(values.length / plot.width) : 1; // with many lines, skip some points
     let [end, length] = [[0, 0], 0];
     context.strokeStyle = context.fillStyle = colour;
     context.lineWidth = width;
     context.beginPath();
     for (let i = 0; i < values.length; i++) {
       const value = values[i];
-      if (value === null || (every > 1 && i % every && i !== values.length - 1))
-        continue;
+      if (value === null || (every > 1 && i % every && i !== values.length - 1)) continue;
       end = [plot.x(xs[i]), plot.y(value)];
       if (length++) context.lineTo(end[0], end[1]);
       else context.moveTo(end[0], end[1]);
@@ -201,20 +163,15 @@ export class MetricChart {
     } = this;
     this.cursor.hidden = clientX === null || !plot;
     if (clientX === null || !plot) return this.onPoint(null);
-    const share =
-      (clientX - this.host.getBoundingClientRect().left - plot.left) /
-      plot.width;
-    const wanted =
-      xs[0] + Math.max(0, Math.min(1, share)) * (xs[xs.length - 1] - xs[0]);
+    const share = (clientX - this.host.getBoundingClientRect().left - plot.left) / plot.width;
+    const wanted = xs[0] + Math.max(0, Math.min(1, share)) * (xs[xs.length - 1] - xs[0]);
     let nearest = 0;
-    for (let i = 1; i < xs.length; i++)
-      if (Math.abs(xs[i] - wanted) < Math.abs(xs[nearest] - wanted))
-        nearest = i;
+    for (let i = 1; i < xs.length; i++) if (Math.abs(xs[i] - wanted) < Math.abs(xs[nearest] - wanted)) nearest = i;
     this.cursor.style.left = `${plot.x(xs[nearest])}px`;
     this.onPoint(nearest);
   }
 
-  /** What a class means on this page, for the canvas. @param {string} cls */
+  /** Return the computed colour of a class, for the canvas. @param {string} cls */
   #colour(cls) {
     let colour = this.colours.get(cls);
     if (!colour) {

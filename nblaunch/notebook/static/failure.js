@@ -1,4 +1,4 @@
-// Why a launch failed, and what the ranks are doing: text of ranks, in full.
+// The root cause of a failure, and the stacks of ranks.
 import { el, setText } from "./format.js";
 
 export class FailureView {
@@ -6,11 +6,7 @@ export class FailureView {
   constructor(panel, show) {
     this.panel = panel;
     this.show = show;
-    this.node = el("section", {
-      class: "nbl-failure",
-      "aria-label": "Root cause",
-      hidden: true,
-    });
+    this.node = el("section", { class: "nbl-failure", "aria-label": "Root cause", hidden: true });
     /** @type {unknown} */ this.drawn = null;
   }
 
@@ -22,17 +18,13 @@ export class FailureView {
     this.node.replaceChildren(...(failure ? this.#parts(failure) : []));
   }
 
-  /** A part that stays open or closed as the reader left it. @param {"traceback" | "others"} name @param {string} cls
+  /** Build a part that stays open or closed as the reader left it. @param {"traceback" | "others"} name @param {string} cls
    * @param {...Node} children */
   #details(name, cls, ...children) {
     const { reading } = this.panel;
     const details = el(
       "details",
-      {
-        class: cls,
-        open: reading[name],
-        on_toggle: () => (reading[name] = details.open),
-      },
+      { class: cls, open: reading[name], on_toggle: () => (reading[name] = details.open) },
       ...children,
     );
     return details;
@@ -40,30 +32,19 @@ export class FailureView {
 
   /** @param {import("./state.js").FailureEntry} failure */
   #parts(failure) {
-    const { rank, type_name, message, where, source, traceback, others, log } =
-      failure;
-    const said =
-      [type_name, message].filter(Boolean).join(": ") || "no message";
+    const { rank, type_name, message, where, source, traceback, others, log } = failure;
+    const said = [type_name, message].filter(Boolean).join(": ") || "no message";
     const parts = [
       el(
         "div",
         { class: "nbl-cause", role: "alert" },
-        el(
-          "strong",
-          {},
-          rank >= 0 ? `Rank ${rank} failed:` : "The launch failed:",
-        ),
+        el("strong", {}, rank >= 0 ? `Rank ${rank} failed:` : "The launch failed:"),
         ` ${said}`,
       ),
     ];
     if (where || source) {
       parts.push(
-        el(
-          "div",
-          { class: "nbl-at" },
-          where ? el("span", {}, where) : null,
-          source ? el("code", {}, source) : null,
-        ),
+        el("div", { class: "nbl-at" }, where ? el("span", {}, where) : null, source ? el("code", {}, source) : null),
       );
     }
     if (traceback) {
@@ -74,12 +55,7 @@ export class FailureView {
           el("summary", {}, "Traceback"),
           el(
             "pre",
-            {
-              class: "nbl-trace",
-              tabindex: 0,
-              "data-lm-suppress-shortcuts": "true",
-              "aria-label": "Traceback",
-            },
+            { class: "nbl-trace", tabindex: 0, "data-lm-suppress-shortcuts": "true", "aria-label": "Traceback" },
             String(traceback).replace(/\x1b\[[0-9;:]*m/g, ""),
           ),
         ),
@@ -93,9 +69,7 @@ export class FailureView {
           el(
             "summary",
             {},
-            others.length === 1
-              ? "1 other rank failed after it"
-              : `${others.length} other ranks failed after it`,
+            others.length === 1 ? "1 other rank failed after it" : `${others.length} other ranks failed after it`,
           ),
           ...others.map((text) => el("div", {}, String(text))),
         ),
@@ -105,22 +79,11 @@ export class FailureView {
       rank >= 0
         ? el(
             "button",
-            {
-              type: "button",
-              class: "nbl-link",
-              on_click: () => this.show(rank),
-            },
+            { type: "button", class: "nbl-link", on_click: () => this.show(rank) },
             `Show the log of rank ${rank}`,
           )
         : null;
-    parts.push(
-      el(
-        "div",
-        { class: "nbl-foot" },
-        button,
-        log ? el("span", { class: "nbl-path" }, String(log)) : null,
-      ),
-    );
+    parts.push(el("div", { class: "nbl-foot" }, button, log ? el("span", { class: "nbl-path" }, String(log)) : null));
     return parts;
   }
 }
@@ -130,11 +93,7 @@ export class StacksView {
   constructor(panel) {
     this.panel = panel;
     this.title = el("strong", {});
-    this.body = el("div", {
-      class: "nbl-stacks-body",
-      tabindex: 0,
-      "data-lm-suppress-shortcuts": "true",
-    });
+    this.body = el("div", { class: "nbl-stacks-body", tabindex: 0, "data-lm-suppress-shortcuts": "true" });
     const close = el(
       "button",
       {
@@ -161,27 +120,18 @@ export class StacksView {
 
   update() {
     const { reading } = this.panel;
-    const stacks =
-      this.panel.stacks?.time === reading.closed ? null : this.panel.stacks;
+    const stacks = this.panel.stacks?.time === reading.closed ? null : this.panel.stacks;
     if (stacks === this.drawn) return;
     this.drawn = stacks;
     this.node.hidden = !stacks;
     if (!stacks) return this.body.replaceChildren();
-    setText(
-      this.title,
-      `What each rank was doing at ${Number(stacks.time).toFixed(1)} s`,
-    );
+    setText(this.title, `What each rank was doing at ${Number(stacks.time).toFixed(1)} s`);
     /** @type {Map<string, number[]>} */
     const alike = new Map();
-    for (const [rank, text] of stacks.ranks)
-      alike.set(text, [...(alike.get(text) ?? []), rank]);
+    for (const [rank, text] of stacks.ranks) alike.set(text, [...(alike.get(text) ?? []), rank]);
     this.body.replaceChildren(
       ...[...alike].flatMap(([text, ranks]) => [
-        el(
-          "div",
-          { class: "nbl-stack-ranks" },
-          `${ranks.length > 1 ? "ranks" : "rank"} ${ranks.join(", ")}`,
-        ),
+        el("div", { class: "nbl-stack-ranks" }, `${ranks.length > 1 ? "ranks" : "rank"} ${ranks.join(", ")}`),
         el("pre", {}, String(text)),
       ]),
     );

@@ -1,11 +1,11 @@
-// One line of a log as an element.
+// The element of one line.
 import { ansiRuns } from "./ansi.js";
 import { bytesText, el, rankClass } from "./format.js";
 
 /** How a line is shown.
  * @typedef {object} RowLook
- * @property {boolean} labels with the rank before it
- * @property {string} query what to mark, in lower case
+ * @property {boolean} labels show the rank
+ * @property {string} query text to mark, in lower case
  * @property {(gap: import("./store.js").Line) => void} onGap
  * @property {boolean} mayLoad */
 
@@ -22,24 +22,13 @@ export function gapText(line) {
 /** @param {import("./store.js").Line} line @param {RowLook} look @returns {HTMLElement} */
 export function rowElement(line, look) {
   const { source, kind } = line;
-  const from =
-    kind === "note"
-      ? "nblaunch"
-      : `rank ${source.rank}, ${source.stream === "err" ? "stderr" : "stdout"}`;
+  const from = kind === "note" ? "nblaunch" : `rank ${source.rank}, ${source.stream === "err" ? "stderr" : "stdout"}`;
   const row = el("div", {
     class: "nbl-line",
     "data-kind": kind || source.stream,
     title: `${line.time.toFixed(2)} s · ${from}`,
   });
-  if (look.labels)
-    row.append(
-      el(
-        "span",
-        { class: `nbl-label ${rankClass(source.rank)}` },
-        lineLabel(line),
-      ),
-      " ",
-    );
+  if (look.labels) row.append(el("span", { class: `nbl-label ${rankClass(source.rank)}` }, lineLabel(line)), " ");
   if (kind === "gap") row.append(gapElement(line, look));
   else row.append(textElement(line, look.query));
   return row;
@@ -48,16 +37,9 @@ export function rowElement(line, look) {
 /** @param {import("./store.js").Line} line @param {RowLook} look */
 function gapElement(line, { onGap, mayLoad }) {
   const what = gapText(line);
-  if (line.state === "lost")
-    return el(
-      "span",
-      { class: "nbl-gap" },
-      `${what}: the file has no more of it`,
-    );
-  if (line.state === "loading")
-    return el("span", { class: "nbl-gap" }, `${what}: loading …`);
-  if (!mayLoad)
-    return el("span", { class: "nbl-gap" }, `${what}: see the file`);
+  if (line.state === "lost") return el("span", { class: "nbl-gap" }, `${what}: the file has no more of it`);
+  if (line.state === "loading") return el("span", { class: "nbl-gap" }, `${what}: loading …`);
+  if (!mayLoad) return el("span", { class: "nbl-gap" }, `${what}: see the file`);
   return el(
     "button",
     {
@@ -86,24 +68,15 @@ function textElement(line, query) {
     : [];
   let at = 0;
   for (const run of runs) {
-    for (const [start, end, marked] of cutRun(
-      at,
-      at + run.text.length,
-      marks,
-    )) {
+    for (const [start, end, marked] of cutRun(at, at + run.text.length, marks)) {
       const piece = run.text.slice(start - at, end - at);
       if (!marked && !run.cls && !run.style.color && !run.style.background) {
         text.append(piece);
         continue;
       }
-      const span = el(
-        marked ? "mark" : "span",
-        { class: marked ? `nbl-mark ${run.cls}` : run.cls },
-        piece,
-      );
+      const span = el(marked ? "mark" : "span", { class: marked ? `nbl-mark ${run.cls}` : run.cls }, piece);
       if (run.style.color) span.style.color = run.style.color;
-      if (run.style.background && !marked)
-        span.style.backgroundColor = run.style.background;
+      if (run.style.background && !marked) span.style.backgroundColor = run.style.background;
       text.append(span);
     }
     at += run.text.length;
@@ -111,19 +84,15 @@ function textElement(line, query) {
   return text;
 }
 
-/** Where `query` stands. @param {string} text @param {string} query @returns {number[][]} */
+/** Return the ranges of `query`. @param {string} text @param {string} query @returns {number[][]} */
 function marksOf(text, query) {
   const marks = [];
-  for (
-    let at = text.indexOf(query);
-    at >= 0;
-    at = text.indexOf(query, at + query.length)
-  )
+  for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + query.length))
     marks.push([at, at + query.length]);
   return marks;
 }
 
-/** A stretch cut where marks begin and end. @param {number} start @param {number} end @param {number[][]} marks
+/** Cut a run where marks start and end. @param {number} start @param {number} end @param {number[][]} marks
  * @returns {[number, number, boolean][]} */
 function cutRun(start, end, marks) {
   /** @type {[number, number, boolean][]} */

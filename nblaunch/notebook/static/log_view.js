@@ -1,11 +1,11 @@
-// The logs: tabs, find, follow, copy, and the path of the whole file; the lines themselves are in log_pane.js.
+// The logs: tabs, find, follow, copy, and the path of the file. log_pane.js shows the lines.
 import { el, rankClass, setAttribute, setText } from "./format.js";
 import { plainText } from "./line_order.js";
 import { LogPane } from "./log_pane.js";
 import { gapText, lineLabel } from "./log_rows.js";
 
-const FIND_WAIT = 150;
-const COPIED = 1500;
+const FIND_DELAY_MS = 150;
+const COPIED_MS = 1500;
 let viewCount = 0;
 
 /** @typedef {import("./store.js").Tab} Tab */
@@ -25,20 +25,10 @@ export class LogView {
       "data-lm-suppress-shortcuts": "true",
       on_keydown: (/** @type {KeyboardEvent} */ event) => this.#tabKey(event),
     });
-    const button = (
-      /** @type {string} */ text,
-      /** @type {string} */ label,
-      /** @type {() => void} */ act,
-    ) =>
+    const button = (/** @type {string} */ text, /** @type {string} */ label, /** @type {() => void} */ act) =>
       el(
         "button",
-        {
-          type: "button",
-          class: "nbl-button nbl-small",
-          "aria-label": label,
-          title: label,
-          on_click: act,
-        },
+        { type: "button", class: "nbl-button nbl-small", "aria-label": label, title: label, on_click: act },
         text,
       );
     this.input = el("input", {
@@ -52,20 +42,13 @@ export class LogView {
       on_input: () => this.#findSoon(),
       on_keydown: (/** @type {KeyboardEvent} */ event) => this.#findKey(event),
     });
-    this.found = el("span", {
-      class: "nbl-found",
-      role: "status",
-      "aria-live": "polite",
-    });
+    this.found = el("span", { class: "nbl-found", role: "status", "aria-live": "polite" });
     this.previous = button("↑", "Previous match", () => this.pane.step(-1));
     this.next = button("↓", "Next match", () => this.pane.step(1));
-    this.follow = button("Follow", "Follow the end of the log", () =>
-      this.pane.setFollow(!this.pane.follow),
-    );
+    this.follow = button("Follow", "Follow the end of the log", () => this.pane.setFollow(!this.pane.follow));
     this.follow.classList.add("nbl-follow");
     this.copy = button("Copy", "Copy this log", () => this.#copy());
-    for (const steady of [this.follow, this.copy])
-      steady.classList.add("nbl-steady"); // of one width, whatever they say
+    for (const steady of [this.follow, this.copy]) steady.classList.add("nbl-steady"); // constant width
     this.more = el("button", {
       type: "button",
       class: "nbl-more",
@@ -102,14 +85,10 @@ export class LogView {
     );
     this.input.value = panel.reading.query;
     /** @type {number | undefined} */ this.failed = undefined;
-    /** @type {Tab | null} */ this.wanted = null; // a tab that is to be in sight
-    if (this.pane.tab !== "all")
-      [this.failed, this.wanted] = [panel.failure?.rank, this.pane.tab];
+    /** @type {Tab | null} */ this.wanted = null; // the tab to scroll to
+    if (this.pane.tab !== "all") [this.failed, this.wanted] = [panel.failure?.rank, this.pane.tab];
     this.#makeTabs();
-    this.body.setAttribute(
-      "aria-labelledby",
-      this.tabs.get(this.pane.tab)?.id ?? "",
-    );
+    this.body.setAttribute("aria-labelledby", this.tabs.get(this.pane.tab)?.id ?? "");
   }
 
   /** @param {Tab} tab @param {boolean} [focus] */
@@ -134,10 +113,7 @@ export class LogView {
       const failed = this.panel.failure?.rank === tab;
       if (button.classList.contains("nbl-culprit") === failed) continue;
       button.classList.toggle("nbl-culprit", failed);
-      button.setAttribute(
-        "aria-label",
-        failed ? `rank ${tab}, failed` : `rank ${tab}`,
-      );
+      button.setAttribute("aria-label", failed ? `rank ${tab}, failed` : `rank ${tab}`);
     }
     const failed = this.panel.failure?.rank;
     if (failed !== undefined && failed !== this.failed) this.wanted = failed;
@@ -145,7 +121,7 @@ export class LogView {
     this.#tools();
   }
 
-  /** Scroll the strip of tabs, and nothing else, to the tab that is to be in sight. */
+  /** Scroll only the strip of tabs to the wanted tab. */
   #reveal() {
     const { tablist } = this;
     if (this.wanted === null || !tablist.clientWidth) return; // not on the page yet
@@ -153,10 +129,7 @@ export class LogView {
     this.wanted = null;
     if (!tab) return;
     const left = tab.offsetLeft - tablist.offsetLeft;
-    if (
-      left < tablist.scrollLeft ||
-      left + tab.offsetWidth > tablist.scrollLeft + tablist.clientWidth
-    )
+    if (left < tablist.scrollLeft || left + tab.offsetWidth > tablist.scrollLeft + tablist.clientWidth)
       tablist.scrollLeft = Math.max(0, left - 40);
   }
 
@@ -167,14 +140,9 @@ export class LogView {
 
   #makeTabs() {
     const ranks = [...this.panel.ranks.keys()].sort((x, y) => x - y);
-    const tabs =
-      ranks.length > 1
-        ? /** @type {Tab[]} */ (["all", ...ranks])
-        : /** @type {Tab[]} */ (["all"]);
+    const tabs = ranks.length > 1 ? /** @type {Tab[]} */ (["all", ...ranks]) : /** @type {Tab[]} */ (["all"]);
     this.tablist.hidden = tabs.length < 2;
-    this.tabs = new Map(
-      tabs.map((tab) => [tab, this.#tab(tab, ranks.length > 16)]),
-    );
+    this.tabs = new Map(tabs.map((tab) => [tab, this.#tab(tab, ranks.length > 16)]));
     if (ranks.length === 1) this.tabs.set(ranks[0], el("span"));
     this.tablist.replaceChildren(...this.tabs.values());
   }
@@ -182,8 +150,7 @@ export class LogView {
   /** @param {Tab} tab @param {boolean} short */
   #tab(tab, short) {
     const chosen = tab === this.pane.tab;
-    const text =
-      tab === "all" ? "All ranks" : short ? String(tab) : `rank ${tab}`;
+    const text = tab === "all" ? "All ranks" : short ? String(tab) : `rank ${tab}`;
     return el(
       "button",
       {
@@ -206,12 +173,7 @@ export class LogView {
     const tabs = [...this.tabs.keys()];
     const at = tabs.indexOf(this.pane.tab);
     /** @type {Record<string, number>} */
-    const moves = {
-      ArrowRight: at + 1,
-      ArrowLeft: at - 1,
-      Home: 0,
-      End: tabs.length - 1,
-    };
+    const moves = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tabs.length - 1 };
     if (!(event.key in moves)) return;
     event.preventDefault();
     event.stopPropagation();
@@ -220,7 +182,7 @@ export class LogView {
 
   #findSoon() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.pane.find(this.input.value), FIND_WAIT);
+    this.timer = setTimeout(() => this.pane.find(this.input.value), FIND_DELAY_MS);
   }
 
   /** @param {KeyboardEvent} event */
@@ -230,8 +192,7 @@ export class LogView {
     if (event.key !== "Enter" && event.key !== "Escape") return;
     event.preventDefault();
     clearTimeout(this.timer);
-    if (this.pane.query === this.input.value.toLowerCase())
-      this.pane.step(event.shiftKey ? -1 : 1);
+    if (this.pane.query === this.input.value.toLowerCase()) this.pane.step(event.shiftKey ? -1 : 1);
     else this.pane.find(this.input.value);
   }
 
@@ -239,57 +200,35 @@ export class LogView {
     const { pane, panel } = this;
     this.#reveal();
     setText(this.found, pane.findText);
-    this.previous.disabled = this.next.disabled =
-      !pane.hits.length || !pane.query;
+    this.previous.disabled = this.next.disabled = !pane.hits.length || !pane.query;
     setText(this.follow, pane.follow ? "Pause" : "Follow");
     setAttribute(
       this.follow,
       "aria-label",
-      pane.follow
-        ? "Pause: do not follow the end of the log"
-        : "Follow the end of the log",
+      pane.follow ? "Pause: do not follow the end of the log" : "Follow the end of the log",
     );
-    this.follow.title = pane.follow
-      ? "Stay here while lines come"
-      : "Follow the end of the log";
+    this.follow.title = pane.follow ? "Stay here while lines come" : "Follow the end of the log";
     const { unseen } = pane;
     this.more.hidden = unseen === 0;
-    if (unseen)
-      setText(
-        this.more,
-        `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`,
-      );
+    if (unseen) setText(this.more, `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`);
     const { log_dir } = panel.state;
     setText(
       this.path,
-      !log_dir
-        ? ""
-        : pane.tab === "all"
-          ? log_dir
-          : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`,
+      !log_dir ? "" : pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`,
     );
     const { length } = pane.view.lines;
-    setText(
-      this.count,
-      length
-        ? `${length.toLocaleString("en-US")} ${length === 1 ? "line" : "lines"}`
-        : "",
-    );
+    setText(this.count, length ? `${length.toLocaleString("en-US")} ${length === 1 ? "line" : "lines"}` : "");
   }
 
   async #copy() {
     const labels = this.pane.tab === "all" && this.panel.info.world_size > 1;
     const { lines, open } = this.pane.view;
     const text = [...lines, ...open]
-      .map(
-        (line) =>
-          (labels ? `${lineLabel(line)} ` : "") +
-          (line.kind === "gap" ? gapText(line) : plainText(line)),
-      )
+      .map((line) => (labels ? `${lineLabel(line)} ` : "") + (line.kind === "gap" ? gapText(line) : plainText(line)))
       .join("\n");
     const done = await copyText(text, this.node);
     setText(this.copy, done ? "Copied" : "No access");
-    setTimeout(() => setText(this.copy, "Copy"), COPIED);
+    setTimeout(() => setText(this.copy, "Copy"), COPIED_MS);
   }
 }
 
@@ -299,11 +238,8 @@ async function copyText(text, near) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // a page that is not served over a secure connection: the old way
-    const area = el("textarea", {
-      class: "nbl-offscreen",
-      "aria-hidden": "true",
-    });
+    // pages without a secure connection have no clipboard
+    const area = el("textarea", { class: "nbl-offscreen", "aria-hidden": "true" });
     area.value = text;
     near.append(area);
     area.select();

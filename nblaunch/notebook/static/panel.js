@@ -1,4 +1,4 @@
-// The live panel of one launch: an anywidget. Its state is the model's, so every view of it shows the same.
+// The live panel of one launch, an anywidget. All views of a model share one state.
 import { FailureView, StacksView } from "./failure.js";
 import { HeaderView } from "./header.js";
 import { el } from "./format.js";
@@ -26,9 +26,7 @@ function panelOf(model) {
 /** @param {{model: any, signal?: AbortSignal}} context */
 function initialize({ model }) {
   const panel = panelOf(model);
-  const keeper = new RecordKeeper(panel.info.launch, (host) =>
-    render({ model, el: host }),
-  );
+  const keeper = new RecordKeeper(panel.info.launch, (host) => render({ model, el: host }));
   const look = () => ACTIVE_STATES.includes(panel.state.name) || keeper.start();
   panel.views.add(look);
   look();
@@ -56,11 +54,7 @@ function render({ model, el: host }) {
   ];
   const root = el(
     "div",
-    {
-      class: "nbl-root",
-      role: "region",
-      "aria-label": `Launch ${panel.info.name}`,
-    },
+    { class: "nbl-root", role: "region", "aria-label": `Launch ${panel.info.name}` },
     ...parts.map((part) => part.node),
   );
   host.append(root);
@@ -70,7 +64,7 @@ function render({ model, el: host }) {
     try {
       act();
     } catch (error) {
-      panel.drawingFailed(error); // the other parts are drawn all the same
+      panel.drawingFailed(error); // the other parts are still drawn
     }
   };
   const paint = () => {
@@ -78,10 +72,7 @@ function render({ model, el: host }) {
     for (const part of parts) attempt(() => part.update());
   };
   const soon = () => (frame ||= requestAnimationFrame(paint));
-  const ticks = setInterval(
-    () => panel.active && attempt(() => header.tick()),
-    1000,
-  );
+  const ticks = setInterval(() => panel.active && attempt(() => header.tick()), 1000);
   panel.views.add(soon);
   paint();
   return () => {

@@ -1,13 +1,5 @@
-// A cell for each rank: how it stands, its progress bars, what it uses.
-import {
-  bytesText,
-  clockText,
-  el,
-  numberText,
-  rankClass,
-  setAttribute,
-  setText,
-} from "./format.js";
+// A cell for each rank: state, progress bars, resource usage.
+import { bytesText, clockText, el, numberText, rankClass, setAttribute, setText } from "./format.js";
 
 /** @typedef {{box: any, state: any, use: any, bars: any, drawn: Map<string, any>, failed: boolean}} Cell */
 const ACTIVE_RANKS = ["starting", "running", "stopping"];
@@ -17,11 +9,7 @@ export class RanksView {
   constructor(panel, show) {
     this.panel = panel;
     this.show = show;
-    this.node = el("div", {
-      class: "nbl-ranks",
-      role: "list",
-      "aria-label": "Ranks",
-    });
+    this.node = el("div", { class: "nbl-ranks", role: "list", "aria-label": "Ranks" });
     /** @type {Map<number, Cell>} */ this.cells = new Map();
   }
 
@@ -30,10 +18,7 @@ export class RanksView {
     this.node.classList.toggle("nbl-many", panel.ranks.size > 16);
     this.node.classList.toggle("nbl-with-use", panel.resources.size > 0);
     for (const [rank, state] of panel.ranks)
-      this.#update(
-        rank,
-        panel.kernel.gone && ACTIVE_RANKS.includes(state) ? "ended" : state,
-      );
+      this.#update(rank, panel.kernel.gone && ACTIVE_RANKS.includes(state) ? "ended" : state);
   }
 
   /** @param {number} rank @returns {Cell} */
@@ -80,16 +65,14 @@ export class RanksView {
   #update(rank, state) {
     const { panel } = this;
     const cell = this.#cell(rank);
-    const failed =
-      panel.failure?.rank === rank || (!panel.failure && state === "failed");
+    const failed = panel.failure?.rank === rank || (!panel.failure && state === "failed");
     setText(cell.state, failed ? "✕ failed" : state);
     setAttribute(cell.box, "data-state", failed ? "culprit" : state);
     const lives = ACTIVE_RANKS.includes(state) && panel.active;
     const use = useText(panel.resources.get(rank), lives);
     setText(cell.use, use);
     cell.box.title = use;
-    if (failed && !cell.failed)
-      this.node.scrollTop = cell.box.offsetTop - this.node.offsetTop - 40;
+    if (failed && !cell.failed) this.node.scrollTop = cell.box.offsetTop - this.node.offsetTop - 40;
     cell.failed = failed;
     const bars = panel.progress.get(rank);
     for (const [desc, bar] of bars ?? []) this.#bar(cell, rank, bar, lives);
@@ -120,12 +103,7 @@ export class RanksView {
       const box = el(
         "div",
         { class: "nbl-progress" },
-        el(
-          "div",
-          { class: "nbl-progress-text" },
-          el("span", { class: "nbl-desc", title: desc }, desc),
-          text,
-        ),
+        el("div", { class: "nbl-progress-text" }, el("span", { class: "nbl-desc", title: desc }, desc), text),
         track,
       );
       cell.drawn.set(desc, (drawn = { box, fill, track, text }));
@@ -134,20 +112,11 @@ export class RanksView {
     const share = bar.total ? Math.min(1, bar.done / bar.total) : null;
     const said = barText(bar, share, lives);
     setText(drawn.text, said);
-    setAttribute(
-      drawn.track,
-      "aria-valuenow",
-      share === null ? null : bar.done,
-    );
-    setAttribute(
-      drawn.track,
-      "aria-valuemax",
-      share === null ? null : bar.total,
-    );
+    setAttribute(drawn.track, "aria-valuenow", share === null ? null : bar.done);
+    setAttribute(drawn.track, "aria-valuemax", share === null ? null : bar.total);
     setAttribute(drawn.track, "aria-valuetext", said);
     drawn.track.classList.toggle("nbl-endless", share === null);
-    drawn.fill.style.width =
-      share === null ? "" : `${(100 * share).toFixed(1)}%`;
+    drawn.fill.style.width = share === null ? "" : `${(100 * share).toFixed(1)}%`;
   }
 }
 
@@ -155,14 +124,9 @@ export class RanksView {
 function barText(bar, share, lives) {
   const rate = bar.seconds > 0 ? bar.done / bar.seconds : 0;
   if (share === null || bar.total === null) {
-    return rate
-      ? `${numberText(bar.done)} · ${numberText(Number(rate.toPrecision(3)))}/s`
-      : numberText(bar.done);
+    return rate ? `${numberText(bar.done)} · ${numberText(Number(rate.toPrecision(3)))}/s` : numberText(bar.done);
   }
-  const left =
-    lives && share < 1 && rate
-      ? ` · ${clockText((bar.total - bar.done) / rate)} left`
-      : "";
+  const left = lives && share < 1 && rate ? ` · ${clockText((bar.total - bar.done) / rate)} left` : "";
   return `${numberText(bar.done)}/${numberText(bar.total)}${left}`;
 }
 
@@ -172,7 +136,6 @@ function useText(use, lives) {
   if (!lives) return `peak ${bytesText(use.peak)}`;
   const parts = [`CPU ${Math.round(100 * use.cpu)}%`, bytesText(use.memory)];
   if (use.gpu !== null) parts.push(`GPU ${Math.round(100 * use.gpu)}%`);
-  if (use.gpuMemory !== null)
-    parts.push(`${parts.length > 2 ? "" : "GPU "}${bytesText(use.gpuMemory)}`);
+  if (use.gpuMemory !== null) parts.push(`${parts.length > 2 ? "" : "GPU "}${bytesText(use.gpuMemory)}`);
   return parts.join(" · ");
 }

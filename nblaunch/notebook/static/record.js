@@ -1,5 +1,5 @@
-// When a launch has ended, the notebook holds its record: plain HTML, which needs no kernel. As long as there is one, the
-// live panel is shown in the record's place, wherever it stands in the page.
+// After a launch, the notebook holds its record: plain HTML that needs no kernel. While the kernel lives, the live panel
+// takes the record's place.
 
 export class RecordKeeper {
   /**
@@ -9,12 +9,11 @@ export class RecordKeeper {
   constructor(launch, render) {
     this.marker = `nblaunch-${launch}`;
     this.render = render;
-    /** @type {Map<HTMLElement, {box: HTMLElement, remove: () => void}>} */ this.places =
-      new Map();
+    /** @type {Map<HTMLElement, {box: HTMLElement, remove: () => void}>} */ this.places = new Map();
     this.observer = new MutationObserver(() => this.look());
   }
 
-  /** The launch has ended: from now on its record may appear. */
+  /** Start looking for the record; the launch has ended. */
   start() {
     if (this.started) return;
     this.started = true;
@@ -23,13 +22,10 @@ export class RecordKeeper {
   }
 
   look() {
-    for (const [place, shown] of this.places)
-      if (!shown.box.isConnected || !place.isConnected) this.#leave(place);
+    for (const [place, shown] of this.places) if (!shown.box.isConnected || !place.isConnected) this.#leave(place);
     for (const record of document.getElementsByClassName(this.marker)) {
-      // JupyterLab styles all that is inside its own element for HTML: the panel goes beside that.
-      const place = /** @type {HTMLElement} */ (
-        record.closest(".jp-RenderedHTMLCommon") ?? record
-      );
+      // JupyterLab styles everything inside its HTML element: place the panel beside it.
+      const place = /** @type {HTMLElement} */ (record.closest(".jp-RenderedHTMLCommon") ?? record);
       if (!this.places.has(place)) this.#take(place);
     }
   }

@@ -1,9 +1,9 @@
-// What is known of one launch: kept for its model, shared by all its views, changed by the kernel's messages.
+// The state of one launch: one for its model, shared by all views, changed by the kernel's messages.
 import { ACTIVE_STATES, KernelLink } from "./kernel.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
-const OLDER_WAIT = 10000;
+const OLDER_TIMEOUT_MS = 10000;
 const BARS = 3; // progress bars shown for one rank
 
 /** @typedef {import("./page_messages.js").ToPage} ToPage */
@@ -15,9 +15,9 @@ const BARS = 3; // progress bars shown for one rank
 /** @typedef {{desc: string, done: number, total: number | null, seconds: number}} Bar */
 /** @typedef {{cpu: number, memory: number, gpu: number | null, gpuMemory: number | null, peak: number}} Use */
 
-/** What the reader has chosen: a notebook renders the panel anew when its launch ends, and he reads on where he was.
+/** What the reader has chosen. The notebook renders a new view when the launch ends; it continues from here.
  * @typedef {object} Reading
- * @property {object | null} by the log that has changed it last
+ * @property {object | null} by the log pane that changed it last
  * @property {import("./store.js").Tab} tab
  * @property {boolean} follow
  * @property {number} top
@@ -26,8 +26,8 @@ const BARS = 3; // progress bars shown for one rank
  * @property {Set<number>} loaded
  * @property {string} query
  * @property {import("./store.js").Line | null} hit
- * @property {string} height of the log, where he has changed it
- * @property {number | null} closed when the stacks were taken that he has closed
+ * @property {string} height of the log, if the reader changed it
+ * @property {number | null} closed time of the stacks that the reader closed
  * @property {boolean} traceback whether it is open
  * @property {boolean} others whether they are open */
 /** @returns {Reading} */
@@ -56,21 +56,14 @@ function bytesOf(buffer) {
   return new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength);
 }
 
-/** Whether a message only says that the kernel is alive. @param {ToPage} message */
+/** Return true if a message is only a heartbeat. @param {ToPage} message */
 function isHeartbeat(message) {
   return message?.kind === "delta" && !message.changes && !message.logs;
 }
 
 /** @returns {StateEntry} */
 function blankState() {
-  return {
-    name: "starting",
-    countdown: "",
-    attempt: 0,
-    log_dir: "",
-    seconds: null,
-    message: "",
-  };
+  return { name: "starting", countdown: "", attempt: 0, log_dir: "", seconds: null, message: "" };
 }
 
 export class PanelState {
@@ -99,32 +92,27 @@ export class PanelState {
     /** @type {Map<number, Map<string, Bar>>} */ this.progress = new Map();
     /** @type {Map<number, Use>} */ this.resources = new Map();
     /** @type {FailureEntry | null} */ this.failure = null;
-    /** @type {import("./page_messages.js").StacksEntry | null} */ this.stacks =
-      null;
+    /** @type {import("./page_messages.js").StacksEntry | null} */ this.stacks = null;
     this.metrics = new MetricBook();
     this.#clear();
     this.kernel = new KernelLink(model, this.#launch(), clock);
     this.now = 0;
     this.heard = -Infinity;
     this.asked = 0;
-    /** @type {Map<number, {gap: import("./store.js").Line, timer: any}>} */ this.requests =
-      new Map();
+    /** @type {Map<number, {gap: import("./store.js").Line, timer: any}>} */ this.requests = new Map();
   }
 
-  /** Listen; and where this page has missed messages, ask for them. */
+  /** Listen, and request missed messages. */
   open() {
-    this.model.on(
-      "msg:custom",
-      (/** @type {ToPage} */ content, /** @type {any[]} */ buffers) =>
-        this.receive(content, buffers),
+    this.model.on("msg:custom", (/** @type {ToPage} */ content, /** @type {any[]} */ buffers) =>
+      this.receive(content, buffers),
     );
     if (Number(this.model.get("sent")) > 0) this.kernel.resync();
   }
 
   dispose() {
     this.kernel.dispose();
-    for (const { timer } of this.requests.values())
-      this.kernel.clock.clear(timer);
+    for (const { timer } of this.requests.values()) this.kernel.clock.clear(timer);
     this.views.clear();
   }
 
@@ -132,15 +120,10 @@ export class PanelState {
     return this.kernel.active;
   }
 
-  /** Seconds since the launch began, or what it took. */
+  /** Seconds since the launch began, or its duration. */
   get elapsed() {
     if (this.state.seconds !== null) return this.state.seconds;
-    if (
-      this.heard === -Infinity ||
-      !ACTIVE_STATES.includes(this.state.name) ||
-      this.kernel.gone
-    )
-      return this.now;
+    if (this.heard === -Infinity || !ACTIVE_STATES.includes(this.state.name) || this.kernel.gone) return this.now;
     return this.now + (this.kernel.clock.now() - this.heard) / 1000;
   }
 
@@ -151,7 +134,7 @@ export class PanelState {
       this.heard = this.kernel.clock.now();
       this.#dispatch(content, bytesOf(buffers?.[0]));
     } catch (error) {
-      this.notice = `The panel could not read a message of the kernel: ${error}`;
+      this.notice = `The panel could not read a message from the kernel: ${error}`;
     }
     if (!isHeartbeat(content) || notice !== this.notice) this.changed();
   }
@@ -160,7 +143,7 @@ export class PanelState {
     for (const view of this.views) view();
   }
 
-  /** A view could not draw a part of itself: said once, or it would be at every message. @param {unknown} error */
+  /** Report once that a view could not draw a part. @param {unknown} error */
   drawingFailed(error) {
     if (this.broken) return;
     this.broken = true;
@@ -168,28 +151,16 @@ export class PanelState {
     this.changed();
   }
 
-  /** Ask for the lines of a gap. @param {import("./store.js").Line} gap */
+  /** Request the lines of a gap. @param {import("./store.js").Line} gap */
   loadOlder(gap) {
-    if (!this.logs.mayLoad(gap) || this.requests.size || this.kernel.gone)
-      return;
+    if (!this.logs.mayLoad(gap) || this.requests.size || this.kernel.gone) return;
     const id = ++this.asked;
     const { attempt, rank, stream } = gap.source;
     if (stream === "note") return;
     gap.state = "loading";
-    const timer = this.kernel.clock.set(
-      () => this.#olderFailed(id),
-      OLDER_WAIT,
-    );
+    const timer = this.kernel.clock.set(() => this.#olderFailed(id), OLDER_TIMEOUT_MS);
     this.requests.set(id, { gap, timer });
-    this.kernel.send({
-      kind: "older",
-      request: id,
-      attempt,
-      rank,
-      stream,
-      start: gap.start,
-      end: gap.end,
-    });
+    this.kernel.send({ kind: "older", request: id, attempt, rank, stream, start: gap.start, end: gap.end });
     this.changed();
   }
 
@@ -225,8 +196,7 @@ export class PanelState {
 
   #clear() {
     this.state = blankState();
-    for (let rank = 0; rank < this.info.world_size; rank++)
-      this.ranks.set(rank, "starting");
+    for (let rank = 0; rank < this.info.world_size; rank++) this.ranks.set(rank, "starting");
     this.progress.clear();
     this.resources.clear();
     this.failure = this.stacks = null;
@@ -236,13 +206,11 @@ export class PanelState {
   /** @param {Changes} changes @param {boolean} isWhole */
   #apply(changes, isWhole) {
     if (changes.state) this.#setState(changes.state);
-    for (const [rank, state] of changes.ranks ?? [])
-      this.ranks.set(rank, state);
+    for (const [rank, state] of changes.ranks ?? []) this.ranks.set(rank, state);
     for (const bar of changes.progress ?? []) this.#setBar(bar);
     if (changes.metrics) this.metrics.add(changes.metrics);
     for (const use of changes.resources ?? []) this.#setUse(use);
-    if (changes.notes || isWhole)
-      this.logs.addNotes(changes.notes ?? [], isWhole);
+    if (changes.notes || isWhole) this.logs.addNotes(changes.notes ?? [], isWhole);
     if (changes.failure) this.failure = changes.failure;
     if (changes.stacks) {
       this.stacks = changes.stacks;
@@ -273,30 +241,23 @@ export class PanelState {
       total: whole > 0 ? whole : null,
       seconds: numberOf(seconds) ?? 0,
     });
-    if (bars.size > BARS)
-      bars.delete(/** @type {string} */ (bars.keys().next().value));
+    if (bars.size > BARS) bars.delete(/** @type {string} */ (bars.keys().next().value));
   }
 
   /** @param {import("./page_messages.js").ResourceEntry} use */
   #setUse([rank, cpu, memory, gpu, gpuMemory]) {
     const peak = Math.max(memory, this.resources.get(rank)?.peak ?? 0);
-    this.resources.set(rank, {
-      cpu,
-      memory,
-      gpu: gpu ?? null,
-      gpuMemory: gpuMemory ?? null,
-      peak,
-    });
+    this.resources.set(rank, { cpu, memory, gpu: gpu ?? null, gpuMemory: gpuMemory ?? null, peak });
   }
 
   /** @param {import("./page_messages.js").OlderLines} answer @param {Uint8Array} bytes */
   #older(answer, bytes) {
-    if (answer.request === null) return this.logs.fillUnasked(answer, bytes);
+    if (answer.request === null) return this.logs.fillUnrequested(answer, bytes);
     const request = this.requests.get(answer.request);
     if (!request) return;
     this.kernel.clock.clear(request.timer);
     this.requests.delete(answer.request);
-    request.gap.state = ""; // it may be smaller by now than what was asked for
+    request.gap.state = ""; // it may have become smaller than the request
     this.logs.fill(answer, bytes);
   }
 
@@ -305,12 +266,11 @@ export class PanelState {
     const request = this.requests.get(id);
     this.requests.delete(id);
     if (request) request.gap.state = "";
-    this.notice =
-      "The older lines did not come: the kernel is busy or gone. The file has them.";
+    this.notice = "Older lines did not arrive: the kernel is busy or gone. The log file has them.";
     this.changed();
   }
 
-  /** What KernelLink may know and do. @returns {import("./kernel.js").Launch} */
+  /** Return what KernelLink may read and call. @returns {import("./kernel.js").Launch} */
   #launch() {
     const panel = this;
     return {

@@ -1,4 +1,4 @@
-// The lines of all ranks, bounded, in the order of time; what is not here is a gap that can be fetched.
+// The lines of all ranks, bounded, in order of time. Missing lines are gaps that can be loaded.
 import { byTime, mergeLines } from "./line_order.js";
 import { LineAssembler } from "./lines.js";
 
@@ -12,7 +12,7 @@ import { LineAssembler } from "./lines.js";
  * @property {number} time of the latest bytes
  * @property {Line[]} open
  * @property {Line[]} parked */
-/** A line, or (kind "gap") the bytes from o to e that are not here.
+/** A line, or (kind "gap") a range of missing bytes.
  * @typedef {object} Line
  * @property {Source} source
  * @property {"" | "gap" | "note" | "open"} kind
@@ -21,27 +21,16 @@ import { LineAssembler } from "./lines.js";
  * @property {number} start of its bytes in the file
  * @property {number} end of its bytes
  * @property {string} text with its colours
- * @property {boolean} [gone] it is in no list any more
+ * @property {boolean} [gone] removed from all lists
  * @property {"" | "loading" | "lost"} [state] of a gap
- * @property {string} [plain] what `find` looks through, once it has */
+ * @property {string} [plain] cached text for `findLines` */
 /** @typedef {import("./page_messages.js").LogPart} LogPart */
 /** @typedef {import("./page_messages.js").OlderLines} OlderLines */
 /** @typedef {"all" | number} Tab */
 
-const DEFAULT_LIMITS = {
-  rank: 10000,
-  total: 100000,
-  reading: 50000,
-  pinned: 8,
-};
+const DEFAULT_LIMITS = { rank: 10000, total: 100000, reading: 50000, pinned: 8 };
 const NOTES = /** @type {Source} */ (
-  /** @type {unknown} */ ({
-    attempt: 0,
-    rank: -1,
-    stream: "note",
-    open: [],
-    parked: [],
-  })
+  /** @type {unknown} */ ({ attempt: 0, rank: -1, stream: "note", open: [], parked: [] })
 );
 
 export class LogStore {
@@ -68,7 +57,7 @@ export class LogStore {
     this.#evict();
   }
 
-  /** The launch is over: what never ended stands where it was last written, until more of it comes after all. */
+  /** Place unfinished lines in order of time because the launch has ended. Later bytes reopen them. */
   settle() {
     /** @type {Line[]} */
     const parked = [];
@@ -81,26 +70,23 @@ export class LogStore {
     if (parked.length) this.#insert(parked);
   }
 
-  /** What nblaunch itself says. @param {import("./page_messages.js").NoteEntry[]} notes @param {boolean} replace all that were there */
+  /** Add messages of nblaunch. @param {import("./page_messages.js").NoteEntry[]} notes @param {boolean} replace all that were there */
   addNotes(notes, replace = false) {
-    const fresh = notes.map(([t, text]) =>
-      this.#line(NOTES, "note", t, 0, 0, String(text)),
-    );
+    const fresh = notes.map(([t, text]) => this.#line(NOTES, "note", t, 0, 0, String(text)));
     if (replace) for (const line of this.ranks.get(-1) ?? []) line.gone = true;
     this.#sweep([-1]);
     this.#insert(fresh);
   }
 
-  /** Whether anything of a log has come. */
+  /** True if bytes of a log have arrived. */
   get hasLines() {
     return [...this.sources.values()].some((source) => source.end > 0);
   }
 
-  /** The lines of a tab, with those that have not ended yet last. @param {Tab} tab @returns {{lines: Line[], open: Line[]}} */
+  /** Return the lines of a tab, and its unfinished lines. @param {Tab} tab @returns {{lines: Line[], open: Line[]}} */
   view(tab) {
     const open = [];
-    for (const source of this.sources.values())
-      if (tab === "all" || tab === source.rank) open.push(...source.open);
+    for (const source of this.sources.values()) if (tab === "all" || tab === source.rank) open.push(...source.open);
     if (tab === "all") open.sort((x, y) => x.source.rank - y.source.rank);
     return {
       lines: (tab === "all" ? this.merged : this.ranks.get(tab)) ?? [],
@@ -108,23 +94,19 @@ export class LogStore {
     };
   }
 
-  /** Someone reads older lines of these ranks: keep more of them until he follows again (no ranks).
+  /** Keep more lines of these ranks for a reader; without ranks, release them.
    * @param {object} reader @param {Iterable<number>} [ranks] */
   hold(reader, ranks) {
     if (ranks) this.readers.set(reader, new Set(ranks));
     else if (this.readers.delete(reader)) this.#evict();
   }
 
-  /** Whether more lines of this gap may be loaded. @param {Line} gap */
+  /** Return true if lines of this gap may be loaded. @param {Line} gap */
   mayLoad(gap) {
-    return (
-      !gap.gone &&
-      !gap.state &&
-      (this.ranks.get(gap.source.rank)?.length ?? 0) < this.limits.reading
-    );
+    return !gap.gone && !gap.state && (this.ranks.get(gap.source.rank)?.length ?? 0) < this.limits.reading;
   }
 
-  /** Put the answer to `older` in place: the end of a gap.
+  /** Fill the end of a gap with the answer to a request.
    * @param {OlderLines} answer
    * @param {Uint8Array} bytes */
   fill(answer, bytes) {
@@ -133,17 +115,12 @@ export class LogStore {
     gap.state = bytes.length ? "" : "lost";
     this.version++;
     if (!bytes.length) return;
-    const end = Math.min(answer.end, gap.end); // the end may have come unasked meanwhile
-    this.#fillGap(
-      gap,
-      { ...answer, end },
-      bytes.subarray(0, end - answer.start),
-    );
+    const end = Math.min(answer.end, gap.end); // the end may already have arrived unrequested
+    this.#fillGap(gap, { ...answer, end }, bytes.subarray(0, end - answer.start));
   }
 
-  /** Put lines in place that the kernel has left out of a flood: the end of a gap, as long as there is room, and nothing
-   * newer goes for them. @param {OlderLines} part @param {Uint8Array} bytes */
-  fillUnasked(part, bytes) {
+  /** Fill the end of a gap with unrequested lines that a flood had skipped, unless newer lines would be evicted. @param {OlderLines} part @param {Uint8Array} bytes */
+  fillUnrequested(part, bytes) {
     const gap = this.#gap(part);
     if (!gap || gap.end !== part.end || !bytes.length) return;
     const count = bytes.reduce((lines, byte) => lines + Number(byte === 10), 1);
@@ -156,7 +133,7 @@ export class LogStore {
     this.#fillGap(gap, part, bytes);
   }
 
-  /** The gap that these bytes begin in. @param {OlderLines} part */
+  /** Return the gap that contains the start of these bytes. @param {OlderLines} part */
   #gap({ attempt, rank, stream, start }) {
     return this.ranks
       .get(rank)
@@ -186,21 +163,13 @@ export class LogStore {
     this.#unpark(source);
     if (known < 0) {
       this.#take(source, source.assembler.finish(), fresh);
-      fresh.push(
-        this.#line(source, "gap", source.time, source.end, part.offset, ""),
-      );
+      fresh.push(this.#line(source, "gap", source.time, source.end, part.offset, ""));
       source.assembler = new LineAssembler(part.offset);
     }
-    this.#take(
-      source,
-      source.assembler.feed(known > 0 ? bytes.subarray(known) : bytes),
-      fresh,
-    );
+    this.#take(source, source.assembler.feed(known > 0 ? bytes.subarray(known) : bytes), fresh);
     source.end = part.offset + bytes.length;
     const partials = source.assembler.partials;
-    source.open = partials.map((text) =>
-      this.#line(source, "open", source.time, source.end, source.end, text),
-    );
+    source.open = partials.map((text) => this.#line(source, "open", source.time, source.end, source.end, text));
   }
 
   /** @param {Source} source */
@@ -219,21 +188,12 @@ export class LogStore {
     for (const source of this.sources.values()) {
       if (source.rank !== rank || source.attempt >= attempt) continue;
       this.#unpark(source);
-      this.#take(source, source.assembler.finish(), fresh); // an earlier attempt's bar stands for ever
+      this.#take(source, source.assembler.finish(), fresh); // bars of an earlier attempt are final
       source.assembler = new LineAssembler(source.end);
       source.open = [];
     }
     /** @type {Source} */
-    const source = {
-      attempt,
-      rank,
-      stream,
-      assembler: new LineAssembler(0),
-      end: 0,
-      time: 0,
-      open: [],
-      parked: [],
-    };
+    const source = { attempt, rank, stream, assembler: new LineAssembler(0), end: 0, time: 0, open: [], parked: [] };
     this.sources.set(key, source);
     return source;
   }
@@ -242,18 +202,16 @@ export class LogStore {
    * @param {Line[]} fresh */
   #take(source, { lines, retract }, fresh) {
     if (retract) this.#takeBack(source, retract, fresh);
-    for (const { text, start, end } of lines)
-      fresh.push(this.#line(source, "", source.time, start, end, text));
+    for (const { text, start, end } of lines) fresh.push(this.#line(source, "", source.time, start, end, text));
   }
 
-  /** The cursor has moved up into the last `count` lines of a source. @param {Source} source @param {number} count
+  /** Remove the last `count` lines of a source: the cursor has moved up into them. @param {Source} source @param {number} count
    * @param {Line[]} fresh */
   #takeBack(source, count, fresh) {
     const list = this.ranks.get(source.rank) ?? [];
     for (const lines of [fresh, list]) {
       for (let i = lines.length - 1; i >= 0 && count; i--) {
-        if (lines[i].source !== source || lines[i].kind || lines[i].gone)
-          continue;
+        if (lines[i].source !== source || lines[i].kind || lines[i].gone) continue;
         lines[i].gone = true;
         count--;
       }
@@ -281,7 +239,7 @@ export class LogStore {
     }
   }
 
-  /** Take what has gone out of the lists. @param {Iterable<number>} ranks */
+  /** Remove lines marked as gone from the lists. @param {Iterable<number>} ranks */
   #sweep(ranks) {
     this.version++;
     for (const rank of ranks) {
@@ -297,16 +255,13 @@ export class LogStore {
 
   #evict() {
     const held = new Set();
-    for (const ranks of this.readers.values())
-      for (const rank of ranks) held.add(rank);
+    for (const ranks of this.readers.values()) for (const rank of ranks) held.add(rank);
     const touched = new Set();
     let allowed = this.limits.total;
     for (const [rank, list] of this.ranks) {
       const most = held.has(rank) ? this.limits.reading : this.limits.rank;
-      if (held.has(rank))
-        allowed += Math.max(0, list.length - this.limits.rank);
-      if (list.length > most && this.#drop(rank, list.length - most))
-        touched.add(rank);
+      if (held.has(rank)) allowed += Math.max(0, list.length - this.limits.rank);
+      if (list.length > most && this.#drop(rank, list.length - most)) touched.add(rank);
     }
     if (touched.size) this.#sweep(touched);
     const excess = this.merged.length - allowed;
@@ -323,14 +278,14 @@ export class LogStore {
     this.#sweep(oldest.keys());
   }
 
-  /** Make room for `count` lines of a rank: its oldest become one gap for each of its files.
+  /** Free `count` lines of a rank: its oldest lines become one gap for each file.
    * @param {number} rank @param {number} count */
   #drop(rank, count) {
     const list = /** @type {Line[]} */ (this.ranks.get(rank));
     /** @type {Map<Source, Line>} */
     const gaps = new Map();
     for (const line of list) {
-      if (count <= -gaps.size) break; // a gap takes a place too
+      if (count <= -gaps.size) break; // a gap counts as a line
       count--;
       if (line.kind === "note" || line.kind === "open") {
         line.gone = true;
@@ -342,13 +297,7 @@ export class LogStore {
         line.start = Math.min(before.start, line.start);
         line.state = "";
       }
-      if (line.kind !== "gap")
-        Object.assign(line, {
-          kind: "gap",
-          text: "",
-          plain: undefined,
-          state: "",
-        });
+      if (line.kind !== "gap") Object.assign(line, { kind: "gap", text: "", plain: undefined, state: "" });
       gaps.set(line.source, line);
     }
     return true;
@@ -358,31 +307,18 @@ export class LogStore {
   #fillGap(gap, { start, end, spans }, bytes) {
     const assembler = new LineAssembler(start);
     const lines = assembler.feed(bytes).lines.concat(assembler.finish().lines);
-    const after =
-      end < gap.end ? [{ ...gap, start: end, order: gap.order + 0.5 }] : [];
+    const after = end < gap.end ? [{ ...gap, start: end, order: gap.order + 0.5 }] : [];
     let [span, until] = [0, start + (spans[0]?.[0] ?? 0)];
     const fresh = lines.map((line, i) => {
-      while (span < spans.length - 1 && line.start >= until)
-        until += spans[++span][0];
+      while (span < spans.length - 1 && line.start >= until) until += spans[++span][0];
       const time = Math.min(spans[span]?.[1] ?? gap.time, gap.time);
       const order = gap.order - 1 + (i + 1) / (lines.length + 1);
-      return {
-        ...this.#line(gap.source, "", time, line.start, line.end, line.text),
-        order,
-      };
+      return { ...this.#line(gap.source, "", time, line.start, line.end, line.text), order };
     });
-    if (start > gap.start)
-      Object.assign(gap, {
-        end: start,
-        time: fresh[0]?.time ?? gap.time,
-        order: gap.order - 1,
-      });
+    if (start > gap.start) Object.assign(gap, { end: start, time: fresh[0]?.time ?? gap.time, order: gap.order - 1 });
     else gap.gone = true;
     const list = (this.ranks.get(gap.source.rank) ?? []).concat(fresh, after);
-    this.ranks.set(
-      gap.source.rank,
-      list.filter((line) => !line.gone).sort(byTime),
-    );
+    this.ranks.set(gap.source.rank, list.filter((line) => !line.gone).sort(byTime));
     this.merged = this.merged
       .concat(fresh, after)
       .filter((line) => !line.gone)

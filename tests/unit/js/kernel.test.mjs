@@ -178,7 +178,7 @@ test("a background launch interrupts nothing", () => {
   panel.kernel.stop();
   clock.pass(700);
   assert.deepEqual(kernel.calls, []);
-  assert.match(panel.notice, /busy: it stops when the running cell ends, or run %distributed stop/);
+  assert.match(panel.notice, /busy: the launch stops when the running cell ends/);
 });
 
 test("a launch that has ended meanwhile interrupts nothing", () => {

@@ -155,7 +155,7 @@ test("older lines are asked for one at a time, and come into their place", () =>
   assert.deepEqual(logged(panel), ["<0-2>", "xx", "", "c"]);
   panel.loadOlder(panel.logs.view(1).lines[0]);
   clock.pass(10_000);
-  assert.match(panel.notice, /older lines did not come/);
+  assert.match(panel.notice, /[Oo]lder lines did not arrive/);
   assert.equal(panel.logs.view(1).lines[0].state, "");
 });
 

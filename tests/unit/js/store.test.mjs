@@ -236,7 +236,7 @@ test("lines that come unasked never take the place of newer ones", () => {
     );
     const newest = shown(store, 0).slice(2);
     const [part, data] = answer(store.view(0).lines[1], 3);
-    store.fillUnasked(part, data);
+    store.fillUnrequested(part, data);
     assert.deepEqual(shown(store, 0).slice(-before), newest);
     consistent(store);
     add(store, [0, "out", (20 + before) * SIZE, 3, "x\n"]); // what is too much goes now

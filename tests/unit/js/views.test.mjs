@@ -183,6 +183,26 @@ test("a second click is remembered, the second of a double click is not", (t) =>
   assert.deepEqual(model.kinds(), ["stop", "kill"]);
 });
 
+test("an empty log is low until something is printed", (t) => {
+  const { delta, view } = opened(t);
+  const { log } = view();
+  assert.ok(log.classList.contains("nbl-log-empty"));
+  delta(...chunk("a\n"));
+  assert.ok(!log.classList.contains("nbl-log-empty"));
+});
+
+test("metrics with one value stand below those with a chart", (t) => {
+  const { delta, view } = opened(t);
+  delta({ metrics: [0, 1, 2].map((x) => [x ? "loss" : "accuracy", 0, x, 1]) });
+  const { host } = view();
+  const names = (part) =>
+    host
+      .one(part)
+      .all("nbl-metric-name")
+      .map((node) => node.textContent);
+  assert.deepEqual([names("nbl-charts"), names("nbl-single")], [["loss"], ["accuracy"]]);
+});
+
 test("a sign of life draws nothing", (t) => {
   const { delta, view } = opened(t);
   view();
