@@ -61,16 +61,14 @@ def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
         reads |= _changed(statement).intersection(_global_names(table, reads=False))
         used |= reads - bound
         if isinstance(statement, _BINDS) and getattr(statement, "value", ...) is not None:  # x: int binds nothing
-            bound |= {symbol.get_name() for symbol in table.get_symbols() if _is_bound(symbol)}
+            bound |= {
+                symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+            }
     return sorted(name for name in used if name in namespace and name not in _PROVIDED and not name.startswith("__"))
 
 
 _BINDS = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 """Statements that bind their names unconditionally, unlike ``if`` or ``for``."""
-
-
-def _is_bound(symbol: symtable.Symbol) -> bool:
-    return symbol.is_assigned() or symbol.is_imported()
 
 
 def _global_names(table: symtable.SymbolTable, reads: bool) -> Iterator[str]:

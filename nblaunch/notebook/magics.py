@@ -148,8 +148,8 @@ class DistributedMagics(Magics):
         used = names_used(cell, self._names())
 
         def gather(world_size: int) -> Payload:
-            if ranks is not None:
-                _check_ranks(ranks, world_size)
+            if ranks is not None and not set(ranks) <= set(range(world_size)):
+                raise UsageError(f"--ranks {','.join(map(str, ranks))}: the ranks are 0 to {world_size - 1}")
             return payloads.for_cell(cell, used)
 
         try:
@@ -164,14 +164,11 @@ def _words(line: str, expand: Callable[[str], str]) -> list[str]:
     try:
         words = arg_split(expand(first))
         for option, pattern, rest in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-            words += [f"{option}={_unquoted(pattern)}", *arg_split(expand(rest))]
+            unquoted = "".join(part[1:-1] if part[0] in "'\"" else part for part in re.findall(_QUOTED, pattern))
+            words += [f"{option}={unquoted}", *arg_split(expand(rest))]
     except ValueError:
         raise UsageError(f"%%distributed {line}: unclosed quote") from None
     return words
-
-
-def _unquoted(text: str) -> str:
-    return "".join(part[1:-1] if part[0] in "'\"" else part for part in re.findall(_QUOTED, text))
 
 
 def _ranks(text: str | None) -> tuple[int, ...] | None:
@@ -181,11 +178,6 @@ def _ranks(text: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(f"--ranks {text}: must be comma-separated numbers, as in --ranks 0,2") from None
-
-
-def _check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
-    if not set(ranks) <= set(range(world_size)):
-        raise UsageError(f"--ranks {','.join(map(str, ranks))}: the ranks are 0 to {world_size - 1}")
 
 
 def _as_option(message: str) -> str:

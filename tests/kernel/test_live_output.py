@@ -1,4 +1,4 @@
-"""Item 9 as the notebook sees it: output while the cell runs, below Jupyter's limits, and in the right cell."""
+"""Live output as the notebook sees it: during the cell, below Jupyter's limits, and in the right cell."""
 
 from __future__ import annotations
 

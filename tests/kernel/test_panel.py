@@ -188,18 +188,18 @@ launch = notebook_launcher(train, num_processes=2, block=False)
     page.run(code)
     page.take_until(lambda: all(b"all" in b"".join(page.log(rank).values()) for rank in (0, 1)))
     first = _whole(page.log(1))
-    anew = Page(page.kernel, panel=page.panel)
+    newcomer = Page(page.kernel, panel=page.panel)
     state = page.kernel.ask(f"__import__('ipywidgets').Widget.widgets[{page.panel!r}].get_state('sent')")
     assert state["sent"] == max(content["seq"] for content in page.of("delta"))
-    anew.send(kind="resync", seq=0, has_lines=False)
-    anew.take_until(lambda: anew.of("snapshot") and anew.log(0) and anew.log(1))
-    snapshot = anew.of("snapshot")[0]
+    newcomer.send(kind="resync", seq=0, has_lines=False)
+    newcomer.take_until(lambda: newcomer.of("snapshot") and newcomer.log(0) and newcomer.log(1))
+    snapshot = newcomer.of("snapshot")[0]
     assert snapshot["rewound"]
     assert snapshot["seq"] > state["sent"]
     assert {tuple(point[:2]) for point in snapshot["changes"]["metrics"]} == {("accuracy", 0), ("accuracy", 1)}
     assert snapshot["changes"]["ranks"] == [[0, "running"], [1, "running"]]
-    assert _whole(anew.log(1)).startswith(first)
-    assert min(anew.log(0)) == 0
+    assert _whole(newcomer.log(1)).startswith(first)
+    assert min(newcomer.log(0)) == 0
     page.kernel.run("launch.kill(); launch.wait()").check()
 
 

@@ -1,4 +1,4 @@
-"""What a launch shows: text below Jupyter's limits, and the host that picks the view."""
+"""Views: text below Jupyter's limits, and the frontend that chooses the view."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_it_stays_below_jupyters_limits_and_loses_no_line(
         assert shown == sorted(set(shown))
 
 
-# ------------------------------------------------------------------ what is in flux
+# ------------------------------------------------------------------ the status line
 def test_a_partial_line_is_shown_below_and_redrawn(cell: Cell) -> None:
     cell.prints("done\n 10%|#")
     assert cell.screen() == ["[rank 0] done", "[rank 0] 10%|#"]
@@ -308,7 +308,7 @@ def test_progress_is_shown_below(cell: Cell, record: dict[str, Any], text: str) 
     assert cell.screen() == [f"[rank 0] {text}"]
 
 
-def test_progress_that_is_complete_is_no_longer_in_flux(cell: Cell) -> None:
+def test_complete_progress_leaves_the_status(cell: Cell) -> None:
     for done in (1, 2):
         cell.view.on(Reports(0, [{"progress": "", "done": done, "total": 2, "seconds": 1.0}]))
         cell.passes()
@@ -422,7 +422,7 @@ def test_a_view_that_fails_is_replaced_and_logged_once(caplog: pytest.LogCapture
 
 # ------------------------------------------------------------------ writers and frontends
 @pytest.fixture
-def no_host() -> Iterator[None]:
+def script_frontend() -> Iterator[None]:
     register(None)
     yield
     register(None)
@@ -481,8 +481,8 @@ def test_an_unknown_view_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ScriptFrontend().view("auto")
 
 
-@pytest.mark.usefixtures("no_host")
-def test_a_host_can_be_registered() -> None:
+@pytest.mark.usefixtures("script_frontend")
+def test_a_frontend_can_be_registered() -> None:
     assert isinstance(host(), ScriptFrontend)
     mine: Frontend = ScriptFrontend()
     register(mine)

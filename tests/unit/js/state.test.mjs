@@ -247,7 +247,7 @@ test("lines that come unasked disturb no request", () => {
   assert.equal(panel.requests.size, 0);
 });
 
-test("an answer of which all has come unasked leaves the gap to be asked for again", () => {
+test("an answer that arrived unrequested leaves the gap loadable", () => {
   const { model, panel, come } = withGap();
   const [, gap] = panel.logs.view(0).lines;
   panel.loadOlder(gap);
@@ -282,7 +282,7 @@ test("an empty message is a sign of life and changes nothing that is drawn", () 
   assert.equal(told, 1);
 });
 
-test("an answer that nobody waits for is dropped", () => {
+test("an answer without a request is dropped", () => {
   const { model, panel } = opened();
   delta(model, 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 6, size: 2, time: 1 }] }, "c\n");
   model.deliver(

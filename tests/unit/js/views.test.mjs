@@ -1,4 +1,4 @@
-// The views of a panel, in a page that is none: what is drawn, and what stays when it is drawn anew.
+// The views of a panel, in a fake page: what they draw, and what a new view keeps.
 import assert from "node:assert/strict";
 import test from "node:test";
 import panel from "../../../nblaunch/notebook/static/panel.js";
