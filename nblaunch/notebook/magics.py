@@ -21,7 +21,7 @@ from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook.cells import make_cell, names_used
-from nblaunch.transfer.sent_data import snapshots
+from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Payload
 
 ACTIONS = ("free", "preload", "stacks", "status", "stop")
@@ -211,7 +211,7 @@ def _act(action: str | None, modules: Sequence[str], options: Iterable[str]) -> 
     elif action == "stacks":
         _show_stacks()
     elif action == "free":
-        _show(f"freed {in_words(snapshots.free())}")
+        _show(f"freed {in_words(sent_data_cache.free())}")
     else:
         raise UsageError(
             f"%distributed {action or ''}: write %distributed status, %distributed stacks, %distributed stop, "
@@ -220,8 +220,8 @@ def _act(action: str | None, modules: Sequence[str], options: Iterable[str]) -> 
 
 
 def _show_status() -> None:
-    kept = f"cached for the next launch: {in_words(snapshots.size)} of data from earlier launches"
-    lines = [*map(repr, live_launches()), *servers.status(), *([kept] if snapshots.size else [])]
+    kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
+    lines = [*map(repr, live_launches()), *servers.status(), *([kept] if sent_data_cache.size else [])]
     _show("\n".join(lines))
 
 
