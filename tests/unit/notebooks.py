@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nblaunch.launch.frontend import register, wait_in_steps
-from nblaunch.launch.views.view import NullView, View
+from nblaunch.launch.views.base import NullView, View
 
 
 class Notebook:

@@ -15,7 +15,7 @@ import pytest
 import nblaunch
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.stacks import Frame, Stack, Stacks, Teller, parse, waits_in_collective
-from nblaunch.launch.views.view import NullView
+from nblaunch.launch.views.base import NullView
 from nblaunch.ranks.stack_dumps import BEGIN, WHOLE, dump
 from nblaunch.wire.messages import Source
 
