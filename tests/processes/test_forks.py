@@ -139,12 +139,12 @@ class Clock:
 
 
 def test_a_thread_that_never_rests_costs_less_at_each_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, settling, waits = Clock(), fork_guard.Settling(), list[float]()
+    clock, guard, waits = Clock(), fork_guard.ForkGuard(), list[float]()
     monkeypatch.setattr(fork_guard, "time", clock)
     for is_running in [*[True] * 10, False, True]:
-        monkeypatch.setattr(fork_guard, "_runs_a_library", lambda is_running=is_running: is_running)
+        monkeypatch.setattr(fork_guard, "_library_thread_runs", lambda is_running=is_running: is_running)
         begun = clock.now
-        settling.wait()
+        guard.wait()
         waits.append(clock.now - begun)
 
     assert waits == pytest.approx([0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, *[0.01] * 4, 0.0, 0.5], abs=0.001)
@@ -159,9 +159,9 @@ def test_threads_of_pythons_own_are_not_waited_for(monkeypatch: pytest.MonkeyPat
     own = [str(threading.get_native_id()), *(str(thread.native_id) for thread in threads)]
     monkeypatch.setattr(fork_guard, "os", SimpleNamespace(listdir=lambda folder: own))
 
-    assert not fork_guard._runs_a_library()
+    assert not fork_guard._library_thread_runs()
     own.append("1")
-    assert fork_guard._runs_a_library()
+    assert fork_guard._library_thread_runs()
     stop.set()
     for thread in threads:
         thread.join()
@@ -173,8 +173,8 @@ def test_an_interrupt_within_the_wait_comes_after_the_fork() -> None:
         import os, signal, time
         from nblaunch.ranks import fork_guard
         looks = iter([lambda: True, lambda: signal.raise_signal(signal.SIGINT) or True, lambda: False])
-        fork_guard._runs_a_library = lambda: next(looks)()
-        fork_guard.settling.install()
+        fork_guard._library_thread_runs = lambda: next(looks)()
+        fork_guard.guard.install()
         try:
             pid = os.fork()
             if pid == 0:
