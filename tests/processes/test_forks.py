@@ -1,4 +1,4 @@
-"""Forks of a rank while C threads run: no child may inherit a lock that nobody is there to release."""
+"""Forks of a rank while C threads run: no child may inherit a held lock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_METHOD = pytest.mark.parametrize("start_method", ["forkserver"], indirect=Tr
 FORKS = 60
 """Without the wait some 6 of them hang."""
 CALLS = 50_000
-"""Of one burst: some 3 ms, of which the fork takes place in the first."""
+"""Of one burst: some 3 ms, and the fork happens in the first."""
 HUNG_AFTER = 3.0
 
 
@@ -114,7 +114,7 @@ def test_workers_that_are_forked_within_a_burst_bring_their_batches(launch: Laun
     assert launch(of_loader, (5,), num_processes=1, timeout=120)[0] == 10
 
 
-NEEDED = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python makes the lock anew in the child")
+NEEDED = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python re-creates the lock in the child")
 
 
 @NEEDED
