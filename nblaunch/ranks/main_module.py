@@ -52,7 +52,7 @@ def _by_value(self: ForkingPickler, obj: Any) -> Any:
             return _cloudpickler(self).reducer_override(obj) if nameless else NotImplemented
         reduced = _cloudpickler(self).reducer_override(obj)
         if isinstance(obj, type):  # functions are sent each time, with their current globals
-            reduced = definitions.reduce(obj, reduced)
+            reduced = definitions.reduce_by_value(obj, reduced)
         make, made_of, *content = reduced
         return _make, (make, made_of, obj.__qualname__), *content
     kind = type(obj)
