@@ -13,6 +13,32 @@ MEMORY_CHECK_INTERVAL_S = 1.0
 """Between checks of free memory while sent data is cached."""
 
 # ------------------------------------------------------------------ ranks
+SPARE_DELAY_S = 0.05
+"""Without a launch before the fork server forks spare ranks: the present launch needs the CPUs."""
+SPARE_IDLE_TIMEOUT_S = 60.0
+"""Without a launch before spare ranks exit; the next launch brings others."""
+KERNEL_EXIT_TIMEOUT_S = 2.0
+"""After the kernel's exit for reapers and successors to exit before the fork server kills them."""
+KERNEL_EXIT_POLL_S = 0.1
+"""Between checks for their exits."""
+WATCH_POLL_S = 0.5
+"""Between checks of watched processes on systems without pidfds."""
+SWEEP_TIMEOUT_S = 5.0
+"""For killed descendants to exit."""
+SWEEP_POLL_S = 0.02
+"""Between two rounds of a sweep without a child's exit."""
+TRACKER_TIMEOUT_S = 2.0
+"""For multiprocessing's resource trackers to unlink shared memory once its users are dead."""
+TRACKER_KILL_TIMEOUT_S = 0.5
+"""The end of a sweep in which resource trackers are killed too."""
+FORK_WAIT_S = 0.5
+"""For a library's threads to go idle before a rank forks."""
+MIN_FORK_WAIT_S = 0.01
+"""The same for threads that never go idle, after repeated timeouts."""
+FORK_POLL_S = 0.0005
+"""Between checks of these threads."""
+PROGRESS_INTERVAL_S = 0.1
+"""Between two progress records of one bar."""
 
 # ------------------------------------------------------------------ engines
 
