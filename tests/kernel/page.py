@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.kernel.harness import CELL_LIMIT, Kernel
+from tests.conftest import LONG
+from tests.kernel.harness import Kernel
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -35,7 +36,7 @@ class Page:
         """Send by a thread of the kernel's own from now on, as JupyterLab does."""
         client = self.kernel.client
         client.control_channel.send(client.session.msg("create_subshell_request", {}))
-        reply = client.control_channel.get_msg(timeout=CELL_LIMIT)
+        reply = client.control_channel.get_msg(timeout=LONG)
         self.subshell = reply["content"]["subshell_id"]
 
     def send(self, **content: Any) -> None:
@@ -46,7 +47,7 @@ class Page:
             message["header"]["subshell_id"] = self.subshell
         self.kernel.client.shell_channel.send(message)
 
-    def take(self, limit: float = CELL_LIMIT) -> None:
+    def take(self, limit: float = LONG) -> None:
         """Wait for one message of the kernel's, and keep it."""
         message = self.kernel.client.get_iopub_msg(timeout=limit)
         kind, content = message["msg_type"], message["content"]
@@ -60,7 +61,7 @@ class Page:
         elif kind == "status" and content["execution_state"] == "idle":
             self.idle.add(message["parent_header"].get("msg_id", ""))
 
-    def take_until(self, condition: Any, limit: float = CELL_LIMIT) -> None:
+    def take_until(self, condition: Any, limit: float = LONG) -> None:
         """Take messages until this comes true."""
         deadline = time.monotonic() + limit
         while not condition():

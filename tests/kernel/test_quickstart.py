@@ -9,7 +9,6 @@ import pytest
 NOTEBOOKS = Path(headless.__file__).parent
 
 
-@pytest.mark.timeout(300)  # two training runs, on a busy machine too
 def test_quickstart_trains_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_QUICKSTART_DATA", "digits")  # the same images with and without a network
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # torch makes it for an optimiser

@@ -14,6 +14,7 @@ from playwright._impl._driver import compute_driver_executable
 
 from nblaunch.launch.output.terminal_lines import LineAssembler
 from nblaunch.notebook import widget
+from tests.conftest import LONG
 
 STATIC = Path(widget.__file__).parent / "static"
 HERE = Path(__file__).parent / "js"
@@ -25,7 +26,7 @@ IMPORT = re.compile(r'import \{ [\w, ]+ \} from "\./([\w.]+)";')
 def node(*arguments: str | Path, text: str = "") -> subprocess.CompletedProcess[str]:
     """Run the Node that Playwright brings."""
     command = [compute_driver_executable()[0], *map(str, arguments)]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=LONG)
 
 
 def source(name: str) -> str:

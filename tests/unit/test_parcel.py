@@ -30,9 +30,9 @@ from nblaunch.machine import segments
 from nblaunch.machine.segments import NoRoomError, Region
 from nblaunch.transfer import parcel, tensors
 from nblaunch.transfer.parcel import Fresh, Parcel, pack, unpack
+from tests.conftest import LONG
 
 MB = 1 << 20
-LONG = 60.0
 LARGE = 8 * tensors.LEAST
 """Elements of a tensor or array that stands outside the pickle, whatever its dtype."""
 

@@ -132,8 +132,8 @@ def test_when_memory_gets_short_they_go_by_themselves(kept: Snapshots, monkeypat
     placed(kept, Data(ALONE, 1))
     assert kept.size >= ALONE
     monkeypatch.setattr(all_snapshots, "free_memory", lambda: ALONE)
-    eventually(lambda: kept.size == 0, 10)
-    eventually(lambda: "nblaunch-memory" not in [thread.name for thread in threading.enumerate()], 10)
+    eventually(lambda: kept.size == 0)
+    eventually(lambda: "nblaunch-memory" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
@@ -153,7 +153,7 @@ def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
     monkeypatch.setattr(all_snapshots, "_LOOK_EVERY", 0.01)
     monkeypatch.setattr(all_snapshots, "free_memory", free_memory)
     placed(kept, Data(ALONE, 1))
-    eventually(lambda: kept.size == 0, 10)
+    eventually(lambda: kept.size == 0)
     assert len(looks) > 5
 
 
@@ -163,7 +163,7 @@ def test_when_all_is_freed_the_memory_is_not_looked_at_again(kept: Snapshots, mo
     placed(kept, Data(ALONE, 1))
     monkeypatch.setattr(all_snapshots, "budget", looks.append)
     kept.free()
-    eventually(lambda: kept._watch is None, 10)
+    eventually(lambda: kept._watch is None)
     assert looks == []
 
 
@@ -221,7 +221,7 @@ def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: Snapshots) -> 
         placed(kept, data)
         kept.free()
         placed(kept, data)
-    eventually(lambda: not kept._wake.is_set(), 10)
+    eventually(lambda: not kept._wake.is_set())
 
 
 def test_what_is_kept_gives_way_to_a_launch_that_needs_the_memory(
