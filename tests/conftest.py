@@ -137,13 +137,12 @@ def marked_processes() -> set[int]:
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
-                if is_spare(int(name)):
+                if mark not in Path(f"/proc/{name}/environ").read_bytes() or is_spare(int(name)):
                     continue
-                environment = Path(f"/proc/{name}/environ").read_bytes()
                 state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue  # it has ended meanwhile
-            if mark in environment and state != "Z":
+            if state != "Z":
                 found.add(int(name))
     return found
 

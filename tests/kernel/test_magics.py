@@ -271,7 +271,9 @@ def test_options_without_a_cell_are_a_usage_error(kernel: Kernel, line: str) -> 
 
 
 def test_an_interrupt_while_stop_waits_kills(kernel: Kernel, folder: Path) -> None:
-    body = "import time\ntry:\n    time.sleep(600)\nfinally:\n    (folder / f'stopping{rank}').touch()\n    time.sleep(600)"
+    body = (
+        "import time\ntry:\n    time.sleep(600)\nfinally:\n    (folder / f'stopping{rank}').touch()\n    time.sleep(99)"
+    )
     kernel.run(f"%%distributed -n 2 --background -o stubborn\n(folder / f'running{{rank}}').touch()\n{body}").check()
     eventually(lambda: len([*folder.glob("running*")]) == 2)
     request = kernel.start_cell("%distributed stop")
