@@ -81,10 +81,14 @@ class Lab:
     def output(self, text: str) -> Locator:
         return self.page.locator(".jp-RenderedText", has_text=text)
 
-    def save_and_reload(self) -> None:
-        """Reload the page, which then shows the notebook as it is now."""
+    def save(self) -> None:
+        """Save the notebook, and wait until its file is written."""
         self.page.keyboard.press("Control+s")
         self.page.wait_for_function("() => !window.jupyterapp.shell.currentWidget.model.dirty")
+
+    def save_and_reload(self) -> None:
+        """Reload the page, which then shows the notebook as it is now."""
+        self.save()
         self.page.reload()
 
     def run_cell(self, number: int) -> None:

@@ -27,7 +27,7 @@ class Page:
     """The comm's id."""
     state: dict[str, Any] = field(default_factory=dict)
     messages: list[tuple[float, dict[str, Any], bytes]] = field(default_factory=list)
-    """When each came, its content and its buffer."""
+    """When the kernel sent each, its content and its buffer."""
     displays: list[dict[str, Any]] = field(default_factory=list)
     """Each bundle that was displayed."""
     idle: set[str] = field(default_factory=set)
@@ -55,7 +55,8 @@ class Page:
             self.panel, self.state = content["comm_id"], content["data"]["state"]
         elif kind == "comm_msg" and content["comm_id"] == self.panel and content["data"]["method"] == "custom":
             buffer = b"".join(bytes(part) for part in message["buffers"])
-            self.messages.append((time.monotonic(), content["data"]["content"], buffer))
+            sent = message["header"]["date"].timestamp()
+            self.messages.append((sent, content["data"]["content"], buffer))
         elif kind in ("display_data", "update_display_data"):
             self.displays.append(content["data"])
         elif kind == "status" and content["execution_state"] == "idle":

@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import LONG, eventually, marked_processes
 from tests.kernel.harness import Kernel, running_kernel
 
+pytestmark = pytest.mark.alone  # an interrupt's promised seconds are measured
 END_LIMIT = 5.0
 """Seconds within which ranks have ended that do not cooperate."""
 CHECKPOINT = """

@@ -20,6 +20,7 @@ from nblaunch.machine.processes import descendants
 from tests.conftest import LONG, conformance, eventually, is_spare, settled_server
 from tests.processes.conftest import Launcher
 
+pytestmark = pytest.mark.alone  # it compares memory and open files
 LAUNCHES = 120
 MEGABYTE = 1 << 20
 LOOPBACK = ("127.", "::1", "::ffff:127.")

@@ -67,7 +67,7 @@ def test_a_fork_server_that_does_not_get_ready_is_ended_and_ranks_are_spawned(
     with pytest.warns(UserWarning, match=message) as said:
         assert own.usable("forkserver") == "spawn"
     assert [warning.filename for warning in said] == [__file__]
-    eventually(lambda: marked_processes() <= before, 5.0)
+    eventually(lambda: marked_processes() <= before)
     monkeypatch.setattr(all_servers, "ForkServer", _not_again)
     with pytest.warns(UserWarning, match=r"reload_ext nblaunch tries again"):
         assert own.usable("forkserver") == "spawn"

@@ -367,6 +367,7 @@ def test_a_timeout_tells_where_the_ranks_were(start_method: str, tmp_path: Path)
     assert last.startswith("Logs: ")
 
 
+@pytest.mark.alone
 def test_a_timeout_does_not_wait_long_for_ranks_that_do_not_answer(start_method: str, tmp_path: Path) -> None:
     since = time.monotonic()
     launch = begun(wait, tmp_path, start_method, timeout=5.0)

@@ -384,6 +384,7 @@ def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
     assert heard_by(kernel) == [Interrupted(0)]
 
 
+@pytest.mark.alone
 @conformance("forkserver", "spawn")
 def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method, stop_grace=1.0)
@@ -407,6 +408,7 @@ def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp
     assert noted(tmp_path, "checkpoint", 2)
 
 
+@pytest.mark.alone
 @conformance("forkserver", "spawn", "fork")
 def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method)
@@ -468,6 +470,7 @@ def test_a_rank_that_waits_in_a_collective_is_ended_before_one_that_saves(start_
 
 
 # ------------------------------------------------------------------ those that do not answer
+@pytest.mark.alone
 def test_ranks_that_cannot_be_interrupted_end_within_five_seconds(start_method: str, tmp_path: Path) -> None:
     """Signals ignored, in C with and without the GIL, under SIGSTOP, in a collective: one rank each."""
     launch = begin(be_obstinate, tmp_path, start_method, ranks=5)
@@ -483,6 +486,7 @@ def test_ranks_that_cannot_be_interrupted_end_within_five_seconds(start_method: 
     assert stopped.value.results == {}
 
 
+@pytest.mark.alone
 def test_a_child_does_not_answer_for_its_rank(start_method: str, tmp_path: Path) -> None:
     """A child has its rank's handlers: its answer to an editor's SIGINT would win a stuck rank 30 s."""
     launch = begin(stick_beside_a_child, tmp_path, start_method, ranks=1)
@@ -495,6 +499,7 @@ def test_a_child_does_not_answer_for_its_rank(start_method: str, tmp_path: Path)
     assert seconds_to_end(launch, begun) < STOP_LIMIT
 
 
+@pytest.mark.alone
 @conformance("forkserver", "spawn")
 def test_a_launch_that_is_stopped_as_it_starts_ends_at_once(start_method: str, tmp_path: Path) -> None:
     begun = time.monotonic()

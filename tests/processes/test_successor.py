@@ -318,6 +318,7 @@ def test_no_zombie_is_left_of_it_in_a_kernel_that_adopts_it(own: Servers, soon: 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LONG)
 
 
+@pytest.mark.alone
 def test_a_server_that_is_killed_while_it_builds_the_next_is_to_blame(
     own: Servers, soon: Callable[[str], None]
 ) -> None:
@@ -518,6 +519,7 @@ def be_a_kernel(stage: str, folder: str) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_survives_the_kernel_at_any_stage(stage: str, tmp_path: Path) -> None:
     code = "import sys; from tests.processes.test_successor import be_a_kernel; be_a_kernel(sys.argv[1], sys.argv[2])"
