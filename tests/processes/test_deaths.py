@@ -193,6 +193,7 @@ WHERE = pytest.mark.parametrize(
 
 
 @WHERE
+@pytest.mark.usefixtures("_beside_a_worker")
 def test_nothing_survives_the_fork_server(start_method: str, family: Family) -> None:
     launch = begin(family, start_method)
     server = servers._warm
@@ -217,6 +218,7 @@ def test_a_fork_server_that_was_killed_while_idle_is_replaced(start_method: str)
 
 
 @WHERE
+@pytest.mark.usefixtures("_beside_a_worker")
 def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, family: Family, other: Family) -> None:
     launch, other_launch = begin(family, start_method), begin(other, start_method)
 
