@@ -27,7 +27,7 @@ from nblaunch.machine.processes import descendants
 from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
-from nblaunch.transfer.sent_data import snapshots
+from nblaunch.transfer.sent_data import sent_data_cache
 
 LONG = 180.0
 """Timeout in seconds for what must come true. Only a failing test waits that long, so a slow machine may take it."""
@@ -84,7 +84,7 @@ def _nothing_left(_marked: None, _own_logs: None, _warm: None) -> Iterator[None]
     """Assert that a test leaves no process, descriptor, shared memory or temporary file."""
     before = _Belongings.now()
     yield
-    snapshots.free()
+    sent_data_cache.free()
     eventually(lambda: not before.more_than_then(), _LEFT_WITHIN, before.more_than_then)
 
 
