@@ -251,7 +251,7 @@ def test_stderr_is_shown_as_stderr(kernel: Kernel) -> None:
 
 # ------------------------------------------------------------------ what runs
 def test_status_lists_launches_and_stop_ends_them(kernel: Kernel) -> None:
-    kernel.run("%%distributed -n 2 --background -o job\nimport time\ntime.sleep(60)").check()
+    kernel.run("%%distributed -n 2 --background -o job\nimport time\ntime.sleep(600)").check()
 
     status = kernel.run("%distributed status").check().stdout
     assert re.search(r"<Launch .* of Cell In\[\d+\]: 2 ranks, running for \d+ s>", status)
@@ -272,12 +272,12 @@ def test_options_without_a_cell_are_a_usage_error(kernel: Kernel, line: str) -> 
 
 def test_an_interrupt_while_stop_waits_kills(kernel: Kernel, folder: Path) -> None:
     body = (
-        "import time\ntry:\n    time.sleep(60)\nfinally:\n    (folder / f'stopping{rank}').touch()\n    time.sleep(60)"
+        "import time\ntry:\n    time.sleep(600)\nfinally:\n    (folder / f'stopping{rank}').touch()\n    time.sleep(99)"
     )
     kernel.run(f"%%distributed -n 2 --background -o stubborn\n(folder / f'running{{rank}}').touch()\n{body}").check()
-    eventually(lambda: len([*folder.glob("running*")]) == 2, 60.0)
+    eventually(lambda: len([*folder.glob("running*")]) == 2)
     request = kernel.start_cell("%distributed stop")
-    eventually(lambda: len([*folder.glob("stopping*")]) == 2, 30.0)
+    eventually(lambda: len([*folder.glob("stopping*")]) == 2)
 
     kernel.interrupt()
 

@@ -37,7 +37,6 @@ def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Noteboo
     return notebook
 
 
-@pytest.mark.timeout(300)  # on a busy machine too
 def test_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("ddp", tmp_path, monkeypatch)
 
@@ -47,7 +46,6 @@ def test_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 1 raised IndexError: Target 11 is out of bounds" in printed
 
 
-@pytest.mark.timeout(300)
 def test_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("accelerator", tmp_path, monkeypatch)
 
@@ -58,7 +56,6 @@ def test_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gathered in the data set's order: True" in printed
 
 
-@pytest.mark.timeout(300)
 def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("trainer", tmp_path, monkeypatch)
 
@@ -68,7 +65,6 @@ def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "8 of 8 weights are equal to the last bit" in printed
 
 
-@pytest.mark.timeout(300)
 def test_data_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("data_loading", tmp_path, monkeypatch)
 
@@ -80,7 +76,6 @@ def test_data_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(found[2]) > float(found[1])
 
 
-@pytest.mark.timeout(300)
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("peers", tmp_path, monkeypatch)
 

@@ -148,11 +148,10 @@ def test_an_interrupt_while_torch_is_imported_leaves_a_kernel_that_works() -> No
         assert kernel.ask("notebook_launcher(lambda: 1, num_processes=2)[1]") == 1
 
 
-@pytest.mark.timeout(180)
 def test_a_flood_costs_few_messages_and_ends_with_each_ranks_last_lines(page: Page) -> None:
     request = page.start(PRINTS + "result = notebook_launcher(prints, args=(200_000,), num_processes=2)")
-    page.take_until(lambda: request in page.idle and page.part("state")["name"] == "finished", limit=120)
-    page.take_until(lambda: all(page.log(rank) and _ends(page, rank) for rank in (0, 1)), limit=60)
+    page.take_until(lambda: request in page.idle and page.part("state")["name"] == "finished")
+    page.take_until(lambda: all(page.log(rank) and _ends(page, rank) for rank in (0, 1)))
     for rank in (0, 1):
         parts = page.log(rank)
         sent = b"".join(parts[offset] for offset in sorted(parts))
@@ -182,7 +181,7 @@ def train(rank):
         print("line", number)
     nblaunch.report(accuracy=0.5)
     print("all", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 launch = notebook_launcher(train, num_processes=2, block=False)
 """
     page.run(code)
@@ -243,7 +242,7 @@ def fails(rank):
     time.sleep(0.2)
     if rank == 1:
         raise ValueError("no such class: 11")
-    time.sleep(60)
+    time.sleep(600)
 notebook_launcher(fails, num_processes=2)
 """
     page.run(code)
@@ -275,15 +274,15 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
     page.run(code)
     kernel = page.kernel
     count = "len(__import__('ipywidgets').Widget.widgets)"
-    eventually(lambda: kernel.ask(count) <= 2 * 20, 10, lambda: kernel.ask(count))  # each has a layout
+    eventually(lambda: kernel.ask(count) <= 2 * 20, otherwise=lambda: kernel.ask(count))  # each has a layout
     threads = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
-    eventually(lambda: kernel.ask(threads) == [], 10, lambda: kernel.ask(threads))
+    eventually(lambda: kernel.ask(threads) == [], otherwise=lambda: kernel.ask(threads))
     before = 10 + kernel.ask("len(__import__('os').listdir('/proc/self/fd'))")
     kernel.run(code).check()
-    eventually(lambda: kernel.ask(threads) == [], 10, lambda: kernel.ask(threads))
+    eventually(lambda: kernel.ask(threads) == [], otherwise=lambda: kernel.ask(threads))
     # ipykernel gives each thread that sends a socket of its own, and collects those of ended threads by the clock
     descriptors = "len(__import__('os').listdir('/proc/self/fd'))"
-    eventually(lambda: kernel.ask(descriptors) <= before, 30, lambda: kernel.ask(descriptors))
+    eventually(lambda: kernel.ask(descriptors) <= before, otherwise=lambda: kernel.ask(descriptors))
 
 
 def test_a_page_hears_of_a_launch_whose_ranks_are_silent(page: Page) -> None:
@@ -319,7 +318,7 @@ def test_an_anywidget_that_is_broken_leaves_the_text_view(tmp_path: Path) -> Non
     with running_kernel(NBLAUNCH_VIEW="auto", PYTHONPATH=str(tmp_path)) as kernel:
         kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
         problem = "__import__('nblaunch.notebook.notebook_frontend').notebook.notebook_frontend._widget_problem"
-        eventually(lambda: kernel.ask(problem) == "RuntimeError: broken", 20, lambda: kernel.ask(problem))
+        eventually(lambda: kernel.ask(problem) == "RuntimeError: broken", otherwise=lambda: kernel.ask(problem))
         assert "[rank 0] hello" in kernel.run("notebook_launcher(lambda: print('hello'), num_processes=1)").check().text
 
 

@@ -106,9 +106,8 @@ def test_a_schedule_that_counts_ranks_is_accelerates(
         assert len(set(ours)) > 2
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_accelerate_finds_the_group_or_makes_one(start_method: str, launch: Launcher) -> None:
-    for rank, found in enumerate(launch(places, start_method=start_method)):
+def test_accelerate_finds_the_group_or_makes_one(launch: Launcher) -> None:
+    for rank, found in enumerate(launch(places)):
         as_found, made_by_the_document, made_by_accelerate = found
         assert as_found == (rank, 2, True, [0, 1])
         assert made_by_the_document == (rank, 2, True, [0, 1])

@@ -313,7 +313,7 @@ def test_after_a_stop_too(tmp_path: Path, whole: tuple[Trainer, Figures], start_
         start_method=start_method,
     )
     assert isinstance(launch, Launch)
-    eventually(waits.reached.exists, 60)
+    eventually(waits.reached.exists)
     launch.stop()
     with pytest.raises(LaunchStoppedError):
         launch.result()

@@ -31,9 +31,9 @@ from nblaunch.machine.segments import NoRoomError, Region
 from nblaunch.transfer import tensors
 from nblaunch.transfer.outgoing import Outgoing
 from nblaunch.transfer.parcel import Parcel, UncachedStore, pack, unpack
+from tests.conftest import LONG
 
 MB = 1 << 20
-LONG = 60.0
 LARGE = 8 * tensors.MIN_BUFFER_BYTES
 """Elements of a tensor or array that stands outside the pickle, whatever its dtype."""
 

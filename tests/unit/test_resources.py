@@ -14,11 +14,10 @@ import psutil
 import pytest
 
 from nblaunch.machine.usage import Sampler, Usage, visible_devices
-from tests.conftest import eventually
+from tests.conftest import LONG, eventually
 
 MEGABYTE = 1 << 20
 HELD = 64 * MEGABYTE
-LONG = 30.0
 NOBODY = 2**22 + 1
 """More than Linux gives to any process."""
 
@@ -79,7 +78,7 @@ def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
     sampler = Sampler("cpu")
     sampler.sample({0: pid, 1: NOBODY})
     os.killpg(pid, signal.SIGKILL)
-    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, LONG)  # nobody has read its end yet
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # nobody has read its end yet
 
     ended, never = sampler.sample({0: pid, 1: NOBODY})
 
