@@ -15,7 +15,7 @@ from typing import Any
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.log_files import state_root
+from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine import memory_maps
 from nblaunch.machine.segments import NoRoomError, Placed, Region

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from nblaunch.launch.output.log_files import RankLogs
+from nblaunch.launch.output.log_directory import RankLogs
 from nblaunch.launch.output.report_columns import Report, ReportColumns
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.views.view import View
+from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import Source
 
 WITHIN = 2.0
@@ -378,7 +379,7 @@ class Stacks:
 
     def _rank(self, number: int) -> _Rank:
         if number not in self._ranks:
-            path = self._directory / f"rank{number}.stacks"
+            path = rank_file(self._directory, number, "stacks")
             self._ranks[number] = _Rank(path, functools.partial(self._send, number))
         return self._ranks[number]
 

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch.launch.output.log_files import LaunchFiles
+from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.views.view import Controls, LaunchInfo, LogPiece, NullView, Outcome, RankStatus, Stream
 from nblaunch.machine.usage import Sampler
 from nblaunch.notebook.cell_display import CellDisplay

@@ -23,19 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.errors import StartError
-from nblaunch.launch.output import log_files
-from nblaunch.launch.output.log_files import (
-    LaunchFiles,
-    Piece,
-    RankLogs,
-    Spool,
-    Tail,
-    is_shared,
-    last_lines,
-    objection,
-    prune,
-    state_root,
-)
+from nblaunch.launch.output import directory_lock, log_directory, log_files, pruning
+from nblaunch.launch.output import state_root as root_module
+from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs
+from nblaunch.launch.output.log_files import Piece, Spool, Tail, last_lines
+from nblaunch.launch.output.pruning import prune
+from nblaunch.launch.output.state_root import is_shared, objection, state_root
 from nblaunch.machine import processes
 
 
@@ -74,14 +67,14 @@ def past_launches(count: int, size: int = 0) -> list[Path]:
 
 def descriptor_of(files: LaunchFiles) -> int:
     """The descriptor of a launch's lock."""
-    held = None if files._hold is None else files._hold.peek()
+    held = None if files._lock is None else files._lock.peek()
     assert held is not None
     return int(held[2][0])
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this process knows no more of its launches than another kernel does."""
-    monkeypatch.setattr(log_files, "_in_use", weakref.WeakValueDictionary())
+    monkeypatch.setattr(log_directory, "_referenced", weakref.WeakValueDictionary())
 
 
 # ------------------------------------------------------------------ directories
@@ -110,7 +103,7 @@ def _no_home(tmp_path: Path) -> Iterator[None]:
         patch.delenv("NBLAUNCH_STATE_DIR", raising=False)
         patch.setattr(platformdirs, "user_state_path", lambda name: tmp_path / "file" / name)
         patch.setattr(tempfile, "tempdir", str(tmp_path))
-        patch.setattr(log_files, "_told_of_temporary", False)
+        patch.setattr(root_module, "_has_warned", False)
         yield
 
 
@@ -131,8 +124,12 @@ def test_a_temporary_root_that_others_may_have_made_is_refused(tmp_path: Path, k
     else:
         root.mkdir()
         root.chmod(0o777)
-    said = "it is not a directory" if kind == "a link" else r"other users can write to it \(mode 0777; `chmod go-w`"
-    with pytest.raises(StartError, match=rf"{said}.*: set NBLAUNCH_STATE_DIR to a directory of"):
+    said = (
+        "it is not a directory"
+        if kind == "a link"
+        else r"other users can write to it \(mode 0777; fix it with `chmod go-w`"
+    )
+    with pytest.raises(StartError, match=rf"{said}.*: set NBLAUNCH_STATE_DIR to a directory that only you"):
         state_root()
 
 
@@ -211,7 +208,7 @@ def test_a_link_of_another_user_is_refused(root: Path, tmp_path: Path, monkeypat
 
 def test_a_root_that_others_can_write_to_is_refused_until_it_is_ours_alone(root: Path) -> None:
     root.chmod(0o777)
-    with pytest.raises(StartError, match=r"other users can write to it \(mode 0777; `chmod go-w`"):
+    with pytest.raises(StartError, match=r"other users can write to it \(mode 0777; fix it with `chmod go-w`"):
         state_root()
     root.chmod(0o755)
     assert state_root() == root
@@ -223,7 +220,7 @@ def test_in_a_root_that_all_users_share_each_has_a_directory_of_their_own(root: 
     assert state_root() == own
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     made = past_launches(3)
-    prune(keep=1)
+    prune(max_launches=1)
     assert sorted(own.iterdir()) == made[2:]
     own.rename(root / "away")
     own.symlink_to(root / "away")
@@ -236,7 +233,7 @@ def test_the_launches_of_other_users_are_not_counted_and_not_touched(
 ) -> None:
     theirs = past_launches(3, size=1000)
     be_somebody_else(monkeypatch, *theirs)
-    prune(keep=0, most_bytes=500)
+    prune(max_launches=0, max_bytes=500)
     assert sorted(root.iterdir()) == theirs
 
 
@@ -247,7 +244,7 @@ def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
         processes.open_log(str(tmp_path / "rank0.out"))
     (tmp_path / "live").symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match="symbolic links"):
-        log_files._lock(tmp_path)
+        directory_lock.acquire(tmp_path)
 
 
 def test_a_log_that_there_is_no_room_for_is_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +268,9 @@ def test_a_log_that_there_is_no_room_for_is_a_full_device(tmp_path: Path, monkey
 def test_a_state_root_of_the_users_that_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(tmp_path / "file"))
-    with pytest.raises(StartError, match=r"^NBLAUNCH_STATE_DIR='.*file' cannot hold the logs of launches: .*exists"):
+    with pytest.raises(
+        StartError, match=r"^cannot store the logs of launches in NBLAUNCH_STATE_DIR='.*file': .*exists"
+    ):
         state_root()
 
 
@@ -282,9 +281,9 @@ def test_what_cannot_be_read_is_no_reason_not_to_launch(root: Path, monkeypatch:
     def refuse(directory: Path) -> Iterator[Path]:
         raise PermissionError(errno.EACCES, "not yours", str(directory))
 
-    monkeypatch.setattr(log_files, "_sizes", {})
+    monkeypatch.setattr(pruning, "_sizes", {})
     monkeypatch.setattr(Path, "iterdir", refuse)
-    prune(keep=2)
+    prune(max_launches=2)
     monkeypatch.undo()
     assert not first.exists()
 
@@ -322,16 +321,16 @@ def test_attempts_of_one_launch_have_different_directories(root: Path) -> None:
 
 
 def test_a_directory_that_is_pruned_while_it_is_made_is_made_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = log_files._lock
+    acquire = directory_lock.acquire
     removed: list[Path] = []
 
     def pruned_meanwhile(directory: Path) -> int | None:
         if not removed:
             removed.append(directory)
             shutil.rmtree(directory)
-        return lock(directory)
+        return acquire(directory)
 
-    monkeypatch.setattr(log_files, "_lock", pruned_meanwhile)
+    monkeypatch.setattr(directory_lock, "acquire", pruned_meanwhile)
     files = LaunchFiles.create("abc")
     assert files.directory != removed[0]
     assert (files.directory / "live").exists()
@@ -348,7 +347,7 @@ def test_a_lock_on_a_file_that_was_replaced_does_not_count(root: Path, monkeypat
         (directory / "live").touch()
 
     monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
-    assert log_files._lock(directory) is None
+    assert directory_lock.acquire(directory) is None
 
 
 def test_without_locks_a_launch_works_and_is_never_pruned(
@@ -359,24 +358,24 @@ def test_without_locks_a_launch_works_and_is_never_pruned(
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     files = LaunchFiles.create("abc")
-    assert "will not be pruned: its file system has no locks" in caplog.text
+    assert "will never be pruned: its file system does not support locks" in caplog.text
     files.close()
-    prune(keep=0)
+    prune(max_launches=0)
     assert files.directory.exists()
 
 
 # ------------------------------------------------------------------ pruning
 def test_the_oldest_launches_are_pruned(root: Path) -> None:
     made = past_launches(5)
-    prune(keep=5)
+    prune(max_launches=5)
     assert sorted(root.iterdir()) == made
-    prune(keep=2)
+    prune(max_launches=2)
     assert sorted(root.iterdir()) == made[3:]
 
 
 def test_launches_are_pruned_by_size(root: Path) -> None:
     made = past_launches(5, size=1000)
-    prune(most_bytes=2500)  # besides the newest
+    prune(max_bytes=2500)  # besides the newest
     assert sorted(root.iterdir()) == made[2:]
 
 
@@ -384,20 +383,20 @@ def test_a_live_launch_is_not_pruned(root: Path) -> None:
     live = LaunchFiles.create("live")
     append(live.out(0), b"x" * 1000)
     made = past_launches(2)
-    prune(keep=1, most_bytes=500)
+    prune(max_launches=1, max_bytes=500)
     assert sorted(root.iterdir()) == [live.directory, made[1]]
     live.close()
     del live
-    prune(keep=1)
+    prune(max_launches=1)
     assert sorted(root.iterdir()) == [made[1]]
 
 
 def test_the_newest_launch_is_not_pruned_however_large(root: Path) -> None:
     *_, earlier, newest = past_launches(3, size=1000)
-    prune(most_bytes=500)
+    prune(max_bytes=500)
     assert sorted(root.iterdir()) == [newest]
     small = past_launches(1)[0]
-    prune(keep=2, most_bytes=1000)
+    prune(max_launches=2, max_bytes=1000)
     assert sorted(root.iterdir()) == [newest, small]
     assert not earlier.exists()
 
@@ -405,7 +404,7 @@ def test_the_newest_launch_is_not_pruned_however_large(root: Path) -> None:
 def test_a_large_newest_launch_does_not_cost_the_earlier_ones_their_logs(root: Path) -> None:
     made = past_launches(3, size=100)
     made += past_launches(1, size=5000)
-    prune(most_bytes=1000)
+    prune(max_bytes=1000)
     assert sorted(root.iterdir()) == made
 
 
@@ -421,10 +420,10 @@ def test_what_something_refers_to_is_not_pruned(
     del files
     if is_another_kernel:
         forget(monkeypatch)
-    prune(keep=1, most_bytes=500)
+    prune(max_launches=1, max_bytes=500)
     assert rank.text() == "x" * 1000
     del rank
-    prune(keep=1)
+    prune(max_launches=1)
     assert not directory.exists()
 
 
@@ -435,32 +434,32 @@ def test_a_copy_of_what_refers_to_logs_keeps_them_too(root: Path) -> None:
     rank = pickle.loads(pickle.dumps(RankLogs(files.out(0), files.err(0), files)))
     del files
     past_launches(2)
-    prune(keep=1)
+    prune(max_launches=1)
     assert rank.text() == "x"
 
 
 def test_launches_that_are_referred_to_take_a_bounded_number_of_descriptors(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_files, "_MOST_LOCKED", 3)
+    monkeypatch.setattr(log_directory, "MAX_FINISHED_LOCKS", 3)
     running = LaunchFiles.create("running")
     kept = [LaunchFiles.create(f"id{number}") for number in range(10)]
     for files in kept:
         files.close()
-    prune(keep=1)
+    prune(max_launches=1)
     assert len(list(root.iterdir())) == 11  # in this kernel none is lost
     forget(monkeypatch)
-    prune(keep=1)
+    prune(max_launches=1)
     assert sorted(root.iterdir()) == [running.directory, *(files.directory for files in kept[-3:])]
 
 
 def test_a_forked_child_does_not_give_up_the_lock_of_its_parent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = LaunchFiles.create("abc")
-    log_files._release(descriptor_of(files), owner=os.getpid() + 1)
+    log_directory._release(descriptor_of(files), owner=os.getpid() + 1)
     files.close()
     past_launches(1)
     forget(monkeypatch)
-    prune(keep=1)
+    prune(max_launches=1)
     assert files.directory.exists()
 
 
@@ -480,7 +479,7 @@ def test_the_size_of_a_live_launch_is_not_remembered(root: Path) -> None:
     live.close()
     del live
     newest = past_launches(1)[0]
-    prune(most_bytes=500)
+    prune(max_bytes=500)
     assert list(root.iterdir()) == [newest]
 
 
@@ -490,7 +489,7 @@ def test_a_copy_of_the_lock_in_a_forked_process_keeps_nothing_alive(root: Path) 
     files.close()
     del files
     past_launches(1)
-    prune(keep=0)
+    prune(max_launches=0)
     os.close(copy)
     assert not directory.exists()
 
@@ -504,7 +503,7 @@ def test_what_is_not_ours_stays(root: Path, tmp_path: Path) -> None:
     (root / "20240101T000000000000Z-file").write_text("not a directory")
     (root / "20240101T000000000000Z-link").symlink_to(elsewhere)
     foreign = sorted(path for path in root.iterdir() if path not in (ours, newest))
-    prune(keep=0)
+    prune(max_launches=0)
     assert sorted(root.iterdir()) == sorted([*foreign, newest])
     assert elsewhere.exists()
 
@@ -517,7 +516,7 @@ def test_two_kernels_prune_at_once(root: Path) -> None:
     def run() -> None:
         barrier.wait()
         try:
-            prune(keep=10)
+            prune(max_launches=10)
         except BaseException as error:
             errors.append(error)
 
@@ -526,7 +525,7 @@ def test_two_kernels_prune_at_once(root: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    prune(keep=10)
+    prune(max_launches=10)
     assert errors == []
     assert sorted(root.iterdir()) == made[50:]
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from nblaunch.launch.output.log_files import log_path
 from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, fair_shares, without_colours
 from nblaunch.launch.views.view import LaunchInfo, LogPiece, NullView, Outcome, Stream
+from nblaunch.wire.launch_files import rank_file
 
 _EVERY = 0.2
 """Seconds between two emissions, of at most two messages each: Jupyter drops output beyond its limits."""
@@ -152,7 +152,7 @@ class TextView(NullView):
 
     # -------------------------------------------------------------- taking in
     def _where(self, rank: int, stream: Stream) -> str:
-        return str(log_path(self._info.log_dir, rank, stream)) if self._info else "its log"
+        return str(rank_file(self._info.log_dir, rank, stream)) if self._info else "its log"
 
     def _metrics(self, rank: int, record: Mapping[str, Any]) -> None:
         reported = self._reported.setdefault(rank, _Reported())
