@@ -11,6 +11,8 @@ from __future__ import annotations
 # ------------------------------------------------------------------ launch: groups, tasks, stopping
 
 # ------------------------------------------------------------------ launch: plans, output, results
+STOP_GRACE_S = 30.0
+"""The default of ``stop_grace``: how long an interrupted rank has for ``finally`` blocks and checkpoints."""
 
 # ------------------------------------------------------------------ launch: views
 

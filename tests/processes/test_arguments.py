@@ -90,7 +90,7 @@ def test_arguments_that_do_not_fit_the_function_are_refused(
         ({"mixed_precision": "fp4"}, r"mixed_precision='fp4': must be one of 'no', 'fp16', 'bf16', 'fp8'"),
         ({"env": "A=1"}, r"env='A=1': must be a dict of strings"),
         ({"env": {"A": 1}}, r"env=\{'A': 1\}: names and values must be strings"),
-        ({"env": {"RANK": "1"}}, r"env=\{'RANK': '1'\}: nblaunch sets this one for each rank"),
+        ({"env": {"RANK": "1"}}, r"env=\{'RANK': '1'\}: nblaunch sets this variable for each rank"),
         ({"view": "loud"}, r'view=\'loud\': use "auto", "text" or "none"'),
         ({"num_nodes": 2}, r"num_nodes=2: nblaunch runs on one machine, so this must be 1; use torchrun for several"),
         ({"node_rank": 1}, r"node_rank=1: nblaunch runs on one machine, so this must be 0"),

@@ -95,10 +95,10 @@ def test_the_plan_holds_the_patterns() -> None:
     assert make_plan(Machine(0, 8, "linux", {}), metric_patterns=ACCURACY).metric_patterns == (re.compile(ACCURACY),)
 
 
-def test_the_logs_that_are_searched_count_among_the_open_files() -> None:
-    machine = Machine(0, 8, "linux", {}, open_files=1024)
+def test_searched_logs_count_among_the_descriptors() -> None:
+    machine = Machine(0, 8, "linux", {}, free_descriptors=1024)
     assert make_plan(machine, num_processes=142).world_size == 142
-    with pytest.raises(ArgumentError, match=r"^num_processes=142 opens about 1,308 files in the notebook"):
+    with pytest.raises(ArgumentError, match=r"^num_processes=142 needs about 1,308 file descriptors in the"):
         make_plan(machine, num_processes=142, metric_patterns=ACCURACY)
 
 
