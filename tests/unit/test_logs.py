@@ -640,7 +640,7 @@ def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
 
 
 def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_files, "_RECORDS_BLOCK", 1000)
+    monkeypatch.setattr(log_files, "_RECORDS_BLOCK_BYTES", 1000)
     path = tmp_path / "rank0.spool"
     append(path, b"".join(b'{"step": %d}\n' % step for step in range(1000)))
     spool = Spool(path)
@@ -657,7 +657,7 @@ def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING):
         assert all_of(spool) == [{"step": 1}]
     assert spool.malformed == 4
-    assert "holds a line that is no report: b'not json'" in caplog.text
+    assert "contains a malformed report: b'not json'" in caplog.text
     append(path, b"x" * ((1 << 20) + 1))
     assert all_of(spool) == []
     assert spool.malformed == 5
@@ -685,9 +685,9 @@ def test_last_lines(log: Path, data: bytes, text: str) -> None:
 
 def test_last_lines_reads_the_end_alone(log: Path) -> None:
     append(log, b"a" * 100 + b"\nsecond\nthird\n")
-    assert last_lines(log, most_bytes=20) == "second\nthird"
+    assert last_lines(log, max_bytes=20) == "second\nthird"
     append(log, b"b" * 100)
-    assert last_lines(log, most_bytes=20) == "b" * 20
+    assert last_lines(log, max_bytes=20) == "b" * 20
 
 
 def test_last_lines_of_no_file(log: Path) -> None:

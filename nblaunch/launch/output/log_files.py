@@ -15,28 +15,28 @@ from nblaunch.launch.output.terminal_lines import LineAssembler, without_colours
 
 _log = logging.getLogger(__name__)
 
-_BLOCK = 1 << 20
-_MOST_COUNTED = 1 << 20
-"""Lines of a skipped part are counted up to this size: a flood is not read for its own sake."""
-_LONGEST_RECORD = 1 << 20
-_RECORDS_BLOCK = 1 << 17
-"""Bytes of a spool that are records at once, which take ten times as much."""
+_BLOCK_BYTES = 1 << 20
+_MAX_COUNTED_BYTES = 1 << 20
+"""Lines of a larger skipped part are not counted: it is not read at all."""
+_MAX_RECORD_BYTES = 1 << 20
+_RECORDS_BLOCK_BYTES = 1 << 17
+"""Of a spool, parsed at a time: parsed records take ten times their bytes."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What was appended to a file: all of it in ``head``, or its beginning and end."""
+    """What was appended to a log: all of it in ``head``, or its beginning and end."""
 
     head: bytes
     skipped_lines: int = 0
-    """Line ends between head and tail; -1 where nobody counted them."""
+    """Line ends between head and tail; -1 if they were not counted."""
     skipped_bytes: int = 0
     tail: bytes = b""
 
 
 class _Follower:
-    """A growing file, which may not exist yet, and how much of it has been dealt with."""
+    """A growing file, which may not exist yet, and the offset up to which it was read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,24 +72,24 @@ class _Follower:
 
 
 class Tail(_Follower):
-    """Follows a log; of a flood it reads the beginning and the end alone."""
+    """Follows a log. Of a flood it reads only the beginning and the end."""
 
     def grown(self) -> bool:
-        """Whether something was appended since the last call, which is not read."""
+        """Return True if the log has grown since the last call; skip what was appended."""
         start, end = self._appended()
         return start != end
 
     @property
     def offset(self) -> int:
-        """The log's size when it was last looked at."""
+        """The size of the log at the last call."""
         return self._offset
 
     def read(self, limit: int) -> Piece | None:
-        """What was appended since the last call, or None.
+        """Return what was appended since the last call, or None.
 
         Args:
-            limit: How many bytes to take at most; of more, the first quarter and the last three quarters of so many
-                are taken, cut at line ends where there are any near.
+            limit: The maximum number of bytes to return. If more were appended: a quarter of them from the beginning
+                and three quarters from the end, cut at a line end if one is near.
         """
         start, end = self._appended()
         if start == end:
@@ -98,15 +98,17 @@ class Tail(_Follower):
             return Piece(self._between(start, end))
         near = limit // 8
         head = _cut_after_line(self._between(start, start + limit // 4), near)
-        # One byte more in front tells whether the tail begins a line.
+        # The byte before the tail shows whether the tail begins a line.
         tail = _cut_before_line(self._between(end - limit * 3 // 4 - 1, end), near)
         skipped_from, skipped_to = start + len(head), end - len(tail)
         return Piece(head, self._count_lines(skipped_from, skipped_to), skipped_to - skipped_from, tail)
 
     def _count_lines(self, start: int, end: int) -> int:
-        if end - start > _MOST_COUNTED:
+        if end - start > _MAX_COUNTED_BYTES:
             return -1
-        return sum(self._between(at, min(at + _BLOCK, end)).count(b"\n") for at in range(start, end, _BLOCK))
+        return sum(
+            self._between(at, min(at + _BLOCK_BYTES, end)).count(b"\n") for at in range(start, end, _BLOCK_BYTES)
+        )
 
 
 def _cut_after_line(data: bytes, near: int) -> bytes:
@@ -122,7 +124,7 @@ class Spool(_Follower):
     """Follows a rank's reports.
 
     Attributes:
-        malformed: How many lines could not be read so far.
+        malformed: The number of malformed lines so far.
     """
 
     def __init__(self, path: Path) -> None:
@@ -131,11 +133,11 @@ class Spool(_Follower):
         self._rest = b""
 
     def read(self) -> Iterator[list[dict[str, Any]]]:
-        """The records that have come whole since the last call, block by block: a flood is not in memory at once."""
+        """Yield the complete records since the last call, block by block to bound memory."""
         start, end = self._appended()
-        for at in range(start, end, _RECORDS_BLOCK):
-            *lines, self._rest = (self._rest + self._between(at, min(at + _RECORDS_BLOCK, end))).split(b"\n")
-            if len(self._rest) > _LONGEST_RECORD:
+        for at in range(start, end, _RECORDS_BLOCK_BYTES):
+            *lines, self._rest = (self._rest + self._between(at, min(at + _RECORDS_BLOCK_BYTES, end))).split(b"\n")
+            if len(self._rest) > _MAX_RECORD_BYTES:
                 lines.append(self._rest)
                 self._rest = b""
             yield [record for line in lines if (record := self._record(line)) is not None]
@@ -148,17 +150,17 @@ class Spool(_Follower):
         if isinstance(record, dict):
             return record
         self.malformed += 1
-        _log.warning("nblaunch: %s holds a line that is no report: %.80r", self.path, line)
+        _log.warning("nblaunch: %s contains a malformed report: %.80r", self.path, line)
         return None
 
 
-def last_lines(path: Path, count: int = 20, most_bytes: int = 16384) -> str:
-    """The end of a log as a terminal would show it, for error messages; empty where there is no such file."""
+def last_lines(path: Path, count: int = 20, max_bytes: int = 16384) -> str:
+    """Return the end of a log as a terminal would show it; empty if the file does not exist."""
     try:
         with open(path, "rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - most_bytes)
+            start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
             file.seek(start)
-            data = file.read(most_bytes)
+            data = file.read(max_bytes)
     except FileNotFoundError:
         return ""
     if start:
