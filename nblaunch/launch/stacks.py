@@ -12,7 +12,6 @@ import linecache
 import math
 import os
 import re
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.views.view import View
+from nblaunch.machine.own_code import RANK_STACK_DUMPS, RANK_WORKER, is_rank_runtime, is_users
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import Source
 
@@ -52,11 +52,8 @@ _OF_WORKER = (
     'loader multiprocessing_context="forkserver"'
 )
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-_OURS = "/nblaunch/ranks/"
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
 """Files whose calls into C are collectives; those of distributed checkpoints write files."""
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_INSTALLED = ("site-packages", "dist-packages", _PACKAGE, sysconfig.get_path("stdlib"))
 
 
 # ------------------------------------------------------------------ what a dump says
@@ -109,8 +106,8 @@ def _unescaped(text: str) -> str:
 
 def _without_ours(stack: Stack) -> tuple[Frame, ...]:
     """The calls from the user's function on; all from nblaunch's own on where there are no others."""
-    plumbing = [_OURS in frame.file or _starts_a_thread(frame) for frame in stack.frames]
-    begin = next((i for i, frame in enumerate(stack.frames) if frame.file.endswith(_OURS + "bootstrap.py")), 0)
+    plumbing = [is_rank_runtime(frame.file) or _starts_a_thread(frame) for frame in stack.frames]
+    begin = next((i for i, frame in enumerate(stack.frames) if frame.file == RANK_WORKER), 0)
     end = next((i for i in range(begin, len(plumbing)) if not plumbing[i]), begin)
     return stack.frames[end:]
 
@@ -123,7 +120,7 @@ def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
 
 def _answers(stack: Stack) -> bool:
     """Whether it is the rank's own thread that answers, which faulthandler tells of too."""
-    return any(frame.file.endswith(_OURS + "stacks.py") for frame in stack.frames)
+    return any(frame.file == RANK_STACK_DUMPS for frame in stack.frames)
 
 
 def _starts_a_thread(frame: Frame) -> bool:
@@ -176,9 +173,7 @@ class Teller:
         return "\n".join(lines)
 
     def _is_users(self, frame: Frame) -> bool:
-        if frame.file in self._sources:
-            return True
-        return not frame.file.startswith("<") and not any(part in frame.file for part in _INSTALLED)
+        return frame.file in self._sources or is_users(frame.file)
 
     def _place(self, frame: Frame) -> str:
         source = self._sources.get(frame.file)

@@ -43,9 +43,9 @@ Current thread {MAIN} (most recent call first):
   Garbage-collecting
   File "{LIBRARY}", line 4818 in barrier
   File "{CELL}", line 4 in train
-  File "{RANKS}/run.py", line 31 in call
-  File "{RANKS}/bootstrap.py", line 150 in _work
-  File "{RANKS}/bootstrap.py", line 130 in _serve
+  File "{RANKS}/task_body.py", line 31 in call
+  File "{RANKS}/worker.py", line 150 in _work
+  File "{RANKS}/worker.py", line 130 in _serve
   File "{RANKS}/reaper.py", line 150 in fork
   File "{RANKS}/forkserver.py", line 40 in main
   File "<string>", line 1 in <module>
@@ -142,9 +142,9 @@ def test_a_line_that_was_edited_is_told_as_it_is_now(tmp_path: Path) -> None:
 
 
 def test_a_rank_in_our_own_code_tells_that() -> None:
-    stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/bootstrap.py", 9, "_serve")))
+    stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/worker.py", 9, "_serve")))
 
-    assert "bootstrap.py" in Teller(SOURCES).tell([stack], MAIN)
+    assert "worker.py" in Teller(SOURCES).tell([stack], MAIN)
 
 
 def test_a_thread_without_python_code_is_told_so() -> None:

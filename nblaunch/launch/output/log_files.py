@@ -51,7 +51,7 @@ class _Follower:
             except FileNotFoundError:
                 return 0, 0
         size = os.fstat(self._fd).st_size
-        start, self._offset = min(self._offset, size), size  # somebody cut it: go on from its new end
+        start, self._offset = min(self._offset, size), size  # truncated: continue from its new end
         return start, size
 
     def _between(self, start: int, end: int) -> bytes:
