@@ -28,6 +28,7 @@ from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
 from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.wire import launch_files
 
 LONG = 180.0
 """Timeout in seconds for what must come true. Only a failing test waits that long, so a slow machine may take it."""
@@ -187,8 +188,8 @@ def _descriptors() -> dict[str, int]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
-        if target.endswith("/live"):
-            continue  # holds the logs of a launch that a result or an error refers to, also one that pytest keeps
+        if is_log_lock(target):
+            continue
         kind = target.partition(":[")[0] if ":[" in target else target
         kinds[kind] = kinds.get(kind, 0) + 1
     for server in servers.all():
@@ -196,6 +197,15 @@ def _descriptors() -> dict[str, int]:
         if isinstance(server.process, Grandchild) and server.process.pid:
             kinds["anon_inode"] = kinds.get("anon_inode", 0) - 1  # its pidfd
     return {kind: count for kind, count in kinds.items() if not kind.startswith("/memfd:nblaunch-stderr")}  # a server's
+
+
+def is_log_lock(target: str) -> bool:
+    """Return True if this is the lock of a log directory: a result or an error holds it, perhaps one that pytest keeps.
+
+    Args:
+        target: What a link in ``/proc/self/fd`` points to.
+    """
+    return Path(target.removesuffix(" (deleted)")).name == launch_files.LOCK
 
 
 def files() -> set[str]:

@@ -45,6 +45,8 @@ PROGRESS_INTERVAL_S = 0.1
 # ------------------------------------------------------------------ launch: groups, tasks, stopping
 
 # ------------------------------------------------------------------ launch: plans, output, results
+STOP_GRACE_S = 30.0
+"""The default of ``stop_grace``: how long an interrupted rank has for ``finally`` blocks and checkpoints."""
 
 # ------------------------------------------------------------------ launch: views
 TEXT_EMIT_INTERVAL_S = 0.2

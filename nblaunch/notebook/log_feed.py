@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from nblaunch.launch.output.log_files import log_path
 from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares
 from nblaunch.launch.views.events import Stream
 from nblaunch.machine import timeouts
 from nblaunch.notebook.record import RankTail
+from nblaunch.wire.launch_files import rank_file
 
 MAX_LINES = 10_000
 """Lines of each log that the panel holds; the file has the others."""
@@ -163,7 +163,7 @@ class LogFeed:
             key = attempt, rank, stream
             log = self._logs.get(key)
             if log is None:
-                log = self._logs[key] = _Log(log_path(directory, rank, stream), *key)
+                log = self._logs[key] = _Log(rank_file(directory, rank, stream), *key)
             log.grew(size, now)
 
     @property

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch.launch.output.log_files import LaunchFiles
+from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import (
     Begun,

@@ -137,7 +137,7 @@ def test_accelerates_keywords_are_accepted_and_the_unneeded_named(kernel: Kernel
     ).check()
 
     assert cell.value == "'bf16'"
-    assert "use_port='29501' is not needed, and not used: each launch meets on a free loopback port" in cell.stderr
+    assert "use_port='29501' is ignored: each launch listens on a free loopback port" in cell.stderr
     assert "monitor_interval=5 is not needed" in cell.stderr
     assert cell.stderr.count("is not needed") == 2
 

@@ -74,7 +74,7 @@ def test_names_of_the_notebook_are_put_in_before_and_after_a_pattern_but_not_in_
         ),
         (
             r"--metric 'epoch (?P<step>\d+)'",
-            r"--metric 'epoch (?P<step>\d+)': has a step, but no metric: name one more group, as in (?P<loss>[\d.]+)",
+            r"--metric 'epoch (?P<step>\d+)': has a step, but no metric: add a named group, as in (?P<loss>[\d.]+)",
         ),
         ("--metric ''", "--metric '': name the group that holds the number"),
         ("--metric -n 2", "argument --metric: expected one argument"),

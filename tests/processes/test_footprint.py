@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nblaunch import Launch, notebook_launcher
 from nblaunch.engines.generations import servers
-from nblaunch.launch.output.log_files import prune
+from nblaunch.launch.output.pruning import prune
 from nblaunch.machine.processes import descendants
 from tests.conftest import LONG, conformance, eventually, is_spare, settled_server
 from tests.processes.conftest import Launcher

@@ -365,7 +365,7 @@ def test_ranks_filter_warnings_as_the_notebook_does(action: Any, outcome: str, l
 
 # ------------------------------------------------------------------ coming from accelerate
 def test_a_call_written_for_accelerate_runs_and_says_what_it_does_not_need(start_method: str) -> None:
-    with pytest.warns(UserWarning, match="is not needed, and not used") as said:
+    with pytest.warns(UserWarning, match="is ignored: ") as said:
         result: Any = notebook_launcher(
             where, (), 2, "bf16", "29501", "127.0.0.1", 0, 1, "c10d", "localhost:0", None, "job", 0, 0.5, "",
             start_method=start_method, view="none",

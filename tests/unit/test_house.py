@@ -250,7 +250,6 @@ def in_circle(name: str, imports: dict[str, set[str]]) -> bool:
 TOO_LONG = {
     "generations.py",
     "handle.py",
-    "log_files.py",
     "record.py",
     "server_client.py",
     "stacks.py",

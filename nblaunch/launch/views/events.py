@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from nblaunch.launch.output.log_files import LaunchFiles, Piece
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.output.log_files import Piece
 
 Stream = Literal["out", "err"]
 State = Literal["finished", "failed", "stopped"]

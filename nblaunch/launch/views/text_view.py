@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from nblaunch.launch.output.log_files import log_path
 from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, fair_shares, without_colours
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import (
@@ -146,7 +145,7 @@ class TextView(View):
     # -------------------------------------------------------------- taking in
     def _add_logs(self, pieces: Iterable[LogPiece]) -> None:
         for log in pieces:
-            where = str(log_path(self._info.log_dir, log.rank, log.stream)) if self._info else "its log"
+            where = str(rank_file(self._info.log_dir, log.rank, log.stream)) if self._info else "its log"
             source = _Source(log.rank, log.stream, where)
             assembler = self._assemblers.setdefault(source, LineAssembler())
             self._add(source, assembler.feed(log.piece.head))

@@ -18,8 +18,8 @@ from tests.conftest import LONG, eventually
 
 MEGABYTE = 1 << 20
 HELD = 64 * MEGABYTE
-NOBODY = 2**22 + 1
-"""More than Linux gives to any process."""
+NO_PID = 2**22 + 1
+"""Above the largest pid of Linux."""
 
 IDLE = "import sys; print('ready', flush=True); sys.stdin.read()"
 BUSY_CHILD = """
@@ -76,11 +76,11 @@ def test_a_child_of_a_rank_counts_as_the_rank(groups: Any) -> None:
 def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
     pid = groups(BUSY_CHILD)
     sampler = Sampler("cpu")
-    sampler.sample({0: pid, 1: NOBODY})
+    sampler.sample({0: pid, 1: NO_PID})
     os.killpg(pid, signal.SIGKILL)
-    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # nobody has read its end yet
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # not reaped yet
 
-    ended, never = sampler.sample({0: pid, 1: NOBODY})
+    ended, never = sampler.sample({0: pid, 1: NO_PID})
 
     assert (ended.memory, never) == (0, Usage(1, 0.0, 0, None, None))
     assert sampler.sample({}) == []
@@ -88,7 +88,7 @@ def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
 
 def test_a_pid_that_ends_between_two_looks_is_no_error(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = groups(IDLE)
-    monkeypatch.setattr(psutil, "pids", lambda: [pid, NOBODY])
+    monkeypatch.setattr(psutil, "pids", lambda: [pid, NO_PID])
     monkeypatch.setattr(os, "getpgid", lambda asked: pid)
 
     (usage,) = Sampler("cpu").sample({0: pid})
@@ -109,7 +109,7 @@ def test_without_cuda_no_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # ------------------------------------------------------------------ GPUs
 class FakeNvml:
-    """pynvml's functions over GPUs of which each has its number as its handle."""
+    """A fake pynvml; the handle of a GPU is its index."""
 
     def __init__(self, uuids: tuple[str, ...] = ("GPU-aa11", "GPU-ab22"), refuses: str = "") -> None:
         self.uuids, self.refuses = uuids, refuses
@@ -202,7 +202,7 @@ def test_where_other_processes_alone_hold_memory_the_rank_holds_none(nvml: FakeN
     assert usage.gpu_memory == 0
 
 
-@pytest.mark.parametrize(("pid", "held"), [(NOBODY, 5000), (1, None)])
+@pytest.mark.parametrize(("pid", "held"), [(NO_PID, 5000), (1, None)])
 def test_pids_or_sizes_that_the_driver_hides_give_the_whole_devices_memory(
     nvml: FakeNvml, pid: int, held: int | None
 ) -> None:

@@ -69,8 +69,8 @@ def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
         (3, "metric_patterns=3: must be a string, a compiled pattern, or a list of them"),
         ({ACCURACY}, f"metric_patterns={ {ACCURACY}!r}: must be a string, a compiled pattern, or a list of them"),
         ([ACCURACY, None], "metric_patterns=None: must be a string, a compiled pattern, or a list of them"),
-        (b"(?P<x>.)", "metric_patterns=b'(?P<x>.)': must be text, not bytes"),
-        ([re.compile(b"(?P<x>.)")], "metric_patterns=b'(?P<x>.)': must be text, not bytes"),
+        (b"(?P<x>.)", "metric_patterns=b'(?P<x>.)': must be str, not bytes"),
+        ([re.compile(b"(?P<x>.)")], "metric_patterns=b'(?P<x>.)': must be str, not bytes"),
         ("(?P<x>.", "metric_patterns='(?P<x>.': not a regular expression: missing ), unterminated subpattern at pos"),
         (f"(?P<x>.){{{10**30}}}", "{1000000000000000000000000000000}': not a regular expression: the repetition numb"),
         (
@@ -80,7 +80,7 @@ def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
         ("", r"metric_patterns='': name the group that holds the number, as in (?P<loss>[\d.]+)"),
         (
             [ACCURACY, r"epoch (?P<step>\d+)"],
-            r"metric_patterns='epoch (?P<step>\\d+)': has a step, but no metric: name one more group, as in (?P<loss>",
+            r"metric_patterns='epoch (?P<step>\\d+)': has a step, but no metric: add a named group, as in (?P<loss>",
         ),
         ([ACCURACY] * 101, "metric_patterns=<101 patterns>: at most 100"),
     ],
@@ -95,10 +95,10 @@ def test_the_plan_holds_the_patterns() -> None:
     assert make_plan(Machine(0, 8, "linux", {}), metric_patterns=ACCURACY).metric_patterns == (re.compile(ACCURACY),)
 
 
-def test_the_logs_that_are_searched_count_among_the_open_files() -> None:
-    machine = Machine(0, 8, "linux", {}, open_files=1024)
+def test_searched_logs_count_among_the_descriptors() -> None:
+    machine = Machine(0, 8, "linux", {}, free_descriptors=1024)
     assert make_plan(machine, num_processes=142).world_size == 142
-    with pytest.raises(ArgumentError, match=r"^num_processes=142 opens about 1,308 files in the notebook"):
+    with pytest.raises(ArgumentError, match=r"^num_processes=142 needs about 1,308 file descriptors in the"):
         make_plan(machine, num_processes=142, metric_patterns=ACCURACY)
 
 
