@@ -28,6 +28,7 @@ from nblaunch.launch.views.events import (
     Tick,
 )
 from nblaunch.machine import timeouts
+from nblaunch.wire.launch_files import rank_file
 
 _MAX_EMISSION_BYTES = 40 << 10
 """Six emissions in a second, the unthrottled last one included, stay below 256 KB."""
