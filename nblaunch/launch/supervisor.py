@@ -192,7 +192,7 @@ class Attempt:
             self._tell_reaper(StartRank(spec), [there.fileno()])
         if spec.method == "spawn":
             self._tell(channel, StartRank(spec))  # a fresh interpreter has not got it from the reaper
-        channel.post(Task(self.plan.world(number, port), acknowledge=self.is_careful), self.parcel)
+        channel.post(Task(1, self.plan.world(number, port), acknowledge=self.is_careful), self.parcel)
         self.taskless.append(rank)
         self._hand_out_tasks()
         self._watch(channel, lambda: self._hear_rank(rank))
@@ -326,7 +326,7 @@ class Attempt:
             if not isinstance(lost.message, Done):
                 raise
             text = f"its result holds too much shared memory or too many large pieces for the notebook: {lost.strerror}"
-            rank.failed = Failed(rank.rank, lost.message.time_ns, "result", "OSError", text, "")
+            rank.failed = Failed(rank.rank, lost.message.task, lost.message.time_ns, "result", "OSError", text, "")
         if rank.channel.closed:
             self._unwatch(rank.channel)
         self._note_failure(rank)

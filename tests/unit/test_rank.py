@@ -14,13 +14,13 @@ from nblaunch.launch.rank_state import Rank
 from nblaunch.wire.channel import channel_pair
 from nblaunch.wire.messages import Done, Failed, RankExited
 
-DONE = Done(1, 5)
+DONE = Done(1, 1, 5)
 CRASHED = RankExited(1, -9, 7)
 LEFT = RankExited(1, 0, 7)
 
 
 def failed(collective: str = "") -> Failed:
-    return Failed(1, 5, "exception", "ValueError", "no", "", collective=collective)
+    return Failed(1, 1, 5, "exception", "ValueError", "no", "", collective=collective)
 
 
 @pytest.fixture
