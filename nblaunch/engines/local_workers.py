@@ -77,6 +77,12 @@ class LocalWorker:
                 self.channel.send(Interrupt(task))
         self.signal(signal.SIGINT)
 
+    def shut(self) -> None:
+        """Send no more messages: the rank reads EOF."""
+        self.is_shut = True
+        with contextlib.suppress(OSError):  # already exited
+            self.channel.sock.shutdown(socket.SHUT_WR)
+
     def signal(self, signum: int, group: bool = False) -> None:
         """Have the reaper send a signal."""
         self._group.tell_reaper(SendSignal(self.rank, signum, group))
@@ -190,9 +196,7 @@ class LocalWorkers:
                 if not worker.channel.flush():
                     return
             if self._is_last:
-                worker.is_shut = True
-                with contextlib.suppress(OSError):
-                    worker.channel.sock.shutdown(socket.SHUT_WR)
+                worker.shut()
             worker.owes = self._is_careful
             self._taskless.popleft()
 
@@ -200,6 +204,13 @@ class LocalWorkers:
         """Return True if the rank runs, and the descriptors in flight leave room for its own."""
         owing = [each for each in self._workers if each.owes and not each.has_exited and each.is_open]
         return worker.is_started and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
+
+    def dismiss(self) -> None:
+        """Let the ranks leave."""
+        self._is_last = True
+        for worker in self._workers:
+            if worker not in self._taskless:
+                worker.shut()
 
     def tell_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send the reaper a message. First read its own: it reads nothing while its buffer is full."""

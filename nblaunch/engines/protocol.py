@@ -167,6 +167,9 @@ class Workers(Protocol):
             last: Whether the ranks leave after it.
         """
 
+    def dismiss(self) -> None:
+        """Let the ranks leave after the tasks that they have: no more will come."""
+
     def wait(self, seconds: float) -> Iterable[Event]:
         """Wait for events, at most `seconds` or until the wakeup; return those that have come."""
 

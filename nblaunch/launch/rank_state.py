@@ -45,6 +45,11 @@ class Rank:
         """Return True if it raised, could not send its result, or exited before it returned."""
         return self.failed is not None or (self.member.exited is not None and self.done is None)
 
+    @property
+    def is_over(self) -> bool:
+        """Return True if it has returned, failed or exited."""
+        return self.done is not None or self.has_failed
+
     def state(self, stopped: Collection[int]) -> RankState:
         """Return what to show of it; `stopped` are the ranks that were interrupted or killed."""
         was_stopped = self.rank in stopped

@@ -78,6 +78,7 @@ class Task:
         self._has_noted_failure = False
         self._returned_at = self._threads_ended_at = 0.0
         self._has_noted_threads = False
+        self._is_last = False
 
     def send(self, world: Callable[[int], World], parcel: Sequence[int], *, last: bool = False) -> None:
         """Send the task to every rank.
@@ -87,6 +88,7 @@ class Task:
             parcel: The payload's descriptors, which stay open until every rank runs.
             last: Whether the ranks leave after it. Default: False.
         """
+        self._is_last = last
         tasks = [messages.Task(self.number, world(rank.rank)) for rank in self.ranks]
         self.group.workers.send_tasks(tasks, parcel, last=last)
 
@@ -153,6 +155,8 @@ class Task:
         if reason is not None:
             self._stop(Ladder(reason, now, self.stop_grace))
         live = self.group.live
+        if not self._is_last:  # ranks that are done wait for the next task
+            live = [rank for rank in live if not self.ranks[rank].is_over]
         if self.ladder is not None:
             self._climb(self.ladder, now, live)
         if self._failed_at is not None and now >= self._failed_at + timeouts.FAILURE_NOTE_DELAY_S:
@@ -229,7 +233,7 @@ class Task:
     @property
     def is_over(self) -> bool:
         """Return True if every rank has returned, failed or exited."""
-        return all(rank.done is not None or rank.has_failed for rank in self.ranks)
+        return all(rank.is_over for rank in self.ranks)
 
     def finish(self) -> Verdict:
         """Return how it ended. The group has no ranks left, or every rank has returned or failed."""

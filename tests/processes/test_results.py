@@ -286,8 +286,8 @@ def test_what_ranks_changed_and_did_not_return_is_told_once_with_the_fix(
         launch(train_in_place, (net, seen, untouched), view="text")
     shown = capsys.readouterr().out
     assert shown.count("`net` was modified in the ranks, but ranks work on copies") == 1
-    assert "return it (of a module, its state_dict()) and take it from the result" in shown
-    assert shown.count("the ranks changed `seen`") == 1
+    assert "Return it (for a module, its `state_dict()`) to get the new value" in shown
+    assert shown.count("`seen` was modified in the ranks") == 1
     assert "`untouched`" not in shown
     assert torch.equal(net.weight, before)
     assert seen == [0]

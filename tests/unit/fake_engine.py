@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,7 +113,7 @@ class FakeWorker:
 
     @property
     def now_ns(self) -> int:
-        return int(self.clock() * 1e9)
+        return math.ceil(self.clock() * 1e9)
 
     # -------------------------------------------------------------- what the kernel asks
     def interrupt(self, task: int) -> None:
@@ -139,7 +140,7 @@ class FakeWorkers:
         self.ranks = [FakeWorker(rank, self.events, clock) for rank in range(world_size)]
         self.has_begun = True
         self.tasks: list[Task] = []
-        self.is_abandoned = self.is_closed = self.is_forsaken = False
+        self.is_abandoned = self.is_closed = self.is_forsaken = self.is_dismissed = False
         self.hint: str | None = "waiting"
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[FakeWorker]:
@@ -159,6 +160,9 @@ class FakeWorkers:
         self.tasks += tasks
         for worker, task in zip(self.ranks, tasks, strict=True):
             worker.task = task.task
+
+    def dismiss(self) -> None:
+        self.is_dismissed = True
 
     def wait(self, seconds: float) -> Iterable[Event]:
         while self.events:
