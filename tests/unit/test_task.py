@@ -118,6 +118,10 @@ class Scene:
         self.task.step()
 
     @property
+    def phase(self) -> str:
+        return self.task.phase
+
+    @property
     def cause(self) -> tuple[str, str, int]:
         verdict = self.task.verdict()
         cause = verdict.cause
@@ -157,16 +161,16 @@ def scene(begin: Callable[..., Scene]) -> Scene:
 # ------------------------------------------------------------------ verdicts and phases
 def test_a_task_whose_ranks_all_return_has_finished(scene: Scene) -> None:
     scene.run_all()
-    assert (scene.task.phase, scene.view.states) == ("running", {0: "running", 1: "running"})
+    assert (scene.phase, scene.view.states) == ("running", {0: "running", 1: "running"})
     for worker in scene.workers.ranks:
         worker.returns_and_exits()
     scene.step()
-    assert scene.task.phase == "returned"
+    assert scene.phase == "returned"
     scene.workers.sweeps()
     scene.step()
     assert scene.group.is_over
     assert scene.task.finish().state == "finished"
-    assert scene.task.phase == "ended"
+    assert scene.phase == "ended"
     assert scene.view.states == {0: "returned", 1: "returned"}
     assert scene.signals() == [[], []]
 
@@ -244,9 +248,9 @@ def test_a_failure_stops_the_others_after_a_moment(scene: Scene) -> None:
     scene.run_all()
     scene[1].raises()
     scene.step()
-    assert (scene.task.phase, scene.signals()) == ("failed", [[], []])
+    assert (scene.phase, scene.signals()) == ("failed", [[], []])
     scene.step(timeouts.PEER_FAILURE_WAIT_S)
-    assert scene.task.phase == "stopping"
+    assert scene.phase == "stopping"
     assert scene[0].signals == [signal.SIGINT]
     assert scene.cause == ("failed", "exception", 1)
 
