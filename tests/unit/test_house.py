@@ -202,6 +202,34 @@ def test_no_two_files_share_a_name() -> None:
     assert sorted(names) == sorted(set(names))
 
 
+# ------------------------------------------------------------------ the seam
+def test_only_engines_ranks_and_plans_compare_start_methods() -> None:
+    """Everything else works with any engine."""
+    allowed = [*modules_in("engines"), *modules_in("ranks"), PACKAGE / "launch" / "plan.py"]
+    methods = ("forkserver", "spawn", "fork")
+    found = [
+        f"{module.name}:{node.lineno}"
+        for module in MODULES
+        if module not in allowed
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Compare)
+        for side in [node.left, *node.comparators]
+        if isinstance(side, ast.Constant) and side.value in methods
+    ]
+    assert found == []
+
+
+def test_a_task_knows_no_file_and_no_process() -> None:
+    """What ranks write, send and are comes through `engines.protocol`."""
+    beyond = ("subprocess", "socket", "selectors", "pathlib", "nblaunch.wire.channel", "nblaunch.ranks")
+    for name in ("task.py", "group.py", "stacks.py", "rank_state.py"):
+        targets = [found.target for found in imports_of(PACKAGE / "launch" / name)]
+        assert targets
+        assert not [target for target in targets if is_within(target, beyond)]
+        engines = [target for target in targets if is_within(target, ("nblaunch.engines",))]
+        assert set(engines) <= {"nblaunch.engines.protocol"}
+
+
 # ------------------------------------------------------------------ habits
 def test_the_package_does_not_print() -> None:
     trees = {module.name: ast.walk(ast.parse(module.read_text())) for module in MODULES}
