@@ -30,13 +30,13 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for; the launcher, in a notebook, along with its views."""
+    """Import a public name on first access; for the launcher in a notebook, also the notebook's views."""
     if name not in _ROOMS:
         raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
     from importlib import import_module
 
     if name == "notebook_launcher":
-        _meet_notebook()
+        _set_up_notebook()
     return globals().setdefault(name, getattr(import_module(_ROOMS[name]), name))
 
 
@@ -44,8 +44,8 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _meet_notebook() -> None:
-    """Inside IPython, have launches shown by the notebook's room, also without ``%load_ext nblaunch``."""
+def _set_up_notebook() -> None:
+    """Inside IPython, show launches in the notebook, even without ``%load_ext nblaunch``."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:
@@ -55,14 +55,14 @@ def _meet_notebook() -> None:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """``%load_ext nblaunch``: the ``%%distributed`` magic, and the fork server in the background."""
+    """Register the ``%%distributed`` magic, and start the fork server in the background; for ``%load_ext nblaunch``."""
     from nblaunch.notebook import extension
 
     extension.load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """``%unload_ext nblaunch``."""
+    """Remove what `load_ipython_extension` has registered; for ``%unload_ext nblaunch``."""
     from nblaunch.notebook import extension
 
     extension.unload(shell)

@@ -1,44 +1,41 @@
-"""Every error that nblaunch raises on its own account.
+"""The exceptions that nblaunch raises itself, and its warnings.
 
-The user's exceptions are not here: what a rank raises comes up in the notebook as itself.
+An exception of the user's function is not wrapped: it is raised in the notebook as itself.
 
     NblaunchError
     ├── ArgumentError (ValueError)        an argument is wrong; nothing was started
-    ├── PayloadError (TypeError)          something cannot be sent to the ranks; nothing was started
+    ├── PayloadError (TypeError)          an object cannot be sent to the ranks; nothing was started
     ├── NestedLaunchError (RuntimeError)  a rank, or one of several Slurm tasks, tried to launch
     ├── StartError (RuntimeError)         the processes could not be started
     ├── LaunchStoppedError                the launch was stopped before every rank had returned
-    ├── LaunchTimeoutError (TimeoutError) the launch took longer than ``timeout``
-    └── RankError (RuntimeError)          a rank failed, and there is no exception of the user's to raise
-        ├── RankDiedError                 killed by a signal, or left early (with status 0 too)
-        ├── RankLostError                 what watched over the ranks died, and took them along
-        ├── RankRaisedError               its exception could not travel; this one carries its text
-        ├── ResultError                   its result could not come back
-        └── CollectiveError               it waited in a collective for a rank that had already finished
+    ├── LaunchTimeoutError (TimeoutError) the launch exceeded ``timeout``
+    └── RankError (RuntimeError)          a rank failed without a user exception to raise
+        ├── RankDiedError                 killed by a signal, or exited early (even with status 0)
+        ├── RankLostError                 the reaper died, and its ranks with it
+        ├── RankRaisedError               its exception could not be sent; this one has its text
+        ├── ResultError                   its return value could not be sent
+        └── CollectiveError               it waited in a collective for a rank that had finished
 
-Whatever a launch raises has ``results``: what each rank that had returned by then gave back, by rank. So have the
-user's own exceptions (unless they have a ``results`` of their own) and the KeyboardInterrupt of a launch that was
-interrupted. Where every rank had returned there is no error: a crash after that is warned of, and the result is whole.
-
-Warnings are here too: `warn`.
+Every exception of a launch has ``results``: the return values of the ranks that had returned, by rank. So do the user's
+exceptions (unless they define ``results``) and the KeyboardInterrupt of an interrupted launch. Once every rank has
+returned there is no error: a later crash is a warning, and the result is complete.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+from nblaunch.machine.own_code import PACKAGE
 
 
 class NblaunchError(Exception):
-    """The root of the tree above.
+    """Base class of nblaunch's exceptions.
 
     Attributes:
-        results: What each rank that had returned gave back, by rank; empty where nothing was started.
+        results: The return values of the ranks that had returned, by rank; empty if nothing was started.
     """
 
     def __init__(self, *args: object) -> None:
@@ -47,15 +44,15 @@ class NblaunchError(Exception):
 
 
 class ArgumentError(NblaunchError, ValueError):
-    """An argument is wrong. The message names it and its value; nothing was started."""
+    """An argument is wrong; nothing was started. The message names the argument and its value."""
 
 
 class PayloadError(NblaunchError, TypeError):
-    """Something that the function uses cannot be sent to the ranks; nothing was started."""
+    """An object that the function uses cannot be sent to the ranks; nothing was started."""
 
 
 class NestedLaunchError(NblaunchError, RuntimeError):
-    """A rank, or one of several tasks of a Slurm step, tried to launch ranks of its own."""
+    """A rank, or one of several tasks of a Slurm step, tried to launch."""
 
 
 class StartError(NblaunchError, RuntimeError):
@@ -71,15 +68,15 @@ class LaunchStoppedError(NblaunchError):
 
 
 class LaunchTimeoutError(NblaunchError, TimeoutError):
-    """The launch took longer than its ``timeout`` and was stopped."""
+    """The launch exceeded its ``timeout`` and was stopped."""
 
 
 class RankError(NblaunchError, RuntimeError):
     """A rank failed.
 
     Attributes:
-        rank: The rank that failed first, or -1 where no single rank did.
-        log: The file that holds what it printed to stderr, or None.
+        rank: The rank that failed first; -1 if no single rank did.
+        log: The rank's stderr log, or None.
     """
 
     def __init__(self, message: str, rank: int = -1, log: Path | None = None) -> None:
@@ -89,54 +86,45 @@ class RankError(NblaunchError, RuntimeError):
 
 
 class RankDiedError(RankError):
-    """A rank was killed by a signal, or left before the function returned.
+    """A rank was killed by a signal, or exited before the function returned.
 
     Attributes:
-        returncode: Its exit status; ``-n`` for death by signal ``n``.
+        returncode: The exit status; ``-n`` if killed by signal ``n``.
     """
 
     returncode: int = 0
 
 
 class RankLostError(RankError):
-    """The process that watched over the ranks died; every rank was ended with it."""
+    """The reaper, the parent process of the ranks, died, and every rank was killed with it."""
 
 
 class RankRaisedError(RankError):
-    """A rank raised an exception that cannot be rebuilt here; the message carries its type and text."""
+    """A rank raised an exception that cannot be unpickled here; the message has its type and text."""
 
 
 class ResultError(RankError):
-    """A rank's return value could not come back; the message names the part."""
+    """A rank's return value could not be sent; the message names the part."""
 
 
 class CollectiveError(RankError):
-    """A rank waited in a collective for a rank that had already finished."""
+    """A rank waited in a collective for a rank that had finished."""
 
 
 def text_of(error: BaseException) -> str:
-    """``str(error)``, or what stands for it where that raises."""
+    """Return ``str(error)``, or a placeholder if ``__str__`` raises."""
     try:
         return str(error)
     except Exception as trouble:  # noqa: BLE001  # a user's __str__
         return f"<its __str__ raised {type(trouble).__name__}>"
 
 
-def warn(message: str, *, beyond: tuple[str, ...] = (_PACKAGE,)) -> None:
-    """Warn of something at the line that led here: the first one outside this package, which is the user's.
-
-    Args:
-        message: What, and what to do.
-        beyond: What the names of files begin with that are not the user's.
-    """
+def warn(message: str) -> None:
+    """Issue a UserWarning at the line of the first caller outside this package."""
     if sys.version_info >= (3, 12):
-        warnings.warn(message, stacklevel=2, skip_file_prefixes=beyond)
+        warnings.warn(message, stacklevel=2, skip_file_prefixes=(PACKAGE,))
     else:
-        warnings.warn(message, stacklevel=_level_outside(beyond))
-
-
-def _level_outside(prefixes: tuple[str, ...]) -> int:
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(prefixes):
-        level, frame = level + 1, frame.f_back
-    return level
+        level, frame = 2, sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+            level, frame = level + 1, frame.f_back
+        warnings.warn(message, stacklevel=level)

@@ -20,7 +20,7 @@ from nblaunch.engines.server_client import ForkServer
 from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
-from nblaunch.transfer.sent_data import snapshots
+from nblaunch.transfer.sent_data import sent_data_cache
 
 MARK = "NBLAUNCH_TEST_RUN"
 """Set in this process's environment, so that whatever a test starts, however detached, can be told by it."""
@@ -55,7 +55,7 @@ def _nothing_left(_marked: None, _own_logs: None) -> Iterator[None]:
     servers.warm_up()
     before = _Belongings.now()
     yield
-    snapshots.free()
+    sent_data_cache.free()
     eventually(lambda: not before.more_than_then(), _LEFT_WITHIN, before.more_than_then)
 
 

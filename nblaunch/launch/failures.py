@@ -16,6 +16,7 @@ from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankR
 from nblaunch.launch.output.log_files import LaunchFiles, last_lines
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.launch.views.view import Failure
+from nblaunch.machine.own_code import is_rank_runtime, is_users
 from nblaunch.wire.messages import Failed, Source
 
 _LAST_LINES = 10
@@ -179,9 +180,14 @@ def _last_said(log: Path) -> str:
     crash = max((i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")), default=len(lines))
     current = (i for i in range(crash, len(lines)) if lines[i].startswith("Current thread"))
     frames = lines[next(current, crash + 1) :]
-    users = list(itertools.takewhile(lambda line: line.strip() and "nblaunch/ranks/" not in line, frames))
+    users = list(itertools.takewhile(lambda line: line.strip() and not _is_rank_runtime(line), frames))
     shown = [*lines[max(0, crash - _LAST_LINES) : crash + 1], *users[: 2 * _LAST_LINES]]
     return "\n".join(shown)
+
+
+def _is_rank_runtime(line: str) -> bool:
+    frame = _FRAME.match(line)
+    return frame is not None and is_rank_runtime(frame["file"] or "")
 
 
 def _signal_name(number: int) -> str:
@@ -242,7 +248,7 @@ def _users_line(traceback: str) -> tuple[str, str]:
     lines = traceback.splitlines()
     frames = [(found, i) for i, line in enumerate(lines) if (found := _FRAME.match(line))]
     in_cells = [frame for frame in frames if frame[0]["label"]]
-    own = [frame for frame in frames if "site-packages" not in frame[0][0] and "/nblaunch/" not in frame[0][0]]
+    own = [frame for frame in frames if is_users(frame[0]["file"] or "")]
     for found, i in (in_cells or own)[-1:]:
         place = found["label"] or found["file"]
         source = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""

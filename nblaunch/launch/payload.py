@@ -21,7 +21,7 @@ from nblaunch.machine import memory_maps
 from nblaunch.machine.segments import NoRoomError, Placed, Region
 from nblaunch.transfer import parameters, pickling
 from nblaunch.transfer.parcel import Parcel, pack
-from nblaunch.transfer.sent_data import snapshots
+from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
 
 _FIX = "create it inside the function, or send what it is made from"
@@ -113,7 +113,7 @@ class _Kept:
         placed = memory_maps.from_files(regions)
         others = [region for region in regions if region not in placed]
         if others:
-            placed |= zip(others, snapshots.place(others, state_root(), passing), strict=True)
+            placed |= zip(others, sent_data_cache.place(others, state_root(), passing), strict=True)
         return [placed[region] for region in regions]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import linecache
-import os
 import re
-import sysconfig
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nblaunch.machine.own_code import RANK_STACK_DUMPS, RANK_WORKER, is_rank_runtime, is_users
 from nblaunch.wire.messages import Source
 
 _MAX_LINE = 200
@@ -24,11 +23,8 @@ _WORKER_NOTE = (
     'multiprocessing_context="forkserver" for the DataLoader'
 )
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
-_OURS = "/nblaunch/ranks/"
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
 """Files whose calls into C are collectives; distributed checkpoints write files instead."""
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_INSTALLED = ("site-packages", "dist-packages", _PACKAGE, sysconfig.get_path("stdlib"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +76,8 @@ def _unescaped(text: str) -> str:
 
 def _without_ours(stack: Stack) -> tuple[Frame, ...]:
     """Return the calls from the user's function on, or from nblaunch's own if there are no others."""
-    plumbing = [_OURS in frame.file or _starts_a_thread(frame) for frame in stack.frames]
-    begin = next((i for i, frame in enumerate(stack.frames) if frame.file.endswith(_OURS + "worker.py")), 0)
+    plumbing = [is_rank_runtime(frame.file) or _starts_a_thread(frame) for frame in stack.frames]
+    begin = next((i for i, frame in enumerate(stack.frames) if frame.file == RANK_WORKER), 0)
     end = next((i for i in range(begin, len(plumbing)) if not plumbing[i]), begin)
     return stack.frames[end:]
 
@@ -94,7 +90,7 @@ def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
 
 def is_answering(stack: Stack) -> bool:
     """Return True for the rank's own thread that writes dumps."""
-    return any(frame.file.endswith(_OURS + "stack_dumps.py") for frame in stack.frames)
+    return any(frame.file == RANK_STACK_DUMPS for frame in stack.frames)
 
 
 def _starts_a_thread(frame: Frame) -> bool:
@@ -147,9 +143,7 @@ class StackFormatter:
         return "\n".join(lines)
 
     def _is_users(self, frame: Frame) -> bool:
-        if frame.file in self._sources:
-            return True
-        return not frame.file.startswith("<") and not any(part in frame.file for part in _INSTALLED)
+        return frame.file in self._sources or is_users(frame.file)
 
     def _place(self, frame: Frame) -> str:
         source = self._sources.get(frame.file)

@@ -1,1 +1,1 @@
-"""Facts of this machine and its processes, without torch."""
+"""Facts about this machine and its processes, without torch."""

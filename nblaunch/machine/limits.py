@@ -1,4 +1,4 @@
-"""What this process may use of the machine: CPUs and memory, by the system's word and by that of its cgroups."""
+"""CPUs and memory that this process may use, with the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 
 
 def usable_cpus() -> int:
-    """CPUs that this process may use: its affinity and its cgroup's quota, whichever is less; at least 1."""
+    """Return the CPUs that this process may use, by affinity and cgroup quota; at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, min(affinity, cpu_quota()))
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: what the machine has available, and what its cgroup's limit leaves."""
-    import psutil  # not at the top: a rank that sends little does without
+    """Return the bytes that this process may still allocate, on the machine and within its cgroups' limits."""
+    import psutil  # not at the top: a rank that sends little never needs it
 
     return max(0, min(int(psutil.virtual_memory().available), memory_left()))
 
 
 def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
-    """The least CPU quota on the way from this process's cgroup to the root, in whole CPUs; a million for none."""
+    """Return the smallest CPU quota of this process's cgroup and its ancestors, in whole CPUs; a million for none."""
     least = 1_000_000
     for group in _groups(root, membership, "cpu"):
         quota = _numbers(group / "cpu.max", 2)
@@ -35,18 +35,18 @@ def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
 
 
 def memory_left(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
-    """Bytes that the memory limits on that way leave, the file cache not counted as used; 2**62 where there is none."""
+    """Return the bytes that cgroups' memory limits leave, not counting file cache as used; 2**62 for no limit."""
     least = 1 << 62
     for group in _groups(root, membership, "memory"):
         limit = _numbers(group / "memory.max", 1) or _numbers(group / "memory.limit_in_bytes", 1)
         used = _numbers(group / "memory.current", 1) or _numbers(group / "memory.usage_in_bytes", 1)
-        if limit and used and limit[0] < 1 << 60:  # version 1 says "no limit" by a number near 2**63
+        if limit and used and limit[0] < 1 << 60:  # v1 writes "no limit" as a number near 2**63
             least = min(least, limit[0] - used[0] + _file_cache(group))
     return least
 
 
 def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's cgroup and those above it, of version 2 and of version 1."""
+    """Yield the folders of this process's cgroup and its ancestors, of cgroup v2 and v1."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
@@ -63,7 +63,7 @@ def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
 
 
 def _numbers(file: Path, count: int) -> tuple[int, ...]:
-    """The first numbers in a file; none where there is no such file, or it says ``max``."""
+    """Return the first numbers in a file; none if the file does not exist or says ``max``."""
     try:
         words = file.read_text().split()
         return tuple(map(int, words[:count])) if len(words) >= count else ()
@@ -72,7 +72,7 @@ def _numbers(file: Path, count: int) -> tuple[int, ...]:
 
 
 def _file_cache(group: Path) -> int:
-    """Bytes that the system would give back: pages of files that nobody has used of late."""
+    """Return the bytes of inactive file cache, which the system reclaims."""
     try:
         entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return int(entries.get("total_inactive_file") or entries.get("inactive_file") or 0)

@@ -1,4 +1,4 @@
-"""What this process has mapped, as Linux tells it, and which of its memory others can map from files themselves."""
+"""This process's memory mappings on Linux, and which of its memory other processes can map from the same files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from nblaunch.machine.segments import Placed, Region, Segment, map_private
 
-_LEAST = 16 << 20
-"""Bytes of a region from which on it is asked whether a file holds it."""
-_MOST_FILES = 16
-"""Each takes a descriptor."""
+_MIN_FILE_BYTES = 16 << 20
+"""Smaller regions are not looked up in files."""
+_MAX_FILES = 16
+"""Each holds a descriptor."""
 _PAGE = mmap.PAGESIZE
 
 
@@ -24,9 +24,9 @@ class Mapped(NamedTuple):
     start: int
     end: int
     mode: str
-    """Such as ``r--s``: what is allowed, and ``p`` if what is written stays in this process."""
+    """Permissions, then ``s`` for shared or ``p`` for private, such as ``r--s``."""
     offset: int
-    """Where it begins in the file."""
+    """In the file."""
     file: tuple[str, int]
     """Device and inode; the inode is 0 where no file backs it."""
     name: str
@@ -37,10 +37,10 @@ class Mapped(NamedTuple):
 
 
 def mappings() -> Iterator[Mapped]:
-    """The mappings of this process, in the order of addresses.
+    """Yield the mappings of this process by address.
 
     Raises:
-        OSError: The system does not tell.
+        OSError: There is no /proc.
     """
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -50,13 +50,13 @@ def mappings() -> Iterator[Mapped]:
 
 
 def from_files(regions: Sequence[Region]) -> dict[Region, Placed]:
-    """Return where a file holds what is in memory, for those regions that this process can only read.
+    """Return the regions that receivers can map from a file, and where in the file.
 
-    Each lies in one shared mapping of a regular file that is still there under its name, and that no mapping of this
-    process can write to. Others may still write to the file, or truncate it: whoever maps a region from it sees that,
-    as this process does. What is mapped privately is left out, as its user expects it to be a copy.
+    Such a region lies in one shared mapping of a regular file that still has its name, and that no mapping of this
+    process can write to. Other processes may still write to the file or truncate it: receivers see that, as this
+    process does. Private mappings are left out, as users expect them to be copies.
     """
-    large = sorted((region for region in regions if region.size >= _LEAST), key=lambda region: -region.size)
+    large = sorted((region for region in regions if region.size >= _MIN_FILE_BYTES), key=lambda region: -region.size)
     try:
         mapped = list(mappings()) if large else []
     except OSError:
@@ -68,7 +68,7 @@ def from_files(regions: Sequence[Region]) -> dict[Region, Placed]:
         its = next((each for each in mapped if each.start <= region.address and region.end <= each.end), None)
         if its is None or not its.file[1] or its.file in written or not its.is_shared:
             continue
-        if its.file not in files and len(files) < _MOST_FILES:
+        if its.file not in files and len(files) < _MAX_FILES:
             files[its.file] = _opened(its)
         segment, offset = files.get(its.file), its.offset + region.address - its.start
         if segment is not None and offset + region.size <= segment.size:
@@ -77,13 +77,13 @@ def from_files(regions: Sequence[Region]) -> dict[Region, Placed]:
 
 
 def _opened(mapped: Mapped) -> Segment | None:
-    """The file that was mapped; None if there is another or none under its name now."""
+    """Open the file of a mapping; return None if its name is gone or belongs to another file."""
     try:
         if not stat.S_ISREG(os.stat(mapped.name).st_mode):
-            return None  # opening a device may do something
+            return None  # opening a device may have effects
         fd = os.open(mapped.name, os.O_RDONLY | os.O_CLOEXEC)
         segment = Segment(fd, os.fstat(fd).st_size, in_memory=False)
-        probe = map_private(fd, _PAGE)  # of some file systems stat tells another device than the mappings do
+        probe = map_private(fd, _PAGE)  # on some file systems stat and mappings report different devices
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(probe))
         return segment if any(each.start == address and each.file == mapped.file for each in mappings()) else None
     except OSError:

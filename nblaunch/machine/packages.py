@@ -1,4 +1,4 @@
-"""What is installed for this Python, what of it can be imported ahead of launches, and when it changes."""
+"""Installed packages: which can be imported ahead of launches, and when they change."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Collection, Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-_MARKS = (".dist-info", ".egg-info", ".egg-link", ".pth")
+_METADATA_SUFFIXES = (".dist-info", ".egg-info", ".egg-link", ".pth")
 KNOWN_SAFE = frozenset({"PIL", "accelerate", "matplotlib", "pandas", "scipy", "sklearn", "torchvision", "transformers"})
-"""Packages that ranks may share from before their fork, as tests hold. Not so lightning and torchmetrics, which read
-LOCAL_RANK at their import, and pyarrow, which starts threads."""
+"""Packages that are safe to import before ranks are forked; each has a test. Not among them: lightning and
+torchmetrics, which read LOCAL_RANK at import, and pyarrow, which starts threads."""
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
-"""What fork servers have, so that libraries start no threads there; each launch has its own."""
-_OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
-_OF_LAUNCHES = (*ONE_THREAD, "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
-_OF_EITHER_BEGIN = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "NBLAUNCH_")
+"""Variables of fork servers, so that libraries start no threads there; each launch sets its own."""
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK")
+_LAUNCH_VARIABLES = (*ONE_THREAD, "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
+_VARIABLE_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "NBLAUNCH_")
 _seen: dict[str, tuple[int, frozenset[tuple[str, int]]]] = {}
-"""For each folder: when it was last changed, and what was installed in it."""
+"""For each folder, the time of its last change, and what was installed in it then."""
 
 
 def is_installed(folder: str) -> bool:
-    """Whether packages are installed in this folder, or it is Python's own library: nobody edits what is there."""
+    """Return True for site-packages and the standard library, whose files are not edited between launches."""
     if os.path.basename(folder.rstrip(os.sep)) in ("site-packages", "dist-packages"):
         return True
     return any(folder == library or folder.startswith(library + os.sep) for library in _libraries())
@@ -37,52 +37,49 @@ def _libraries() -> frozenset[str]:
 
 
 def installed_path() -> list[str]:
-    """``sys.path`` without the notebook's own folders: a module that users edit must not be preloaded."""
+    """Return ``sys.path`` without the notebook's own folders: modules that users edit must not be preloaded."""
     own = str(Path(__file__).absolute().parents[2])
     installed = [entry for entry in sys.path if is_installed(entry)]
     return [*installed, own] if own not in installed else installed
 
 
 def installed_now() -> tuple[tuple[str, frozenset[tuple[str, int]]], ...]:
-    """Every installed distribution's mark, with the time of its last change; by folder, of which the first wins.
+    """Return the metadata of every installed distribution, with the time of its last change, by folder of the path.
 
-    Cheap while nothing is installed.
+    Rereads only folders that have changed.
     """
-    marks: dict[str, frozenset[tuple[str, int]]] = {}
+    metadata: dict[str, frozenset[tuple[str, int]]] = {}
     for folder in installed_path():
         try:
             changed = os.stat(folder).st_mtime_ns
             if folder not in _seen or _seen[folder][0] != changed:
-                _seen[folder] = changed, _marks_in(folder)
-        except OSError:  # the folder is gone, or a zip file
+                with os.scandir(folder) as entries:
+                    found = ((e.path, e.stat().st_mtime_ns) for e in entries if e.name.endswith(_METADATA_SUFFIXES))
+                    _seen[folder] = changed, frozenset(found)
+        except OSError:  # the folder does not exist, or is a zip file
             continue
-        marks[folder] = _seen[folder][1]
-    return tuple(marks.items())
-
-
-def _marks_in(folder: str) -> frozenset[tuple[str, int]]:
-    with os.scandir(folder) as entries:
-        return frozenset((e.path, e.stat().st_mtime_ns) for e in entries if e.name.endswith(_MARKS))
+        metadata[folder] = _seen[folder][1]
+    return tuple(metadata.items())
 
 
 def differs(name: str) -> bool:
-    """Whether ranks may have another value of this variable than the process that imports packages for them.
+    """Return True for variables that differ between ranks and the fork server.
 
-    So what it has imported is for launches with any value of it.
+    Packages that the fork server imports must not depend on them.
     """
-    return name in (*_OF_RANKS, *_OF_LAUNCHES) or name.startswith(_OF_EITHER_BEGIN)
+    return name in (*_RANK_VARIABLES, *_LAUNCH_VARIABLES) or name.startswith(_VARIABLE_PREFIXES)
 
 
 def package_of(module: str) -> str:
-    """The top name of a module's."""
+    """Return the top-level package of a module."""
     return module.partition(".")[0]
 
 
 def why_not_ahead(package: str) -> str:
-    """Why this package must not be imported ahead of launches; empty if it may."""
+    """Return why a package must not be imported ahead of launches; empty if it may be."""
     try:
         spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # it is broken, or was put among the modules by hand
+    except (ImportError, ValueError):  # it is broken, or was put into sys.modules by hand
         spec = None
     if spec is None:
         return "no such module is installed"
@@ -93,13 +90,13 @@ def why_not_ahead(package: str) -> str:
 
 
 def edited(modules: Iterable[str]) -> str:
-    """The first of these imported modules whose file is not where packages are installed; empty if there is none.
+    """Return the first of these modules whose file may be edited; empty if there is none.
 
-    An installed package may import one that is not: installed as editable, or by a link.
+    An installed package may import one that is an editable install, or a link.
     """
     installed = (*_roots(), os.path.join(Path(__file__).resolve().parents[1], ""))
     for name in modules:
-        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")  # asking a lazy module would import it
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")  # getattr would import a lazy module
         if isinstance(file, str) and not os.path.realpath(file).startswith(installed):
             return name
     return ""
@@ -110,13 +107,13 @@ def _roots() -> list[str]:
 
 
 def imported_here(packages: Collection[str]) -> list[str]:
-    """The modules of these packages that this process has imported, in their order."""
+    """Return the modules of these packages that this process has imported, in order of import."""
     present = [(name, module) for name, module in list(sys.modules.items()) if package_of(name) in packages]
     return [name for name, module in present if getattr(getattr(module, "__spec__", None), "name", None) == name]
 
 
 def shadowed(packages: frozenset[str]) -> bool:
-    """Whether an import of one of these would find something in a folder of the notebook's own."""
+    """Return True if a file in one of the notebook's own folders hides one of these packages."""
     own = [entry for entry in sys.path if not is_installed(entry)]
     return any(_is_shadowed(name, own) for name in packages)
 
@@ -125,5 +122,5 @@ def _is_shadowed(name: str, own: list[str]) -> bool:
     here = PathFinder.find_spec(name, own)
     if here is None or here.loader is not None:
         return here is not None
-    anywhere = PathFinder.find_spec(name)  # a folder without __init__.py hides no package, but becomes part of its like
+    anywhere = PathFinder.find_spec(name)  # a namespace package hides only its like
     return anywhere is None or anywhere.loader is None

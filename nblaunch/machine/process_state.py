@@ -1,4 +1,4 @@
-"""The notebook's process as it is now: what ranks start from, besides the environment."""
+"""The state of the notebook's process that ranks start from, besides the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMITS = ("NOFILE", "CORE", "CPU", "FSIZE", "DATA", "STACK", "AS", "MEMLOCK", "
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The notebook's process as it is now: what ranks start from besides the environment."""
+    """The state of a process that ranks start from."""
 
     cwd: str
     sys_path: tuple[str, ...]
@@ -21,12 +21,13 @@ class Process:
     umask: int
     limits: tuple[tuple[int, int, int], ...]
     cpus: tuple[int, ...]
-    """Those that its threads may run on; empty where the system does not tell."""
+    """The CPU affinity; empty where the system has none."""
 
 
 def this_process() -> Process:
-    """The process that calls this."""
-    limits = tuple((kind, *resource.getrlimit(kind)) for kind in _limit_kinds())
+    """Return the state of the calling process."""
+    kinds = [getattr(resource, f"RLIMIT_{name}") for name in _LIMITS if hasattr(resource, f"RLIMIT_{name}")]
+    limits = tuple((kind, *resource.getrlimit(kind)) for kind in kinds)
     try:
         cwd = os.getcwd()
     except FileNotFoundError:
@@ -35,12 +36,8 @@ def this_process() -> Process:
     return Process(cwd, tuple(map(str, sys.path)), tuple(sys.argv), _umask(), limits, cpus)
 
 
-def _limit_kinds() -> list[int]:
-    return [getattr(resource, f"RLIMIT_{name}") for name in _LIMITS if hasattr(resource, f"RLIMIT_{name}")]
-
-
 def _umask() -> int:
-    """This process's umask, read without setting it (another thread may be creating a file)."""
+    """Read the umask without setting it, as another thread may be creating a file."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("\nUmask:")[2].split()[0], 8)

@@ -1,7 +1,7 @@
-"""Large pieces of memory on their way to other processes: copied once, and mapped by all who get them.
+"""Segments: large regions of memory, copied once into anonymous files that other processes map.
 
-A segment is anonymous memory (a memfd), or a file without a name where there is none or memory is short. It is written
-once and sealed; each process maps it privately, so pages are shared until one of them writes, and nobody sees that.
+A segment is written once and sealed. Each process maps it privately: all share its pages until one of them writes, and
+a write stays in the process that made it.
 """
 
 from __future__ import annotations
@@ -9,40 +9,39 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import shutil
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from nblaunch.machine import sealed_files
 from nblaunch.machine.limits import free_memory
 
-ALIGNED = 64
-"""Bytes: where a piece stands in a segment differs from where it stood in memory by a multiple of this."""
-_ALONE = 16 << 20
-"""Bytes from which on a piece has a segment of its own."""
-_PACKED = 64 << 20
-"""Bytes that smaller ones share."""
-_SMALL = 1 << 20
-"""Bytes below which a piece stands among such pieces alone: whoever keeps one keeps its segment, and no more."""
-_FEW = 4 << 20
-"""Bytes that those share."""
-_MOST = 24
-"""A part in so many of what is sent shares a segment, where that is more: descriptors are few. So of 1 GB in small
-tensors one that is kept holds 42 MB; with the 4 MiB of smaller results it would be 250 descriptors."""
-_WHOLE_PAGES = 256 << 10
-"""Bytes from which on a piece stands on pages as it did in memory, so that one page may take another's place."""
-_AT_ONCE = 64 << 20
-_WORTH_A_LOOK = 64 << 20
-"""Bytes from which on it is asked whether there is room."""
-_RESERVE = 256 << 20
-"""Bytes that are left to others."""
+ALIGNMENT = 64
+"""Bytes. A region's address in a segment and its address in memory are equal modulo this."""
+_ALONE_BYTES = 16 << 20
+"""A region of this size or more gets a segment of its own."""
+_PACKED_BYTES = 64 << 20
+"""Maximum size of a segment that smaller regions share."""
+_SMALL_BYTES = 1 << 20
+"""Regions below this size are packed apart from larger ones: a receiver that keeps one keeps its whole segment."""
+_SMALL_PACKED_BYTES = 4 << 20
+"""Maximum size of a segment that small regions share."""
+_MAX_PACKED_SHARE = 24
+"""A shared segment may always hold 1/24 of what is sent, as descriptors are scarce. Of 1 GB in small tensors, keeping
+one then keeps 42 MB; segments of 4 MiB would take 250 descriptors."""
+_PAGED_BYTES = 256 << 10
+"""A region of this size or more keeps its offset within a page, so that pages of a segment can replace its own."""
+_CHUNK_BYTES = 64 << 20
+_MIN_CHECKED_BYTES = 64 << 20
+"""Below this size, free memory is not checked."""
+_RESERVE_BYTES = 256 << 20
+"""Memory, or disk, that is left free for others."""
 _PAGE = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,12 +50,12 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""Few of the pages will be written to: they are not to count as memory that is promised."""
-_FAILED = ctypes.c_void_p(-1).value
+"""Few pages of a mapping are written to, so the whole must not count as committed memory."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Region(NamedTuple):
-    """A piece of this process's memory."""
+    """A range of this process's memory."""
 
     address: int
     size: int
@@ -66,22 +65,22 @@ class Region(NamedTuple):
         return self.address + self.size
 
     def view(self) -> memoryview:
-        """Its bytes; whoever owns them must outlive this."""
+        """Return the bytes; the memory's owner must outlive the view."""
         return memory_at(self.address, self.size)
 
 
 def memory_at(address: int, size: int) -> memoryview:
-    """The bytes there, writable; whoever owns them must outlive this."""
+    """Return a writable view of the bytes at `address`; the memory's owner must outlive the view."""
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B", (size,))
 
 
 class Segment:
-    """A written segment; its descriptor is closed with it.
+    """A written segment, which owns its descriptor.
 
     Attributes:
-        fd: The descriptor; for reading, where the system has no seals.
+        fd: The descriptor.
         size: In bytes.
-        in_memory: Whether it is memory, not a file on disk.
+        in_memory: Whether the segment is memory, not a file on disk.
     """
 
     def __init__(self, fd: int, size: int, in_memory: bool) -> None:
@@ -90,12 +89,12 @@ class Segment:
         self.close = weakref.finalize(self, os.close, fd)
 
     def equals(self, offset: int, region: Region) -> bool:
-        """Whether it holds at `offset` what is in memory now."""
+        """Return True if the segment holds, at `offset`, what the region holds now."""
         if self._mapped is None:
             self._mapped = map_private(self.fd, self.size)
         here = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._mapped)) + offset
-        for start in range(0, region.size, _AT_ONCE):  # in parts, between which an interrupt is heard
-            if _libc.memcmp(here + start, region.address + start, min(_AT_ONCE, region.size - start)):
+        for start in range(0, region.size, _CHUNK_BYTES):  # Python handles signals between chunks
+            if _libc.memcmp(here + start, region.address + start, min(_CHUNK_BYTES, region.size - start)):
                 return False
         return True
 
@@ -106,22 +105,22 @@ class Placed(NamedTuple):
     segment: Segment
     offset: int
     is_new: bool
-    """It was copied there now."""
+    """The region was copied by this call."""
 
 
 class NoRoomError(OSError):
-    """There is no room for so much, neither in memory nor on disk.
+    """Neither memory nor disk has room for a segment.
 
     Attributes:
-        sizes: What was to be put there: bytes by name.
+        sizes: What was to be sent: bytes by name.
     """
 
     sizes: Mapping[str, int] = MappingProxyType({})
 
 
-# ------------------------------------------------------------------ which go together
-def merged(regions: Sequence[Region]) -> list[Region]:
-    """The memory that regions cover: those that overlap as one, so that what is shared here is shared there."""
+# ------------------------------------------------------------------ grouping
+def merged(regions: Iterable[Region]) -> list[Region]:
+    """Return the memory that regions cover, overlapping ones as one: what is shared here is shared by the receiver."""
     whole: list[Region] = []
     for region in sorted(regions):
         if whole and region.address < whole[-1].end:
@@ -132,15 +131,16 @@ def merged(regions: Sequence[Region]) -> list[Region]:
 
 
 def grouped(regions: Sequence[Region]) -> Iterator[list[Region]]:
-    """Regions by the segment that they are to share: a large one has its own, small ones stand among themselves."""
-    share = sum(region.size for region in regions) // _MOST
-    yield from _filled([region for region in regions if region.size < _SMALL], _SMALL, max(_FEW, share))
-    rest = [region for region in regions if region.size >= _SMALL]
-    yield from _filled(rest, max(_ALONE, share), max(_PACKED, share))
+    """Group regions by the segment that they will share."""
+    share = sum(region.size for region in regions) // _MAX_PACKED_SHARE
+    small = [region for region in regions if region.size < _SMALL_BYTES]
+    yield from _packed(small, _SMALL_BYTES, max(_SMALL_PACKED_BYTES, share))
+    rest = [region for region in regions if region.size >= _SMALL_BYTES]
+    yield from _packed(rest, max(_ALONE_BYTES, share), max(_PACKED_BYTES, share))
 
 
-def _filled(regions: Iterable[Region], alone: int, most: int) -> Iterator[list[Region]]:
-    """Groups of so many bytes at most, and each region of `alone` bytes or more by itself."""
+def _packed(regions: Iterable[Region], alone: int, most: int) -> Iterator[list[Region]]:
+    """Yield groups of at most `most` bytes; a region of `alone` bytes or more is a group of its own."""
     group: list[Region] = []
     size = 0
     for region in regions:
@@ -156,74 +156,51 @@ def _filled(regions: Iterable[Region], alone: int, most: int) -> Iterator[list[R
         yield group
 
 
-# ------------------------------------------------------------------ writing
-def write(
-    regions: Sequence[Region], folder: Path, give_up: Callable[[Region], bool] | None = None
-) -> Iterator[tuple[Region, Placed]]:
-    """Copy regions that do not overlap into new segments.
-
-    Args:
-        regions: What to copy.
-        folder: Where to put a file if memory is short.
-        give_up: Of each region, whether this process may hand its own pages over, so that they are not there twice:
-            it then holds the segment's, privately. Default: none.
-
-    Returns:
-        Where each stands.
-
-    Raises:
-        NoRoomError: There is no room.
-    """
-
-    def is_given_up(region: Region) -> bool:
-        return give_up is not None and region.size >= _WHOLE_PAGES and give_up(region)  # smaller ones lie askew
-
-    more = sum(region.size for region in regions if not is_given_up(region))
-    where = _room(more, sum(region.size for region in regions), folder)
-    for group in grouped(regions):
-        segment, offsets = _write(group, where, is_given_up)
-        for region, offset in zip(group, offsets, strict=True):
-            yield region, Placed(segment, offset, True)
-
-
+# ------------------------------------------------------------------ room
 def fits(regions: Sequence[Region]) -> bool:
-    """Whether there is memory for these."""
-    return _short_of(sum(region.size for region in regions)) is None
+    """Return True if memory has room for copies of these regions."""
+    return _memory_short_of(sum(region.size for region in regions)) is None
 
 
 def check_memory(size: int) -> None:
-    """See that there is memory for so much.
+    """Check that `size` bytes of memory are free.
 
     Raises:
-        NoRoomError: There is not.
+        NoRoomError: They are not.
     """
-    memory = _short_of(size)
+    memory = _memory_short_of(size)
     if memory is not None:
         raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {in_words(memory)} of memory are free")
 
 
-def _short_of(size: int) -> int | None:
-    """The bytes of memory that are free, where so many more are too many; else None."""
-    if size < _WORTH_A_LOOK:
+def _memory_short_of(size: int) -> int | None:
+    """Return the bytes of free memory if they are too few for `size` more, else None."""
+    if size < _MIN_CHECKED_BYTES:
         return None
     memory = free_memory()
-    return None if size <= memory - max(_RESERVE, memory // 20) else memory
+    return None if size <= memory - max(_RESERVE_BYTES, memory // 20) else memory
 
 
-def _room(more: int, size: int, folder: Path) -> Path | None:
-    """Where there is room: None for memory, which takes so much more, else the folder, for all of it."""
-    memory = _short_of(more)
+def _find_room(more: int, size: int, folder: Path) -> Path | None:
+    """Choose where to write: None for memory, else `folder`.
+
+    Args:
+        more: Bytes that memory would have to hold in addition.
+        size: Bytes that the folder's disk would have to hold.
+        folder: The alternative to memory.
+    """
+    memory = _memory_short_of(more)
     if memory is None:
         return None
     disk = 0 if _is_memory(folder) else shutil.disk_usage(folder).free
-    if size <= disk - _RESERVE:
+    if size <= disk - _RESERVE_BYTES:
         return folder
-    where = f"{in_words(memory)} of memory are free, and {in_words(disk)} of disk in {folder}"
-    raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {where}")
+    free = f"{in_words(memory)} of memory are free, and {in_words(disk)} of disk in {folder}"
+    raise NoRoomError(errno.ENOMEM, f"there is no room for {in_words(size)}: {free}")
 
 
 def _is_memory(folder: Path) -> bool:
-    """Whether a folder's files are in memory."""
+    """Return True if the folder is on a tmpfs."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -234,7 +211,7 @@ def _is_memory(folder: Path) -> bool:
 
 
 def in_words(size: float) -> str:
-    """A number of bytes as people say it: ``1.2 GB``."""
+    """Format a number of bytes, such as ``1.2 GB``."""
     for unit in ("bytes", "KB", "MB"):
         if size < 1000:
             return f"{size:.0f} {unit}"
@@ -242,91 +219,97 @@ def in_words(size: float) -> str:
     return f"{size:.1f} GB"
 
 
-def _write(
-    regions: Sequence[Region], folder: Path | None, is_given_up: Callable[[Region], bool]
+# ------------------------------------------------------------------ writing
+def write(
+    regions: Sequence[Region], folder: Path, may_replace: Callable[[Region], bool] | None = None
+) -> Iterator[tuple[Region, Placed]]:
+    """Copy regions that do not overlap into new segments.
+
+    Args:
+        regions: What to copy.
+        folder: Where to put a file if memory is short.
+        may_replace: Return True if the pages of a region may be replaced by the segment's, mapped privately, as soon
+            as they are copied. A rank's result of 1 GB then takes 1 GB at its peak; two copies would take 2 GB, and
+            be what makes a large result fail. Default: no region.
+
+    Returns:
+        Each region, and where it was put.
+
+    Raises:
+        NoRoomError: There is no room.
+    """
+
+    def is_replaced(region: Region) -> bool:
+        return may_replace is not None and region.size >= _PAGED_BYTES and may_replace(region)
+
+    more = sum(region.size for region in regions if not is_replaced(region))
+    where = _find_room(more, sum(region.size for region in regions), folder)
+    for group in grouped(regions):
+        segment, offsets = _write_segment(group, where, is_replaced)
+        for region, offset in zip(group, offsets, strict=True):
+            yield region, Placed(segment, offset, True)
+
+
+def _write_segment(
+    regions: Sequence[Region], folder: Path | None, is_replaced: Callable[[Region], bool]
 ) -> tuple[Segment, list[int]]:
-    offsets, size = _layout(regions)
-    fd, in_memory = _create(folder)
+    offsets, size = [], 0
+    for region in regions:
+        step = _PAGE if region.size >= _PAGED_BYTES else ALIGNMENT
+        offsets.append(size + (region.address - size) % step)
+        size = offsets[-1] + region.size
+    fd, in_memory = sealed_files.create(folder)
     try:
         os.ftruncate(fd, size)
         for region, offset in zip(regions, offsets, strict=True):
-            _copy(region, fd, offset, in_memory and is_given_up(region))
-        fd = _finish(fd, in_memory)
+            _copy(region, fd, offset, in_memory and is_replaced(region))
+        fd = sealed_files.seal(fd, in_memory)
     except BaseException:
         os.close(fd)
         raise
     return Segment(fd, size, in_memory), offsets
 
 
-def _layout(regions: Sequence[Region]) -> tuple[list[int], int]:
-    """Where each region goes; a large one as far into its page as it is here."""
-    offsets, end = [], 0
-    for region in regions:
-        step = _PAGE if region.size >= _WHOLE_PAGES else ALIGNED
-        offset = end + (region.address - end) % step
-        offsets.append(offset)
-        end = offset + region.size
-    return offsets, end
-
-
-def _create(folder: Path | None) -> tuple[int, bool]:
-    """A descriptor to write to, and whether it is memory."""
-    if folder is None and hasattr(os, "memfd_create"):
-        return os.memfd_create("nblaunch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
-    fd, path = tempfile.mkstemp(dir=folder)
-    os.unlink(path)
-    os.fchmod(fd, 0o400)  # nobody but root can open it for writing by way of /proc
-    return fd, False
-
-
-def _finish(fd: int, in_memory: bool) -> int:
-    """The descriptor to hand out: nobody can write through it. Memory is sealed; of a file root could open another."""
-    if in_memory:
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        return fd
-    if not os.path.exists(link := f"/proc/self/fd/{fd}"):
-        return fd
-    readable = os.open(link, os.O_RDONLY | os.O_CLOEXEC)
-    os.close(fd)
-    return readable
-
-
-def _copy(region: Region, fd: int, offset: int, give_up: bool) -> None:
+def _copy(region: Region, fd: int, offset: int, replace: bool) -> None:
     view = region.view()
-    for start in range(0, region.size, _AT_ONCE):
-        end = min(region.size, start + _AT_ONCE)
+    for start in range(0, region.size, _CHUNK_BYTES):
+        end = min(region.size, start + _CHUNK_BYTES)
         at = start
         while at < end:
             at += os.pwrite(fd, view[at:end], offset + at)
-        if give_up:
-            _replace(region.address + start, region.address + end, fd, offset + start)
+        if replace:
+            _replace_pages(region.address + start, region.address + end, fd, offset + start)
 
 
-def _replace(start: int, end: int, fd: int, offset: int) -> None:
-    """Have whole pages of this process be those of a file that holds the same, copied when they are written to."""
+def _replace_pages(start: int, end: int, fd: int, offset: int) -> None:
+    """Map a file privately over the whole pages of a range that holds the same bytes.
+
+    Maps with MAP_FIXED over the heap, which is safe only for plain memory that no thread writes to meanwhile; the
+    caller checks that. It frees each chunk as it is copied: a result of 1.07 GB peaks at 1.06 times its size, and at
+    2.00 times without.
+    """
     first, last = -(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE
     offset += first - start
     if first < last and offset % _PAGE == 0:
-        with contextlib.suppress(OSError):  # a process may have so many mappings: these pages then stay there twice
+        with contextlib.suppress(OSError):  # the limit of mappings is reached: these pages stay, as a second copy
             _map(first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
 
 
 # ------------------------------------------------------------------ mapping
 def map_private(fd: int, size: int) -> memoryview:
-    """The bytes of a segment, writable; what is written stays in this process. The descriptor may be closed at once."""
-    # Python's own mmap keeps a descriptor for each mapping, and a notebook may hold thousands of results: so it maps
-    # nothing, and the segment takes the place of that.
-    room = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    here = ctypes.c_ubyte.from_buffer(room)
+    """Map a segment, writable and copy-on-write, and return its bytes. The descriptor may be closed at once."""
+    # Python's own mmap keeps a descriptor for each mapping, and a notebook may hold thousands of results. So mmap only
+    # reserves the addresses and owns them, and the segment is mapped over them.
+    reserved = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    here = ctypes.c_ubyte.from_buffer(reserved)
     try:
         _map(ctypes.addressof(here), size, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, fd, 0)
     finally:
         del here
-    return memoryview(room)
+    return memoryview(reserved)
 
 
 def _map(address: int, size: int, flags: int, fd: int, offset: int) -> None:
-    if _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) == _FAILED:
+    if _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) == _MAP_FAILED:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))

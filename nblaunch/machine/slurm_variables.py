@@ -1,6 +1,6 @@
-"""Slurm's variables: which task of a step this process is, and where its tasks meet.
+"""Slurm's environment variables: which task of a step this process is, and the address of the rendezvous.
 
-``srun -n2 python train.py`` runs the program twice and tells each process its place in the environment.
+``srun -n2 python train.py`` starts two processes, and tells each its task by environment variables.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_PLACES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NPROCS")
-_PLACES_BEGIN = ("SLURM_STEP", "SLURM_TASK", "SLURM_NTASKS")
+_TASK_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_NPROCS")
+_TASK_PREFIXES = ("SLURM_STEP", "SLURM_TASK", "SLURM_NTASKS")
 _FIRST_PORT, _PORTS = 20_000, 12_768
-"""Up to where Linux begins to give ports away by itself."""
+"""Below Linux's ephemeral ports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class SlurmTask:
     master_addr: str
     """The user's MASTER_ADDR, else the first node of the step."""
     master_port: int
-    """The user's MASTER_PORT, else a number made of those of the job and the step."""
+    """The user's MASTER_PORT, else derived from the ids of the job and the step."""
 
 
 def slurm_task(env: Mapping[str, str]) -> SlurmTask | None:
-    """The task that a process with this environment is; None outside Slurm, and for the only task of a step.
+    """Return the Slurm task that has this environment; None outside Slurm and for a step of one task.
 
     Only ``srun`` sets the variables of a step. A notebook in an allocation (``salloc``, ``sbatch``) has
-    ``SLURM_NTASKS`` and may have ``SLURM_PROCID``, and is alone.
+    ``SLURM_NTASKS`` and may have ``SLURM_PROCID``, but is a single process.
     """
     try:
         count = int(env["SLURM_STEP_NUM_TASKS"])
@@ -45,34 +45,34 @@ def slurm_task(env: Mapping[str, str]) -> SlurmTask | None:
             int(env["SLURM_PROCID"]), int(env["SLURM_LOCALID"]), count, _master_addr(env), _master_port(env)
         )
     except (KeyError, ValueError):
-        return None  # only some of the variables have reached this process
+        return None  # some of the variables are missing
 
 
 def refusal(task: SlurmTask) -> str:
-    """Why a launcher or a notebook that is one of several tasks goes no further, and the way out."""
+    """Return the message that refuses a launch from one of several tasks."""
     return (
         f"this is task {task.rank} of the {task.count} of a Slurm step, and each of them would launch ranks of its "
         "own: start one task (srun -n1), or leave out notebook_launcher and let the tasks be the ranks (srun "
-        "torchrun). In a process that is no task itself but inherited its variables from one, first "
+        "torchrun). If this process only inherited the variables of a task, first "
         "del os.environ['SLURM_STEP_NUM_TASKS']"
     )
 
 
 def tells_place(name: str) -> bool:
-    """Return True if a variable tells a process its place among Slurm's tasks, and not only of its job."""
-    return name in _PLACES or name.startswith(_PLACES_BEGIN)
+    """Return True if a variable describes a Slurm task, not only the job."""
+    return name in _TASK_VARIABLES or name.startswith(_TASK_PREFIXES)
 
 
 def _master_addr(env: Mapping[str, str]) -> str:
     if "MASTER_ADDR" in env:
         return env["MASTER_ADDR"]
     if env.get("SLURM_STEP_NUM_NODES") == "1":
-        return "127.0.0.1"  # a node's name in Slurm need not resolve
+        return "127.0.0.1"  # a node's Slurm name need not resolve
     return _first_node(env["SLURM_STEP_NODELIST"])
 
 
 def _first_node(nodes: str) -> str:
-    """The first name of a list such as ``gpu[007-009,012]-ib,cpu1``."""
+    """Return the first name in a node list such as ``gpu[007-009,012]-ib,cpu1``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise ValueError(nodes)

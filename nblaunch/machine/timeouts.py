@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 # ------------------------------------------------------------------ transfer, wire, machine
+SEND_TIMEOUT_S = 10
+"""For a send to a process that does not read; whole seconds."""
+FDS_TAKEN_TIMEOUT_S = 600.0
+"""For receivers to take descriptors in flight, once the system accepts no more."""
+FDS_RETRY_INTERVAL_S = 0.005
+"""Between attempts to send descriptors while too many are in flight."""
+MEMORY_CHECK_INTERVAL_S = 1.0
+"""Between checks of free memory while sent data is cached."""
 
 # ------------------------------------------------------------------ ranks
 

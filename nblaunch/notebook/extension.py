@@ -12,7 +12,7 @@ from nblaunch.launch import frontend as hosts
 from nblaunch.notebook.completion import complete_distributed
 from nblaunch.notebook.magics import DistributedMagics
 from nblaunch.notebook.notebook_frontend import NotebookHost, can_show_panels, import_widget
-from nblaunch.transfer.sent_data import snapshots
+from nblaunch.transfer.sent_data import sent_data_cache
 
 _HOOK = "post_run_cell"
 
@@ -57,7 +57,7 @@ def unload(shell: Any) -> None:
     if complete_distributed in matchers:
         matchers.remove(complete_distributed)
     servers.stop()
-    snapshots.free()
+    sent_data_cache.free()
 
 
 def _matchers(shell: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from nblaunch.launch.handle import Launch, live_launches
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook.cells import make_cell, names_used
-from nblaunch.transfer.sent_data import snapshots
+from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Payload
 
 ACTIONS = ("free", "preload", "stacks", "status", "stop")
@@ -235,8 +235,8 @@ def _preload(modules: Sequence[str]) -> None:
 def _tell_status() -> None:
     from IPython.display import display
 
-    kept = f"kept for the next launch: {in_words(snapshots.size)} of what the last ones have sent"
-    lines = [*map(repr, live_launches()), *servers.status(), *([kept] if snapshots.size else [])]
+    kept = f"kept for the next launch: {in_words(sent_data_cache.size)} of what the last ones have sent"
+    lines = [*map(repr, live_launches()), *servers.status(), *([kept] if sent_data_cache.size else [])]
     display({"text/plain": "\n".join(lines)}, raw=True)
 
 
@@ -254,7 +254,7 @@ def _tell_stacks() -> None:
 def _free() -> None:
     from IPython.display import display
 
-    display({"text/plain": f"freed {in_words(snapshots.free())}"}, raw=True)
+    display({"text/plain": f"freed {in_words(sent_data_cache.free())}"}, raw=True)
 
 
 def _stop_all() -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pickle
 import time
 import traceback
-from types import TracebackType
 from typing import Any, Literal
 
 from nblaunch.errors import text_of
+from nblaunch.machine.own_code import is_rank_runtime
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed
 
-_OWN = ("nblaunch/ranks/", "nblaunch\\ranks\\", "nblaunch/training/distribute", "nblaunch\\training\\distribute")
 _COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "pair closure", "NCCL")
 _MOST_TEXT = 100_000
 
@@ -58,18 +57,13 @@ def _kind(error: BaseException) -> tuple[Literal["exception", "exit", "interrupt
 def _traceback(error: BaseException) -> str:
     """The traceback from the user's first frame on."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_next is not None and _is_ours(frames):
+    while frames is not None and frames.tb_next is not None and is_rank_runtime(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     try:
         lines = traceback.format_exception(type(error), error, frames)
     except Exception:  # noqa: BLE001  # a __str__ that raises, on Pythons whose traceback module does not expect one
         lines = [*traceback.format_tb(frames), f"{_type_name(type(error))}: {text_of(error)}\n"]
     return "".join(lines)[-_MOST_TEXT:]
-
-
-def _is_ours(frames: TracebackType) -> bool:
-    filename = frames.tb_frame.f_code.co_filename
-    return any(part in filename for part in _OWN)
 
 
 def _pickled(error: BaseException) -> bytes:

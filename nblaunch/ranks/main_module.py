@@ -51,7 +51,7 @@ def _by_value(self: ForkingPickler, obj: Any) -> Any:
             return _cloudpickler(self).reducer_override(obj) if nameless else NotImplemented
         reduced = _cloudpickler(self).reducer_override(obj)
         if isinstance(obj, type):  # a function is sent as it is each time, with the globals that it has now
-            reduced = definitions.reduce(obj, reduced)
+            reduced = definitions.reduce_by_value(obj, reduced)
         make, made_of, *content = reduced
         return _make, (make, made_of, obj.__qualname__), *content
     kind = type(obj)

@@ -40,7 +40,7 @@ from nblaunch.ranks import (
 )
 from nblaunch.ranks.report import Context, enter
 from nblaunch.transfer import definitions
-from nblaunch.transfer.parcel import Fresh, pack, unpack
+from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.messages import (
     Done,
@@ -96,7 +96,7 @@ def forked_with(payload: Payload) -> Callable[[RankSpec, socket.socket], NoRetur
 
     def rank_main(spec: RankSpec, sock: socket.socket) -> NoReturn:
         _forget_the_notebooks_exit()
-        definitions.borrow(payload.anchor.__globals__)
+        definitions.mark_received(payload.anchor.__globals__)
         _be_forked(spec, sock, lambda fds: payload)
 
     return rank_main
@@ -195,7 +195,7 @@ def _send_failure(failed: Failed, voice: _Voice) -> int:
 def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, voice: _Voice) -> int:
     ended = time.monotonic_ns()
     try:
-        parcel = pack(lambda found: result, Fresh(Path(spec.log_dir), _may_be_replaced()))
+        parcel = pack(lambda found: result, UncachedStore(Path(spec.log_dir), _may_be_replaced()))
     except BaseException as error:
         if not isinstance(error, Exception):
             raise

@@ -1,1 +1,1 @@
-"""Objects and memory on their way between processes."""
+"""Moves objects and memory between processes."""

@@ -1,14 +1,13 @@
-"""Functions and classes that travel by value, so that nothing that the receiver has already is ever rewritten.
+"""Pickling of functions and classes by value, so that receiving one never changes a definition of the receiver.
 
-cloudpickle finds a class that it has seen by an id, and sets the sender's state on it: a result would give the
-notebook's class methods that work on copies of the notebook's globals, and attributes that a rank has changed. Here
-the state goes only into what has just been made for it:
+cloudpickle finds a class that it has seen by an id, and sets the sender's state on it. A result would give the
+notebook's classes methods that use copies of the notebook's globals, and attributes that a rank has changed. Here,
+state is set only on what unpickling has just created:
 
-* What a process was sent and sends back is the receiver's own, as that has it now under the same name: a class
-  that was redefined meanwhile counts, a function only while its code is still the same.
-* Else a class that the receiver knows by cloudpickle's id is that class. Functions without a name of their own, such
-  as lambdas, have such ids, too, but only those whose code and globals are all that they have: a variable of an
-  enclosing function, a default value or an attribute may have been changed by the sender.
+* A definition that a process was sent and sends back is the receiver's current one under the same name. A class may
+  have been redefined meanwhile; a function counts only while its code is the same.
+* Else, a class with an id that the receiver knows is that class. Functions without a name, such as lambdas, have ids
+  too if they consist of code and globals alone: the sender may have changed a closure, a default or an attribute.
 * All else is new to the receiver, with globals of its own.
 """
 
@@ -23,25 +22,25 @@ from typing import Any, Literal, NamedTuple
 
 import cloudpickle
 
-_Whose = Literal["sender's", "receiver's", "nobody's"]
-"""Who has a definition under its name."""
+_Owner = Literal["sender", "receiver", "none"]
+"""The process that has a definition under its name."""
 
-_borrowed: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What another process has under its name, and has sent here."""
+_received: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Definitions that another process has under their names, and has sent here."""
 _unfinished: weakref.WeakSet[Any] = weakref.WeakSet()
-"""What was made here, and has not got its state yet."""
+"""Definitions that were created here and have no state yet."""
 
 
 def look_up(module: str | None, name: str) -> Any:
-    """What this process has under a qualified name; None if nothing."""
+    """Return what this process has under a qualified name, or None."""
     found: Any = sys.modules.get(module or "")
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
 
 
-def borrow(names: Mapping[str, Any]) -> None:
-    """Regard what is defined there as sent by another process: this one is a fork of that."""
+def mark_received(names: Mapping[str, Any]) -> None:
+    """Treat these definitions as received from another process; for a fork of that process."""
     waiting, seen = list(names.values()), set[int]()
     while waiting:
         thing = waiting.pop()
@@ -49,40 +48,40 @@ def borrow(names: Mapping[str, Any]) -> None:
             continue
         seen.add(id(thing))
         if thing.__module__ == "__main__" and _has_name(thing):
-            with contextlib.suppress(TypeError):  # its metaclass may leave it without a hash: it cannot be sent at all
-                _borrowed.add(thing)
+            with contextlib.suppress(TypeError):  # a metaclass may make it unhashable; it cannot be sent at all
+                _received.add(thing)
             waiting += vars(thing).values()
 
 
 def is_by_value(reduced: Any) -> bool:
-    """Whether cloudpickle sends a function or class that it reduces so by value."""
+    """Return True if this is cloudpickle's reduction of a function or class that it sends by value."""
     return isinstance(reduced, tuple) and len(reduced) == 6
 
 
-def reduce(definition: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """How to pickle a function or class by value.
+def reduce_by_value(definition: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the reduction of a function or class that is sent by value.
 
     Args:
         definition: The function or class.
-        reduced: cloudpickle's own way.
+        reduced: cloudpickle's reduction of it.
     """
     make, made_of, state, items, entries, set_state = reduced
     if make is cloudpickle.cloudpickle._make_skeleton_class and _has_slots_of_its_own(definition):
-        # cloudpickle makes a class without its slots: its objects' state would not fit those of the sender's class.
+        # cloudpickle creates the class without its slots, and the state of instances would not fit.
         made_of = (*made_of[:3], {**made_of[3], "__slots__": definition.__slots__}, *made_of[4:])
-    whose: _Whose = "nobody's"
-    if definition in _borrowed:
-        whose = "receiver's"
+    owner: _Owner = "none"
+    if definition in _received:
+        owner = "receiver"
     elif _has_name(definition):
-        whose = "sender's"
-    has_id = isinstance(definition, type) or (whose == "nobody's" and _is_plain(definition))
+        owner = "sender"
+    has_id = isinstance(definition, type) or (owner == "none" and _is_plain(definition))
     tracker = cloudpickle.cloudpickle._get_or_create_tracker_id(definition) if has_id else None
-    known_by = (definition.__module__, definition.__qualname__, tracker, whose)
-    return begin, (make, made_of, *known_by), (set_state, state), items, entries, complete
+    known_by = (definition.__module__, definition.__qualname__, tracker, owner)
+    return find_or_create, (make, made_of, *known_by), (set_state, state), items, entries, set_state_if_new
 
 
 def _has_slots_of_its_own(definition: Any) -> bool:
-    """Return True if a class names its slots, and not a NamedTuple's metaclass for it."""
+    """Return True if a class itself defines slots; those of a NamedTuple come from its metaclass."""
     return "__slots__" in vars(definition) and NamedTuple not in getattr(definition, "__orig_bases__", ())
 
 
@@ -91,40 +90,43 @@ def _has_name(definition: Any) -> bool:
 
 
 def _is_plain(function: types.FunctionType) -> bool:
-    """Whether a function has nothing but its code and its globals."""
+    """Return True if a function consists of code and globals alone."""
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
 
 
-def begin(
+def find_or_create(
     make: Callable[..., Any],
     made_of: tuple[Any, ...],
     module: str | None,
     name: str,
     tracker: str | None,
-    whose: _Whose,
+    owner: _Owner,
 ) -> Any:
-    """The receiver's own function or class; else a new one, for `complete` to fill."""
-    own = look_up(module, name) if whose == "receiver's" else None
+    """Return the receiver's own definition, or a new one without state."""
+    own = look_up(module, name) if owner == "receiver" else None
     known = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker)
     if isinstance(made_of[0], types.CodeType):
-        if isinstance(own, types.FunctionType) and own.__code__ == made_of[0]:  # not the wrapper that a decorator made
+        if isinstance(own, types.FunctionType) and own.__code__ == made_of[0]:  # a decorator's wrapper has other code
             return own
         if known is not None and known.__code__ == made_of[0] and _is_plain(known):
             return known
-    elif isinstance(own, type) and (own.__module__, own.__qualname__) == (module, name):  # not one that was imported
+    elif isinstance(own, type) and (own.__module__, own.__qualname__) == (
+        module,
+        name,
+    ):  # not one that was imported
         return own
     elif known is not None:
         return known
     new = make(*made_of)
-    cloudpickle.cloudpickle._lookup_class_or_track(tracker, new)  # of a class `make` has done so
+    cloudpickle.cloudpickle._lookup_class_or_track(tracker, new)  # for a class, `make` has done so
     _unfinished.add(new)
-    if whose != "nobody's":
-        _borrowed.add(new)
+    if owner != "none":
+        _received.add(new)
     return new
 
 
-def complete(definition: Any, content: tuple[Callable[[Any, Any], object], Any]) -> None:
-    """Give a function or class its state, if `begin` has just made it."""
+def set_state_if_new(definition: Any, content: tuple[Callable[[Any, Any], object], Any]) -> None:
+    """Set the state of a definition if `find_or_create` created it."""
     if definition in _unfinished:
         _unfinished.discard(definition)
         set_state, state = content

@@ -1,6 +1,6 @@
-"""How a launched function is called: which of its parameters each rank fills in for itself.
+"""The parameters of a launched function that each rank fills in itself.
 
-Shared by the kernel, which checks a call before anything starts, and by the ranks, which make it.
+The kernel checks a call before anything starts; the ranks make it.
 """
 
 from __future__ import annotations
@@ -11,36 +11,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FILLED_IN = ("rank", "world_size", "local_rank", "device")
-"""Parameters that a call may leave out: each rank gets its own. The same names are defined in cells."""
+"""Parameters that a call may leave out; each rank passes its own value. Cells have the same names."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def left_out(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters in FILLED_IN that `function` has and the call leaves out.
+    """Return the parameters in FILLED_IN that `function` has and the call leaves out.
 
     Raises:
-        TypeError: The call has arguments that the function does not take.
+        TypeError: The function does not accept an argument.
     """
     try:
         signature = inspect.signature(function)
     except ValueError:
-        return ()  # a builtin that does not tell
-    given = {*signature.bind_partial(*args, **kwargs).arguments, *_bound_before(function)}
+        return ()  # a builtin without a signature
+    given = {*signature.bind_partial(*args, **kwargs).arguments}
+    if isinstance(function, functools.partial):  # its signature shows its keywords as defaults
+        given |= function.keywords.keys()
     parameters = signature.parameters.values()
     return tuple(p.name for p in parameters if p.name in FILLED_IN and p.name not in given and p.kind in _BY_NAME)
 
 
-def _bound_before(function: Any) -> Mapping[str, Any]:
-    """Keywords that a ``functools.partial`` supplies; its signature shows them as defaults."""
-    return function.keywords if isinstance(function, functools.partial) else {}
-
-
 def check(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the call by parameter name, without those that the ranks fill in.
+    """Return the call's arguments by parameter name, without those that the ranks fill in.
 
     Raises:
-        TypeError: The function cannot be called so; the message is Python's own.
+        TypeError: The function cannot be called with them; the message is Python's.
     """
     filled = dict.fromkeys(left_out(function, args, kwargs))
     try:

@@ -1,7 +1,6 @@
-"""Pickling of what users define, in both directions: by cloudpickle, with a word on what would not go.
+"""Pickling of user objects with cloudpickle, and an explanation of what cannot be pickled.
 
-Not for messages between our own processes (messages.py), and not for data at rest: cloudpickle's streams
-are for the same Python on both ends.
+Not for messages between nblaunch's own processes, and not for storage: both ends must run the same Python.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import cloudpickle
 
 from nblaunch.transfer import definitions, tensors
 
-_DEEPEST = 6
-"""How far down an object the search for the part that cannot be sent goes."""
+_MAX_EXPLAINED_DEPTH = 6
+"""How deep into an object to search for the part that cannot be pickled."""
 _IN_CLASS_BODIES = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _GLOBAL_LOOKUPS = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", *_IN_CLASS_BODIES}
-"""Instructions that look a name up in a function's globals; in the body of a class after its own names."""
+"""Instructions that look a name up in globals; in a class body, after the body's own names."""
 _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 class UnsendableError(Exception):
-    """An object cannot be pickled. ``str`` says which part of it, and why."""
+    """An object cannot be pickled; the message names the part and the reason."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}{reason}")
@@ -41,30 +40,30 @@ class UnsendableError(Exception):
 
 @dataclass(slots=True)
 class Found:
-    """What a dump came across on its way."""
+    """Definitions that a pickler met."""
 
     main: dict[str, Any] = field(default_factory=dict)
     """Classes and functions of ``__main__``, by qualified name."""
     files: set[str] = field(default_factory=set)
-    """Files that shipped functions were defined in, and that exist in ``linecache`` alone."""
+    """Source files of pickled functions that exist in ``linecache`` only."""
 
 
 class Writable(Protocol):
-    """What a pickler writes to."""
+    """A file for a pickler."""
 
     def write(self, data: bytes, /) -> object:
-        """Take the next bytes of the pickle, or the large object that follows them."""
+        """Take the next bytes of the pickle."""
 
 
-class TakesBuffers(tensors.Buffers, Protocol):
-    """Takes what leaves a pickle; see `nblaunch.transfer.tensors`."""
+class BufferTaker(tensors.BufferSink, Protocol):
+    """Takes the memory that leaves a pickle, and its out-of-band buffers."""
 
     def take(self, buffer: pickle.PickleBuffer, /) -> object:
-        """Take a buffer; true to have it in the pickle after all."""
+        """Take a buffer; return True to leave it in the pickle."""
 
 
 class _LateDict:
-    """Stands for a dict in a pickle; its content is asked for only when the pickler reaches it."""
+    """Pickles as a dict whose content is computed when the pickler reaches it."""
 
     def __init__(self, content: Callable[[], Mapping[str, Any]]) -> None:
         self._content = content
@@ -74,20 +73,20 @@ class _LateDict:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """cloudpickle's, which also notes what it ships by value and pickles the memory of tensors and arrays once.
+    """cloudpickle's pickler; it also notes definitions of ``__main__``, and pickles the memory of tensors once.
 
     Args:
-        file: What to write to.
-        buffers: Takes the memory of large ones. Default: it goes into the pickle.
+        file: Where to write.
+        buffers: Takes the memory of large tensors and arrays. Default: it stays in the pickle.
     """
 
-    def __init__(self, file: Writable, buffers: TakesBuffers | None = None) -> None:
+    def __init__(self, file: Writable, buffers: BufferTaker | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=None if buffers is None else buffers.take)
         self.found = Found()
         self._buffers = buffers
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle's hook, asked for every object."""
+        """Reduce an object; pickle calls this for each."""
         reduced = tensors.reduce(obj, self._buffers) or _reduce_shell(obj) or _reduce_cached(obj)
         if reduced is not None:
             return reduced
@@ -95,7 +94,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if isinstance(obj, (type, types.FunctionType)):
             self._note(obj)
             if definitions.is_by_value(reduced):
-                return definitions.reduce(obj, reduced)
+                return definitions.reduce_by_value(obj, reduced)
         return reduced
 
     def _note(self, obj: Any) -> None:
@@ -110,15 +109,15 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
 
 
 def late(content: Callable[[], Mapping[str, Any]]) -> Any:
-    """A stand-in for a dict that is filled when the pickler reaches it: put it last."""
+    """Return an object that pickles as the dict `content` returns once the pickler reaches it; put it last."""
     return _LateDict(content)
 
 
 def dump(build: Callable[[Found], Any]) -> bytes:
-    """Pickle what `build` returns; it gets the notes that the pickler takes while it works.
+    """Pickle what `build` returns; it gets the notes that the pickler takes meanwhile.
 
     Raises:
-        Exception: Whatever pickling raises; `explain` then says why.
+        Exception: Pickling failed; `explain` tells why.
     """
     file = io.BytesIO()
     pickler = Pickler(file)
@@ -127,11 +126,11 @@ def dump(build: Callable[[Found], Any]) -> bytes:
 
 
 def explain(obj: Any, name: str) -> UnsendableError | None:
-    """Why `obj` cannot be pickled: the path to the part at fault. None when it can be.
+    """Return why `obj` cannot be pickled, with the path of the part at fault; None if it can.
 
     Args:
-        obj: What failed to be pickled, or may have.
-        name: What its user calls it.
+        obj: The object.
+        name: The user's name for it, which begins the path.
     """
     error = _attempt(obj)
     if error is None:
@@ -141,7 +140,7 @@ def explain(obj: Any, name: str) -> UnsendableError | None:
 
 
 def describe(obj: Any) -> str:
-    """What kind of thing an object is, in its user's words: ``a thread lock``."""
+    """Return the kind of an object in plain words, such as ``a thread lock``."""
     kind = type(obj)
     known = {"lock": "a thread lock", "RLock": "a thread lock", "_io.TextIOWrapper": "an open file"}
     name = (
@@ -158,32 +157,34 @@ def describe(obj: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-class _Nowhere:
-    """Where a pickle goes that is made only to see whether it can be."""
+class _NullSink:
+    """Discards a pickle."""
 
     def write(self, data: object) -> None: ...
     def take(self, buffer: object) -> None: ...
-    def hold(self, owner: object) -> None: ...
-    def lend(self, owner: object) -> None: ...
-    def came_from_gpu(self, size: int) -> None: ...
-    def descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
+    def keep_storage(self, storage: object) -> None: ...
+    def keep_until_received(self, owner: object) -> None: ...
+    def count_from_gpu(self, size: int) -> None: ...
+    def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         return pickle.PickleBuffer(b"")
 
-    def spread(self, array: object, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
+    def add_strided(self, array: object, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
         return pickle.PickleBuffer(b"")
 
 
 def _attempt(obj: Any) -> Exception | None:
-    nowhere = _Nowhere()
+    """Return the exception that pickling raises."""
+    sink = _NullSink()
     try:
-        Pickler(nowhere, nowhere).dump(obj)
-    except Exception as error:  # noqa: BLE001  # whatever a user's __reduce__ raises
+        Pickler(sink, sink).dump(obj)
+    except Exception as error:  # noqa: BLE001  # a user's __reduce__ may raise anything
         return error
     return None
 
 
 def _culprit(obj: Any, path: str, error: Exception, seen: set[int], depth: int) -> tuple[str, Any, Exception]:
-    if depth == _DEEPEST or id(obj) in seen:
+    """Return the innermost part that cannot be pickled: its path, the part, and its exception."""
+    if depth == _MAX_EXPLAINED_DEPTH or id(obj) in seen:
         return path, obj, error
     seen.add(id(obj))
     for template, part in _parts(obj):
@@ -194,7 +195,7 @@ def _culprit(obj: Any, path: str, error: Exception, seen: set[int], depth: int) 
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of an object, each with how to write its path, ``{}`` standing for the object's own."""
+    """Yield the parts of an object, each with a template of its path; ``{}`` stands for the object's own path."""
     if isinstance(obj, types.MethodType):
         yield "{}'s object", obj.__self__
     elif isinstance(obj, types.FunctionType):
@@ -226,37 +227,37 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def names_of(function: types.FunctionType) -> dict[str, Any]:
-    """The globals, and the variables of enclosing functions, that a function itself uses: their values by name."""
+    """Return the globals and enclosing variables that a function itself uses: values by name."""
     used = sorted(_global_names(function.__code__))
     names = {name: function.__globals__[name] for name in used if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             names[name] = cell.cell_contents
         except ValueError:
-            continue  # a variable of the enclosing function that is not bound yet
+            continue  # an enclosing variable that is not bound yet
     return names
 
 
 def is_sent_by_value(thing: Any) -> bool:
-    """Whether a function or class travels with all that it names; one that ranks import does not."""
+    """Return True if a function or class is sent with all that it refers to, False if ranks import it."""
     name = getattr(thing, "__qualname__", "")  # what wraps a partial has none
     return thing.__module__ == "__main__" or definitions.look_up(thing.__module__, name) is not thing
 
 
-@functools.lru_cache(maxsize=4096)  # code does not change, and reading it takes a while
+@functools.lru_cache(maxsize=4096)  # disassembling is slow
 def _global_names(code: types.CodeType) -> frozenset[str]:
-    """The names that a function's code, and the functions inside it, look up globally."""
+    """Return the names that a function's code, and the functions inside it, look up globally."""
     return frozenset(_lookups(code, _GLOBAL_LOOKUPS))
 
 
 @functools.lru_cache(maxsize=4096)
 def names_in_class_bodies(code: types.CodeType) -> frozenset[str]:
-    """The names that bodies of classes inside a function may look up globally: cloudpickle leaves them out."""
+    """Return the names that class bodies inside a function may look up globally; cloudpickle misses them."""
     return frozenset(name for name in _lookups(code, _IN_CLASS_BODIES) if not name.startswith("__"))
 
 
 def _lookups(code: types.CodeType, instructions: Collection[str]) -> Iterator[str]:
-    own: set[str] = set()  # what the body of a class has bound itself by then, whichever way it went
+    own: set[str] = set()  # names that a class body has bound by then on every path
     is_straight = not getattr(code, "co_exceptiontable", b"")
     for step in dis.get_instructions(code):
         is_straight = is_straight and step.opcode not in _JUMPS
@@ -278,14 +279,14 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
 
 
-# ------------------------------------------------------------------ what functools has wrapped
+# ------------------------------------------------------------------ functools' caches
 CACHED: Any = functools._lru_cache_wrapper
 
 
 def _reduce_cached(obj: Any) -> tuple[Any, ...] | None:
-    """A function of a cell with a cache, of which pickle has the name alone; or a property with one, and its lock.
+    """Reduce a cell's function with a cache, which pickle sends by name, or a cached property, which holds a lock.
 
-    The cache is empty in the rank.
+    The receiver's cache is empty.
     """
     if isinstance(obj, CACHED) and is_sent_by_value(obj):
         return _cached, (obj.__wrapped__, obj.cache_parameters())
@@ -304,13 +305,13 @@ def _cached_property(function: Any, name: str | None) -> Any:
     return made
 
 
-# ------------------------------------------------------------------ the notebook's shell stays in the notebook
+# ------------------------------------------------------------------ the notebook's shell
 def _reduce_shell(obj: Any) -> tuple[Any, ...] | None:
     return (_stand_in, (obj.__name__,)) if is_shells(obj) else None
 
 
 def is_shells(obj: Any) -> bool:
-    """Whether it is ``get_ipython``, which a cell-defined function with a ``!command`` in it refers to."""
+    """Return True for ``get_ipython``, which a cell's function with a ``!command`` refers to."""
     return isinstance(obj, types.MethodType) and obj.__func__.__qualname__ == "InteractiveShell.get_ipython"
 
 

@@ -1,7 +1,7 @@
-"""The last launches' data, kept in the segments that they were sent in: sending it again costs a compare, not a copy.
+"""A cache of the segments that the last launches sent: sending the same data again takes a comparison, not a copy.
 
-A segment is never written to again: data that has changed goes into a new one. What is kept stays within a budget, a
-part of the memory that is free, and goes when memory gets short.
+Segments are immutable: changed data goes into a new one. The cache keeps to a budget, a share of the free memory, and
+shrinks when memory gets short.
 """
 
 from __future__ import annotations
@@ -13,68 +13,67 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine import segments
+from nblaunch.machine import segments, timeouts
 from nblaunch.machine.limits import free_memory
 from nblaunch.machine.segments import Placed, Region, Segment
 
-_SHARE = 10
-"""One part in so many of the free memory may be kept."""
-_LOOK_EVERY = 1.0
-"""Seconds between looks at the free memory while something is kept."""
-_LEAST = 64 << 10
-"""Smaller segments are not worth being kept."""
-_MOST_SEGMENTS = 64
+_BUDGET_SHARE = 10
+"""The cache may take 1/10 of the memory that would be free without it."""
+_MIN_CACHED_BYTES = 64 << 10
+"""Smaller segments are not cached."""
+_MAX_SEGMENTS = 64
 """Each holds a descriptor."""
 
 
-class Snapshots:
-    """Segments by the memory that they are a copy of. Safe to use from any thread."""
+class SentDataCache:
+    """Segments by the region that they copy. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._kept: dict[Region, Placed] = {}
-        """Oldest use first."""
+        """Least recently used first."""
         self._watch: threading.Thread | None = None
         self._wake = threading.Event()
 
     def place(self, regions: Sequence[Region], folder: Path, passing: Collection[Region] = ()) -> list[Placed]:
-        """Put regions into segments: into the kept ones where they hold the same.
+        """Put regions into segments, cached ones where their content is the same.
 
         Args:
             regions: In order; they do not overlap.
             folder: Where to put a file if memory is short.
-            passing: Those of them that are not to be kept, as their memory is there this once.
+            passing: Regions not to cache: their memory is freed after this launch.
 
         Raises:
             NoRoomError: There is no room.
         """
-        budget(0)  # a bad setting is told before anything is copied
+        budget(0)  # report a bad setting before copying
         with self._lock:
             placed = {region: kept for region in regions if (kept := self._same(region)) is not None}
             new = [region for region in regions if region not in placed]
             for region in new:
                 self._kept.pop(region, None)
-            if not segments.fits(new):  # what is kept and not sent now gives way
+            if not segments.fits(new):  # evict what this launch does not send
                 self._kept = {region: kept for region, kept in self._kept.items() if region in placed}
-            for group in ([r for r in new if r not in passing], [r for r in new if r in passing]):  # kept as a whole
+            # Apart, as the cache keeps whole segments.
+            for group in ([r for r in new if r not in passing], [r for r in new if r in passing]):
                 placed |= segments.write(group, folder)
             for region in regions:
                 self._kept.pop(region, None)
                 segment = placed[region].segment
-                if segment.in_memory and segment.size >= _LEAST and region not in passing:
+                if segment.in_memory and segment.size >= _MIN_CACHED_BYTES and region not in passing:
                     self._kept[region] = placed[region]._replace(is_new=False)
-            self._keep_within(budget(self.size))
+            self._evict(budget(self.size))
             self._watch_memory()
             return [placed[region] for region in regions]
 
     @property
     def size(self) -> int:
-        """Bytes that are kept."""
+        """Bytes in the cache."""
         with self._lock:
             return sum(segment.size for segment in self._segments())
 
     def free(self) -> int:
-        """Keep nothing more; how many bytes that were. A launch that runs has its data all the same."""
+        """Empty the cache and return its size in bytes. Running launches keep their data."""
         with self._lock:
             size = self.size
             self._kept.clear()
@@ -82,66 +81,66 @@ class Snapshots:
             return size
 
     def _segments(self) -> list[Segment]:
-        """Each once, the last used first."""
+        """Return each segment once, most recently used first."""
         return list({id(kept.segment): kept.segment for kept in reversed(self._kept.values())}.values())
 
     def _same(self, region: Region) -> Placed | None:
         kept = self._kept.get(region)
         return kept if kept is not None and kept.segment.equals(kept.offset, region) else None
 
-    def _keep_within(self, most: int) -> None:
-        """Let go what was used longest ago."""
+    def _evict(self, most: int) -> None:
+        """Evict the least recently used segments beyond `most` bytes."""
         left, stays = most, set()
-        for segment in self._segments()[:_MOST_SEGMENTS]:
+        for segment in self._segments()[:_MAX_SEGMENTS]:
             left -= segment.size
             if left < 0:
                 break
             stays.add(id(segment))
         self._kept = {region: kept for region, kept in self._kept.items() if id(kept.segment) in stays}
 
-    # -------------------------------------------------------------- when memory gets short
+    # -------------------------------------------------------------- memory pressure
     def _watch_memory(self) -> None:
         if self._kept and self._watch is None:
             self._wake.clear()
-            watch = threading.Thread(target=self._look, name="nblaunch-memory", daemon=True)
+            watch = threading.Thread(target=self._check_memory, name="nblaunch-memory", daemon=True)
             try:
                 watch.start()
-            except RuntimeError:  # no more threads: nobody would see that memory gets short
+            except RuntimeError:  # no more threads: a shortage would go unnoticed
                 self._kept.clear()
             else:
                 self._watch = watch
 
-    def _look(self) -> None:
-        """Look at the free memory for as long as something is kept."""
+    def _check_memory(self) -> None:
+        """Shrink the cache as memory gets short, until it is empty; runs in a thread."""
         while True:
-            self._wake.wait(_LOOK_EVERY)
+            self._wake.wait(timeouts.MEMORY_CHECK_INTERVAL_S)
             with self._lock:
                 self._wake.clear()
-                with contextlib.suppress(ArgumentError, OSError):  # the next launch says so
-                    if self._kept:  # else it is not asked how much is free: that opens files
-                        self._keep_within(budget(self.size))
+                with contextlib.suppress(ArgumentError, OSError):  # the next launch reports it
+                    if self._kept:  # asking for free memory opens files
+                        self._evict(budget(self.size))
                 if not self._kept:
                     self._watch = None
                     return
 
 
 def budget(kept: int) -> int:
-    """Bytes that may be kept: ``$NBLAUNCH_KEEP_BYTES``, else a tenth of what would be free without them.
+    """Return the bytes that may be cached: ``$NBLAUNCH_KEEP_BYTES``, else 1/10 of the memory free without the cache.
 
     Args:
-        kept: How many are now.
+        kept: Bytes in the cache now.
 
     Raises:
-        ArgumentError: The variable is no number.
-        OSError: This process may not open the file that tells of free memory.
+        ArgumentError: The variable is not a number.
+        OSError: Free memory could not be read.
     """
     chosen = os.environ.get("NBLAUNCH_KEEP_BYTES")
     if not chosen:
-        return (free_memory() + kept) // _SHARE
+        return (free_memory() + kept) // _BUDGET_SHARE
     if not chosen.isdecimal():
         raise ArgumentError(f"NBLAUNCH_KEEP_BYTES={chosen!r}: must be a number of bytes; 0 keeps nothing")
     return int(chosen)
 
 
-snapshots = Snapshots()
-os.register_at_fork(after_in_child=snapshots.__init__)  # type: ignore[misc]  # it has no such thread: begin anew
+sent_data_cache = SentDataCache()
+os.register_at_fork(after_in_child=sent_data_cache.__init__)  # type: ignore[misc]  # the child lacks the thread

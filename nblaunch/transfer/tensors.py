@@ -1,8 +1,7 @@
-"""How the memory of tensors and arrays leaves a pickle, and comes back: as buffers, which need no copy.
+"""Pickling of torch storages and NumPy arrays: each memory once, as an out-of-band buffer that needs no copy.
 
-torch's own pickling copies each storage into the stream, once for every tensor that uses it. Here a storage is pickled
-once, whoever uses it, so that views and tied weights stay tied, and as a buffer where the pickle's receiver takes
-buffers. All else of a tensor (sparse, quantized, subclasses, hooks) is reduced by torch's own way.
+torch's own pickling copies a storage into the stream for every tensor that uses it. Here a storage is pickled once, so
+views and tied weights stay tied. All else of a tensor (sparse, quantized, subclasses, hooks) is left to torch.
 """
 
 from __future__ import annotations
@@ -16,79 +15,78 @@ from typing import Any, NamedTuple, Protocol
 
 from nblaunch.machine.segments import memory_at
 
-LEAST = 16 << 10
-"""Bytes from which on a buffer stands outside the pickle; torch cannot resize a storage in memory that it did not
-allocate itself, so smaller ones are copied into storages of torch's own."""
-LEAST_CUT = 1 << 20
-"""Bytes of a storage from which on only that is sent of it which tensors see."""
-_MOST_WORK = 10_000
-"""Steps in which it must be clear that two arrays have no element in common."""
+MIN_BUFFER_BYTES = 16 << 10
+"""Smaller buffers stay in the pickle, as storages that torch allocates: it cannot resize memory that is not its own."""
+_MIN_SLICED_BYTES = 1 << 20
+"""Of a storage of this size or more, only what tensors refer to is sent."""
+_MAX_OVERLAP_WORK = 10_000
+"""Steps of the search for an element that two arrays share."""
 
 
-class Window(NamedTuple):
-    """The part of a storage that a tensor sees, as it arrives."""
+class StorageSlice(NamedTuple):
+    """The part of a received storage that one tensor refers to; offset and size in bytes."""
 
     storage: Any
     offset: int
-    """In bytes, a multiple of an element's."""
+    """A multiple of an element's size."""
     size: int
 
 
-class Buffers(Protocol):
-    """Takes what leaves a pickle."""
+class BufferSink(Protocol):
+    """Takes the memory that leaves a pickle."""
 
-    def hold(self, owner: object) -> None:
-        """Keep a storage alive whose memory is given as a buffer; it must still have that when it is copied."""
+    def keep_storage(self, storage: object) -> None:
+        """Keep a storage alive, and check that it still has the same memory when the buffer is copied."""
 
-    def lend(self, owner: object) -> None:
-        """Keep the owner of memory that has a name alive until it has arrived."""
+    def keep_until_received(self, owner: object) -> None:
+        """Keep the owner of named shared memory alive until the receiver has attached it."""
 
-    def spread(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
-        """A buffer of what an array spans, if that is little more than its elements or sent anyway; else of those.
+    def add_strided(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
+        """Return a buffer for an array's memory: its whole span if dense or sent anyway, else its elements alone.
 
         Args:
-            array: The array, or whatever numpy takes for one.
-            address: Where it begins.
-            size: How many bytes it spans.
-            unit: Bytes of an element of a tensor, for which a `Window` arrives instead of the buffer.
+            array: The array, or anything that NumPy accepts as one.
+            address: Where its span begins.
+            size: Bytes of the span.
+            unit: Bytes of an element, for a tensor: a `StorageSlice` is received in place of the buffer.
         """
 
-    def descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
-        """A buffer that stands for a descriptor, and arrives as one; its owner must be kept until then."""
+    def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
+        """Return a buffer in place of which the receiver gets a descriptor; keep its owner alive until then."""
 
-    def came_from_gpu(self, size: int) -> None:
-        """Note that so many bytes had to be copied from a GPU."""
+    def count_from_gpu(self, size: int) -> None:
+        """Count bytes that were copied from a GPU."""
 
 
-def reduce(obj: Any, buffers: Buffers | None) -> tuple[Any, ...] | None:
-    """How to pickle a torch storage, or an array that numpy would copy; None for all else.
+def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
+    """Return the reduction of a storage, tensor or array whose memory is to leave the pickle, else None.
 
     Args:
-        obj: What is to be pickled.
-        buffers: Takes what leaves the pickle; None for a pickle that holds everything.
+        obj: Any object.
+        buffers: Takes the memory; None for a pickle that holds everything.
     """
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     kind = type(obj)
-    if torch is not None and hasattr(torch, "UntypedStorage"):  # it may still be half imported, by another thread
+    if torch is not None and hasattr(torch, "UntypedStorage"):  # another thread may be importing it
         if kind is torch.Tensor and buffers is not None:
             return _reduce_tensor(obj, buffers)
         if kind is torch.UntypedStorage:
             return _reduce_storage(obj, buffers)
         if kind is torch.TypedStorage:
-            return typed, (obj._untyped_storage, obj.dtype)
+            return typed_storage, (obj._untyped_storage, obj.dtype)
         if obj is getattr(torch._utils, "_rebuild_tensor_v3", torch):
-            return rebuilds_new_dtypes, ()
+            return tensor_v3_rebuilder, ()
     if buffers is not None and numpy is not None and issubclass(kind, getattr(numpy, "ndarray", ())):
-        return _reduce_array(obj, buffers) if kind is numpy.ndarray else _reduce_kind(obj, numpy.ndarray)
+        return _reduce_array(obj, buffers) if kind is numpy.ndarray else _reduce_subclass(obj, numpy.ndarray)
     return None
 
 
 # ------------------------------------------------------------------ storages
-def _reduce_storage(storage: Any, buffers: Buffers | None) -> tuple[Any, ...] | None:
+def _reduce_storage(storage: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
     if storage.device.type == "cuda":
         if buffers is not None:
-            buffers.came_from_gpu(storage.nbytes())
-        return on_own_device, (storage.cpu(),)
+            buffers.count_from_gpu(storage.nbytes())
+        return storage_on_own_device, (storage.cpu(),)
     if storage.device.type != "cpu":
         return None
     size = storage.nbytes()
@@ -97,42 +95,43 @@ def _reduce_storage(storage: Any, buffers: Buffers | None) -> tuple[Any, ...] | 
         if shared is not None:
             return shared
     memory = memory_at(storage.data_ptr(), size) if size else memoryview(b"")
-    if buffers is None or size < LEAST:
-        return of_bytes, (memory.tobytes(),)
-    buffers.hold(storage)
-    return of_window, (buffers.spread(memory, storage.data_ptr(), size, 1),)
+    if buffers is None or size < MIN_BUFFER_BYTES:
+        return storage_of_bytes, (memory.tobytes(),)
+    buffers.keep_storage(storage)
+    return storage_of_slice, (buffers.add_strided(memory, storage.data_ptr(), size, 1),)
 
 
-def _reduce_shared(storage: Any, buffers: Buffers) -> tuple[Any, ...] | None:
-    """What the user has put in shared memory stays shared; None for all else that torch calls so."""
+def _reduce_shared(storage: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
+    """Reduce a storage that the user shares, so that it stays shared; return None for other shared memory."""
     from torch.multiprocessing import get_sharing_strategy
 
     if get_sharing_strategy() == "file_descriptor":
         fd, size = storage._share_fd_cpu_()
-        return (attached, (buffers.descriptor(fd, storage), size)) if fd >= 0 and _is_users(fd) else None
+        if fd < 0 or not _is_users(fd):
+            return None
+        return shared_storage, (buffers.add_descriptor(fd, storage), size)
     if "NBLAUNCH_RANK" in os.environ or storage.filename is not None:
-        return None  # the name would go with its last user, which is this rank; or it is a file of the user's
-    buffers.lend(storage)
-    return attached_by_name, storage._share_filename_cpu_()
+        return None  # a rank is the name's last user, and unlinks it; or it is a file of the user's
+    buffers.keep_until_received(storage)
+    return named_shared_storage, storage._share_filename_cpu_()
 
 
-_HERE = os.getpid()
-"""Of a rank that is forked off the notebook, this is the notebook's."""
-_came: set[tuple[int, int]] = set()
-"""The shared memory that has come from the notebook or its ranks, by device and inode."""
+_IMPORTING_PID = os.getpid()
+"""In a rank that was forked off the notebook, the notebook's pid."""
+_received: set[tuple[int, int]] = set()
+"""Shared memory received from the notebook or its ranks: device and inode."""
 
 
 def _is_users(fd: int) -> bool:
-    """Whether shared memory was made in this process, or has come from one of ours.
+    """Return True if shared memory was created by this process, the notebook or a rank.
 
-    All else is from a DataLoader's workers, which put each batch in shared memory: nobody wants to share those, and
-    there may be more of them than descriptors.
+    Other shared memory holds batches of DataLoader workers: those are copied, as they may outnumber the descriptors.
     """
     try:
-        made = os.readlink(f"/proc/self/fd/{fd}")
+        target = os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
-        return True  # the system does not tell
-    return any(f"/torch_{pid}_" in made for pid in (_HERE, os.getpid())) or _identity(fd) in _came
+        return True  # no /proc
+    return any(f"/torch_{pid}_" in target for pid in (_IMPORTING_PID, os.getpid())) or _identity(fd) in _received
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -140,27 +139,27 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def typed(storage: Any, dtype: Any) -> Any:
-    """A storage as a tensor's pickle has it."""
+def typed_storage(storage: Any, dtype: Any) -> Any:
+    """Return a TypedStorage, which torch's rebuild functions expect."""
     import torch
 
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def rebuilds_new_dtypes() -> Any:
-    """What rebuilds tensors of float8, uint16 and the like."""
-    return rebuild_new_dtype
+def tensor_v3_rebuilder() -> Any:
+    """Return `rebuild_tensor_v3`, in place of torch's function for dtypes such as float8 and uint16."""
+    return rebuild_tensor_v3
 
 
-def rebuild_new_dtype(storage: Any, *rest: Any) -> Any:
-    """Torch's own, which takes such a storage as `torch.load` makes: one that has an untyped storage."""
+def rebuild_tensor_v3(storage: Any, *rest: Any) -> Any:
+    """Call torch's ``_rebuild_tensor_v3``, which expects a typed storage, as `torch.load` makes it."""
     import torch
 
-    return torch._utils._rebuild_tensor_v3(typed(storage, torch.uint8), *rest)
+    return torch._utils._rebuild_tensor_v3(typed_storage(storage, torch.uint8), *rest)
 
 
-def of_bytes(data: bytes) -> Any:
-    """A storage of torch's own that holds these bytes."""
+def storage_of_bytes(data: bytes) -> Any:
+    """Return a storage, allocated by torch, that holds these bytes."""
     import torch
 
     storage = torch.UntypedStorage(len(data))
@@ -168,52 +167,52 @@ def of_bytes(data: bytes) -> Any:
     return storage
 
 
-def of_buffer(buffer: memoryview) -> Any:
-    """A storage in the memory of this buffer."""
+def storage_of_buffer(buffer: memoryview) -> Any:
+    """Return a storage in the memory of a buffer."""
     import torch
 
     return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
 
-def of_window(window: Window) -> Any:
-    """A storage that has arrived, or a part of it as one."""
-    storage, offset, size = window
+def storage_of_slice(received: StorageSlice) -> Any:
+    """Return a received storage, or a slice of it as a storage."""
+    storage, offset, size = received
     return storage if size == storage.nbytes() else storage[offset : offset + size]
 
 
-def attached(fd: int, size: int) -> Any:
-    """A storage in shared memory."""
+def shared_storage(fd: int, size: int) -> Any:
+    """Attach a storage in shared memory by its descriptor."""
     import torch
 
-    _came.add(_identity(fd))
-    make: Any = torch.UntypedStorage  # torch's types leave out what follows
-    return make._new_shared_fd_cpu(fd, size)
+    _received.add(_identity(fd))
+    kind: Any = torch.UntypedStorage  # torch's stubs lack the next method
+    return kind._new_shared_fd_cpu(fd, size)
 
 
-def attached_by_name(*where: Any) -> Any:
-    """A storage in shared memory that has a name."""
+def named_shared_storage(*handle: Any) -> Any:
+    """Attach a storage in shared memory by its name."""
     import torch
 
-    make: Any = torch.UntypedStorage
-    return make._new_shared_filename_cpu(*where)
+    kind: Any = torch.UntypedStorage  # torch's stubs lack the next method
+    return kind._new_shared_filename_cpu(*handle)
 
 
-def on_own_device(storage: Any) -> Any:
-    """What was on a GPU: in a rank on the rank's own, in the notebook on the host."""
+def storage_on_own_device(storage: Any) -> Any:
+    """Move a storage that was on a GPU: in a rank to the rank's GPU; the notebook leaves it on the CPU."""
     import torch
 
     return storage.cuda() if "NBLAUNCH_RANK" in os.environ and torch.cuda.is_available() else storage
 
 
 # ------------------------------------------------------------------ tensors
-def _reduce_tensor(tensor: Any, buffers: Buffers) -> tuple[Any, ...] | None:
-    """A tensor that may see little of its storage, in plain memory of the host; None where torch's own way is right."""
+def _reduce_tensor(tensor: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
+    """Reduce a CPU tensor that may refer to little of its storage; return None where torch's own way is right."""
     import torch
 
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     storage = tensor.untyped_storage()
-    if storage.nbytes() < LEAST_CUT or storage.is_shared():
+    if storage.nbytes() < _MIN_SLICED_BYTES or storage.is_shared():
         return None
     reduced: tuple[Any, ...] = tensor.__reduce_ex__(5)
     rebuild, arguments, *rest = reduced
@@ -221,18 +220,18 @@ def _reduce_tensor(tensor: Any, buffers: Buffers) -> tuple[Any, ...] | None:
         return reduced
     _, offset, shape, strides, *settings = arguments
     if not tensor.numel():
-        return rebuild, (typed(torch.UntypedStorage(0), tensor.dtype), 0, shape, strides, *settings), *rest
-    buffers.hold(storage)
+        return rebuild, (typed_storage(torch.UntypedStorage(0), tensor.dtype), 0, shape, strides, *settings), *rest
+    buffers.keep_storage(storage)
     unit = tensor.element_size()
     span = (sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1) * unit
     start = storage.data_ptr() + offset * unit
-    elements = _elements(start, span, shape, [stride * unit for stride in strides], unit)
-    seen = buffers.spread(elements, start, span, unit)
-    return of_seen, (seen, tensor.dtype, shape, strides, span, *settings), *rest
+    elements = _as_array(start, span, shape, [stride * unit for stride in strides], unit)
+    buffer = buffers.add_strided(elements, start, span, unit)
+    return tensor_of_slice, (buffer, tensor.dtype, shape, strides, span, *settings), *rest
 
 
-def _elements(start: int, span: int, shape: Any, strides: Any, unit: int) -> Any:
-    """A tensor's elements as an array; what it spans where there is no numpy."""
+def _as_array(start: int, span: int, shape: Any, strides: Any, unit: int) -> Any:
+    """Return a tensor's elements as an array; without NumPy, its span."""
     try:
         import numpy
     except ImportError:
@@ -240,51 +239,54 @@ def _elements(start: int, span: int, shape: Any, strides: Any, unit: int) -> Any
     return numpy.ndarray(shape, f"V{unit}", memory_at(start, span), 0, strides)
 
 
-def of_seen(window: Window, dtype: Any, shape: Any, strides: Any, span: int, *settings: Any) -> Any:
-    """A tensor of what it spanned, or of its elements alone."""
+def tensor_of_slice(received: StorageSlice, dtype: Any, shape: Any, strides: Any, span: int, *settings: Any) -> Any:
+    """Rebuild a tensor from its span, or from its elements alone."""
     import torch
 
-    if window.size != span:
+    if received.size != span:
         strides = torch.empty(shape, device="meta").stride()
-    offset = window.offset // dtype.itemsize
-    return torch._utils._rebuild_tensor_v2(typed(window.storage, dtype), offset, shape, strides, *settings)
+    offset = received.offset // dtype.itemsize
+    storage = typed_storage(received.storage, dtype)
+    return torch._utils._rebuild_tensor_v2(storage, offset, shape, strides, *settings)
 
 
 # ------------------------------------------------------------------ arrays
-def _reduce_array(array: Any, buffers: Buffers) -> tuple[Any, ...] | None:
-    """An array that numpy would copy into the pickle; None where numpy's own way is right."""
-    is_large, is_whole = array.nbytes >= LEAST, array.flags.c_contiguous or array.flags.f_contiguous
-    is_view = getattr(array.base, "nbytes", 0) >= LEAST  # what owns the memory may be sent too
+def _reduce_array(array: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
+    """Reduce an array that NumPy would copy into the pickle; return None where NumPy's own way is right."""
+    is_large, is_whole = array.nbytes >= MIN_BUFFER_BYTES, array.flags.c_contiguous or array.flags.f_contiguous
+    is_view = getattr(array.base, "nbytes", 0) >= MIN_BUFFER_BYTES  # its base may be sent too
     if array.dtype.hasobject or not array.nbytes or (is_whole if is_large else not is_view):
         return None
     start = array.__array_interface__["data"][0]
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in steps if step < 0)
     span = start + sum(step for step in steps if step > 0) + array.itemsize - low
-    buffer = buffers.spread(array, low, span)
-    return strided, (buffer, array.dtype, array.shape, start - low, array.strides, span, array.flags.writeable)
+    buffer = buffers.add_strided(array, low, span)
+    return strided_array, (buffer, array.dtype, array.shape, start - low, array.strides, span, array.flags.writeable)
 
 
-def _reduce_kind(array: Any, plain: Any) -> tuple[Any, ...] | None:
-    """An array of a subclass, such as a memmap, which numpy would copy; None for one that has its own way."""
+def _reduce_subclass(array: Any, plain: Any) -> tuple[Any, ...] | None:
+    """Reduce an array of a subclass, such as a memmap, which NumPy would copy; None if it pickles in its own way."""
     kind = type(array)
     own = ["__reduce_ex__", "__reduce__", "__setstate__", "__getstate__"]
     if kind.__module__.partition(".")[0] != "numpy":
-        own.append("__array_finalize__")  # which is told whether the array is unpickled or a view
+        own.append("__array_finalize__")  # it can tell unpickling from taking a view
     if array.dtype.hasobject or kind in copyreg.dispatch_table:
         return None
     if any(getattr(kind, name, None) is not getattr(plain, name, None) for name in own):
         return None
-    return of_kind, (kind, plain.view(array, plain))
+    return array_of_subclass, (kind, plain.view(array, plain))
 
 
-def of_kind(kind: Any, array: Any) -> Any:
-    """An array as one of a subclass."""
+def array_of_subclass(kind: Any, array: Any) -> Any:
+    """Return an array as one of a subclass."""
     return array.view(kind)
 
 
-def strided(buffer: memoryview, dtype: Any, shape: Any, offset: int, strides: Any, span: int, writeable: bool) -> Any:
-    """An array in the memory of this buffer, which holds what it spanned, or its elements alone."""
+def strided_array(
+    buffer: memoryview, dtype: Any, shape: Any, offset: int, strides: Any, span: int, writeable: bool
+) -> Any:
+    """Rebuild an array in a buffer, which holds its span or its elements alone."""
     import numpy
 
     if len(buffer) == span:
@@ -296,17 +298,17 @@ def strided(buffer: memoryview, dtype: Any, shape: Any, offset: int, strides: An
 
 
 def copy_elements(array: Any, into: memoryview) -> None:
-    """Put an array's elements there, one after the other."""
+    """Copy an array's elements, in C order, into a buffer."""
     import numpy
 
     numpy.copyto(numpy.ndarray(array.shape, array.dtype, into), array)
 
 
 def may_share(one: Any, other: Any) -> bool:
-    """Whether two arrays, or whatever numpy takes for one, have an element in common; true if that is hard to tell."""
+    """Return True if two arrays share an element, or if that is hard to tell."""
     try:
         import numpy
     except ImportError:
         return True
-    bound: Any = _MOST_WORK  # numpy's types know of none and of all
+    bound: Any = _MAX_OVERLAP_WORK  # NumPy's stubs accept only its named bounds
     return numpy.may_share_memory(numpy.asarray(one), numpy.asarray(other), max_work=bound)

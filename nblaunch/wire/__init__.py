@@ -1,1 +1,1 @@
-"""What two processes agree on: messages, the channel, and the files both sides use."""
+"""The protocol between two processes: messages, channels, and the files that both use."""

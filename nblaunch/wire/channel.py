@@ -1,59 +1,55 @@
-"""How messages cross from one process to another: a stream socket with framing, and blobs for what is large.
+"""Channels: framed messages with file descriptors over a Unix stream socket, and blobs for large payloads.
 
-A message is pickled, behind a header of its length and the number of file descriptors that travel with it
-(SCM_RIGHTS). Not for: talking to anything that this user did not start; both ends of every channel are our own.
+A message is a pickle behind a header with its length and the number of descriptors that travel with it (SCM_RIGHTS).
+Only for processes that this user started: receiving unpickles.
 """
 
 from __future__ import annotations
 
 import array
 import errno
-import fcntl
 import os
 import pickle
 import select
 import socket
 import struct
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from nblaunch.machine import sealed_files, timeouts
+
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
 
 _HEADER = struct.Struct("!II")
-_SEND_LIMIT = struct.pack("ll", 10, 0)
-_MOST_FDS = 250
-"""Descriptors that may travel at once; Linux takes 253."""
-_TAKEN_WITHIN = 600.0
-"""Seconds that others get to take the descriptors that are on their way, where the system lets no more be sent."""
-_FDS_SPACE = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
+_MAX_FDS = 250
+"""Descriptors in one sendmsg; Linux accepts 253."""
+_FDS_SPACE = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class LostDescriptorsError(OSError):
-    """A message has come without its descriptors: this process may not open so many.
+    """A message arrived without its descriptors: this process has reached its limit of open files.
 
     Attributes:
-        message: What came.
+        message: The message.
     """
 
     message: object = None
 
 
 class Channel:
-    """One end of a stream socket over which messages travel, with descriptors where they have any.
+    """One end of a stream socket that carries messages and their descriptors.
 
-    Reads are meant for one thread, writes for one thread; the two may differ.
+    One thread may read and one may write; they may differ.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.closed = False
-        """The other end is gone: nothing more will come."""
+        """The other end is closed."""
         self._bytes = bytearray()
         self._fds: list[int] = []
         self._posted: deque[tuple[bytes, Sequence[int]]] = deque()
@@ -62,35 +58,35 @@ class Channel:
         return self.sock.fileno()
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send one message; blocks while the other end is slow, or nobody takes the descriptors that are on their way.
+        """Send one message. Blocks while the other end is slow, or too many descriptors are in flight.
 
         Raises:
-            OSError: The other end is gone.
+            OSError: The other end is closed.
         """
         self.post(message, fds)
-        deadline = time.monotonic() + _TAKEN_WITHIN
+        deadline = time.monotonic() + timeouts.FDS_TAKEN_TIMEOUT_S
         while not self.flush():
             if time.monotonic() > deadline:
                 self._posted.clear()
-                raise OSError(errno.ETOOMANYREFS, "too many descriptors are on their way (ulimit -n)")
-            time.sleep(0.005)  # no event tells that another process has taken some
+                raise OSError(errno.ETOOMANYREFS, "too many descriptors in flight (ulimit -n)")
+            time.sleep(timeouts.FDS_RETRY_INTERVAL_S)  # no event reports that a receiver has taken some
 
     def post(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Have `flush` send one message; its descriptors must stay open until then."""
+        """Queue a message for `flush`. Its descriptors must stay open until it is sent."""
         body = pickle.dumps(message, protocol=5)
         frame = _HEADER.pack(len(body), len(fds)) + body
-        while len(fds) > _MOST_FDS:  # a byte carries them
-            self._posted.append((frame[:1], fds[:_MOST_FDS]))
-            frame, fds = frame[1:], fds[_MOST_FDS:]
+        while len(fds) > _MAX_FDS:  # each batch needs a byte of data to travel with
+            self._posted.append((frame[:1], fds[:_MAX_FDS]))
+            frame, fds = frame[1:], fds[_MAX_FDS:]
         self._posted.append((frame, fds))
 
     def flush(self) -> bool:
-        """Send what was posted; False where some is left, as too many descriptors of this user's are on their way.
+        """Send the queue. Return False if messages remain because too many of this user's descriptors are in flight.
 
-        Linux lets only root have more of them on their way than ``ulimit -n``.
+        On Linux, only root may have more descriptors in flight than ``ulimit -n``.
 
         Raises:
-            OSError: The other end is gone.
+            OSError: The other end is closed.
         """
         while self._posted:
             data, fds = self._posted[0]
@@ -110,7 +106,7 @@ class Channel:
         return self.sock.sendmsg([data], ancillary)
 
     def receive(self) -> tuple[object, list[int]] | None:
-        """Wait for one message and its descriptors; None when the other end is gone."""
+        """Wait for one message and its descriptors; return None at EOF."""
         while True:
             for item in self.drain():
                 return item
@@ -119,14 +115,14 @@ class Channel:
             self._read(0)
 
     def poll(self) -> None:
-        """Take in what has arrived, without waiting. Call when the socket is readable, then ``drain``."""
+        """Read what has arrived, without blocking. Call when the socket is readable, then call `drain`."""
         self._read(socket.MSG_DONTWAIT)
 
     def drain(self) -> Iterator[tuple[object, list[int]]]:
-        """The messages that have arrived whole.
+        """Yield the messages that are complete, each with its descriptors.
 
         Raises:
-            LostDescriptorsError: One has, without its descriptors.
+            LostDescriptorsError: A message arrived without its descriptors.
         """
         while len(self._bytes) >= _HEADER.size:
             size, count = _HEADER.unpack_from(self._bytes)
@@ -152,13 +148,13 @@ class Channel:
             data, ancillary, about = b"", [], 0
         self._fds += _descriptors_in(ancillary)
         if about & socket.MSG_CTRUNC:
-            self._close_fds()  # some are lost, and others need the room
+            self._close_fds()  # some are lost; free the slots of the rest
         self._bytes += data
         if not data:
             self.closed = True
 
     def close(self) -> None:
-        """Close the socket and every descriptor that nobody took."""
+        """Close the socket and every descriptor that was received but not taken."""
         self._close_fds()
         self.sock.close()
         self.closed = True
@@ -169,30 +165,30 @@ class Channel:
 
 
 def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that came with some bytes; what ``socket.recv_fds`` does, which ignores its flags."""
+    """Return the descriptors in ancillary data; ``socket.recv_fds`` would ignore its flags."""
     fds = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     for fd in fds:
-        os.set_inheritable(fd, False)  # no program that users start is to hold it; macOS has no flag for that
+        os.set_inheritable(fd, False)  # macOS has no MSG_CMSG_CLOEXEC
     return list(fds)
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:
-    """A channel for this process, and the other end to hand over.
+    """Return a channel for this process, and the socket of its other end to hand over.
 
-    Sending from here fails with BlockingIOError after 10 s in which nobody reads: the other process is stopped.
+    Sending from here raises BlockingIOError after `timeouts.SEND_TIMEOUT_S` if the other process does not read.
     """
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_LIMIT)
+    here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeouts.SEND_TIMEOUT_S), 0))
     return Channel(here), there
 
 
 def readable(source: FileDescriptorLike, seconds: float | None = 0.0) -> bool:
-    """Whether something can be read there, or nobody is left to write; waits for it so long, or without end for None.
+    """Return True if `source` is readable or at EOF, waiting up to `seconds` (None: forever).
 
-    ``select.select`` takes no descriptor from 1024 on, and a selector needs one of its own where the last may be taken.
+    ``select.select`` rejects descriptors from 1024 on, and a selector needs a descriptor of its own.
     """
     ready = select.poll()
     ready.register(source, select.POLLIN)
@@ -202,7 +198,7 @@ def readable(source: FileDescriptorLike, seconds: float | None = 0.0) -> bool:
 def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
     """Wait until `source` is readable or writable; return True if it is readable or at EOF.
 
-    Check this before sending much to a process that answers, or each could wait for the other to read.
+    Check before sending much to a process that answers: each end could otherwise wait for the other to read.
     """
     ready = select.poll()
     ready.register(source, select.POLLIN | select.POLLOUT)
@@ -211,33 +207,14 @@ def must_be_read(source: FileDescriptorLike, seconds: float) -> bool:
 
 # ------------------------------------------------------------------ blobs
 def write_blob(*parts: bytes | bytearray | memoryview) -> int:
-    """A descriptor of anonymous memory (off Linux: of an unlinked file) that holds these; sealed where possible."""
-    if not hasattr(os, "memfd_create"):
-        return _write_unlinked(parts)
-    fd = os.memfd_create("nblaunch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    """Return a descriptor of an anonymous, sealed file that holds these bytes."""
+    fd, in_memory = sealed_files.create()
     try:
-        _write_all(fd, parts)
-        _seal(fd)
+        for part in parts:
+            view = memoryview(part).cast("B")
+            while view:
+                view = view[os.write(fd, view[: 1 << 30]) :]
+        return sealed_files.seal(fd, in_memory)
     except BaseException:
         os.close(fd)
         raise
-    return fd
-
-
-def _write_all(fd: int, parts: Sequence[bytes | bytearray | memoryview]) -> None:
-    for part in parts:
-        view = memoryview(part).cast("B")
-        while view:
-            view = view[os.write(fd, view[: 1 << 30]) :]
-
-
-def _seal(fd: int) -> None:
-    if sys.platform == "linux":
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-
-
-def _write_unlinked(parts: Sequence[bytes | bytearray | memoryview]) -> int:
-    with tempfile.TemporaryFile() as file:
-        _write_all(file.fileno(), parts)
-        return os.dup(file.fileno())

@@ -1,8 +1,8 @@
-"""What a rank could not write: counted by the rank and its forked children, read by the kernel.
+"""Counters of the output and reports that a rank dropped: the rank and its forked children write, the kernel reads.
 
-The counters are a table in a file that has its size from the beginning: on a full disk it can still be changed. Each
-process has a row of its own, so that none waits for another's lock. Two processes share a row where their pids are the
-same modulo the number of rows; what they count at the same moment may be counted once.
+The counters are a table in a file of fixed size, which can be updated on a full disk. Each process has its own row, and
+waits for no other's lock. Processes whose pids are equal modulo the number of rows share one: a count may then be lost
+if they update it at the same moment.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from nblaunch.machine.segments import in_words
 
 Kind = Literal["out", "err", "reports"]
 _ROW = struct.Struct("=qqqq")
-"""Bytes of out, bytes of err, reports; and why: an errno, 0 for the limit that the user has set."""
+"""Bytes of stdout, bytes of stderr, reports, and the reason: an errno, or 0 for the user's limit."""
 _ROWS = 64
-"""For the processes of one rank."""
+"""Per rank."""
 _BLOCK = _ROW.size * _ROWS
 _COLUMNS: dict[Kind, int] = {"out": 0, "err": 1, "reports": 2}
 _LIMIT = "NBLAUNCH_MAX_LOG_BYTES"
@@ -30,56 +30,56 @@ _LIMIT = "NBLAUNCH_MAX_LOG_BYTES"
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What one rank could not write."""
+    """What one rank has dropped."""
 
     output: int = 0
-    """Bytes that it printed."""
+    """Bytes of stdout and stderr."""
     reports: int = 0
     """Calls of ``nblaunch.report``."""
     reason: int = 0
-    """An errno; 0 where all of it was beyond the limit that the user has set."""
+    """An errno, or 0 if the user's limit was the only reason."""
 
     def __bool__(self) -> bool:
         return bool(self.output or self.reports)
 
     @property
     def amount(self) -> str:
-        """How much, in words."""
+        """The amount, such as ``1.2 MB of output and 3 reports``."""
         parts = [f"{in_words(self.output)} of output"] if self.output else []
         parts += [f"{self.reports:,} report{'s' * (self.reports != 1)}"] if self.reports else []
         return " and ".join(parts)
 
     @property
     def why(self) -> str:
-        """The reason in words."""
+        """The reason: a system error, or the variable that sets the limit."""
         return os.strerror(self.reason) if self.reason else _LIMIT
 
 
 class Table:
-    """The counters of all ranks of a launch, for the kernel to read.
+    """The counters of all ranks of a launch; for the kernel, which reads them.
 
     Args:
-        scratch: The launch's own temporary folder: often on another disk than the logs.
-        ranks: How many ranks there are.
+        scratch: The launch's temporary folder, often on another disk than the logs.
+        ranks: The number of ranks.
     """
 
     def __init__(self, scratch: str, ranks: int) -> None:
-        self._file = open(_path(scratch), "xb+", buffering=0)  # kept open: the folder goes with the last rank
+        self._file = open(_path(scratch), "xb+", buffering=0)  # kept open: the folder is removed with the last rank
         self._file.write(bytes(ranks * _BLOCK))
 
     def read(self, rank: int) -> Dropped:
-        """What a rank has counted so far."""
+        """Return what a rank has dropped so far."""
         rows = list(_ROW.iter_unpack(os.pread(self._file.fileno(), _BLOCK, rank * _BLOCK)))
         out, err, reports, _ = map(sum, zip(*rows, strict=True))
         return Dropped(out + err, reports, max(row[3] for row in rows))
 
     def close(self) -> None:
-        """Close the file; harmless when it is closed."""
+        """Close the file. Idempotent."""
         self._file.close()
 
 
 class Counter:
-    """The counters of one rank, for it and its forked children to add to."""
+    """The counters of one rank; for the rank and its forked children, which add to them."""
 
     def __init__(self, scratch: str, rank: int) -> None:
         self._path = _path(scratch)
@@ -88,12 +88,12 @@ class Counter:
         os.register_at_fork(after_in_child=self._renew)
 
     def _renew(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may print, too
+        self._lock = threading.RLock()  # reentrant: a signal handler may print
 
     def add(self, kind: Kind, count: int, reason: int) -> None:
-        """Count what could not be written. It never fails: what cannot be counted is not."""
+        """Count what was dropped. Never raises: a count that cannot be written is lost."""
         with self._lock, suppress(OSError, struct.error):
-            # Opened each time: user code may have closed a descriptor, and its number may be a checkpoint's by now.
+            # Opened each time: user code may have closed the descriptor, and its number may be a checkpoint's now.
             table = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 at = self._block + os.getpid() % _ROWS * _ROW.size
@@ -110,10 +110,10 @@ def _path(scratch: str) -> str:
 
 
 def log_limit(env: Mapping[str, str]) -> int | None:
-    """Bytes that each log of a rank may have: ``$NBLAUNCH_MAX_LOG_BYTES``; None for no limit.
+    """Return the maximum size of each log in bytes, ``$NBLAUNCH_MAX_LOG_BYTES``; None for no limit.
 
     Raises:
-        ArgumentError: The variable is no number.
+        ArgumentError: The variable is not a number.
     """
     chosen = env.get(_LIMIT)
     if not chosen:

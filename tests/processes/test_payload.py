@@ -29,8 +29,8 @@ from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
 from nblaunch.machine import segments, timeouts
 from nblaunch.ranks import worker
-from nblaunch.transfer.parcel import Fresh, pack
-from nblaunch.transfer.sent_data import snapshots
+from nblaunch.transfer.parcel import UncachedStore, pack
+from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.channel import Channel
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher
@@ -47,7 +47,7 @@ def _keeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settle() -> None:
     """Nothing is kept, and the last launch's supervisor has put its logs in order."""
-    snapshots.free()
+    sent_data_cache.free()
     eventually(lambda: not any(thread.name.startswith("nblaunch-") for thread in threading.enumerate()), LONG)
     gc.collect()
 
@@ -218,7 +218,7 @@ def test_nobody_can_change_what_all_ranks_map(launch: Launcher) -> None:
     for step, refused in launch(try_to_change, (tensor,)):
         assert (step, refused) in {("open", errno.EPERM), ("write", errno.EPERM)}  # root may open whatever it is
     assert list(launch(sums, (tensor,))) == [[MB]] * 2
-    seals = {fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) for segment in snapshots._segments()}
+    seals = {fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) for segment in sent_data_cache._segments()}
     assert seals == {fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL}
 
 
@@ -289,7 +289,7 @@ def given_up(folder: Path) -> list[int]:
     found = []
     for value in (torch.ones(16 * MB), np.ones(16 * MB, np.float32)):
         before = own()
-        pack(functools.partial(_identity, value), Fresh(folder, worker._may_be_replaced())).close()
+        pack(functools.partial(_identity, value), UncachedStore(folder, worker._may_be_replaced())).close()
         found.append(before - own())
     return found
 
@@ -410,7 +410,7 @@ def test_of_a_thinned_out_view_no_copy_is_kept(launch: Launcher) -> None:
         result = launch(lambda: int(view.sum()))
         assert list(result) == [MB] * 2
         assert result.payload.copied == MB
-        assert snapshots.size == 0
+        assert sent_data_cache.size == 0
 
 
 def test_what_ranks_get_is_as_it_was_at_the_call(launch: Launcher, tmp_path: Path) -> None:
@@ -438,17 +438,17 @@ def test_a_fork_of_the_notebook_sends_nothing() -> None:
 
 
 def test_what_does_not_fit_into_memory_goes_to_a_file(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "free_memory", lambda: 0)
     monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
     tensor = torch.ones(MB)
     assert list(launch(sums, (tensor,))) == [[MB], [MB]]
-    assert snapshots.size == 0
+    assert sent_data_cache.size == 0
 
 
 def test_what_fits_nowhere_is_named_before_anything_starts(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
-    monkeypatch.setattr(segments, "_RESERVE", 1 << 60)
+    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
+    monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
     with pytest.raises(PayloadError, match=r"^sums cannot be sent .* \(tensors 4 MB\): there is no room for 4 MB"):
         launch(sums, (torch.ones(MB),))
 
@@ -535,6 +535,6 @@ def test_however_a_launch_ends_its_memory_is_freed(
     assert running.wait(LONG)
     with pytest.raises(error, match=r"was stopped|rank 1|watched over the ranks"):
         running.result()
-    snapshots.free()
+    sent_data_cache.free()
     gc.collect()
     assert "memfd:nblaunch" not in Path("/proc/self/maps").read_text()

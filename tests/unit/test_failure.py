@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nblaunch.errors import text_of
+from nblaunch.machine.own_code import RANK_WORKER
 from nblaunch.ranks.error_report import describe, unsendable_result
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed
@@ -219,16 +220,16 @@ def test_an_error_out_of_a_collective_is_told_by_its_frames(
 
 
 def test_the_launchers_own_frames_are_left_out_of_the_traceback() -> None:
-    own = ("/site-packages/nblaunch/ranks/bootstrap.py", "_run")
+    own = (RANK_WORKER, "_run")
     traceback = describe(0, 1, error_of(ValueError("x"), own, own, CELL)).traceback
-    assert "bootstrap.py" not in traceback
+    assert "worker.py" not in traceback
     assert 'File "<cell>", line 2, in train' in traceback
     assert traceback.startswith("Traceback (most recent call last):")
 
 
 def test_an_error_of_the_launchers_own_keeps_a_frame() -> None:
-    own = ("/site-packages/nblaunch/ranks/bootstrap.py", "_run")
-    assert "bootstrap.py" in describe(0, 1, error_of(ValueError("x"), own)).traceback
+    own = (RANK_WORKER, "_run")
+    assert "worker.py" in describe(0, 1, error_of(ValueError("x"), own)).traceback
 
 
 # ------------------------------------------------------------------ results

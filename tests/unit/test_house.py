@@ -1,8 +1,9 @@
-"""The rules of the house: who may import whom, what importing costs, which errors there are."""
+"""The rules of the house: public names, import directions, the cost of importing, timeouts, prose, the error tree."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -30,6 +31,7 @@ BELOW = {
 }
 """Each room of the package, and the rooms that it may import."""
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")
+MAX_LINES = 400
 
 
 class Import(NamedTuple):
@@ -40,19 +42,29 @@ class Import(NamedTuple):
 
 
 def python(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """Return what a fresh interpreter prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     return done.stdout.strip()
 
 
 def room_of(module: Path) -> str:
-    """``ranks``, ``launch``, ``notebook``...; ``errors`` is a room of its own."""
+    """Return ``ranks``, ``launch``, ``notebook``...; ``errors`` is a room of its own."""
     return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports_of(module: Path) -> list[Import]:
-    """Every import of a module, but for those that only type checkers read."""
+    """Return every import of a module that runs."""
     return list(_imports(ast.parse(module.read_text()), ""))
+
+
+def all_imports_of(module: Path) -> set[str]:
+    """Return what a module imports of ours anywhere, those for type checkers included."""
+    return {
+        _target(node.module or "", alias.name) if isinstance(node, ast.ImportFrom) else alias.name
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
 
 
 def _imports(node: ast.AST, function: str) -> Iterator[Import]:
@@ -70,7 +82,7 @@ def _imports(node: ast.AST, function: str) -> Iterator[Import]:
 
 
 def _target(module: str, name: str) -> str:
-    """The module that ``from module import name`` reads, where it is one of ours."""
+    """Return the module that ``from module import name`` reads, if it is one of ours."""
     inner = PACKAGE.parent.joinpath(*module.split("."), name)
     is_module = module.startswith("nblaunch") and (inner.with_suffix(".py").is_file() or inner.is_dir())
     return f"{module}.{name}" if is_module else module
@@ -101,7 +113,7 @@ def test_every_public_name_is_there_and_explains_itself(name: str) -> None:
     assert isinstance(thing, str) or thing.__doc__
 
 
-def test_a_name_that_there_is_not_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'nblaunch' has no attribute 'launch_everything'"):
         nblaunch.launch_everything  # noqa: B018  # the look-up is the test
 
@@ -124,14 +136,14 @@ def test_importing_the_package_alone_loads_nothing_heavy() -> None:
 
 
 def test_importing_takes_less_than_a_tenth_of_a_second() -> None:
-    """The issue's own limit; of five runs the best, as the machine may be busy."""
+    """Takes the best of five runs, as the machine may be busy."""
     code = "import time; begin = time.perf_counter(); {}; print(time.perf_counter() - begin)"
     assert min(float(python(code.format("import nblaunch"))) for _ in range(5)) < 0.1
 
 
 # ------------------------------------------------------------------ import directions
 def wrong_in(room: str, is_right: Callable[[Path, Import], bool]) -> list[str]:
-    """The imports of a room that are not as they should be."""
+    """Return the imports of a room that break a rule."""
     return [
         f"{module.name}: {found.target}"
         for module in modules_in(room)
@@ -146,6 +158,7 @@ def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
     also = {
         ("kernel_fork.py", "fork_kernel"): ("nblaunch.ranks",),  # its child becomes a reaper
         ("distribute.py", "nblaunch"): ("nblaunch",),
+        ("errors.py", ""): ("nblaunch.machine.own_code",),  # which imports nothing of ours
     }
 
     def is_right(module: Path, found: Import) -> bool:
@@ -161,7 +174,7 @@ def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
 
 
 def test_the_kernel_imports_what_its_child_needs_before_it_forks() -> None:
-    """Another thread may hold an import's lock at the fork, and in the child nobody would release it."""
+    """Another thread may hold an import's lock at the fork, and the child would wait for it without end."""
     assert (
         python(
             "import os, sys; from nblaunch.engines import kernel_fork\n"
@@ -202,6 +215,36 @@ def test_no_two_files_share_a_name() -> None:
     assert sorted(names) == sorted(set(names))
 
 
+IN_CIRCLES: set[str] = {"nblaunch.training.accelerator", "nblaunch.training.distribute"}
+
+
+def test_imports_form_no_circle() -> None:
+    """Imports of functions and type checkers count; the public namespace, which imports lazily, does not."""
+    above = {
+        dotted(module): {name for name in all_imports_of(module) if is_within(name, ("nblaunch",))} - {"nblaunch"}
+        for module in MODULES
+        if dotted(module) != "nblaunch"
+    }
+    while free := {name for name, imported in above.items() if not imported.intersection(above)}:
+        above = {name: imported for name, imported in above.items() if name not in free}
+    assert {name for name in above if in_circle(name, above)} - IN_CIRCLES == set()
+
+
+def dotted(module: Path) -> str:
+    """Return ``nblaunch.ranks.worker``; for a package's ``__init__.py`` the package."""
+    return ".".join(module.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def in_circle(name: str, imports: dict[str, set[str]]) -> bool:
+    """Return True if a module imports itself by way of others."""
+    reached, waiting = set[str](), [name]
+    while waiting:
+        new = imports.get(waiting.pop(), set()) - reached
+        reached |= new
+        waiting += new
+    return name in reached
+
+
 # ------------------------------------------------------------------ the seam
 def test_only_engines_ranks_and_plans_compare_start_methods() -> None:
     """Everything else works with any engine."""
@@ -230,6 +273,20 @@ def test_a_task_knows_no_file_and_no_process() -> None:
         assert set(engines) <= {"nblaunch.engines.protocol"}
 
 
+# ------------------------------------------------------------------ files
+TOO_LONG = {
+    "generations.py",
+    "loader.py",
+    "log_files.py",
+    "record.py",
+}
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    files = [*MODULES, *PACKAGE.rglob("*.js"), *PACKAGE.rglob("*.css")]
+    assert {file.name for file in files if file.read_text().count("\n") > MAX_LINES} <= TOO_LONG
+
+
 # ------------------------------------------------------------------ habits
 def test_the_package_does_not_print() -> None:
     trees = {module.name: ast.walk(ast.parse(module.read_text())) for module in MODULES}
@@ -240,6 +297,98 @@ def test_the_package_does_not_print() -> None:
 
 def test_every_module_explains_itself() -> None:
     assert [module for module in MODULES if not ast.get_docstring(ast.parse(module.read_text()))] == []
+
+
+# ------------------------------------------------------------------ timeouts
+ROOMS_WITH_TIMEOUTS = {"engines", "launch", "notebook", "ranks"}
+"""Rooms whose timeouts have not moved yet."""
+
+
+class Constant(NamedTuple):
+    """A number that a module names at its top level."""
+
+    name: str
+    docstring: str
+
+
+def numbers_of(module: Path) -> list[Constant]:
+    body = ast.parse(module.read_text()).body
+    found = []
+    for node, following in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and is_number(node.value):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            text = following.value if isinstance(following, ast.Expr) else None
+            docstring = str(text.value) if isinstance(text, ast.Constant) else ""
+            found.append(Constant(ast.unparse(target), docstring))
+    return found
+
+
+def is_number(value: ast.expr) -> bool:
+    """Return True for a number, and for arithmetic on numbers."""
+    return all(
+        isinstance(node, (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop))
+        or (isinstance(node, ast.Constant) and type(node.value) in (int, float))
+        for node in ast.walk(value)
+    )
+
+
+def test_all_timeouts_stand_in_one_file() -> None:
+    elsewhere = {
+        f"{dotted(module)}.{constant.name}"
+        for module in MODULES
+        if module.name != "timeouts.py" and room_of(module) not in ROOMS_WITH_TIMEOUTS
+        for constant in numbers_of(module)
+        if constant.name.endswith("_S") or constant.docstring.startswith("Seconds")
+    }
+    assert elsewhere == set()
+
+
+def test_every_timeout_has_its_unit_and_says_what_waits() -> None:
+    timeouts = numbers_of(PACKAGE / "machine" / "timeouts.py")
+    assert timeouts
+    assert [constant.name for constant in timeouts if not (constant.name.endswith("_S") and constant.docstring)] == []
+    assert len({constant.name for constant in timeouts}) == len(timeouts)
+
+
+# ------------------------------------------------------------------ prose
+BANNED = (
+    *("nobody", "somebody", "whoever", "anew", "for ever", "of which", "be had", "gone on with", "in vain", "but for"),
+)
+_BANNED = re.compile(rf"(?<![a-z])(?:{'|'.join(BANNED)})(?![a-z])".replace(" ", r"[\s_]+(?:# *)?"), re.IGNORECASE)
+WITH_BANNED = (
+    *("README.md", "notebooks", "tests"),
+    *(f"nblaunch/{room}" for room in ("engines", "launch", "notebook", "ranks", "training")),
+    *(f"nblaunch/machine/{name}.py" for name in ("usage",)),
+    *(f"nblaunch/wire/{name}.py" for name in ("messages",)),
+)
+"""Files and folders that have not been reworded yet."""
+
+
+def text_of(file: Path) -> str:
+    """Return a file's text; of a notebook its cells."""
+    text = file.read_text()
+    if file.suffix == ".ipynb":
+        return "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+    return text
+
+
+def test_the_prose_uses_no_banned_word() -> None:
+    root = PACKAGE.parent
+    files = [root / "README.md"]
+    for folder in ("nblaunch", "tests", "notebooks"):
+        files += (
+            file
+            for suffix in ("py", "js", "mjs", "css", "sh", "ipynb")
+            for file in root.glob(f"{folder}/**/*.{suffix}")
+        )
+    names = {file.relative_to(root).as_posix(): file for file in files if file != Path(__file__)}
+    found = {
+        f"{name}: {match[0]}"
+        for name, file in names.items()
+        if not any(name == each or name.startswith(f"{each}/") for each in WITH_BANNED)
+        for match in _BANNED.finditer(text_of(file))
+    }
+    assert found == set()
 
 
 # ------------------------------------------------------------------ the tree of errors

@@ -28,17 +28,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.machine import segments
 from nblaunch.machine.segments import NoRoomError, Region
-from nblaunch.transfer import parcel, tensors
-from nblaunch.transfer.parcel import Fresh, Parcel, pack, unpack
+from nblaunch.transfer import tensors
+from nblaunch.transfer.outgoing import Outgoing
+from nblaunch.transfer.parcel import Parcel, UncachedStore, pack, unpack
 
 MB = 1 << 20
 LONG = 60.0
-LARGE = 8 * tensors.LEAST
+LARGE = 8 * tensors.MIN_BUFFER_BYTES
 """Elements of a tensor or array that stands outside the pickle, whatever its dtype."""
 
 
 def packed(value: Any, parts: dict[str, Any] | None = None, folder: Path = Path("/nowhere")) -> Parcel:
-    return pack(lambda found: value, Fresh(folder), parts)
+    return pack(lambda found: value, UncachedStore(folder), parts)
 
 
 def sent(value: Any) -> Any:
@@ -485,13 +486,13 @@ def test_a_view_whose_memory_goes_while_it_is_packed_is_not_sent() -> None:
 # ------------------------------------------------------------------ nests of anything
 some_tensors = st.builds(
     lambda size, dtype, start: torch.arange(start, start + size).to(dtype),
-    st.sampled_from([0, 1, 7, tensors.LEAST, tensors.LEAST + 3, LARGE]),
+    st.sampled_from([0, 1, 7, tensors.MIN_BUFFER_BYTES, tensors.MIN_BUFFER_BYTES + 3, LARGE]),
     st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.uint8, torch.complex64]),
     st.integers(0, 100),
 )
 numpy_arrays = st.builds(
     lambda size, dtype: np.arange(size).astype(dtype),
-    st.sampled_from([0, 1, 9, tensors.LEAST, LARGE + 5]),
+    st.sampled_from([0, 1, 9, tensors.MIN_BUFFER_BYTES, LARGE + 5]),
     st.sampled_from(["f4", "i8", "u1", "c16"]),
 )
 
@@ -535,7 +536,7 @@ def test_nests_arrive_as_they_were_with_their_aliasing(things: list[Any]) -> Non
             if isinstance(other, np.ndarray) and isinstance(its, np.ndarray):
                 tied = np.shares_memory(one, another)
                 assert not tied or np.shares_memory(other, its)
-                if other.base is None and other.nbytes >= tensors.LEAST:  # the whole of the memory is sent
+                if other.base is None and other.nbytes >= tensors.MIN_BUFFER_BYTES:  # the whole of the memory is sent
                     assert tied == np.shares_memory(other, its)
     for one, other in zip(arrived, things, strict=True):  # what the receiver writes stays there
         if isinstance(one, torch.Tensor):
@@ -588,10 +589,10 @@ def test_shared_memory_of_a_name_stays_shared() -> None:
     code = """
 import os, torch
 from pathlib import Path
-from nblaunch.transfer.parcel import Fresh, pack, unpack
+from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 torch.multiprocessing.set_sharing_strategy("file_system")
 tensor = torch.zeros(10).share_memory_()
-outgoing = pack(lambda found: tensor, Fresh(Path("/nowhere")))
+outgoing = pack(lambda found: tensor, UncachedStore(Path("/nowhere")))
 arrived = unpack([os.dup(fd) for fd in outgoing.fds])
 arrived[3] = 7.0
 print(tensor[3].item())
@@ -603,9 +604,9 @@ def test_shared_memory_of_a_name_arrives_though_the_notebook_has_let_it_go() -> 
     code = """
 import os, torch
 from pathlib import Path
-from nblaunch.transfer.parcel import Fresh, pack, unpack
+from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 torch.multiprocessing.set_sharing_strategy("file_system")
-outgoing = pack(lambda found: torch.ones(10).share_memory_(), Fresh(Path("/nowhere")))
+outgoing = pack(lambda found: torch.ones(10).share_memory_(), UncachedStore(Path("/nowhere")))
 print(unpack([os.dup(fd) for fd in outgoing.fds]).sum().item())
 """
     assert printed(code) == ["10.0"]
@@ -615,9 +616,9 @@ def test_shared_memory_of_a_name_arrives_though_its_rank_has_ended() -> None:
     code = """
 import os, socket, sys, torch
 from pathlib import Path
-from nblaunch.transfer.parcel import Fresh, pack
+from nblaunch.transfer.parcel import UncachedStore, pack
 torch.multiprocessing.set_sharing_strategy("file_system")
-outgoing = pack(lambda found: torch.ones(10).share_memory_(), Fresh(Path("/nowhere")))
+outgoing = pack(lambda found: torch.ones(10).share_memory_(), UncachedStore(Path("/nowhere")))
 socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"x"], outgoing.fds)
 """
     here, there = socket.socketpair()
@@ -642,15 +643,15 @@ class FakeStorage:
 
 
 def test_what_was_on_a_gpu_travels_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, arguments = tensors._reduce_storage(FakeStorage(), outgoing := parcel._Outgoing())  # type: ignore[misc]
-    assert made is tensors.on_own_device
+    made, arguments = tensors._reduce_storage(FakeStorage(), outgoing := Outgoing())  # type: ignore[misc]
+    assert made is tensors.storage_on_own_device
     assert outgoing.from_gpu == 4 * LARGE
     monkeypatch.delenv("NBLAUNCH_RANK", raising=False)
-    assert tensors.on_own_device(*arguments).device.type == "cpu"  # in the notebook
+    assert tensors.storage_on_own_device(*arguments).device.type == "cpu"  # in the notebook
     monkeypatch.setenv("NBLAUNCH_RANK", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.UntypedStorage, "cuda", lambda storage: "on the GPU")
-    assert tensors.on_own_device(*arguments) == "on the GPU"  # in a rank
+    assert tensors.storage_on_own_device(*arguments) == "on the GPU"  # in a rank
 
 
 # ------------------------------------------------------------------ sealed, and nothing left
@@ -803,7 +804,7 @@ def test_pieces_keep_their_alignment(address: int) -> None:
         placed = dict(segments.write(regions, Path("/nowhere")))
         for region, (segment, offset, is_new) in placed.items():
             assert is_new
-            assert (offset - region.address) % segments.ALIGNED == 0
+            assert (offset - region.address) % segments.ALIGNMENT == 0
             assert segment.equals(offset, region)
             memory[address + 5] += 1
             assert segment.equals(offset, region) == (region.address != start)
@@ -811,7 +812,7 @@ def test_pieces_keep_their_alignment(address: int) -> None:
 
 
 def test_where_memory_is_short_a_file_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "free_memory", lambda: 1000)
     monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
     outgoing = packed(large(), folder=tmp_path)
@@ -825,8 +826,8 @@ def test_where_memory_is_short_a_file_holds_it(tmp_path: Path, monkeypatch: pyte
 
 
 def test_pages_that_cannot_be_handed_over_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
-    monkeypatch.setattr(segments, "free_memory", lambda: segments._RESERVE)
+    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
+    monkeypatch.setattr(segments, "free_memory", lambda: segments._RESERVE_BYTES)
     monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
     own = mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # the heap's pages would stay replaced
     memory = np.frombuffer(own, dtype=np.uint8)
@@ -838,8 +839,8 @@ def test_pages_that_cannot_be_handed_over_need_room(tmp_path: Path, monkeypatch:
 
 
 def test_where_there_is_no_room_at_all_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
-    monkeypatch.setattr(segments, "_RESERVE", 1 << 60)
+    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
+    monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
     monkeypatch.setattr(segments, "free_memory", lambda: 12_345_678)
     with pytest.raises(NoRoomError, match=r"no room for 524 KB: 12 MB of memory are free, and .* of disk in "):
         packed(large(), folder=tmp_path)
@@ -848,7 +849,7 @@ def test_where_there_is_no_room_at_all_that_is_said(tmp_path: Path, monkeypatch:
 def test_a_thinned_out_view_is_not_copied_where_there_is_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
+    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "free_memory", lambda: 12_345_678)
     monkeypatch.setattr(tensors, "copy_elements", lambda *_: pytest.fail("copied"))
     with pytest.raises(NoRoomError, match=r"no room for 200 KB: 12 MB of memory are free$"):
@@ -898,7 +899,7 @@ def test_pages_that_the_system_will_not_replace_stay(monkeypatch: pytest.MonkeyP
     value = torch.ones(MB)
     with monkeypatch.context() as patched:
         patched.setattr(segments, "_map", refuse)
-        outgoing = pack(lambda found: value, Fresh(Path("/nowhere"), lambda region: True))
+        outgoing = pack(lambda found: value, UncachedStore(Path("/nowhere"), lambda region: True))
     assert asked
     assert torch.equal(unpack([os.dup(fd) for fd in outgoing.fds]), value)
     outgoing.close()
@@ -916,11 +917,11 @@ def test_a_file_that_a_tensor_maps_stays_its_own_where_shared_memory_has_names(t
     code = f"""
 import os, torch
 from pathlib import Path
-from nblaunch.transfer.parcel import Fresh, pack, unpack
+from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 torch.multiprocessing.set_sharing_strategy("file_system")
 tensor = torch.from_file({str(tmp_path / "data")!r}, shared=True, size=3)
 tensor[0] = 1
-outgoing = pack(lambda found: tensor, Fresh(Path("/nowhere")))
+outgoing = pack(lambda found: tensor, UncachedStore(Path("/nowhere")))
 print(unpack([os.dup(fd) for fd in outgoing.fds])[0].item())
 tensor[1] = 2
 """

@@ -324,8 +324,8 @@ def test_a_name_that_a_class_may_not_bind_is_the_notebooks(binding: str, noteboo
 def test_where_there_is_no_room_the_largest_parts_are_named(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "_WORTH_A_LOOK", 0)
-    monkeypatch.setattr(segments, "_RESERVE", 1 << 60)
+    monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
+    monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
     names = notebook.run("import torch\ndata = torch.ones(1_000_000)\ndef train(): return data")
     with pytest.raises(
         PayloadError, match=r"^train cannot be sent to the ranks \(data 4 MB\): there is no room for 4 MB"

@@ -82,7 +82,7 @@ def test_a_function_with_a_state_comes_back_with_that_of_its_sender(source: str,
         assert back() == [1]
 
 
-def test_a_forks_classes_are_borrowed_whatever_their_metaclass(
+def test_a_forks_classes_count_as_received_whatever_their_metaclass(
     notebook: Notebook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = notebook.run(
@@ -90,8 +90,8 @@ def test_a_forks_classes_are_borrowed_whatever_their_metaclass(
         "class Unhashable(metaclass=Meta): pass\nclass Node: pass\nNode.root = Node"
     )
     monkeypatch.setitem(sys.modules, "__main__", types.SimpleNamespace(**names))
-    definitions.borrow({name: names[name] for name in ("Node", "Unhashable")})
-    assert names["Node"] in definitions._borrowed
+    definitions.mark_received({name: names[name] for name in ("Node", "Unhashable")})
+    assert names["Node"] in definitions._received
 
 
 def test_closures_classes_and_defaults_travel(notebook: Notebook) -> None:

@@ -52,7 +52,7 @@ def is_from(file: Path, array: Any) -> bool:
         lambda file: np.memmap(file, np.uint8, "r"),
         lambda file: np.memmap(file, np.uint8, "r", offset=HEAD),
         lambda file: np.memmap(file, np.uint8, "r", offset=5 * HEAD)[HEAD:],
-        lambda file: np.asarray(np.memmap(file, np.uint8, "r"))[HEAD : HEAD + memory_maps._LEAST],
+        lambda file: np.asarray(np.memmap(file, np.uint8, "r"))[HEAD : HEAD + memory_maps._MIN_FILE_BYTES],
     ],
 )
 def test_what_can_only_be_read_is_mapped_from_its_file(opened: Callable[[Path], Any], file: Path) -> None:
@@ -89,7 +89,7 @@ def replaced(file: Path, array: Any) -> Any:
         lambda file: loaded(file),
         lambda file: without(file, np.memmap(file, np.uint8, "r")),
         lambda file: replaced(file, np.memmap(file, np.uint8, "r")),
-        lambda file: np.memmap(file, np.uint8, "r")[: memory_maps._LEAST - 1],
+        lambda file: np.memmap(file, np.uint8, "r")[: memory_maps._MIN_FILE_BYTES - 1],
         lambda file: np.fromfile(file, np.uint8),
     ],
 )
@@ -117,7 +117,7 @@ def test_nothing_is_mapped_where_the_system_does_not_tell(file: Path, monkeypatc
 
 def test_parts_of_a_file_share_a_descriptor(file: Path) -> None:
     array = np.memmap(file, np.uint8, "r")
-    parts = [region_of(array[: memory_maps._LEAST]), region_of(array[memory_maps._LEAST :])]
+    parts = [region_of(array[: memory_maps._MIN_FILE_BYTES]), region_of(array[memory_maps._MIN_FILE_BYTES :])]
     found = memory_maps.from_files(parts)
     assert len(found) == 2
     assert len({placed.segment.fd for placed in found.values()}) == 1

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.wire import channel, messages
+from nblaunch.wire import messages
 from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, write_blob
 from nblaunch.wire.messages import Done, Interrupted, Running, Source
 
@@ -323,9 +323,10 @@ def test_a_blob_that_cannot_be_written_leaves_no_descriptor(monkeypatch: pytest.
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "memfd_create", noted)
-    monkeypatch.setattr(channel, "_write_all", full)
-    with pytest.raises(OSError, match="no space left"):
-        write_blob(b"data")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(OSError, match="no space left"):
+            write_blob(b"data")
     assert not is_open(made[0])
 
 

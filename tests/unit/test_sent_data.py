@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from nblaunch.errors import ArgumentError
+from nblaunch.machine import timeouts
 from nblaunch.machine.segments import Placed, Region
-from nblaunch.transfer import sent_data as all_snapshots
-from nblaunch.transfer.sent_data import Snapshots, budget
+from nblaunch.transfer import sent_data
+from nblaunch.transfer.sent_data import SentDataCache, budget
 from tests.conftest import eventually
 
 MB = 1 << 20
@@ -34,20 +35,20 @@ class Data:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Snapshots]:
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[SentDataCache]:
     monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", str(200 * MB))
-    snapshots = Snapshots()
-    yield snapshots
-    snapshots.free()
+    cache = SentDataCache()
+    yield cache
+    cache.free()
 
 
-def placed(snapshots: Snapshots, *data: Data) -> list[Placed]:
+def placed(cache: SentDataCache, *data: Data) -> list[Placed]:
     regions = sorted(each.region for each in data)
-    by_region = dict(zip(regions, snapshots.place(regions, Path("/nowhere")), strict=True))
+    by_region = dict(zip(regions, cache.place(regions, Path("/nowhere")), strict=True))
     return [by_region[each.region] for each in data]
 
 
-def test_what_has_not_changed_is_not_copied_again(kept: Snapshots) -> None:
+def test_what_has_not_changed_is_not_copied_again(kept: SentDataCache) -> None:
     one, other = Data(ALONE, 1), Data(ALONE, 2)
     first = placed(kept, one, other)
     assert all(each.is_new for each in first)
@@ -56,7 +57,7 @@ def test_what_has_not_changed_is_not_copied_again(kept: Snapshots) -> None:
     assert [each.segment for each in again] == [each.segment for each in first]
 
 
-def test_what_has_changed_gets_a_new_segment_and_the_old_one_stays_as_it_was(kept: Snapshots) -> None:
+def test_what_has_changed_gets_a_new_segment_and_the_old_one_stays_as_it_was(kept: SentDataCache) -> None:
     one, other = Data(ALONE, 1), Data(ALONE, 2)
     before = placed(kept, one, other)
     one.array[-1] = 7
@@ -68,7 +69,7 @@ def test_what_has_changed_gets_a_new_segment_and_the_old_one_stays_as_it_was(kep
     assert one.is_in(before[0])
 
 
-def test_small_ones_that_share_a_segment_are_told_apart(kept: Snapshots) -> None:
+def test_small_ones_that_share_a_segment_are_told_apart(kept: SentDataCache) -> None:
     data = [Data(SMALL, number) for number in range(4)]
     assert len({id(each.segment) for each in placed(kept, *data)}) == 1
     data[2].array[5] = 99
@@ -77,7 +78,7 @@ def test_small_ones_that_share_a_segment_are_told_apart(kept: Snapshots) -> None
     assert all(each.is_in(place) for each, place in zip(data, again, strict=True))
 
 
-def test_a_small_change_is_copied_once(kept: Snapshots) -> None:
+def test_a_small_change_is_copied_once(kept: SentDataCache) -> None:
     parts = [Data(MB // 8, value) for value in range(10)]
     assert all(each.is_new for each in placed(kept, *parts))
     parts[3].array += 1
@@ -85,17 +86,17 @@ def test_a_small_change_is_copied_once(kept: Snapshots) -> None:
     assert not any(each.is_new for each in placed(kept, *parts))
 
 
-def test_few_descriptors_are_held_whatever_changes(kept: Snapshots) -> None:
+def test_few_descriptors_are_held_whatever_changes(kept: SentDataCache) -> None:
     parts = [Data(MB // 8, value) for value in range(100)]
     before = len(os.listdir("/proc/self/fd"))
     placed(kept, *parts)
     for part in parts:
         part.array += 1
         placed(kept, *parts)
-    assert len(os.listdir("/proc/self/fd")) - before <= all_snapshots._MOST_SEGMENTS
+    assert len(os.listdir("/proc/self/fd")) - before <= sent_data._MAX_SEGMENTS
 
 
-def test_what_was_used_longest_ago_goes_first(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_used_longest_ago_goes_first(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
     old, middle, new = (Data(ALONE, number) for number in range(3))
     for data in (old, middle, old, new):
         placed(kept, data)
@@ -107,14 +108,14 @@ def test_what_was_used_longest_ago_goes_first(kept: Snapshots, monkeypatch: pyte
     assert placed(kept, middle)[0].is_new
 
 
-def test_what_exceeds_the_budget_is_sent_and_not_kept(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_exceeds_the_budget_is_sent_and_not_kept(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "0")
     data = Data(ALONE, 1)
     assert data.is_in(placed(kept, data)[0])
     assert kept.size == 0
 
 
-def test_freed_segments_are_gone_but_for_launches_that_run(kept: Snapshots) -> None:
+def test_freed_segments_are_gone_but_for_launches_that_run(kept: SentDataCache) -> None:
     data = Data(ALONE, 1)
     before = len(os.listdir("/proc/self/fd"))
     running = placed(kept, data)
@@ -125,19 +126,19 @@ def test_freed_segments_are_gone_but_for_launches_that_run(kept: Snapshots) -> N
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_when_memory_gets_short_they_go_by_themselves(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_memory_gets_short_they_go_by_themselves(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBLAUNCH_KEEP_BYTES")
-    monkeypatch.setattr(all_snapshots, "_LOOK_EVERY", 0.01)
-    monkeypatch.setattr(all_snapshots, "free_memory", lambda: 100 * ALONE)
+    monkeypatch.setattr(timeouts, "MEMORY_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(sent_data, "free_memory", lambda: 100 * ALONE)
     placed(kept, Data(ALONE, 1))
     assert kept.size >= ALONE
-    monkeypatch.setattr(all_snapshots, "free_memory", lambda: ALONE)
+    monkeypatch.setattr(sent_data, "free_memory", lambda: ALONE)
     eventually(lambda: kept.size == 0, 10)
     eventually(lambda: "nblaunch-memory" not in [thread.name for thread in threading.enumerate()], 10)
 
 
 def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
-    kept: Snapshots, monkeypatch: pytest.MonkeyPatch
+    kept: SentDataCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[None] = []
 
@@ -150,24 +151,24 @@ def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
         return ALONE
 
     monkeypatch.delenv("NBLAUNCH_KEEP_BYTES")
-    monkeypatch.setattr(all_snapshots, "_LOOK_EVERY", 0.01)
-    monkeypatch.setattr(all_snapshots, "free_memory", free_memory)
+    monkeypatch.setattr(timeouts, "MEMORY_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(sent_data, "free_memory", free_memory)
     placed(kept, Data(ALONE, 1))
     eventually(lambda: kept.size == 0, 10)
     assert len(looks) > 5
 
 
-def test_when_all_is_freed_the_memory_is_not_looked_at_again(kept: Snapshots, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_not_read_again_once_all_is_freed(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
-    monkeypatch.setattr(all_snapshots, "_LOOK_EVERY", 3600.0)
+    monkeypatch.setattr(timeouts, "MEMORY_CHECK_INTERVAL_S", 3600.0)
     placed(kept, Data(ALONE, 1))
-    monkeypatch.setattr(all_snapshots, "budget", looks.append)
+    monkeypatch.setattr(sent_data, "budget", looks.append)
     kept.free()
     eventually(lambda: kept._watch is None, 10)
     assert looks == []
 
 
-def test_what_is_there_this_once_is_not_kept(kept: Snapshots) -> None:
+def test_what_is_there_this_once_is_not_kept(kept: SentDataCache) -> None:
     stays, passes = Data(SMALL, 1), Data(2 * SMALL, 2)
     for is_new in (True, False):
         found = kept.place(sorted([stays.region, passes.region]), Path("/nowhere"), {passes.region})
@@ -179,7 +180,7 @@ def test_what_is_there_this_once_is_not_kept(kept: Snapshots) -> None:
 
 
 def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_snapshots, "free_memory", lambda: 900)
+    monkeypatch.setattr(sent_data, "free_memory", lambda: 900)
     assert budget(100) == 100
     monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "")
     assert budget(100) == 100
@@ -190,14 +191,14 @@ def test_the_budget_is_a_tenth_of_what_would_be_free(monkeypatch: pytest.MonkeyP
         budget(100)
 
 
-def test_files_are_not_kept(kept: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.machine.segments._room", lambda more, size, folder: folder)
+def test_files_are_not_kept(kept: SentDataCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.machine.segments._find_room", lambda more, size, folder: folder)
     data = Data(ALONE, 1)
     assert data.is_in(kept.place([data.region], tmp_path)[0])
     assert kept.size == 0
 
 
-def test_launches_from_threads_get_what_they_sent(kept: Snapshots) -> None:
+def test_launches_from_threads_get_what_they_sent(kept: SentDataCache) -> None:
     data = [Data(SMALL + number, number) for number in range(6)]
     wrong: list[Data] = []
 
@@ -215,7 +216,7 @@ def test_launches_from_threads_get_what_they_sent(kept: Snapshots) -> None:
     assert wrong == []
 
 
-def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: Snapshots) -> None:
+def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: SentDataCache) -> None:
     data = Data(ALONE, 1)
     for _ in range(5):
         placed(kept, data)
@@ -225,10 +226,10 @@ def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: Snapshots) -> 
 
 
 def test_what_is_kept_gives_way_to_a_launch_that_needs_the_memory(
-    kept: Snapshots, monkeypatch: pytest.MonkeyPatch
+    kept: SentDataCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nblaunch.machine.segments._WORTH_A_LOOK", 0)
-    monkeypatch.setattr("nblaunch.machine.segments._RESERVE", 0)
+    monkeypatch.setattr("nblaunch.machine.segments._MIN_CHECKED_BYTES", 0)
+    monkeypatch.setattr("nblaunch.machine.segments._RESERVE_BYTES", 0)
     monkeypatch.setattr("nblaunch.machine.segments.free_memory", lambda: 3 * ALONE - kept.size)
     old, new = Data(2 * ALONE, 1), Data(2 * ALONE, 2)
     placed(kept, old)

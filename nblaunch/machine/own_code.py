@@ -1,0 +1,38 @@
+"""Whose code a stack frame runs: nblaunch's, a library's or the user's. Told by the directory of the frame's file."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+"""The directory of nblaunch, with a separator at the end."""
+RANK_WORKER = os.path.join(PACKAGE, "ranks", "worker.py")
+"""Its first frame is where a rank begins; older frames belong to the process that was forked."""
+RANK_STACK_DUMPS = os.path.join(PACKAGE, "ranks", "stack_dumps.py")
+"""Runs the thread that answers requests for stacks."""
+
+
+def _as_dumped(path: str) -> str:
+    """Escape a path as faulthandler does."""
+    return path.encode("ascii", "backslashreplace").decode()
+
+
+_RANK_RUNTIME = (os.path.join(PACKAGE, "ranks", ""), os.path.join(PACKAGE, "training", "distribute.py"))
+_IN_RANK_RUNTIME = (*_RANK_RUNTIME, *map(_as_dumped, _RANK_RUNTIME))
+_IN_PACKAGE_OR_STDLIB = (PACKAGE, _as_dumped(PACKAGE), os.path.join(sysconfig.get_path("stdlib"), ""))
+_INSTALLED = tuple(
+    f"{separator}{name}{separator}" for separator in "/\\" for name in ("site-packages", "dist-packages")
+)
+
+
+def is_rank_runtime(filename: str) -> bool:
+    """Return True for the files whose frames stand between a rank's start and the user's function."""
+    return filename.startswith(_IN_RANK_RUNTIME)
+
+
+def is_users(filename: str) -> bool:
+    """Return True unless the file is nblaunch's, an installed library's, or generated code such as ``<string>``."""
+    return not (
+        filename.startswith(("<", *_IN_PACKAGE_OR_STDLIB)) or any(directory in filename for directory in _INSTALLED)
+    )

@@ -1,0 +1,35 @@
+"""The layout of a parcel: what its receiver must know before it reads the pickle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """A range of bytes in one of a parcel's segments."""
+
+    segment: int
+    offset: int
+    size: int
+
+
+class StoragePart(NamedTuple):
+    """The part of a storage that a tensor refers to; offset and size in bytes."""
+
+    storage: Place
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a parcel's pickle and buffers are spread over its blob, segments and descriptors."""
+
+    segments: int
+    buffers: tuple[Place | StoragePart | int, ...]
+    """For each buffer its place, or the index of a shared descriptor."""
+    stream: tuple[Place | int, ...]
+    """The pickle in parts: a place, or a number of bytes that follow in the blob."""
+    loads: int
+    """How many objects the pickle holds, one after the other."""

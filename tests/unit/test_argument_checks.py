@@ -1,0 +1,48 @@
+"""Checks of single arguments."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nblaunch.errors import ArgumentError
+from nblaunch.machine.argument_checks import one_of, seconds, whole_number
+
+
+@pytest.mark.parametrize("value", [1, 7, np.int64(7)])
+def test_a_whole_number_comes_back_as_an_int(value: Any) -> None:
+    number = whole_number("num_processes", value, least=1)
+    assert (number, type(number)) == (value, int)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "2", None])
+def test_a_whole_number_is_no_bool_float_or_text(value: Any) -> None:
+    expected = f"num_processes={value!r}: must be a whole number, at least 1"
+    with pytest.raises(ArgumentError, match=re.escape(expected)):
+        whole_number("num_processes", value, least=1)
+
+
+@pytest.mark.parametrize("value", [0.5, 30])
+def test_seconds_come_back_as_a_float(value: Any) -> None:
+    number = seconds("timeout", value)
+    assert (number, type(number)) == (value, float)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, math.inf, math.nan, "30", None])
+def test_seconds_are_finite_and_positive(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"timeout={value!r}: must be a number of seconds above 0")):
+        seconds("timeout", value)
+
+
+def test_one_of_returns_the_choice() -> None:
+    assert one_of("device", "cpu", ("auto", "cpu")) == "cpu"
+
+
+@pytest.mark.parametrize("value", ["gpu", None, 3])
+def test_one_of_names_the_choices(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"device={value!r}: must be one of 'auto', 'cpu'")):
+        one_of("device", value, ("auto", "cpu"))
