@@ -47,7 +47,8 @@ HANGS = "import time\ntime.sleep(600)\n"
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     """Servers of the test's own."""
     servers = Servers()
-    monkeypatch.setattr("nblaunch.launch.handle.servers", servers)
+    monkeypatch.setattr("nblaunch.engines.local.servers", servers)
+    monkeypatch.setattr("nblaunch.engines.local_workers.servers", servers)
     monkeypatch.setattr("nblaunch.launch.api.servers", servers)
     monkeypatch.setattr(timeouts, "BUILD_QUIET_S", 0.1)
     yield servers
