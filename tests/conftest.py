@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from nblaunch.engines.generations import servers
-from nblaunch.engines.server_client import ForkServer, Grandchild
+from nblaunch.engines.grandchild import Grandchild
+from nblaunch.engines.server_client import ForkServer
 from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE

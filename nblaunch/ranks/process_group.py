@@ -72,11 +72,18 @@ def find_backends() -> None:
 
 
 def join(world: World, rank: int, world_size: int) -> None:
-    """Make the default group of this rank, which the user's code finds ready."""
+    """Make the default group of this rank, which the user's code finds ready.
+
+    A later task keeps the group of the one before, unless its world is of another generation.
+    """
     global _home
     import torch.distributed as dist
 
-    _home = _Home(world, rank, world_size)
+    if _home is None or _home.world.generation != world.generation:
+        leave()
+        _home = _Home(world, rank, world_size)
+    elif dist.is_initialized():
+        return
     dist.init_process_group(world.backend)
     _home.ours = dist.group.WORLD
     settling.install()
@@ -173,7 +180,7 @@ def _prefixed(home: _Home, host: str, port: int, world_size: int, rank: int, tim
         home.stores[place] = _connect(home, host, port, world_size, rank, timeout)
     generation = home.created.get(place, 0)
     home.created[place] = generation + 1
-    return PrefixStore(f"nblaunch/gen{generation}", home.stores[place])
+    return PrefixStore(f"nblaunch/{home.world.generation}/gen{generation}", home.stores[place])
 
 
 def _wait_for_all(store: Store, world_size: int) -> None:
