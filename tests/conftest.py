@@ -22,7 +22,8 @@ from typing import Any
 import pytest
 
 from nblaunch.engines.generations import servers
-from nblaunch.engines.server_client import ForkServer, Grandchild
+from nblaunch.engines.grandchild import Grandchild
+from nblaunch.engines.server_client import ForkServer
 from nblaunch.machine.processes import descendants
 from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER

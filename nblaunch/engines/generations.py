@@ -1,7 +1,7 @@
 """The fork servers of this kernel, and which of them starts a launch.
 
-No server changes once it serves. The first of a line has torch and serves at once. While no launch starts, it forks a
-successor that has what the first optimizer of a process imports, which takes its place; and that one forks another
+A server never changes once it serves. The first of a line has torch and serves at once. While no launch starts, it
+forks a successor with the imports of a process's first optimizer, which replaces it. The successor forks another one
 with the packages that this notebook uses.
 """
 
@@ -16,16 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from nblaunch.engines.import_environment import Where
-from nblaunch.engines.server_client import ForkServer, LeftOutError, Reaper, Successor, remedy
+from nblaunch.engines.preloads import Preloads
+from nblaunch.engines.server_client import ForkServer, Reaper, remedy
+from nblaunch.engines.successor import LeftOutError, Successor
 from nblaunch.errors import StartError, warn
-from nblaunch.machine.packages import (
-    KNOWN_SAFE,
-    imported_here,
-    installed_now,
-    package_of,
-    shadowed,
-    why_not_ahead,
-)
+from nblaunch.machine import timeouts
+from nblaunch.machine.packages import installed_now, package_of, shadowed
 from nblaunch.wire.messages import Method
 
 _log = logging.getLogger(__name__)
@@ -33,14 +29,10 @@ _Server = TypeVar("_Server", bound=ForkServer)
 _PRELOAD = ("torch", "torch.distributed", "numpy")
 _SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """The first optimizer or DistributedDataParallel of a process imports torch._dynamo, which takes longer than torch."""
-_QUIET = 1.0
-"""Seconds without a launch's start after which servers may be built."""
-_MOST_OTHERS = 2
-"""Servers with an environment that ``env=`` has named; each takes 150 MB. Those that launches wait for may be more."""
-_MOST_TRIES = 5
-"""Servers that a launch waits for, where other threads retire one after the other."""
-_OTHERS_STAY = 600.0
-"""Seconds that such a server stays unused; it goes when a cell or the next launch ends."""
+MAX_ENV_SERVERS = 2
+"""Servers with an environment of their own (``env=``), 150 MB each. Servers that launches wait for do not count."""
+MAX_SERVER_TRIES = 5
+"""Servers that a launch waits for, if other threads retire one after the other."""
 
 
 class _Step(NamedTuple):
@@ -49,15 +41,15 @@ class _Step(NamedTuple):
     parent: ForkServer
     modules: Sequence[str]
     where: Where | None = None
-    """For which launches it is; None: it takes its parent's place."""
+    """The launches it is for; None: it replaces its parent."""
 
 
 class Servers:
     """The fork servers of this kernel, each started when needed.
 
     One has torch imported, one is bare, for ``spawn``. Launches whose ``env=`` names what torch reads at its import
-    have a server of their own. The one that is stocked also has the notebook's packages, and serves launches in which
-    these would be imported the same way.
+    have a server of their own. The stocked one also has the notebook's packages, and serves launches that would import
+    them the same way.
     """
 
     def __init__(self) -> None:
@@ -65,26 +57,23 @@ class Servers:
         self._warm: ForkServer | None = None
         self._bare: ForkServer | None = None
         self._others: list[ForkServer] = []
-        """Those of environments that ``env=`` has named, the latest used last."""
+        """Servers with an environment of their own (``env=``), the most recently used last."""
         self._stocked: Successor | None = None
         self._given_up: list[tuple[Mapping[str, str], str]] = []
-        """The environments with which no server got ready, and why: no launch waits for that again."""
-        self._named: dict[str, None] = {}
-        """Modules that the user wants to be imported ahead of launches."""
-        self._left_out: dict[str, str] = {}
-        """Packages that cannot be, and why."""
+        """Environments whose server did not start, and why: no launch waits for it again."""
+        self._preloads = Preloads()
         self._last: Where | None = None
         """Where the last launch ran."""
         self._before: Where | None = None
-        """And the one before."""
+        """Where the launch before that ran."""
         self._builder: threading.Thread | None = None
         self._building: Successor | None = None
         self._starting = 0
         """Launches that are waiting for their reaper."""
         self._started = 0.0
-        """When the last launch was on its way, by the monotonic clock."""
+        """When the last launch got its reaper, by the monotonic clock."""
         self._retired: list[ForkServer] = []
-        """Those that stay for the launches that they have."""
+        """Replaced servers whose launches still run."""
 
     def warm_up(self) -> None:
         """Start the fork server in the background, if it does not run; also if it could not before.
@@ -102,39 +91,37 @@ class Servers:
             if self._alive(self._warm) is not None:
                 self._current()
             for old in self._others:
-                if time.monotonic() - old.used > _OTHERS_STAY:
+                if time.monotonic() - old.used > timeouts.ENV_SERVER_IDLE_TIMEOUT_S:
                     self.give_up(old)
             self._build_soon()
 
     def forget(self) -> None:
-        """Have none: in a forked child of the kernel they are its parent's."""
+        """Forget all servers: in a forked child of the kernel they are the parent's."""
         inherited = self.__dict__.copy()
-        self.__init__()  # type: ignore[misc]  # begin anew, with a lock that nobody holds
-        self._inherited = inherited  # or a Popen that goes would warn of a process that still runs
+        self.__init__()  # type: ignore[misc]  # the lock may be held by a thread of the parent
+        self._inherited = inherited  # Popen.__del__ would warn of a running process
 
     def preload(self, modules: Sequence[str], where: Where | None = None, *, again: bool = False) -> None:
-        """Have these modules ready for later launches, beside those that the notebook imports.
+        """Import modules ahead of later launches, besides those that the notebook imports.
 
         Args:
             modules: Their names.
             where: Where launches will run, if none has run yet. Default: not known.
-            again: Also those that could not be imported before. Default: once what is installed has changed.
+            again: Retry modules that could not be imported before. Default: only after an installation.
         """
         with self._lock:
-            self._named.update(dict.fromkeys(modules))
-            for name in modules if again else ():
-                self._left_out.pop(package_of(name), None)  # it may have been mended
+            self._preloads.add(modules, again=again)
             if self._last is None:
                 self._last = self._before = where
             self._build_soon()
 
     def reaper(self, method: Method, launch_id: str, ranks: int, where: Where | None = None) -> Reaper:
-        """The reaper of a new launch over `method`, from a server that runs.
+        """Return the reaper of a new launch, from a running server.
 
         Args:
             method: ``forkserver`` or ``spawn``.
             launch_id: Names the launch.
-            ranks: Of it.
+            ranks: Number of ranks.
             where: Its ranks' environment and folder. Default: those of this process.
 
         Raises:
@@ -159,7 +146,7 @@ class Servers:
         raise AssertionError  # not reached
 
     def usable(self, method: Method, where: Where | None = None) -> Method:
-        """`method`, or ``spawn`` where the fork server refuses to fork ranks; that is said as a warning."""
+        """Return `method`, or ``spawn`` with a warning if the fork server cannot fork ranks."""
         if method != "forkserver":
             return method
         problem = self._problem(where or Where.here())
@@ -169,8 +156,8 @@ class Servers:
         return "spawn"
 
     def _problem(self, where: Where) -> str:
-        """Why ranks cannot be forked; empty where they can."""
-        for _ in range(_MOST_TRIES):
+        """Return why ranks cannot be forked; empty if they can."""
+        for _ in range(MAX_SERVER_TRIES):
             with self._lock, self._launching():  # its payload comes next, and then its start
                 for env, reason in self._given_up:
                     if env == where.read_at_import:
@@ -179,10 +166,10 @@ class Servers:
             problem = self._problem_of(server)
             if problem is not None:
                 return problem
-        return f"it was replaced {_MOST_TRIES} times before it was ready"
+        return f"it was replaced {MAX_SERVER_TRIES} times before it was ready"
 
     def _problem_of(self, server: ForkServer) -> str | None:
-        """Wait for its Hello; why ranks cannot be forked there, None where another has taken its place meanwhile."""
+        """Wait for its Hello; return why it cannot fork ranks, None if it was replaced meanwhile."""
         try:
             return server.ready().problem
         except StartError as error:
@@ -194,7 +181,7 @@ class Servers:
                 return reason
 
     def status(self) -> list[str]:
-        """Lines for ``%distributed status``."""
+        """Return the lines of ``%distributed status``."""
         with self._lock:
             lines = self._status_of_warm()
             for other in self._others:
@@ -205,7 +192,7 @@ class Servers:
                 lines.append(f"with {had} imported: pid {stocked.process.pid}, {stocked.launches} launches")
             if self._building is not None:
                 lines.append(f"in preparation: one that has {', '.join(self._building.preload[-3:])}")
-            return lines + [f"not imported ahead of launches: {name}, as {why}" for name, why in self._left_out.items()]
+            return lines + self._preloads.status()
 
     def _status_of_warm(self) -> list[str]:
         server = self._warm
@@ -219,20 +206,20 @@ class Servers:
         return [f"fork server: pid {hello.pid}, {state}, {server.launches} launches"]
 
     def stop(self) -> None:
-        """End every server that this process started."""
+        """Kill every server of this process."""
         with self._lock:
             if self._building is not None:
                 self._building.kill()  # its builder waits for its end
                 self._building = None
             present = self.all()
             self._warm = self._bare = self._stocked = self._last = self._before = None
-            self._named, self._left_out, self._given_up = {}, {}, []
+            self._preloads, self._given_up = Preloads(), []
             self._others, self._retired = [], []
             for server in present:
                 server.stop()
 
     def all(self) -> list[ForkServer]:
-        """Every server that this process has, those that are being built or retired included."""
+        """Return every server of this process, including those that are being built or are retired."""
         with self._lock:
             present = (self._building, self._stocked, self._warm, self._bare, *self._others, *self._retired)
             return [server for server in present if server is not None]
@@ -255,7 +242,7 @@ class Servers:
         return server
 
     def _server(self, where: Where) -> ForkServer:
-        """The server that has read at its imports what launches there would have; started if there is none."""
+        """Return a server whose imports saw the environment of launches there; start it if there is none."""
         if where.read_at_import == Where.here().read_at_import:
             return self._current()
         found = self._other(where)
@@ -265,7 +252,7 @@ class Servers:
         if found is None:
             found = ForkServer(_PRELOAD, where._replace(cwd=os.path.abspath(os.sep)))
         self._others = [*(other for other in self._others if other is not found), found]
-        too_many = max(0, len(self._others) - _MOST_OTHERS)
+        too_many = max(0, len(self._others) - MAX_ENV_SERVERS)
         for old in list(filter(_is_spare, self._others[:-1]))[:too_many]:
             self.give_up(old)
         self._build_soon()
@@ -277,14 +264,14 @@ class Servers:
         return next((o for o in self._others if o.where.read_at_import == wanted), None)
 
     def _current(self) -> ForkServer:
-        """The warm server; a new generation where what it has read at its imports has changed."""
+        """Return the warm server; a new one if the environment or the installation has changed."""
         self._retired = [old for old in self._retired if old.alive()]
         server = self._alive(self._warm)
         if server is not None and not _is_outdated(server):
             return server
         if server is not None:
             _log.info("the environment or what is installed has changed: starting a new fork server")
-            self._left_out.clear()
+            self._preloads.retry()
         for old in (self._stocked, server):
             self._retire(old)
         self._stocked = self._warm = None  # also where no other can be started
@@ -296,13 +283,13 @@ class Servers:
         if server is None:
             return
         if self._building is not None and self._building.parent is server:
-            self._building.kill()  # nothing needs it any more; its builder closes its files
+            self._building.kill()  # its builder closes its files
             self._building = None
         server.retire()
         self._retired.append(server)
 
     def give_up(self, server: ForkServer) -> None:
-        """Do without a server that does not answer; its other launches go on."""
+        """Replace a server that does not answer; its other launches run on."""
         with self._lock:
             self._retire(server)
             self._warm = None if server is self._warm else self._warm
@@ -311,7 +298,7 @@ class Servers:
             self._others = [other for other in self._others if other is not server]
 
     def _has_place(self, server: ForkServer) -> bool:
-        """Return True if launches may go to it: it was not retired."""
+        """Return True if launches may use it: it was not retired."""
         with self._lock:
             return server in (self._warm, self._bare, self._stocked, *self._others)
 
@@ -324,7 +311,7 @@ class Servers:
     # -------------------------------------------------------------- building the next
     @contextlib.contextmanager
     def _launching(self) -> Iterator[None]:
-        """Have building stand still while a launch starts."""
+        """Pause building while a launch starts."""
         counted = 0
         try:
             with self._lock:
@@ -332,36 +319,36 @@ class Servers:
                 if self._building is not None:
                     self._building.heed()
             yield
-        finally:  # also where an interrupt comes before the launch: what stands still would do so for good
+        finally:  # also on an interrupt, or building would stay paused
             with self._lock:
                 self._starting, self._started = self._starting - counted, time.monotonic()
 
     def _is_quiet(self) -> bool:
-        """Return True if no launch starts, nor has a moment ago."""
-        return not self._starting and time.monotonic() - self._started >= _QUIET
+        """Return True if no launch starts, or has started a moment ago."""
+        return not self._starting and time.monotonic() - self._started >= timeouts.BUILD_QUIET_S
 
     def build_soon(self) -> None:
-        """Have what the next launch can use built in the background."""
+        """Build what the next launch can use, in the background."""
         with self._lock:
             self._build_soon()
 
     def _build_soon(self) -> None:
-        """The same; the lock is held."""
+        """Build in the background; the lock is held."""
         if self._builder is None and self._next_step() is not None:
             builder = threading.Thread(target=self._build, name="nblaunch-builder", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads: the next launch imports for itself
+            with contextlib.suppress(RuntimeError):  # no more threads: ranks import for themselves
                 builder.start()
                 self._builder = builder
 
     def _next_step(self) -> _Step | None:
-        """What is to be built next; None where there is everything."""
+        """Return what to build next; None if everything is built."""
         for server in filter(None, (self._warm, *self._others)):
             if not server.is_complete and server.alive():
-                return _Step(server, self._without_left_out(_SOON))
+                return _Step(server, self._preloads.allowed(_SOON))
         if self._last is None:
             return None
         parent = self._warm if self._last.read_at_import == Where.here().read_at_import else self._other(self._last)
-        modules = self._without_left_out(self._wanted())
+        modules = self._preloads.wanted()
         if parent is None or not modules or parent.hello is None or parent.hello.problem:
             return None
         stocked = self._alive(self._stocked)
@@ -369,25 +356,11 @@ class Servers:
             missing = [name for name in modules if name not in stocked.preload]
             return _Step(stocked, (*stocked.preload, *missing), self._last) if missing else None
         if stocked is not None and not (self._before is not None and self._last.is_like(self._before)):
-            return None  # the environments of a sweep, each new, would have one built after every launch
+            return None  # a sweep over environments would build one after every launch
         return _Step(parent, modules, self._last)
 
-    def _wanted(self) -> list[str]:
-        """The modules that are to be imported ahead of launches."""
-        packages = set(map(package_of, self._named))
-        if os.environ.get("NBLAUNCH_PRELOAD") != "0":
-            packages |= KNOWN_SAFE
-        here = imported_here(packages)
-        for package in {package_of(name) for name in (*here, *self._named)} - self._left_out.keys():
-            if reason := why_not_ahead(package):
-                self._left_out[package] = reason
-        return [*here, *(name for name in self._named if name not in here)]
-
-    def _without_left_out(self, modules: Sequence[str]) -> list[str]:
-        return [name for name in modules if package_of(name) not in self._left_out]
-
     def _build(self) -> None:
-        """Build step after step. A package that none can have is left out of the next."""
+        """Build step after step. A package that cannot be imported is left out of the next step."""
         try:
             while (step := self._await_step()) is not None:
                 self._take(step)
@@ -398,22 +371,24 @@ class Servers:
                 self._builder = self._building = None
 
     def _await_step(self) -> _Step | None:
-        """Wait until no launch starts; the next step then."""
+        """Wait until no launch starts; return the next step."""
         while True:
             with self._lock:
                 step = self._next_step()
                 if step is None or (step.parent.hello is not None and self._is_quiet()):
-                    self._builder = None if step is None else self._builder  # who wants something now starts another
+                    self._builder = None if step is None else self._builder  # a later request starts another thread
                     return step
             if self._problem_of(step.parent) != "":
                 step.parent.is_complete = True
-            time.sleep(max(0.05, min(_QUIET, self._started + _QUIET - time.monotonic())))
+            time.sleep(
+                max(0.05, min(timeouts.BUILD_QUIET_S, self._started + timeouts.BUILD_QUIET_S - time.monotonic()))
+            )
 
     def _take(self, step: _Step) -> None:
-        """Build one successor, and have launches go to it.
+        """Build one successor, and give it to launches.
 
         Raises:
-            StartError, OSError: None can be built.
+            StartError, OSError: No successor can be built.
         """
         where = step.where or step.parent.where
         try:
@@ -424,24 +399,24 @@ class Servers:
             successor.build()
         except LeftOutError as error:
             with self._lock:
-                if self._building is successor:  # else it was ended from here
-                    self._left_out[error.package] = error.reason
+                if self._building is successor:  # else `stop` has killed it
+                    self._preloads.leave_out(error.package, error.reason)
                     self._building = None
             return
         except (StartError, OSError):
             with self._lock:
-                if not self._has_place(step.parent):  # it was ended from here
+                if not self._has_place(step.parent):  # `stop` has killed it
                     return
-            step.parent.is_complete = True  # it is not asked again
+            step.parent.is_complete = True  # do not ask it again
             raise
         with self._lock:
             self._building = None
             self._adopt(successor, step)
 
     def _adopt(self, successor: Successor, step: _Step) -> None:
-        """Let launches go to a successor; the lock is held."""
+        """Give a successor to launches; the lock is held."""
         before: ForkServer | None = step.parent
-        if not self._has_place(step.parent):  # another generation has begun meanwhile
+        if not self._has_place(step.parent):  # a new line has begun meanwhile
             before = successor
         elif step.where is not None:
             before, self._stocked = self._stocked, successor

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nblaunch.engines import kernel_fork
 from nblaunch.engines.generations import servers
 from nblaunch.engines.import_environment import Where
+from nblaunch.engines.local import engine
 from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, warn
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
@@ -207,14 +207,10 @@ def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str
     plan = make_plan(this_machine(), **arguments)
     payload = gather(plan.world_size)
     shown = host().view(view)
-    plan = replace(plan, method=servers.usable(plan.method, Where(plan.env, os.sep, plan.named)))
+    plan = replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell))
     if plan.preload:
         servers.preload(plan.preload)
-    if plan.method == "fork":
-        kernel_fork.check_fork(host().cuda_cell())
-        shipment = payloads.share(payload)
-    else:
-        shipment = payloads.ship(payload)
+    shipment = payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload)
     return Launch(plan, payload, shipment, shown)
 
 

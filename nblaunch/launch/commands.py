@@ -1,4 +1,4 @@
-"""What other threads ask of a launch's supervisor."""
+"""What other threads ask of a supervisor."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from concurrent.futures import Future
 
 
 class Commands:
-    """What other threads ask of a supervisor: stop, kill, stacks. Safe to call from anywhere, at any time."""
+    """Requests to a supervisor: stop, kill, stacks. Thread-safe, and safe after the launch has ended.
+
+    Attributes:
+        stop: Stop the ranks.
+        kill: Skip their grace period.
+        stacks: Show in the view what each rank is doing.
+    """
 
     def __init__(self) -> None:
         self.stop = False
         self.kill = False
         self.stacks = False
-        """Whether the view is to be shown what each rank is doing."""
         self._lock = threading.Lock()
         self._waiting: list[tuple[float, Future[dict[int, str]]]] = []
         self._read, self._write = socket.socketpair()
@@ -22,32 +27,39 @@ class Commands:
         self._write.setblocking(False)
 
     def fileno(self) -> int:
+        """Return a descriptor that is readable after a request."""
         return self._read.fileno()
 
     def ask(self, *, kill: bool = False) -> None:
+        """Stop the ranks, with or without their grace period."""
         with self._lock:
             self.stop = True
             self.kill = self.kill or kill
             self._wake()
 
     def ask_stacks(self) -> None:
+        """Show in the view what each rank is doing."""
         with self._lock:
             self.stacks = True
             self._wake()
 
-    def want_stacks(self, within: float) -> Future[dict[int, str]]:
-        """To be given what each rank is doing that answers `within` so many seconds; of a launch that ends, nothing."""
+    def want_stacks(self, timeout: float) -> Future[dict[int, str]]:
+        """Return a future of what each rank is doing; it is empty if the launch ends first.
+
+        Args:
+            timeout: Seconds for each rank to answer.
+        """
         future: Future[dict[int, str]] = Future()
         with self._lock:
             if self._write.fileno() < 0:
                 future.set_result({})
             else:
-                self._waiting.append((within, future))
+                self._waiting.append((timeout, future))
                 self._wake()
         return future
 
     def take_stacks(self) -> tuple[bool, list[tuple[float, Future[dict[int, str]]]]]:
-        """Whether the view is to be shown the stacks, and who else waits for them; both are cleared."""
+        """Return and clear `stacks`, and the (timeout, future) pairs of `want_stacks`."""
         with self._lock:
             taken = self.stacks, self._waiting
             self.stacks, self._waiting = False, []
@@ -58,15 +70,17 @@ class Commands:
             try:
                 self._write.send(b"!")
             except BlockingIOError:
-                return  # it has been told often enough
+                return  # the buffer is full of wakeups
 
     def clear(self) -> None:
+        """Read the wakeups."""
         try:
             self._read.recv(4096)
         except BlockingIOError:
             return
 
     def close(self) -> None:
+        """Answer open questions for stacks with none; later requests have no effect."""
         with self._lock:
             self._read.close()
             self._write.close()

@@ -1,4 +1,4 @@
-"""What a launch's supervisor knows of one rank."""
+"""What a task knows of one rank."""
 
 from __future__ import annotations
 
@@ -6,79 +6,69 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from nblaunch.launch.output.log_files import Spool, Tail
-from nblaunch.launch.output.metric_patterns import PrintedMetrics
+from nblaunch.launch.group import Member
 from nblaunch.launch.verdict import RankEnd
-from nblaunch.launch.views.view import RankState, Stream
-from nblaunch.wire.channel import Channel
-from nblaunch.wire.drops import Dropped
-from nblaunch.wire.messages import Done, Failed, RankExited
+from nblaunch.launch.views.view import RankState
+from nblaunch.wire.messages import Done, Failed
 
 
 @dataclass(slots=True)
 class Rank:
-    """What is known of one rank."""
+    """One rank of a task."""
 
-    rank: int
-    channel: Channel
-    tails: dict[Stream, Tail]
-    spool: Spool
-    printed: PrintedMetrics
-    pid: int = 0
-    took: bool = False
-    """It has its task, if it was to say so."""
-    running: bool = False
+    member: Member
+    is_running: bool = False
+    """Its function has begun."""
     interrupted: bool = False
-    """It has seen its one SIGINT, ours or an editor's that came before."""
-    leaving: bool = False
+    """It has acknowledged SIGINT, ours or an editor's."""
+    is_leaving: bool = False
     """Its function and its threads have ended."""
     done: Done | None = None
     failed: Failed | None = None
-    exited: RankExited | None = None
     result: list[int] = field(default_factory=list)
     """The descriptors of its result's parcel."""
-    dropped: Dropped = field(default_factory=Dropped)
-    """What it could not write."""
     shown: RankState | None = None
-    """What the view was told last."""
-
-    def end(self) -> RankEnd:
-        return RankEnd(self.rank, self.done, self.failed, self.exited)
+    """The state that the view has."""
 
     @property
-    def listens(self) -> bool:
-        """Whether it has not ended, and still is what it was: one that called exec would die of a signal for stacks."""
-        return self.exited is None and not self.channel.closed
+    def rank(self) -> int:
+        """Its number."""
+        return self.member.rank
+
+    @property
+    def end(self) -> RankEnd:
+        """How it ended, as far as it has."""
+        return RankEnd(self.rank, self.done, self.failed, self.member.exited)
 
     @property
     def has_failed(self) -> bool:
-        """Whether it raised, cannot send its result, or ended before it had returned."""
-        return self.failed is not None or (self.exited is not None and self.done is None)
+        """Return True if it raised, could not send its result, or exited before it returned."""
+        return self.failed is not None or (self.member.exited is not None and self.done is None)
 
-    def state(self, asked: Collection[int]) -> RankState:
-        """Where it stands, if these ranks have been asked to end."""
-        was_asked = self.rank in asked
+    @property
+    def is_over(self) -> bool:
+        """Return True if it has returned, failed or exited."""
+        return self.done is not None or self.has_failed
+
+    def state(self, stopped: Collection[int]) -> RankState:
+        """Return what to show of it; `stopped` are the ranks that were interrupted or killed."""
+        was_stopped = self.rank in stopped
         if self.failed is not None:
-            return "ended" if self.failed.collective or was_asked else "failed"
-        if self.exited is not None:
+            return "ended" if self.failed.collective or was_stopped else "failed"
+        if self.member.exited is not None:
             if not self.has_failed:
                 return "returned"
-            return "ended" if was_asked else "failed"
-        if was_asked:
+            return "ended" if was_stopped else "failed"
+        if was_stopped:
             return "stopping"
-        return "running" if self.running else "starting"
+        return "running" if self.is_running else "starting"
 
     def take_result(self) -> list[int]:
-        """The descriptors of its result's parcel; from now on the caller's to close."""
+        """Return the descriptors of its result's parcel; the caller closes them."""
         taken, self.result = self.result, []
         return taken
 
     def close(self) -> None:
-        """Close what was opened for it, and a result that was not taken."""
+        """Close a result that was not taken."""
         for fd in self.take_result():
             os.close(fd)
-        self.channel.close()
-        self.spool.close()
-        self.printed.close()
-        for tail in self.tails.values():
-            tail.close()

@@ -1,6 +1,6 @@
-"""How ranks are made to stop: SIGINT, then patience for those that answer, then SIGKILL.
+"""How ranks are stopped: SIGINT, a grace period for those that acknowledge it, then SIGKILL.
 
-Pure: it is told the time and says which signals are due. The supervisor sends them.
+Pure: the caller passes the time and sends the signals that are due.
 """
 
 from __future__ import annotations
@@ -10,21 +10,14 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-Reason = Literal["user", "failure", "timeout"]
+from nblaunch.machine import timeouts
 
-_LEAVE_WITHIN = 1.0
-"""Seconds that a rank whose function has ended gets to leave once the others are being stopped."""
-_ANSWER_WITHIN = 3.0
-"""Seconds to acknowledge SIGINT. Python sees it between two instructions: a write or a large product holds it up."""
-_WAITER_WITHIN = 0.3
-"""The same after a failure for a rank that waits in a collective, in C: its peer is gone, so it would never answer."""
-_SILENT_AFTER = 0.2
-"""Seconds without an acknowledgement after a failure, from which on it matters where a rank is."""
+Reason = Literal["user", "failure", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """A signal to send now."""
+    """A signal that is due."""
 
     rank: int
     signum: int
@@ -33,12 +26,18 @@ class Due:
 
 @dataclass(slots=True)
 class Ladder:
-    """The stopping of one attempt; made when it begins.
+    """The stop of one task; created when it begins.
 
     Args:
-        reason: Who asked.
-        begun: Now, in seconds of the monotonic clock.
-        grace: Seconds that a rank which answers has for its ``finally`` and checkpoints.
+        reason: Why the task is stopped.
+        begun: The current time, in seconds of the monotonic clock.
+        grace: Seconds that a rank has for ``finally`` and checkpoints once it has acknowledged SIGINT.
+
+    Attributes:
+        answered: Ranks that have acknowledged SIGINT.
+        waiting: `silent` ranks that wait in a collective.
+        left: When each rank was first seen leaving.
+        at_once: Skip the grace period.
     """
 
     reason: Reason
@@ -46,21 +45,19 @@ class Ladder:
     grace: float
     answered: set[int] = field(default_factory=set)
     waiting: set[int] = field(default_factory=set)
-    """Those of the `silent` ranks that wait in a collective."""
     killed: set[int] = field(default_factory=set)
     interrupted: set[int] = field(default_factory=set)
     left: dict[int, float] = field(default_factory=dict)
-    """When each rank was first seen leaving."""
     at_once: bool = False
 
     def due(self, now: float, live: Iterable[int], running: Collection[int], leaving: Collection[int]) -> list[Due]:
-        """The signals that are due.
+        """Return the signals that are due.
 
         Args:
-            now: The time.
-            live: Ranks whose process has not ended.
+            now: The current time.
+            live: Ranks whose process has not exited.
             running: Ranks whose function has begun; the others have nothing to finish.
-            leaving: Ranks whose function has ended; they are not interrupted any more.
+            leaving: Ranks whose function has ended; they are not interrupted.
         """
         signals = []
         for rank in leaving:
@@ -77,26 +74,30 @@ class Ladder:
         return signals
 
     def silent(self, now: float, live: Iterable[int]) -> list[int]:
-        """The live ranks that may wait in a collective for the one that failed, as they have not answered for long."""
-        if self.reason != "failure" or now < self.begun + _SILENT_AFTER:
+        """Return the live ranks that are overdue with their acknowledgement after a failure.
+
+        They may wait in a collective for the rank that failed.
+        """
+        if self.reason != "failure" or now < self.begun + timeouts.COLLECTIVE_CHECK_DELAY_S:
             return []
         asked = self.interrupted - self.answered - self.killed
         return [rank for rank in live if rank in asked and rank not in self.left]
 
     def kill(self) -> None:
-        """From now on nobody has time."""
+        """Skip the grace period."""
         self.at_once = True
 
     def _deadline(self, rank: int) -> float:
         last = self.begun if self.at_once else self.begun + self.grace
         if rank in self.left:
-            return min(last, self.left[rank] + _LEAVE_WITHIN)
+            return min(last, self.left[rank] + timeouts.STOP_EXIT_TIMEOUT_S)
         if rank in self.answered:
             return last
-        return min(last, self.begun + (_WAITER_WITHIN if rank in self.waiting else _ANSWER_WITHIN))
+        is_blocked = rank in self.waiting
+        return min(last, self.begun + (timeouts.COLLECTIVE_ACK_TIMEOUT_S if is_blocked else timeouts.ACK_TIMEOUT_S))
 
     def countdown(self, now: float) -> str:
-        """What to show meanwhile."""
+        """Return what to show meanwhile."""
         left = max(0.0, self.begun + self.grace - now)
         if not self.answered or self.at_once:
             return "stopping"

@@ -41,8 +41,70 @@ PROGRESS_INTERVAL_S = 0.1
 """Between two progress records of one bar."""
 
 # ------------------------------------------------------------------ engines
+SERVER_START_TIMEOUT_S = 120.0
+"""For a fork server to import torch; a cold disk needs most of a minute."""
+PRELOAD_TIMEOUT_S = 120.0
+"""For a successor to import one package, without the time it is paused."""
+SERVER_KILL_TIMEOUT_S = 5.0
+"""For a killed fork server to exit; one in uninterruptible sleep exits later."""
+BUILD_POLL_S = 0.2
+"""Between checks whether a successor may go on building."""
+BUILD_QUIET_S = 1.0
+"""Without a launch's start before servers are built."""
+SPARES_RECENT_S = 60.0
+"""After a launch in which a new successor starts with spare ranks."""
+ENV_SERVER_IDLE_TIMEOUT_S = 600.0
+"""For an unused server with an environment of its own (``env=``); it ends after the next cell or launch."""
+REAPER_READ_TIMEOUT_S = 10.0
+"""For the reaper to read what it was sent before."""
+DUMP_QUIET_S = 0.2
+"""Without growth before faulthandler's dump counts as complete: it has no end mark."""
+
 
 # ------------------------------------------------------------------ launch: groups, tasks, stopping
+LOG_POLL_S = 0.05
+"""Between two reads of the ranks' logs."""
+GROUP_BEGIN_TIMEOUT_S = 10.0
+"""For the engine to answer; then a fork of the kernel is given up, and a fork server is woken."""
+GROUP_SWEEP_TIMEOUT_S = 8.0
+"""For the last event of a group after every rank has exited."""
+GROUP_DEAF_TIMEOUT_S = 6.0
+"""For killed ranks to exit; the reaper itself gives up on one after 5 s."""
+PEER_FAILURE_WAIT_S = 0.1
+"""Between the first failure and the stop of the other ranks, which may report failures of their own."""
+RESULT_FAILURE_WAIT_S = 5.0
+"""The same if only a result could not be sent: the others may still return theirs."""
+FAILURE_NOTE_DELAY_S = 0.5
+"""Between the first failure and a note of it, if other ranks still run."""
+THREADS_NOTE_DELAY_S = 5.0
+"""For a returned rank to wait for its threads before a note says so."""
+EXIT_TIMEOUT_S = 30.0
+"""For a rank's exit (atexit functions, torch's clean-up) after its threads have ended."""
+STOP_EXIT_TIMEOUT_S = 1.0
+"""The same while the other ranks are being stopped."""
+ACK_TIMEOUT_S = 3.0
+"""For the acknowledgement of SIGINT. Python handles it between two instructions: a large product delays it."""
+COLLECTIVE_ACK_TIMEOUT_S = 0.3
+"""The same after a failure for a rank blocked in a collective: without its peer it never returns from C."""
+COLLECTIVE_CHECK_DELAY_S = 0.2
+"""Without an acknowledgement after a failure before a rank is asked whether it waits in a collective."""
+STACKS_TIMEOUT_S = 2.0
+"""For a rank to answer with its stacks."""
+TIMEOUT_STACKS_S = 1.0
+"""For the stacks of a launch that has timed out, before it is stopped."""
+STACKS_SIGNAL_DELAY_S = 1.0
+"""Before a rank that does not answer gets the signal, at most half of its time: C code holds the GIL."""
+STACKS_QUEUE_TIMEOUT_S = 4.0
+"""For a supervisor to begin with a question for stacks: an earlier one may be open."""
+KILLED_LAUNCH_TIMEOUT_S = 3.0
+"""For the end of a launch that an interrupt killed at its start."""
+RENDEZVOUS_TIMEOUT_S = 300.0
+"""Of operations on the launch's TCPStore."""
+METRIC_SEARCH_S = 0.05
+"""Of one log poll for finding metrics in the logs."""
+METRIC_SEARCH_NOTE_DELAY_S = 5.0
+"""Of the last search before a note says so."""
+
 
 # ------------------------------------------------------------------ launch: plans, output, results
 STOP_GRACE_S = 30.0

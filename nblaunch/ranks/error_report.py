@@ -16,11 +16,12 @@ _COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection 
 _MAX_TEXT_CHARS = 100_000
 
 
-def describe(rank: int, error: BaseException) -> Failed:
+def describe(rank: int, task: int, error: BaseException) -> Failed:
     """Return the message for an exception that user code raised."""
     kind, status = _kind(error)
     return Failed(
         rank=rank,
+        task=task,
         time_ns=time.monotonic_ns(),
         kind=kind,
         type_name=_type_name(type(error)),
@@ -32,10 +33,10 @@ def describe(rank: int, error: BaseException) -> Failed:
     )
 
 
-def unsendable_result(rank: int, result: Any, error: Exception) -> Failed:
+def unsendable_result(rank: int, task: int, result: Any, error: Exception) -> Failed:
     """Return the message for a result that cannot be pickled: which part of it, and why."""
     reason = pickling.explain(result, "result") or f"the result cannot be sent: {text_of(error)}"
-    return Failed(rank, time.monotonic_ns(), "result", _type_name(type(error)), str(reason), _traceback(error))
+    return Failed(rank, task, time.monotonic_ns(), "result", _type_name(type(error)), str(reason), _traceback(error))
 
 
 def _type_name(kind: type) -> str:

@@ -75,11 +75,18 @@ def find_backends() -> None:
 
 
 def join(world: World, rank: int, world_size: int) -> None:
-    """Make the default group of this rank, which the user's code finds ready."""
+    """Make the default group of this rank, which the user's code finds ready.
+
+    A later task keeps the group of the one before, unless its world is of another generation.
+    """
     global _home
     import torch.distributed as dist
 
-    _home = _Home(world, rank, world_size)
+    if _home is None or _home.world.generation != world.generation:
+        leave()
+        _home = _Home(world, rank, world_size)
+    elif dist.is_initialized():
+        return
     dist.init_process_group(world.backend)
     _home.ours = dist.group.WORLD
     guard.install()
@@ -175,7 +182,7 @@ def _store(home: _Home, host: str, port: int, world_size: int, rank: int, timeou
         home.stores[address] = _connect(home, host, port, world_size, rank, timeout)
     generation = home.created.get(address, 0)
     home.created[address] = generation + 1
-    return PrefixStore(f"nblaunch/gen{generation}", home.stores[address])
+    return PrefixStore(f"nblaunch/{home.world.generation}/gen{generation}", home.stores[address])
 
 
 def _connect(home: _Home, host: str, port: int, world_size: int, rank: int, timeout: timedelta | None) -> Store:

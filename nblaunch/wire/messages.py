@@ -1,7 +1,7 @@
-"""Everything that crosses a process: frozen dataclasses of plain values. How they travel is channel.py's.
+"""The messages between processes: frozen dataclasses of plain values. `nblaunch.wire.channel` carries them.
 
-What users send (functions, results, exceptions) is bytes inside a message or a blob, so that reading a message
-never runs their code.
+User objects (functions, results, exceptions) are bytes inside a message or a blob: reading a message never runs
+user code.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PROTOCOL = 3
-"""Raised whenever a message changes: a kernel and a fork server of different releases must not talk."""
+PROTOCOL = 4
+"""Bump it whenever a message changes: a kernel refuses a fork server of another release."""
 
 Method = Literal["forkserver", "spawn", "fork"]
 
@@ -20,45 +20,45 @@ Method = Literal["forkserver", "spawn", "fork"]
 # ------------------------------------------------------------------ fork server and kernel
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Fork server -> kernel, once, when its imports are over; it never changes afterwards."""
+    """Fork server -> kernel, once, after its imports; the server never changes afterwards."""
 
     protocol: int
     pid: int
     problem: str
-    """Why it must not fork ranks (a second thread, CUDA, an import that failed); empty when it is fit."""
+    """Why it must not fork ranks (a second thread, CUDA, a failed import); empty if it may."""
     seconds: float
     packages: frozenset[str] = frozenset()
-    """Top names of what a successor has imported beyond the first server's imports, dependencies included."""
+    """Top-level packages that a successor has imported and the first server has not, dependencies included."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewReaper:
-    """Kernel -> fork server: a reaper for this launch. One descriptor: its control socket.
+    """Kernel -> fork server: fork a reaper for this launch. One descriptor: its control socket.
 
-    Fork server -> a reaper that waits for a launch: this is it.
+    Fork server -> spare reaper: take this launch.
     """
 
     launch_id: str
     ranks: int = 0
-    """How many ranks it will fork; the fork server has as many waiting for the next launch."""
+    """Ranks that it will fork; the fork server keeps as many spares for the next launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Succeed:
-    """Kernel -> fork server: fork a successor that imports these first. One descriptor: its channel to the kernel."""
+    """Kernel -> fork server: fork a successor that imports these modules. One descriptor: its channel to the kernel."""
 
     modules: tuple[str, ...]
     env: dict[str, str]
-    """What modules may read while they are imported: the ranks' environment, without what differs between them."""
+    """The environment during the imports: the ranks' own, without the variables that differ by rank."""
     cwd: str
-    """The ranks' folder, for the same reason."""
+    """The working directory during the imports: the ranks' own."""
     spares: int | None = None
-    """How many ranks the successor forks ahead of its first launch; None: no launch has come lately."""
+    """Ranks that the successor forks ahead of its first launch; None: there was no recent launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Importing:
-    """Successor -> kernel: it imports modules of this package now. One descriptor, the first time: its own pidfd."""
+    """Successor -> kernel: importing modules of this package. One descriptor, the first time: its own pidfd."""
 
     package: str
     pid: int
@@ -66,7 +66,7 @@ class Importing:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """Successor -> kernel, as its last message: ranks must not be forked from a process that has this package."""
+    """Successor -> kernel, as its last message: a process that has this package must not fork ranks."""
 
     package: str
     reason: str
@@ -75,14 +75,14 @@ class LeftOut:
 # ------------------------------------------------------------------ reaper and kernel
 @dataclass(frozen=True, slots=True)
 class ReaperStarted:
-    """Reaper -> kernel, first of all. One descriptor where the system has them: its own pidfd."""
+    """Reaper -> kernel, as its first message. One descriptor where the system has pidfds: its own."""
 
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank's process is made of, before it has spoken to the kernel."""
+    """What a rank's process needs before its first message from the kernel."""
 
     launch_id: str
     rank: int
@@ -98,10 +98,10 @@ class RankSpec:
     limits: tuple[tuple[int, int, int], ...]
     """(resource, soft, hard) for ``resource.setrlimit``."""
     cpus: tuple[int, ...]
-    """For ``os.sched_setaffinity``; empty where there is no such thing."""
+    """For ``os.sched_setaffinity``; empty on systems without it."""
     log_dir: str
     scratch: str
-    """A folder for what multiprocessing puts into a temporary one; it goes with the launch."""
+    """Directory for temporary files and sockets; removed with the launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class StartRank:
 
 @dataclass(frozen=True, slots=True)
 class RankStarted:
-    """Reaper -> kernel."""
+    """Reaper -> kernel: a rank's process exists."""
 
     rank: int
     pid: int
@@ -121,7 +121,7 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True)
 class NotStarted:
-    """Reaper -> kernel: a rank could not be started. Fork server -> kernel, with rank -1: the reaper could not."""
+    """Reaper -> kernel: a rank could not be started. Fork server -> kernel: with rank -1, the reaper could not."""
 
     rank: int
     reason: str
@@ -129,7 +129,7 @@ class NotStarted:
 
 @dataclass(frozen=True, slots=True)
 class RankExited:
-    """Reaper -> kernel: how and when a rank's process ended."""
+    """Reaper -> kernel: how and when a rank's process exited."""
 
     rank: int
     returncode: int
@@ -140,7 +140,7 @@ class RankExited:
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Kernel -> reaper: signal a rank, or the whole process group that it leads."""
+    """Kernel -> reaper: signal a rank, or the whole process group it leads."""
 
     rank: int
     signum: int
@@ -149,35 +149,16 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Reaper -> kernel, last of all: none of the launch's processes is left, but for ``stuck``."""
+    """Reaper -> kernel, as its last message: no process of the launch is left, except ``stuck``."""
 
     stuck: tuple[int, ...] = ()
-    """Pids that survive SIGKILL: waiting in the operating system, for a dead disk or driver."""
+    """Pids that survive SIGKILL, in uninterruptible sleep: a dead disk or driver."""
 
 
 # ------------------------------------------------------------------ rank and kernel
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Kernel -> rank: something to run. Its descriptors: the payload's parcel.
-
-    A launch sends one and closes its side; the rank leaves when no further task can come.
-    """
-
-    world: World
-    acknowledge: bool = False
-    """Whether the rank is to say when it has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Taken:
-    """Rank -> kernel: its task has come, and the descriptors are no longer on their way."""
-
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class World:
-    """Where the ranks of one launch meet."""
+    """Where the ranks of one task meet."""
 
     master_addr: str
     master_port: int
@@ -185,20 +166,53 @@ class World:
     device: str
     """``"cpu"`` or ``"cuda:N"``."""
     threads: int
+    generation: int = 0
+    """Number of the default process group: a rank keeps its group while this stays the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Kernel -> rank: run this. Its descriptors: the payload's parcel.
+
+    A rank runs tasks one after the other, and leaves at EOF. A launch sends one and shuts its side.
+    """
+
+    task: int
+    """The task's number, from 1; higher than that of every task before it."""
+    world: World
+    acknowledge: bool = False
+    """Whether the rank must reply with `Taken`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Rank -> kernel: the task has arrived, and its descriptors are no longer in flight."""
+
+    rank: int
+    task: int
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Kernel -> rank, before the SIGINT: it is meant for this task. A SIGINT that arrives in a later task is stale."""
+
+    task: int
 
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Rank -> kernel: the process group is ready, the function starts now."""
+    """Rank -> kernel: the process group is ready, and the function starts now."""
 
     rank: int
+    task: int
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Rank -> kernel: it has seen SIGINT and raises KeyboardInterrupt, this once."""
+    """Rank -> kernel: SIGINT has arrived, and the rank raises KeyboardInterrupt, once for each task."""
 
     rank: int
+    task: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,16 +220,10 @@ class Done:
     """Rank -> kernel: the function returned. Its descriptors: the result's parcel."""
 
     rank: int
+    task: int
     time_ns: int
     changed: tuple[str, ...] = ()
     """Names of arguments and globals that the function changed but did not return."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """Rank -> kernel: its threads have ended too (one may have been saving a checkpoint); the process ends now."""
-
-    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,30 +231,40 @@ class Failed:
     """Rank -> kernel: the function raised. Sent before any clean-up, which may hang."""
 
     rank: int
+    task: int
     time_ns: int
     kind: Literal["exception", "exit", "interrupt", "result"]
     type_name: str
     text: str
-    """``str(exception)``, or what stands for it where that raises."""
+    """``str(exception)``, or a substitute if that raises."""
     traceback: str
     pickled: bytes = b""
-    """The exception, where it survives the way there and back."""
+    """The exception, if it survives a round trip through pickle."""
     collective: str = ""
-    """The collective that it came out of, where it did: such an error is often another rank's fault."""
+    """The collective that raised it, if any: such an error is often another rank's fault."""
     status: int = 0
     """For ``exit``: the status."""
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """Rank -> kernel: no more tasks, and the rank's threads have ended; the process exits now."""
+
+    rank: int
+    task: int
+    """The last task; 0 if there was none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """The notebook's own state that ranks start from; None means: not loaded there, leave it."""
+    """The notebook's state that ranks start from; None: not loaded in the notebook, leave it alone."""
 
     python_rng: Any = None
     numpy_rng: Any = None
     torch_rng: bytes | None = None
     torch_seed: int | None = None
     has_gpu: bool = True
-    """Whether there may be a GPU to seed."""
+    """Whether there may be a GPU generator to seed."""
     default_dtype: str | None = None
     matmul_precision: str | None = None
     deterministic: tuple[bool, bool] | None = None
@@ -258,7 +276,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class WarningFilter:
-    """An entry of ``warnings.filters``, with its category by name: it must not make a rank import a package."""
+    """An entry of ``warnings.filters``; its category by name, so that a rank need not import a package."""
 
     action: str
     message: re.Pattern[str] | str | None
@@ -270,7 +288,7 @@ class WarningFilter:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a launch runs, as it stands in the blob."""
+    """What a launch runs, as pickled into its parcel."""
 
     function: Any
     args: tuple[Any, ...]
@@ -279,27 +297,27 @@ class Payload:
     """A function whose ``__globals__`` all shipped functions share: the ranks' ``__main__``."""
     settings: Settings
     watched: dict[str, Any]
-    """What to compare before and after: names to modules and containers."""
+    """Modules and containers to compare before and after, by name."""
     sources: Mapping[str, Source] = field(default_factory=dict)
     main: Mapping[str, Any] = field(default_factory=dict)
-    """Classes and functions that only the notebook's ``__main__`` can name. Both are known, and pickled, last."""
+    """Classes and functions that only the notebook's ``__main__`` defines. Pickled last, like `sources`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A ``%%distributed`` cell: source for the ranks to run in the notebook's names."""
+    """A ``%%distributed`` cell: source that the ranks run in the notebook's namespace."""
 
     source: str
     filename: str
     label: str
     ranks: tuple[int, ...] | None = None
-    """The ranks that run it; None for all."""
+    """Ranks that run it; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The text of a cell that shipped functions were defined in, for tracebacks."""
+    """Source of a cell that defined shipped functions, for tracebacks."""
 
     text: str
     label: str
-    """How the notebook names it, such as ``Cell In[3]``; empty where it has no name but its file's."""
+    """The notebook's name for it, such as ``Cell In[3]``; empty if it has only a file name."""

@@ -41,9 +41,9 @@ def test_only_the_names_that_a_cell_uses_are_sent(kernel: Kernel) -> None:
 
 
 def test_that_much_is_sent_is_said_once(kernel: Kernel) -> None:
-    kernel.run(f"{DATA}\nfrom nblaunch.launch import launch as launches\nlaunches._LARGE = 1_000_000").check()
+    kernel.run(f"{DATA}\nfrom nblaunch.launch import handle as launches\nlaunches.NOTED_BYTES = 1_000_000").check()
     said = [kernel.run("%%distributed -n 2\nfloat(data[0])").check().text for _ in range(2)]
-    assert re.search(r"nblaunch: the ranks are sent 4 MB, of which all map one copy: data 4 MB", said[0])
+    assert re.search(r"nblaunch: the ranks are sent 4 MB, and share one copy in memory: data 4 MB", said[0])
     assert "are sent" not in said[1]
     kernel.run("%distributed free")
 

@@ -88,10 +88,10 @@ launch.wait(60)
 
 
 def test_that_much_is_sent_is_said_among_the_lines(page: Page) -> None:
-    page.kernel.run("from nblaunch.launch import handle; handle._LARGE = 1_000_000").check()
+    page.kernel.run("from nblaunch.launch import handle; handle.NOTED_BYTES = 1_000_000").check()
     page.kernel.run("import torch\ndata = torch.ones(1_000_000)").check()
     page.run("notebook_launcher(lambda: float(data[0]), num_processes=2)")
-    assert "the ranks are sent 4 MB, of which all map one copy: data 4 MB" in page.displays[-1]["text/plain"]
+    assert "the ranks are sent 4 MB, and share one copy in memory: data 4 MB" in page.displays[-1]["text/plain"]
 
 
 @pytest.mark.parametrize("click", ["stop", "kill"])

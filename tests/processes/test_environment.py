@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from nblaunch import notebook_launcher
 from nblaunch.engines import generations as all_servers
 from nblaunch.engines.generations import servers
+from nblaunch.machine import timeouts
 from nblaunch.machine.limits import usable_cpus
 from tests.conftest import conformance, eventually, marked_processes, settled_server
 from tests.processes.conftest import Launcher
@@ -228,7 +229,7 @@ def test_only_two_servers_are_kept_for_variables_of_calls(monkeypatch: pytest.Mo
     settled_server()
     kept = [server.where.env["TORCH_DISTRIBUTED_DEBUG"] for server in servers._others]
     assert kept == ["DETAIL", "OFF"]
-    monkeypatch.setattr(all_servers, "_OTHERS_STAY", 0.0)
+    monkeypatch.setattr(timeouts, "ENV_SERVER_IDLE_TIMEOUT_S", 0.0)
     servers.refresh()
     assert servers._others == []
 

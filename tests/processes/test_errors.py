@@ -30,6 +30,7 @@ from nblaunch.errors import (
     ResultError,
 )
 from nblaunch.launch.failures import RankTraceback
+from nblaunch.machine import timeouts
 from tests.conftest import LONG, conformance, eventually
 from tests.processes.conftest import Launcher
 
@@ -514,7 +515,7 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher
 def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_survive(
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nblaunch.launch.supervisor._QUIET", 0.0)
+    monkeypatch.setattr(timeouts, "PEER_FAILURE_WAIT_S", 0.0)
     message = r"what rank 1 returned cannot come back: result\['model'\]\[1\], a thread lock"
     with pytest.raises(ResultError, match=message) as caught:
         launch(return_unsendable)
@@ -523,7 +524,7 @@ def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_s
 
 
 def test_a_result_that_cannot_be_rebuilt_is_named_by_rank_and_the_others_survive(launch: Launcher) -> None:
-    message = "what rank 0 returned cannot be rebuilt in the notebook: LookupError: only in its rank"
+    message = "rank 0's return value cannot be rebuilt in the notebook: LookupError: only in its rank"
     with pytest.raises(ResultError, match=message) as caught:
         launch(return_vanishing)
     assert caught.value.rank == 0

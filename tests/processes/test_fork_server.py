@@ -22,6 +22,7 @@ from nblaunch.engines.generations import Servers
 from nblaunch.engines.import_environment import Where
 from nblaunch.engines.server_client import ForkServer
 from nblaunch.errors import StartError
+from nblaunch.machine import timeouts
 from nblaunch.machine.packages import installed_path
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.channel import Channel, readable
@@ -61,7 +62,7 @@ def test_a_fork_server_that_does_not_get_ready_is_ended_and_ranks_are_spawned(
 ) -> None:
     preload(IN_ITS_IMPORT[way])
     if way == "hangs":
-        monkeypatch.setattr(server_client, "_READY_LIMIT", 2.0)
+        monkeypatch.setattr(timeouts, "SERVER_START_TIMEOUT_S", 2.0)
     before = marked_processes()
     message = f"cannot be used, so ranks are spawned, which is slower: the fork server did not start.*{reason}"
     with pytest.warns(UserWarning, match=message) as said:
@@ -190,7 +191,7 @@ def test_a_launch_whose_servers_are_all_given_up_is_spawned(own: Servers, monkey
 def test_launches_in_several_environments_at_once_leave_each_other_their_servers(
     own: Servers, preload: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environments = range(all_servers._MOST_OTHERS + 2)
+    environments = range(all_servers.MAX_ENV_SERVERS + 2)
     started: list[ForkServer] = []
 
     class Counted(ForkServer):
@@ -220,7 +221,7 @@ def test_launches_in_several_environments_at_once_leave_each_other_their_servers
             (tmp_path / "go_on").touch()
         assert [each.result(LONG) for each in launches] == ["forkserver"] * len(environments)
     own.usable("forkserver", own._others[-1].where)
-    assert len(own._others) == all_servers._MOST_OTHERS
+    assert len(own._others) == all_servers.MAX_ENV_SERVERS
 
 
 def test_a_server_that_is_retired_keeps_its_number_while_a_thread_waits_for_it(

@@ -128,7 +128,7 @@ def test_who_kills_a_launch_does_not_wait_for_the_end_of_the_search(
     with monkeypatch.context() as only_here:  # a view refers to its launch, and so to its logs
         only_here.setattr(ScriptFrontend, "view", lambda host, choice: view)
         assert launch(flood, metric_patterns=EPOCH, block=False).wait(LONG)
-    assert view.notes == ["the logs were not searched for metrics to their end, as you interrupted it"]
+    assert view.notes == ["interrupted: the rest of the logs was not searched for metrics"]
     assert 0 < view.count < 2 * LINES
 
 

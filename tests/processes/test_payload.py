@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
-from nblaunch.machine import segments
+from nblaunch.machine import segments, timeouts
 from nblaunch.ranks import worker
 from nblaunch.transfer.parcel import UncachedStore, pack
 from nblaunch.transfer.sent_data import sent_data_cache
@@ -353,7 +353,7 @@ def test_changes_of_a_shared_module_are_the_notebooks(launch: Launcher, capsys: 
 
     launch(fills, view="text")
     assert model.weight[:2].tolist() == [[1.0] * 3, [2.0] * 3]
-    assert "which is a copy there" not in capsys.readouterr().out
+    assert "ranks work on copies" not in capsys.readouterr().out
 
 
 def test_a_result_of_more_descriptors_than_may_be_open_is_that_ranks_error(tmp_path: Path) -> None:
@@ -496,7 +496,7 @@ def test_results_hold_no_descriptors_and_go_with_their_memory(launch: Launcher) 
 def test_a_result_that_cannot_be_sent_is_named_and_the_others_survive(
     launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nblaunch.launch.supervisor._QUIET", 0.0)
+    monkeypatch.setattr(timeouts, "PEER_FAILURE_WAIT_S", 0.0)
     with pytest.raises(ResultError, match=r"result\['gate'\], a thread lock, which cannot be sent") as caught:
         launch(unsendable, kwargs={"folder": tmp_path})
     assert caught.value.rank == 1

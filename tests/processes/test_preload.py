@@ -15,12 +15,12 @@ import pytest
 
 from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.engines import generations as all_servers
-from nblaunch.engines import server_client
+from nblaunch.engines import preloads
 from nblaunch.engines.generations import Servers, servers
-from nblaunch.engines.server_client import Successor
+from nblaunch.engines.successor import Successor
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
-from nblaunch.machine import processes
+from nblaunch.machine import processes, timeouts
 from nblaunch.machine.packages import KNOWN_SAFE
 from tests.conftest import LONG, eventually
 
@@ -81,7 +81,7 @@ def own(site: Path) -> Iterator[Servers]:
     """The servers of all tests, which here are built at once and have no compiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(all_servers, "_SOON", ())
-        patch.setattr(all_servers, "_QUIET", 0.02)
+        patch.setattr(timeouts, "BUILD_QUIET_S", 0.02)
         yield servers
         servers.stop()
         eventually(lambda: servers._builder is None)
@@ -138,7 +138,7 @@ def test_what_is_named_later_joins_what_is_there(own: Servers) -> None:
 def test_the_modules_of_a_known_package_that_the_notebook_has_imported_are_there(
     own: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(all_servers, "KNOWN_SAFE", {"known"})
+    monkeypatch.setattr(preloads, "KNOWN_SAFE", {"known"})
     importlib.import_module("known.part")
     try:
         had(own, "tells")
@@ -234,14 +234,14 @@ def test_what_ranks_must_not_share_is_left_out_and_that_is_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if name == "hangs":
-        monkeypatch.setattr(server_client, "_IMPORT_LIMIT", 2.0)
+        monkeypatch.setattr(timeouts, "PRELOAD_TIMEOUT_S", 2.0)
     own.preload([name])
     had(own, "tells")
     reason = BAD[name][1]
     assert any(line.startswith(f"not imported ahead of launches: {name}, as {reason}") for line in own.status())
     assert not imported_by_ranks(launched("tells"))
-    own._named.pop(name)
-    own._left_out.pop(name)
+    own._preloads._named.pop(name)
+    own._preloads._left_out.pop(name)
 
 
 @pytest.mark.parametrize("way", ["link", "path"])
@@ -259,8 +259,8 @@ def test_a_package_that_imports_what_may_be_edited_is_left_out(
     reason = f"it imports {edited}, whose files may be edited between launches"
     assert f"not imported ahead of launches: {needs}, as {reason}" in own.status()
     assert imported_by_ranks(launched(needs))
-    own._named.pop(needs)
-    own._left_out.pop(needs)
+    own._preloads._named.pop(needs)
+    own._preloads._left_out.pop(needs)
 
 
 def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_path: Path) -> None:
@@ -288,8 +288,8 @@ def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Serve
     api.preload(["fails"])
     settle(own)
     assert tries.read_text() == ".."
-    own._named.pop("fails")
-    own._left_out.pop("fails")
+    own._preloads._named.pop("fails")
+    own._preloads._left_out.pop("fails")
 
 
 def test_a_program_that_has_ended_is_no_hindrance(own: Servers) -> None:
@@ -370,7 +370,7 @@ def test_a_known_package_may_be_imported_before_ranks_are_forked(
 
     own.preload([name])
     had(own, "tells")
-    assert package not in own._left_out
+    assert package not in own._preloads._left_out
     result = notebook_launcher(run, (), 2, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)
     assert list(result) == [(True, expected)] * 2

@@ -278,7 +278,7 @@ def test_a_fork_of_the_notebook_is_refused_when_cuda_runs(launch: Launcher, monk
 # ------------------------------------------------------------------ what the notebook itself keeps
 @pytest.fixture
 def _not_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.launch.handle._told_of", set())
+    monkeypatch.setattr("nblaunch.launch.handle._noted", set())
 
 
 @conformance("forkserver", "spawn")
@@ -291,9 +291,9 @@ def test_what_ranks_changed_and_did_not_return_is_told_once_with_the_fix(
     for _ in range(2):
         launch(train_in_place, (net, seen, untouched), view="text")
     shown = capsys.readouterr().out
-    assert shown.count("the ranks changed `net`, which is a copy there: the notebook's own is as it was") == 1
-    assert "return it (of a module, its state_dict()) and take it from the result" in shown
-    assert shown.count("the ranks changed `seen`") == 1
+    assert shown.count("`net` was modified in the ranks, but ranks work on copies") == 1
+    assert "Return it (for a module, its `state_dict()`) to get the new value" in shown
+    assert shown.count("`seen` was modified in the ranks") == 1
     assert "`untouched`" not in shown
     assert torch.equal(net.weight, before)
     assert seen == [0]

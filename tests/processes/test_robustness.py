@@ -25,7 +25,8 @@ from nblaunch import notebook_launcher
 from nblaunch.engines import server_client
 from nblaunch.engines.generations import servers
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, RankDiedError, StartError
-from nblaunch.launch import supervisor
+from nblaunch.launch import task
+from nblaunch.machine import timeouts
 from nblaunch.wire.channel import Channel, channel_pair
 from tests.conftest import LONG, conformance, eventually, marked_processes, settled_server
 
@@ -68,7 +69,7 @@ def test_a_reaper_that_does_not_answer_is_done_without(tmp_path: Path) -> None:
 def test_a_fork_server_that_does_not_answer_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervisor, "_MEET_WITHIN", 0.2)
+    monkeypatch.setattr(timeouts, "GROUP_BEGIN_TIMEOUT_S", 0.2)
     slow = settled_server()
     monkeypatch.setattr(slow, "wake", lambda: None)
     os.kill(slow.process.pid, signal.SIGSTOP)
@@ -90,7 +91,7 @@ def test_a_fork_server_that_does_not_answer_is_waited_for(
 
 
 def test_a_fork_server_that_something_has_stopped_is_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_MEET_WITHIN", 0.2)
+    monkeypatch.setattr(timeouts, "GROUP_BEGIN_TIMEOUT_S", 0.2)
     stopped = settled_server()
     os.kill(stopped.process.pid, signal.SIGSTOP)
     assert list(quiet(own_rank, start_method="forkserver")) == [0, 1]
@@ -196,7 +197,7 @@ def return_much(rank: int) -> torch.Tensor:
 
 
 def test_a_supervisor_that_fails_keeps_no_result_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "judge", lambda *ends: 1 / 0)
+    monkeypatch.setattr(task, "judge", lambda *ends: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         quiet(return_much)  # the fixture of every test looks for descriptors that are left
 

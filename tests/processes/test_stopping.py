@@ -331,7 +331,9 @@ def voice() -> Iterator[tuple[_Voice, Channel]]:
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     kernel, sock = channel_pair()
     channel = Channel(sock)
-    yield _Voice(channel, 0), kernel
+    voice = _Voice(channel, 0)
+    voice.task = 1
+    yield voice, kernel
     for number, handler in handlers:
         signal.signal(number, handler)
     kernel.close()
@@ -367,7 +369,7 @@ def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
     with pytest.raises(KeyboardInterrupt) if armed else contextlib.nullcontext():
         speaker.say("a word")
 
-    assert heard_by(kernel) == ["a word", Interrupted(0)]
+    assert heard_by(kernel) == ["a word", Interrupted(0, 1)]
 
 
 def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
@@ -381,7 +383,7 @@ def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
         speaker._on_interrupt(signal.SIGINT, None)
     speaker._on_interrupt(signal.SIGINT, None)
 
-    assert heard_by(kernel) == [Interrupted(0)]
+    assert heard_by(kernel) == [Interrupted(0, 1)]
 
 
 @pytest.mark.alone
@@ -457,7 +459,7 @@ def test_a_failure_is_shown_while_others_still_save(
 
     with pytest.raises(ValueError, match="rank 0 gives up"):
         launch.result()
-    assert "the other ranks are being stopped, and have up to 25 s" in shown
+    assert "stopping the other ranks, which have up to 25 s" in shown
     assert f"({__file__}, line" in shown
     assert torch.load(tmp_path / "checkpoint.pt")["weights"].sum() == 1000
 

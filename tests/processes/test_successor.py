@@ -23,10 +23,13 @@ import pytest
 from nblaunch import LaunchResult, notebook_launcher
 from nblaunch.engines import generations as all_servers
 from nblaunch.engines import server_client
+from nblaunch.engines import successor as successor_module
 from nblaunch.engines.generations import Servers
+from nblaunch.engines.grandchild import Grandchild
 from nblaunch.engines.import_environment import Where
-from nblaunch.engines.server_client import ForkServer, Grandchild, Successor
-from nblaunch.machine import processes
+from nblaunch.engines.server_client import ForkServer
+from nblaunch.engines.successor import Successor
+from nblaunch.machine import processes, timeouts
 from nblaunch.machine.packages import installed_path
 from nblaunch.machine.processes import descendants
 from nblaunch.ranks import reaper
@@ -43,9 +46,10 @@ HANGS = "import time\ntime.sleep(600)\n"
 def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     """Servers of the test's own."""
     servers = Servers()
-    monkeypatch.setattr("nblaunch.launch.handle.servers", servers)
+    monkeypatch.setattr("nblaunch.engines.local.servers", servers)
+    monkeypatch.setattr("nblaunch.engines.local_workers.servers", servers)
     monkeypatch.setattr("nblaunch.launch.api.servers", servers)
-    monkeypatch.setattr(all_servers, "_QUIET", 0.1)
+    monkeypatch.setattr(timeouts, "BUILD_QUIET_S", 0.1)
     yield servers
     servers.stop()
     eventually(lambda: servers._builder is None)
@@ -163,7 +167,7 @@ def test_a_server_that_is_being_built_stands_still_while_a_launch_starts(
 def test_a_build_that_hangs_costs_only_itself(
     own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_client, "_IMPORT_LIMIT", 1.0)
+    monkeypatch.setattr(timeouts, "PRELOAD_TIMEOUT_S", 1.0)
     soon(HANGS)
     launched(os.getpid)
     eventually(lambda: built(own), LONG, own.status)
@@ -306,7 +310,7 @@ def test_no_zombie_is_left_of_it_in_a_kernel_that_adopts_it(own: Servers, soon: 
     code = (
         "import ctypes, os, sys, time; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
         "from nblaunch.launch import servers as all_servers\n"
-        "all_servers._SOON, all_servers._QUIET = (), 0.0\n"
+        "all_servers._SOON, timeouts.BUILD_QUIET_S = (), 0.0\n"
         "servers = all_servers.servers; servers.warm_up(); first = servers._warm\n"
         "while servers._builder is not None or first.alive(): time.sleep(0.02)\n"
         "pid = servers._warm.process.pid\n"
@@ -331,7 +335,7 @@ def test_a_server_that_is_killed_while_it_builds_the_next_is_to_blame(
     os.kill(own._warm.process.pid, signal.SIGKILL)
     eventually(lambda: not alive(hanging), SURVIVES_AT_MOST)
     eventually(lambda: built(own))
-    assert not own._left_out
+    assert not own._preloads._left_out
     assert launched(os.getpid)
 
 
@@ -346,7 +350,7 @@ def test_a_server_that_serves_nobody_any_more_takes_its_builder_with_it(
     monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
     own.refresh()
     eventually(lambda: not alive(hanging))
-    assert not own._left_out
+    assert not own._preloads._left_out
 
 
 def test_the_next_generation_is_built_where_the_last_is_retired_while_it_builds(
@@ -370,7 +374,7 @@ def test_the_next_generation_is_built_where_the_last_is_retired_while_it_builds(
             eventually(lambda: not warm.alive())
         return readable(source, seconds)
 
-    monkeypatch.setattr(server_client, "readable", retired_meanwhile)
+    monkeypatch.setattr(successor_module, "readable", retired_meanwhile)
     own.warm_up()
     eventually(lambda: built(own))
     assert still_open == [True]
@@ -496,7 +500,7 @@ def be_a_kernel(stage: str, folder: str) -> None:
     (site / "fine.py").write_text("")
     sys.path.insert(0, str(site))
     servers = all_servers.servers
-    all_servers._QUIET = 0.0
+    timeouts.BUILD_QUIET_S = 0.0
     all_servers._SOON = ("hangs",) if stage == STAGES[0] else ()
     servers.warm_up()
     first = servers._warm

@@ -58,7 +58,7 @@ def is_open(fd: int) -> bool:
 
 # ------------------------------------------------------------------ framing
 @pytest.mark.parametrize(
-    "message", [Running(1), Done(0, 123, ("model",)), Source("text", "Cell In[3]"), ("any", {"plain": [1, None]})]
+    "message", [Running(1, 1), Done(0, 1, 123, ("model",)), Source("text", "Cell In[3]"), ("any", {"plain": [1, None]})]
 )
 def test_a_message_arrives_equal(ends: tuple[Channel, Channel], message: object) -> None:
     here, there = ends
@@ -69,9 +69,9 @@ def test_a_message_arrives_equal(ends: tuple[Channel, Channel], message: object)
 def test_many_messages_at_once_arrive_in_order(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     for rank in range(100):
-        here.send(Running(rank))
+        here.send(Running(rank, 1))
     there.poll()
-    assert drained(there) == [Running(rank) for rank in range(100)]
+    assert drained(there) == [Running(rank, 1) for rank in range(100)]
     assert drained(there) == []
 
 
@@ -95,13 +95,13 @@ def test_reads_may_cut_the_stream_anywhere(bodies: list[bytes], cuts: list[int])
 
 def test_a_message_is_not_given_out_before_its_last_byte(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
-    data = frame_of(Interrupted(3))
+    data = frame_of(Interrupted(3, 1))
     here.sock.sendall(data[:-1])
     there.poll()
     assert drained(there) == []
     here.sock.sendall(data[-1:])
     there.poll()
-    assert drained(there) == [Interrupted(3)]
+    assert drained(there) == [Interrupted(3, 1)]
 
 
 def test_a_message_larger_than_the_sockets_buffer_arrives_whole(ends: tuple[Channel, Channel]) -> None:
@@ -124,9 +124,9 @@ def test_looking_without_news_does_not_wait(ends: tuple[Channel, Channel]) -> No
 # ------------------------------------------------------------------ the other end is gone
 def test_the_end_of_the_other_side_is_noticed_after_its_last_message(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
-    here.send(Running(0))
+    here.send(Running(0, 1))
     here.close()
-    assert there.receive() == (Running(0), [])
+    assert there.receive() == (Running(0, 1), [])
     assert there.receive() is None
     assert there.closed
     there.poll()
@@ -135,7 +135,7 @@ def test_the_end_of_the_other_side_is_noticed_after_its_last_message(ends: tuple
 
 def test_half_a_message_from_a_side_that_died_is_no_message(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
-    here.sock.sendall(frame_of(Running(0))[:-1])
+    here.sock.sendall(frame_of(Running(0, 1))[:-1])
     here.close()
     assert there.receive() is None
 
@@ -144,7 +144,7 @@ def test_sending_to_a_closed_end_is_an_os_error(ends: tuple[Channel, Channel]) -
     here, there = ends
     there.close()
     with pytest.raises(OSError, match="Broken pipe"):
-        here.send(Running(0))
+        here.send(Running(0, 1))
 
 
 # ------------------------------------------------------------------ descriptors
@@ -263,7 +263,7 @@ def test_reading_a_message_never_runs_what_users_sent(ends: tuple[Channel, Chann
             return pytest.fail, ("the message's reader rebuilt it",)
 
     here, there = ends
-    here.send(messages.Failed(0, 0, "exception", "Bomb", "", "", pickled=pickle.dumps(Bomb())))
+    here.send(messages.Failed(0, 1, 0, "exception", "Bomb", "", "", pickled=pickle.dumps(Bomb())))
     received = there.receive()
     assert received is not None
     assert isinstance(received[0], messages.Failed)

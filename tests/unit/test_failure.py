@@ -32,7 +32,7 @@ def said_of(error: BaseException) -> Failed:
     def act() -> None:
         raise error
 
-    return describe(1, raised(act))
+    return describe(1, 1, raised(act))
 
 
 class TwoArgumentsError(Exception):
@@ -128,7 +128,7 @@ def test_a_recursion_error_is_described() -> None:
     def endless(n: int) -> int:
         return endless(n + 1)
 
-    failed = describe(0, raised(lambda: endless(0)))
+    failed = describe(0, 1, raised(lambda: endless(0)))
     assert (failed.kind, failed.type_name) == ("exception", "RecursionError")
     assert "maximum recursion depth exceeded" in failed.text
     assert isinstance(pickle.loads(failed.pickled), RecursionError)
@@ -148,7 +148,7 @@ def test_chained_causes_are_in_the_traceback() -> None:
         except KeyError as error:
             raise ValueError("second") from error
 
-    failed = describe(0, raised(act))
+    failed = describe(0, 1, raised(act))
     assert failed.traceback.index("KeyError: 'first'") < failed.traceback.index("ValueError: second")
 
 
@@ -157,7 +157,7 @@ def test_chained_causes_are_in_the_traceback() -> None:
     ("code", "status", "text"), [(0, 0, "0"), (None, 0, ""), (7, 7, "7"), ("no data", 1, "no data"), (True, 1, "True")]
 )
 def test_sys_exit_is_an_exit_with_its_status(code: Any, status: int, text: str) -> None:
-    failed = describe(0, raised(lambda: sys.exit(code)))
+    failed = describe(0, 1, raised(lambda: sys.exit(code)))
     assert (failed.kind, failed.status, failed.text, failed.pickled) == ("exit", status, text, b"")
 
 
@@ -216,12 +216,12 @@ CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection 
 def test_an_error_out_of_a_collective_is_told_by_its_frames(
     error: Exception, stack: list[tuple[str, str]], collective: str
 ) -> None:
-    assert describe(0, error_of(error, *stack)).collective == collective
+    assert describe(0, 1, error_of(error, *stack)).collective == collective
 
 
 def test_the_launchers_own_frames_are_left_out_of_the_traceback() -> None:
     own = (RANK_WORKER, "_run")
-    traceback = describe(0, error_of(ValueError("x"), own, own, CELL)).traceback
+    traceback = describe(0, 1, error_of(ValueError("x"), own, own, CELL)).traceback
     assert "worker.py" not in traceback
     assert 'File "<cell>", line 2, in train' in traceback
     assert traceback.startswith("Traceback (most recent call last):")
@@ -229,7 +229,7 @@ def test_the_launchers_own_frames_are_left_out_of_the_traceback() -> None:
 
 def test_an_error_of_the_launchers_own_keeps_a_frame() -> None:
     own = (RANK_WORKER, "_run")
-    assert "worker.py" in describe(0, error_of(ValueError("x"), own)).traceback
+    assert "worker.py" in describe(0, 1, error_of(ValueError("x"), own)).traceback
 
 
 # ------------------------------------------------------------------ results
@@ -237,10 +237,10 @@ def test_a_result_that_cannot_travel_is_named_by_its_part() -> None:
     result = {"model": [1, threading.Lock()]}
     error = raised(lambda: pickling.dump(lambda found: result))
     assert isinstance(error, Exception)
-    failed = unsendable_result(2, result, error)
+    failed = unsendable_result(2, 1, result, error)
     assert (failed.rank, failed.kind) == (2, "result")
     assert failed.text.startswith("result['model'][1], a thread lock, which cannot be sent to another process")
 
 
 def test_a_result_whose_parts_all_can_travel_is_told_with_the_error() -> None:
-    assert unsendable_result(0, 1, MemoryError("full")).text == "the result cannot be sent: full"
+    assert unsendable_result(0, 1, 1, MemoryError("full")).text == "the result cannot be sent: full"

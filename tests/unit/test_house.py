@@ -246,14 +246,38 @@ def in_circle(name: str, imports: dict[str, set[str]]) -> bool:
     return name in reached
 
 
+# ------------------------------------------------------------------ the seam
+def test_only_engines_ranks_and_plans_compare_start_methods() -> None:
+    """Everything else works with any engine."""
+    allowed = [*modules_in("engines"), *modules_in("ranks"), PACKAGE / "launch" / "plan.py"]
+    methods = ("forkserver", "spawn", "fork")
+    found = [
+        f"{module.name}:{node.lineno}"
+        for module in MODULES
+        if module not in allowed
+        for node in ast.walk(ast.parse(module.read_text()))
+        if isinstance(node, ast.Compare)
+        for side in [node.left, *node.comparators]
+        if isinstance(side, ast.Constant) and side.value in methods
+    ]
+    assert found == []
+
+
+def test_a_task_knows_no_file_and_no_process() -> None:
+    """What ranks write, send and are comes through `engines.protocol`."""
+    beyond = ("subprocess", "socket", "selectors", "pathlib", "nblaunch.wire.channel", "nblaunch.ranks")
+    for name in ("task.py", "group.py", "stacks.py", "rank_state.py"):
+        targets = [found.target for found in imports_of(PACKAGE / "launch" / name)]
+        assert targets
+        assert not [target for target in targets if is_within(target, beyond)]
+        engines = [target for target in targets if is_within(target, ("nblaunch.engines",))]
+        assert set(engines) <= {"nblaunch.engines.protocol"}
+
+
 # ------------------------------------------------------------------ files
 TOO_LONG = {
     "generations.py",
-    "handle.py",
     "record.py",
-    "server_client.py",
-    "stacks.py",
-    "supervisor.py",
 }
 
 
@@ -262,6 +286,7 @@ def test_no_file_is_longer_than_400_lines() -> None:
     assert {file.name for file in files if file.read_text().count("\n") > MAX_LINES} <= TOO_LONG
 
 
+# ------------------------------------------------------------------ habits
 def test_the_package_does_not_print() -> None:
     trees = {module.name: ast.walk(ast.parse(module.read_text())) for module in MODULES}
     assert [

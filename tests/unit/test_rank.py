@@ -4,53 +4,49 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from nblaunch.launch.output.log_files import Spool
-from nblaunch.launch.output.metric_patterns import PrintedMetrics
+from nblaunch.launch.group import Member
 from nblaunch.launch.rank_state import Rank
-from nblaunch.wire.channel import channel_pair
 from nblaunch.wire.messages import Done, Failed, RankExited
+from tests.unit.fake_engine import FakeWorker
 
-DONE = Done(1, 5)
+DONE = Done(1, 1, 5)
 CRASHED = RankExited(1, -9, 7)
 LEFT = RankExited(1, 0, 7)
 
 
 def failed(collective: str = "") -> Failed:
-    return Failed(1, 5, "exception", "ValueError", "no", "", collective=collective)
+    return Failed(1, 1, 5, "exception", "ValueError", "no", "", collective=collective)
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Rank]:
-    here, there = channel_pair()
-    rank = Rank(1, here, {}, Spool(tmp_path / "spool"), PrintedMetrics(()))
+def rank() -> Iterator[Rank]:
+    rank = Rank(Member(1, FakeWorker(1)))
     yield rank
     rank.close()
-    there.close()
 
 
 def test_a_rank_goes_from_starting_to_running_to_returned(rank: Rank) -> None:
     assert rank.state(()) == "starting"
-    rank.running = True
+    rank.is_running = True
     assert rank.state(()) == "running"
     rank.done = DONE
     assert rank.state(()) == "running"  # its process may have threads of its own to wait for
-    rank.exited = LEFT
+    rank.member.exited = LEFT
     assert rank.state(()) == "returned"
 
 
 def test_a_rank_that_is_asked_to_end_is_stopping_and_then_has_ended(rank: Rank) -> None:
-    rank.running = True
+    rank.is_running = True
     assert rank.state({1}) == "stopping"
-    rank.exited = CRASHED
+    rank.member.exited = CRASHED
     assert rank.state({1}) == "ended"
 
 
 def test_a_rank_that_returns_all_the_same_has_returned(rank: Rank) -> None:
-    rank.done, rank.exited = DONE, LEFT
+    rank.done, rank.member.exited = DONE, LEFT
     assert rank.state({1}) == "returned"
 
 
@@ -58,7 +54,7 @@ def test_a_rank_that_returns_all_the_same_has_returned(rank: Rank) -> None:
 def test_a_rank_that_raises_or_dies_of_itself_has_failed(rank: Rank, asked: set[int]) -> None:
     rank.failed = failed()
     assert rank.state(asked) == "failed"
-    rank.failed, rank.exited = None, CRASHED
+    rank.failed, rank.member.exited = None, CRASHED
     assert rank.state(asked) == "failed"
 
 
@@ -79,6 +75,8 @@ def test_a_result_that_nobody_took_is_closed_with_its_rank(rank: Rank) -> None:
 
 
 def test_a_rank_that_has_called_exec_listens_no_more(rank: Rank) -> None:
-    assert rank.listens
-    rank.channel.close()
-    assert not rank.listens
+    worker = FakeWorker(1)
+    member = Member(1, worker)
+    assert member.listens
+    worker.is_open = False
+    assert not member.listens

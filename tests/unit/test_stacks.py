@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import nblaunch
+from nblaunch.engines.stack_files import StackFile
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.stacks import Frame, Stack, Stacks, Teller, parse, waits_in_collective
+from nblaunch.launch.stack_text import Frame, Stack, StackFormatter, parse, waits_in_collective
+from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.views.base import NullView
 from nblaunch.ranks.stack_dumps import BEGIN, WHOLE, dump
 from nblaunch.wire.messages import Source
@@ -70,7 +72,7 @@ def test_what_is_no_dump_has_no_threads(dump: str) -> None:
 def test_a_dump_that_is_cut_anywhere_is_read_as_far_as_it_goes() -> None:
     for end in range(len(DUMP)):
         stacks = parse(DUMP[:end])
-        assert Teller(SOURCES).tell(stacks, MAIN).count("(most recent call last)") == len(stacks)
+        assert StackFormatter(SOURCES).format(stacks, MAIN).count("(most recent call last)") == len(stacks)
 
 
 def test_names_that_are_not_ascii_are_as_they_were() -> None:
@@ -84,12 +86,12 @@ def test_calls_that_were_left_out_are_told_of() -> None:
     stacks = parse(f'Thread {MAIN} (most recent call first):\n  File "{CELL}", line 4 in train\n  ...\n')
 
     assert stacks[0].cut
-    assert Teller(SOURCES).tell(stacks, MAIN).splitlines()[1] == "  … older calls are left out …"
+    assert StackFormatter(SOURCES).format(stacks, MAIN).splitlines()[1] == "  … older calls are left out …"
 
 
 # ------------------------------------------------------------------ telling
 def test_a_stack_reads_as_a_traceback_from_the_users_function_on() -> None:
-    text, *_ = Teller(SOURCES).tell(parse(DUMP), MAIN).split("\n\n")
+    text, *_ = StackFormatter(SOURCES).format(parse(DUMP), MAIN).split("\n\n")
 
     assert text.splitlines() == [
         "Main thread (most recent call last):",
@@ -100,7 +102,7 @@ def test_a_stack_reads_as_a_traceback_from_the_users_function_on() -> None:
 
 
 def test_the_users_threads_come_before_those_of_libraries() -> None:
-    _, users, librarys = Teller(SOURCES).tell(parse(DUMP), MAIN).split("\n\n")
+    _, users, librarys = StackFormatter(SOURCES).format(parse(DUMP), MAIN).split("\n\n")
 
     assert users == ('Thread loader (most recent call last):\n  File "/home/me/load.py", line 8, in load')
     assert librarys.startswith("Thread 0x00007f0000000003 of a library (most recent call last):\n")
@@ -116,19 +118,19 @@ def test_the_users_threads_come_before_those_of_libraries() -> None:
         ([(LIBRARY, 9, "init"), (LIBRARY, 8, "connect")], f'"{LIBRARY}", line 8'),
         ([(CELL, 99, "train")], "Cell In[3], line 99"),
         ([(CELL, 0, "train")], "Cell In[3], line ?"),
-        ([], "C code that no Python called"),
+        ([], "C code without a Python caller"),
     ],
 )
 def test_where_a_rank_is_is_the_users_own_line(frames: list[tuple[str, int, str]], where: str) -> None:
     stacks = [Stack("0x2", (Frame(CELL, 1, "other"),)), Stack(MAIN, tuple(Frame(*frame) for frame in frames))]
 
-    assert Teller(SOURCES).where(stacks, MAIN) == where
+    assert StackFormatter(SOURCES).where(stacks, MAIN) == where
 
 
 def test_a_cell_without_a_name_is_named_by_its_file() -> None:
     stack = Stack(MAIN, (Frame(CELL, 4, "train"),))
 
-    assert Teller({CELL: Source(TEXT, "")}).tell([stack], MAIN).splitlines()[1:] == [
+    assert StackFormatter({CELL: Source(TEXT, "")}).format([stack], MAIN).splitlines()[1:] == [
         f'  File "{CELL}", line 4, in train',
         "    dist.barrier()",
     ]
@@ -139,19 +141,19 @@ def test_a_line_that_was_edited_is_told_as_it_is_now(tmp_path: Path) -> None:
     stack = Stack(MAIN, (Frame(str(module), 1, "f"),))
     for text in ("first()", "second_and_longer()"):
         module.write_text(text + "\n")
-        assert Teller({}).tell([stack], MAIN).splitlines()[-1] == f"    {text}"
+        assert StackFormatter({}).format([stack], MAIN).splitlines()[-1] == f"    {text}"
 
 
 def test_a_rank_in_our_own_code_tells_that() -> None:
     stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/worker.py", 9, "_serve")))
 
-    assert "worker.py" in Teller(SOURCES).tell([stack], MAIN)
+    assert "worker.py" in StackFormatter(SOURCES).format([stack], MAIN)
 
 
 def test_a_thread_without_python_code_is_told_so() -> None:
-    assert Teller({}).tell(parse(f"Thread {MAIN} (most recent call first):\n  <no Python frame>\n"), MAIN) == (
-        "Main thread (most recent call last):\n  no Python code"
-    )
+    assert StackFormatter({}).format(
+        parse(f"Thread {MAIN} (most recent call first):\n  <no Python frame>\n"), MAIN
+    ) == ("Main thread (most recent call last):\n  no Python code")
 
 
 @pytest.mark.parametrize(
@@ -179,9 +181,12 @@ class Asking:
     def __init__(self, folder: Path) -> None:
         self.folder, self.commands, self.sent = folder, Commands(), list[tuple[int, int]]()
         self.pipes: dict[int, int] = {}
-        self.stacks = Stacks(
-            folder, SOURCES, self.commands, NullView(), lambda rank, signum: self.sent.append((rank, signum))
-        )
+        self.files = {rank: self.stack_file(rank) for rank in range(4)}
+        self.stacks = Stacks(self.files.__getitem__, SOURCES, self.commands, NullView())
+
+    def stack_file(self, rank: int) -> StackFile:
+        path = self.folder / f"rank{rank}.stacks"
+        return StackFile(path, lambda signum: self.sent.append((rank, signum)))
 
     def register(self, rank: int) -> None:
         pipe = self.folder / f"rank{rank}.ask"
@@ -290,7 +295,7 @@ def test_an_answer_that_comes_amid_faulthandlers_is_told_alone(asking: Asking, b
     asking.write(0, other[:begun] + BEGIN + DUMP + WHOLE + other[begun:])
     asking.look_until(asked.done, 0)
 
-    assert asked.result() == {0: Teller(SOURCES).tell(parse(DUMP), MAIN)}
+    assert asked.result() == {0: StackFormatter(SOURCES).format(parse(DUMP), MAIN)}
 
 
 def test_what_a_rank_says_of_itself_is_read_as_faulthandlers_words_are() -> None:
@@ -332,7 +337,7 @@ def test_a_dump_is_taken_when_it_is_whole(asking: Asking) -> None:
 
     asking.look_until(asked.done, 0)
 
-    assert asked.result() == {0: Teller(SOURCES).tell(parse(DUMP), MAIN)}
+    assert asked.result() == {0: StackFormatter(SOURCES).format(parse(DUMP), MAIN)}
 
 
 def test_a_rank_that_starts_too_slowly_is_said_to_start(asking: Asking) -> None:
@@ -351,7 +356,7 @@ def test_a_rank_that_ended_after_its_answer_is_told_of_and_one_before_is_not(ask
     asking.stacks.look([0, 1, 2])
     for rank in (0, 1):
         asking.write(rank, DUMP)
-    asking.look_until(lambda: asking.stacks._ranks[0].dump is not None, 0, 1, 2)
+    asking.look_until(lambda: asking.files[0].dump is not None, 0, 1, 2)
 
     asking.look_until(asked.done, 1)
 

@@ -28,12 +28,12 @@ def exited(status: int, at: float) -> RankExited:
 
 
 def failed(at: float, kind: Kind = "exception", collective: str = "", status: int = 0) -> Failed:
-    return Failed(0, seconds(at), kind, "ValueError", "text", "traceback", collective=collective, status=status)
+    return Failed(0, 1, seconds(at), kind, "ValueError", "text", "traceback", collective=collective, status=status)
 
 
 # What may become of a rank; its number is given later.
 def returned(at: float = 1.0, status: int = 0) -> RankEnd:
-    return RankEnd(0, Done(0, seconds(at)), None, exited(status, at + 0.1))
+    return RankEnd(0, Done(0, 1, seconds(at)), None, exited(status, at + 0.1))
 
 
 def raised(at: float = 1.0, kind: Kind = "exception", **more: Any) -> RankEnd:

@@ -1,55 +1,70 @@
-"""Following what the ranks of an attempt print and report, for the view and for the result."""
+"""Follows what the ranks of a group print and report, for the view and for the result."""
 
 from __future__ import annotations
 
-import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nblaunch.engines.protocol import Worker
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.output.log_files import Piece, Tail
+from nblaunch.launch.output.log_files import Piece, Spool, Tail
+from nblaunch.launch.output.metric_patterns import PrintedMetrics
 from nblaunch.launch.output.report_columns import ReportColumns
-from nblaunch.launch.rank_state import Rank
-from nblaunch.launch.views.view import LogPiece, View
-from nblaunch.wire.drops import Table
+from nblaunch.launch.views.view import LogPiece, Stream, View
+from nblaunch.machine import timeouts
+from nblaunch.wire.drops import Dropped
 
-_log = logging.getLogger(__name__)
-_MOST_AT_ONCE = 1 << 16
-"""Bytes of one log that are read at one look."""
-_SEARCH_FOR = 0.05
-"""Seconds of one look in which logs are searched for metrics."""
-_TELL_AFTER = 5.0
-"""Seconds of searching after which that is said."""
+MAX_READ_BYTES = 1 << 16
+"""Of one log in one poll."""
 
 
-class Reading:
+class RankOutput:
+    """The streams of one rank.
+
+    Attributes:
+        dropped: What the rank could not write, as of the last poll.
+    """
+
+    def __init__(self, worker: Worker, patterns: Sequence[re.Pattern[str]]) -> None:
+        self.rank, self.worker = worker.rank, worker
+        self.tails: dict[Stream, Tail] = {"out": Tail(worker.log("out")), "err": Tail(worker.log("err"))}
+        self.spool = Spool(worker.log("spool"))
+        self.printed = PrintedMetrics(patterns, *(worker.log(stream) for stream in ("out", "err") if patterns))
+        self.dropped = Dropped()
+
+    def close(self) -> None:
+        """Close the streams."""
+        self.spool.close()
+        self.printed.close()
+        for tail in self.tails.values():
+            tail.close()
+
+
+class OutputFollower:
     """See the module. Called from the supervisor's thread.
 
     Args:
-        ranks: Whose logs to follow; it may grow.
-        view: What is told of them.
-        commands: An interrupt in them ends a long search.
+        workers: The ranks.
+        patterns: What to search every printed line for.
+        view: What shows output and reports.
+        commands: A stop among them ends a long search.
 
     Attributes:
         reports: What the ranks have reported.
     """
 
-    def __init__(self, ranks: Sequence[Rank], view: View, commands: Commands) -> None:
-        self.ranks, self.view, self.commands = ranks, view, commands
+    def __init__(
+        self, workers: Sequence[Worker], patterns: Sequence[re.Pattern[str]], view: View, commands: Commands
+    ) -> None:
+        self.ranks = [RankOutput(worker, patterns) for worker in workers]
+        self.view, self.commands = view, commands
         self.reports = ReportColumns()
-        self._drops: Table | None = None
-        self._has_told_of_drops = False
+        self._has_noted_drops = False
 
-    def count_drops(self, scratch: str, ranks: int) -> None:
-        """Have the ranks count what they cannot write."""
-        try:
-            self._drops = Table(scratch, ranks)
-        except OSError as error:
-            _log.warning("nblaunch: what ranks cannot write will not be counted: %s", error)
-
-    def look(self) -> None:
-        """Show what has been appended to the logs."""
+    def poll(self) -> None:
+        """Show what the ranks have written since the last call."""
         pieces = []
         for rank in self.ranks:
             for stream, tail in rank.tails.items():
@@ -60,11 +75,11 @@ class Reading:
             self.view.logs(pieces)
         for rank in self.ranks:
             for records in rank.spool.read():
-                self._take_in(rank, records)
-            self._take_in(rank, rank.printed.read(_SEARCH_FOR / len(self.ranks)))
-        self._look_at_drops()
+                self._take(rank, records)
+            self._take(rank, rank.printed.read(timeouts.METRIC_SEARCH_S / len(self.ranks)))
+        self._poll_drops()
 
-    def _take_in(self, rank: Rank, records: Sequence[Mapping[str, Any]]) -> None:
+    def _take(self, rank: RankOutput, records: Sequence[Mapping[str, Any]]) -> None:
         if not records:
             return
         for record in records:
@@ -74,53 +89,53 @@ class Reading:
 
     def _appended(self, tail: Tail) -> Piece | None:
         if self.view.wants_text:
-            return tail.read(_MOST_AT_ONCE)
+            return tail.read(MAX_READ_BYTES)
         return Piece(b"") if tail.grown() else None
 
-    def _look_at_drops(self) -> None:
-        """Say it once that a rank cannot write: most often, the others cannot for the same reason."""
-        if self._drops is None:
-            return
+    def _poll_drops(self) -> None:
+        """Note the first rank that cannot write: the others most often cannot for the same reason."""
         for rank in self.ranks:
-            rank.dropped = self._drops.read(rank.rank)
-            if rank.dropped and not self._has_told_of_drops:
-                self._has_told_of_drops = True
-                self.view.note(_beginning(rank))
+            rank.dropped = rank.worker.dropped()
+            if rank.dropped and not self._has_noted_drops:
+                self._has_noted_drops = True
+                self.view.note(_first_drop(rank))
 
-    def tell_what_was_dropped(self) -> None:
-        """Say how much it was; every rank has ended."""
-        self._look_at_drops()
+    def finish(self) -> None:
+        """Read the rest: every rank has exited. Search the logs to their end, note what was dropped."""
+        self.poll()
+        self._search_the_rest()
+        self._poll_drops()
         for rank in self.ranks:
             if rank.dropped:
                 self.view.note(f"rank {rank.rank} lost {rank.dropped.amount} ({rank.dropped.why})")
 
-    def close(self) -> None:
-        """Close what was opened."""
-        if self._drops is not None:
-            self._drops.close()
-
-    def search_the_rest(self) -> None:
-        """Search the logs to their end. It can take long after a flood, so an interrupt (another one) ends it."""
-        was_stopped, begun, told = self.commands.stop, time.monotonic(), False
+    def _search_the_rest(self) -> None:
+        """Search the logs for metrics to their end. After a flood that takes long, so a (further) stop ends it."""
+        was_stopped, begun, has_noted = self.commands.stop, time.monotonic(), False
         for rank in self.ranks:
             rank.printed.end_here()
         while any(rank.printed.is_behind for rank in self.ranks):
             if self.commands.kill or self.commands.stop != was_stopped:
-                self.view.note("the logs were not searched for metrics to their end, as you interrupted it")
+                self.view.note("interrupted: the rest of the logs was not searched for metrics")
                 return
-            if not told and time.monotonic() - begun > _TELL_AFTER:
-                told = True
-                self.view.note("every rank has ended, and the rest of their logs is searched for metrics")
-            self.look()
+            if not has_noted and time.monotonic() - begun > timeouts.METRIC_SEARCH_NOTE_DELAY_S:
+                has_noted = True
+                self.view.note("every rank has exited; searching the rest of the logs for metrics")
+            self.poll()
             self.view.tick()
         for rank in self.ranks:
-            self._take_in(rank, rank.printed.finish())
+            self._take(rank, rank.printed.finish())
+
+    def close(self) -> None:
+        """Close the streams."""
+        for rank in self.ranks:
+            rank.close()
 
 
-def _beginning(rank: Rank) -> str:
+def _first_drop(rank: RankOutput) -> str:
     if not rank.dropped.reason:
-        return f"rank {rank.rank} has reached {rank.dropped.why}: what it prints from here on is dropped"
+        return f"rank {rank.rank} has reached {rank.dropped.why}: further output is dropped"
     return (
-        f"rank {rank.rank} cannot write its logs ({rank.dropped.why}): it goes on, and what it prints and reports is "
-        f"dropped until there is room again. Free space at {rank.spool.path.parent}"
+        f"rank {rank.rank} cannot write its logs ({rank.dropped.why}): it runs on, and its output and reports are "
+        f"dropped until there is room. Free space for {rank.spool.name}"
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nblaunch.engines.growing_file import GrowingFile
+from nblaunch.engines.protocol import Log
 from nblaunch.launch.output.terminal_lines import LineAssembler, without_colours
 
 _log = logging.getLogger(__name__)
@@ -36,39 +38,30 @@ class Piece:
 
 
 class _Follower:
-    """A growing file, which may not exist yet, and the offset up to which it was read."""
+    """A growing log, and the offset up to which it was read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd: int | None = None
+    def __init__(self, source: Path | Log) -> None:
+        self._log: Log = GrowingFile(source) if isinstance(source, Path) else source
         self._offset = 0
 
+    @property
+    def name(self) -> str:
+        """Where the log is, for messages to the user."""
+        return self._log.name
+
     def _appended(self) -> tuple[int, int]:
-        """From where to where the file has grown since the last call."""
-        if self._fd is None:
-            try:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:
-                return 0, 0
-        size = os.fstat(self._fd).st_size
+        """Return from where to where the log has grown since the last call."""
+        size = self._log.size()
         start, self._offset = min(self._offset, size), size  # truncated: continue from its new end
         return start, size
 
     def _between(self, start: int, end: int) -> bytes:
-        """What lies there; less where the file has been cut meanwhile."""
-        if self._fd is None:
-            return b""
-        blocks = []
-        while start < end and (block := os.pread(self._fd, end - start, start)):
-            blocks.append(block)
-            start += len(block)
-        return b"".join(blocks)
+        """Return these bytes; fewer if the log was truncated meanwhile."""
+        return self._log.read(start, end)
 
     def close(self) -> None:
-        """Close the file; harmless when it is closed."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        """Close the log. Idempotent."""
+        self._log.close()
 
 
 class Tail(_Follower):
@@ -127,8 +120,8 @@ class Spool(_Follower):
         malformed: The number of malformed lines so far.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, source: Path | Log) -> None:
+        super().__init__(source)
         self.malformed = 0
         self._rest = b""
 
@@ -150,7 +143,7 @@ class Spool(_Follower):
         if isinstance(record, dict):
             return record
         self.malformed += 1
-        _log.warning("nblaunch: %s contains a malformed report: %.80r", self.path, line)
+        _log.warning("nblaunch: %s contains a malformed report: %.80r", self.name, line)
         return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nblaunch.engines.protocol import Log
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.log_files import Tail
 from nblaunch.launch.output.terminal_lines import LineAssembler, without_colours
@@ -180,12 +181,12 @@ class PrintedMetrics:
 
     Args:
         patterns: Each line is searched for these.
-        paths: The rank's logs.
+        logs: The rank's logs.
     """
 
-    def __init__(self, patterns: Sequence[re.Pattern[str]], *paths: Path) -> None:
+    def __init__(self, patterns: Sequence[re.Pattern[str]], *logs: Path | Log) -> None:
         self._patterns = patterns
-        self._sources = [(_Log(path), _Lines()) for path in paths] if patterns else []
+        self._sources = [(_Log(log), _Lines()) for log in logs] if patterns else []
 
     @property
     def is_behind(self) -> bool:

@@ -1,0 +1,65 @@
+"""Processes that another process of ours has forked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import weakref
+from typing import Protocol
+
+from nblaunch.wire.channel import readable
+
+
+class ServerProcess(Protocol):
+    """What a fork server's handle needs of its process, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Return its pid; 0 if not known yet."""
+
+    def poll(self) -> int | None:
+        """Return None if it runs."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send a signal, if it runs."""
+
+    def wait(self, timeout: float, /) -> object:
+        """Wait for its exit, at most `timeout` seconds."""
+
+
+class Grandchild:
+    """A process that a child has forked, watched by its pidfd."""
+
+    def __init__(self, pid: int = 0, pidfd: int | None = None) -> None:
+        self.pid, self._pidfd = pid, pidfd
+        if pidfd is not None:
+            weakref.finalize(self, os.close, pidfd)
+
+    def poll(self) -> int | None:
+        if self._pidfd is not None and not readable(self._pidfd):
+            return None
+        self._collect()
+        return 0
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, sig: int) -> None:
+        if self._pidfd is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, sig)
+
+    def wait(self, timeout: float) -> None:
+        if self._pidfd is not None:
+            readable(self._pidfd, timeout)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Collect its exit status if this process has adopted it, as a subreaper or as PID 1."""
+        if self._pidfd is not None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)

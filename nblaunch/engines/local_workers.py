@@ -1,0 +1,352 @@
+"""The ranks of one group on this machine: a reaper starts and signals them, each has a channel to the kernel.
+
+Everything that waits here is an event of one selector. Signals go through the reaper, which knows which pids are
+still its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import shutil
+import signal
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nblaunch.engines.generations import servers
+from nblaunch.engines.growing_file import GrowingFile
+from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Order, Received, Stream, Wakeup
+from nblaunch.engines.server_client import Reaper, remedy
+from nblaunch.engines.stack_files import StackFile
+from nblaunch.errors import StartError
+from nblaunch.machine import timeouts
+from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, must_be_read, readable
+from nblaunch.wire.drops import Dropped, Table
+from nblaunch.wire.launch_files import rank_file
+from nblaunch.wire.messages import (
+    Interrupt,
+    NotStarted,
+    RankExited,
+    RankSpec,
+    RankStarted,
+    ReaperStarted,
+    SendSignal,
+    StartRank,
+    Swept,
+    Taken,
+    Task,
+)
+
+_log = logging.getLogger(__name__)
+MAX_FDS_IN_FLIGHT = 100
+"""Descriptors that a group may have in flight, or those of one rank if these are more. Linux limits a user who is not
+root to ``ulimit -n``, over all of the user's processes."""
+
+
+class LocalWorker:
+    """One rank of this machine, an `engines.protocol.Worker`."""
+
+    def __init__(self, rank: int, channel: Channel, log_dir: Path, group: LocalWorkers) -> None:
+        self.rank = rank
+        self.channel = channel
+        self.stacks = StackFile(rank_file(log_dir, rank, "stacks"), self.signal)
+        self.is_started = False
+        self.has_exited = False
+        self.is_shut = False
+        """No more messages go to the rank."""
+        self.owes = False
+        """The rank was sent descriptors that it has not taken yet."""
+        self._log_dir, self._group = log_dir, group
+
+    @property
+    def is_open(self) -> bool:
+        """See `engines.protocol.Worker`, as for all below."""
+        return not self.channel.closed
+
+    def interrupt(self, task: int) -> None:
+        """Send SIGINT, announced if the rank can have a later task."""
+        if not self.is_shut:
+            with contextlib.suppress(OSError):  # already exited; RankExited will report it
+                self.channel.send(Interrupt(task))
+        self.signal(signal.SIGINT)
+
+    def shut(self) -> None:
+        """Send no more messages: the rank reads EOF."""
+        self.is_shut = True
+        with contextlib.suppress(OSError):  # already exited
+            self.channel.sock.shutdown(socket.SHUT_WR)
+
+    def signal(self, signum: int, group: bool = False) -> None:
+        """Have the reaper send a signal."""
+        self._group.tell_reaper(SendSignal(self.rank, signum, group))
+
+    def log(self, stream: Stream) -> GrowingFile:
+        """Open the file that the rank writes."""
+        return GrowingFile(rank_file(self._log_dir, self.rank, stream))
+
+    def dropped(self) -> Dropped:
+        """Read the rank's counters."""
+        return self._group.drops.read(self.rank) if self._group.drops is not None else Dropped()
+
+
+class LocalWorkers:
+    """The ranks of one group, an `engines.protocol.Workers`.
+
+    Args:
+        order: What to start.
+        reaper: Their parent, which may not have answered yet.
+        wakeup: Ends `wait`.
+    """
+
+    def __init__(self, order: Order, reaper: Reaper, wakeup: Wakeup) -> None:
+        self.has_begun = False
+        self.drops: Table | None = None
+        self._order, self._reaper, self._wakeup = order, reaper, wakeup
+        self._control = reaper.channel
+        self._reaper_pidfd: int | None = None
+        self._workers: list[LocalWorker] = []
+        self._taskless: deque[LocalWorker] = deque()
+        """Ranks whose task is posted and not sent."""
+        self._fds_each = 0
+        self._is_careful = self._is_last = False
+        self._events: deque[Event] = deque()
+        self._has_ended = False
+        """`Swept` or `Lost` was reported."""
+        self._opened = contextlib.ExitStack()
+
+    # -------------------------------------------------------------- starting
+    def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[LocalWorker]:
+        """Have the reaper start the ranks."""
+        try:
+            self._selector = self._opened.enter_context(selectors.DefaultSelector())
+            self._scratch = tempfile.mkdtemp(prefix="nbl-")  # short: paths of sockets are limited
+            self._opened.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+        except OSError as error:
+            hint = remedy(error) or ": free space there, or set TMPDIR to another directory"
+            raise StartError(f"the ranks have no place for temporary files: {error}{hint}") from error
+        try:
+            self.drops = Table(self._scratch, self._order.world_size)
+        except OSError as error:
+            _log.warning("nblaunch: output that ranks cannot write will not be counted: %s", error)
+        self._watch(self._control, self._read_control)
+        self._watch(self._wakeup, self._wakeup.clear)
+        try:
+            for rank in range(self._order.world_size):
+                self._start(rank, environment(rank))
+        except OSError as error:  # out of descriptors, or the reaper does not read
+            raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
+        return self._workers
+
+    def _start(self, rank: int, env: Mapping[str, str]) -> None:
+        channel, there = channel_pair()
+        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self)
+        self._workers.append(worker)
+        spec = self._spec(rank, env)
+        with there:
+            self.tell_reaper(StartRank(spec), [there.fileno()])
+        if spec.method == "spawn":  # a fresh interpreter does not inherit it from the reaper
+            with contextlib.suppress(ConnectionError):  # already exited; RankExited will report it
+                channel.send(StartRank(spec))
+        self._watch(channel, partial(self._read_rank, worker))
+
+    def _spec(self, rank: int, env: Mapping[str, str]) -> RankSpec:
+        order, process = self._order, self._order.process
+        return RankSpec(
+            launch_id=order.launch_id,
+            rank=rank,
+            local_rank=rank,
+            world_size=order.world_size,
+            local_world_size=order.world_size,
+            method=order.method,
+            env=dict(env),
+            cwd=process.cwd,
+            sys_path=process.sys_path,
+            argv=process.argv,
+            umask=process.umask,
+            limits=process.limits,
+            cpus=process.cpus,
+            log_dir=order.log_dir,
+            scratch=self._scratch,
+        )
+
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
+        """Send the tasks: all at once, unless too many descriptors would be in flight."""
+        self._fds_each, self._is_last = len(parcel), last
+        is_careful = len(parcel) * len(tasks) > MAX_FDS_IN_FLIGHT
+        for worker, task in zip(self._workers, tasks, strict=True):
+            worker.channel.post(replace(task, acknowledge=is_careful), parcel)
+            self._taskless.append(worker)
+        self._is_careful = is_careful
+        try:
+            self._hand_out()
+        except OSError as error:
+            raise StartError(f"the ranks could not be sent their task: {error}{remedy(error)}") from error
+
+    def _hand_out(self) -> None:
+        while self._taskless and (not self._is_careful or self._may_send_to(self._taskless[0])):
+            worker = self._taskless[0]
+            with contextlib.suppress(ConnectionError):  # already exited; RankExited will report it
+                if not worker.channel.flush():
+                    return
+            if self._is_last:
+                worker.shut()
+            worker.owes = self._is_careful
+            self._taskless.popleft()
+
+    def _may_send_to(self, worker: LocalWorker) -> bool:
+        """Return True if the rank runs, and the descriptors in flight leave room for its own."""
+        owing = [each for each in self._workers if each.owes and not each.has_exited and each.is_open]
+        return worker.is_started and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
+
+    def dismiss(self) -> None:
+        """Let the ranks leave."""
+        self._is_last = True
+        for worker in self._workers:
+            if worker not in self._taskless:
+                worker.shut()
+
+    def tell_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
+        """Send the reaper a message. First read its own: it reads nothing while its buffer is full."""
+        while not self._control.closed and must_be_read(self._control, timeouts.REAPER_READ_TIMEOUT_S):
+            self._read_control()
+        with contextlib.suppress(ConnectionError):  # already exited; `Lost` reports it
+            self._control.send(message, fds)
+
+    # -------------------------------------------------------------- events
+    def wait(self, seconds: float) -> Iterable[Event]:
+        """Wait for messages and exits."""
+        for key, _ in self._selector.select(0.0 if self._events else seconds):
+            key.data()
+        self._hand_out()
+        return self._take_events()
+
+    def drain(self) -> Iterable[Event]:
+        """Read every channel to its end."""
+        for worker in self._workers:
+            self._read_rest(worker)
+        return self._take_events()
+
+    def _take_events(self) -> Iterable[Event]:
+        while self._events:
+            yield self._events.popleft()
+
+    def _watch(self, source: Any, react: Callable[[], None]) -> None:
+        self._selector.register(source, selectors.EVENT_READ, react)
+
+    def _unwatch(self, source: Any) -> None:
+        if source in self._selector.get_map():
+            self._selector.unregister(source)
+
+    def _read_control(self) -> None:
+        self._control.poll()
+        try:
+            for message, fds in self._control.drain():
+                self._take_from_reaper(message, fds)
+        except LostDescriptorsError as error:  # the reaper's pidfd: without it, its death would go unnoticed
+            raise StartError(f"the ranks could not be started: {error}") from error
+        if self._control.closed:
+            self._reaper_ended()
+
+    def _take_from_reaper(self, message: object, fds: list[int]) -> None:
+        if isinstance(message, ReaperStarted):
+            self.has_begun = True
+            if fds:
+                self._reaper_pidfd = fds[0]
+                self._watch(fds[0], self._reaper_ended)
+        elif isinstance(message, NotStarted):
+            self._events.append(message)
+        elif isinstance(message, RankStarted):
+            self._workers[message.rank].is_started = True
+            self._events.append(message)
+        elif isinstance(message, RankExited):
+            self._read_rest(self._workers[message.rank])
+            self._workers[message.rank].has_exited = True
+            self._events.append(message)
+        elif isinstance(message, Swept):
+            self._end(message)
+
+    def _reaper_ended(self) -> None:
+        """Handle the reaper's exit. What it sent before is still in the channel."""
+        if self._reaper_pidfd is not None:
+            self._unwatch(self._reaper_pidfd)
+            os.close(self._reaper_pidfd)
+            self._reaper_pidfd = None
+            self._read_control()
+        self._unwatch(self._control)
+        self._end(Lost())
+
+    def _end(self, event: Swept | Lost) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._events.append(event)
+
+    def _read_rank(self, worker: LocalWorker) -> None:
+        worker.channel.poll()
+        try:
+            for message, fds in worker.channel.drain():
+                if isinstance(message, Taken):
+                    worker.owes = False
+                else:
+                    self._events.append(Received(worker.rank, message, fds))
+        except LostDescriptorsError as error:
+            self._events.append(LostDescriptors(worker.rank, error.message, error))
+        if worker.channel.closed:
+            self._unwatch(worker.channel)
+
+    def _read_rest(self, worker: LocalWorker) -> None:
+        while not worker.channel.closed and readable(worker.channel):
+            self._read_rank(worker)
+
+    # -------------------------------------------------------------- trouble, and the end
+    def nudge(self) -> str | None:
+        """Give up a fork of the kernel, where a lock may be held forever; wake a fork server, which is only slow."""
+        server = self._reaper.server
+        if server is None:
+            self.abandon()
+            return None
+        server.wake()
+        return (
+            f"the fork server (pid {server.process.pid}) has not answered for {timeouts.GROUP_BEGIN_TIMEOUT_S:.0f} s: "
+            "waiting (is the machine short of memory?)"
+        )
+
+    def forsake(self) -> bool:
+        """Replace a fork server that died before it forked the reaper."""
+        if self._reaper.server is None:
+            return False
+        servers.give_up(self._reaper.server)
+        return True
+
+    def abandon(self) -> None:
+        """Kill the reaper: its ranks die with it."""
+        with contextlib.suppress(ProcessLookupError):
+            if self._reaper_pidfd is not None:
+                signal.pidfd_send_signal(self._reaper_pidfd, signal.SIGKILL)
+            elif self._reaper.child is not None:
+                os.kill(self._reaper.child, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close channels; the reaper, if it runs, ends the ranks."""
+        for event in self._take_events():
+            for fd in event.fds if isinstance(event, Received) else ():
+                os.close(fd)
+        if self.drops is not None:
+            self.drops.close()
+        for worker in self._workers:
+            worker.channel.close()
+        self._control.close()
+        if self._reaper_pidfd is not None:
+            os.close(self._reaper_pidfd)
+            self._reaper_pidfd = None
+        if self._reaper.child is not None:
+            with contextlib.suppress(ChildProcessError):  # the user's own code has collected it
+                os.waitpid(self._reaper.child, 0)
+        self._opened.close()  # last: ranks may still use the scratch directory

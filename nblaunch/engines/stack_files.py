@@ -1,0 +1,115 @@
+"""Asking a rank of this machine for its stacks: a byte into a pipe, the answer in a file.
+
+`nblaunch.ranks.stack_dumps` is the rank's side.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from nblaunch.machine import timeouts
+
+_BEGIN, _WHOLE = "(answer)\n", "(whole)\n"
+"""Enclose an answer that the rank's own thread writes; faulthandler writes no marks."""
+MAX_DUMP_BYTES = 1 << 20
+"""Room for 100 threads of 100 frames, faulthandler's own limits."""
+
+
+class StackFile:
+    """An `engines.protocol.StackDumps` over the rank's file of dumps.
+
+    Args:
+        path: The file. It appears once the rank can answer.
+        send: Sends the rank a signal.
+    """
+
+    def __init__(self, path: Path, send: Callable[[int], None]) -> None:
+        self.main = ""
+        self.dump: str | None = None
+        self._path, self._send = path, send
+        self._signal = 0
+        self._pipe = ""
+        self._begin = 0
+        """Offset of the answer to the last question."""
+        self._is_owing = False
+        """The last question has no answer: another would only queue behind it."""
+        self._signal_at = 0.0
+        """When to send the signal; infinity once it was sent."""
+        self._size_seen = 0
+        self._grown_at = 0.0
+
+    @property
+    def is_ready(self) -> bool:
+        """Return True if the rank can answer."""
+        return self._signal > 0
+
+    def ask(self, signal_at: float) -> None:
+        """Ask, if the rank can answer and owes no answer."""
+        self.dump = None
+        if not self._signal and not self._read_head():
+            return
+        size = self._size()
+        if not (self._is_owing and size == self._begin):
+            self._begin = self._size_seen = size
+            self._is_owing, self._signal_at = True, signal_at
+            with suppress(OSError):  # the rank is gone
+                fd = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                try:
+                    os.write(fd, b"?")
+                finally:
+                    os.close(fd)
+
+    def look(self, now: float) -> bool:
+        """Return True if the answer is complete."""
+        if not self._is_owing:
+            return self.dump is not None
+        size = self._size()
+        if size != self._size_seen:
+            self._size_seen, self._grown_at = size, now
+        if size == self._begin:
+            if now >= self._signal_at:
+                self._signal_at = math.inf
+                self._send(self._signal)
+            return False
+        dump = self._read()
+        own = _own_answer(dump)
+        self._is_owing = own is None and now - self._grown_at < timeouts.DUMP_QUIET_S
+        self.dump = dump if own is None else own
+        return not self._is_owing
+
+    def _read_head(self) -> bool:
+        """Read the signal and the pipe that ask the rank; return True if the file exists."""
+        try:
+            with open(self._path, "rb") as file:
+                head = json.loads(file.readline())
+        except OSError:
+            return False
+        self._signal, self._pipe, self.main = int(head["signal"]), str(head["pipe"]), str(head["main"])
+        return True
+
+    def _size(self) -> int:
+        try:
+            return os.stat(self._path).st_size
+        except OSError:  # removed
+            return self._begin
+
+    def _read(self) -> str:
+        with suppress(OSError), open(self._path, "rb") as file:
+            file.seek(self._begin)
+            return file.read(MAX_DUMP_BYTES).decode("ascii", errors="replace")
+        return ""
+
+
+def _own_answer(dump: str) -> str | None:
+    """Return the answer of the rank's own thread, if it is there: one piece, with faulthandler's output around it.
+
+    Both answer when a stopped rank continues: the signal and the question were pending.
+    """
+    until_its_end, _, _ = dump.rpartition(_WHOLE)
+    _, begin, own = until_its_end.rpartition(_BEGIN)
+    return own if begin else None

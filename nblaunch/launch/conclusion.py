@@ -1,0 +1,105 @@
+"""What an attempt leaves behind: the ranks' values, and the errors of a launch that was stopped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, NblaunchError, ResultError, text_of
+from nblaunch.launch import failures
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.supervisor import Attempt
+from nblaunch.launch.task import Task
+from nblaunch.transfer.parcel import unpack
+
+MAX_PLACES = 8
+"""Ranks whose place a timeout's message names."""
+
+
+def load_results(
+    parcels: Mapping[int, Sequence[int]], files: LaunchFiles
+) -> tuple[dict[int, Any], BaseException | None]:
+    """Return what each rank returned, and the error of the first value that cannot be rebuilt here."""
+    values: dict[int, Any] = {}
+    error: BaseException | None = None
+    for rank, fds in sorted(parcels.items()):
+        try:
+            values[rank] = unpack(fds)
+        except BaseException as trouble:  # noqa: BLE001  # user code, which may call sys.exit
+            error = error or ResultError(
+                f"rank {rank}'s return value cannot be rebuilt in the notebook: {type(trouble).__name__}: {trouble}. "
+                "Return tensors or plain data",
+                rank,
+                files.err(rank),
+            )
+            error.__cause__ = trouble
+    return values, error
+
+
+def stop_error(name: str, attempt: Attempt, seconds: float) -> NblaunchError:
+    """Return the error of a launch that was stopped, by the user or by its timeout.
+
+    Args:
+        name: The function's name.
+        attempt: The last attempt.
+        seconds: How long the launch has run.
+    """
+    job, task = attempt.job, attempt.task
+    if task.ladder is not None and task.ladder.reason == "timeout":
+        return LaunchTimeoutError(
+            f"{name} took longer than timeout={job.plan.timeout:g} s and was stopped."
+            f"{_places(task)}Logs: {attempt.files.directory}"
+        )
+    return LaunchStoppedError(
+        f"{name} was stopped after {seconds:.1f} s{_incomplete(task)}. Logs: {attempt.files.directory}"
+    )
+
+
+def _incomplete(task: Task) -> str:
+    """Say what went wrong during the stop: a checkpoint may be incomplete."""
+    raised = [rank.failed for rank in task.ranks if rank.failed and rank.failed.kind not in ("interrupt", "exit")]
+    said = [f"rank {f.rank} raised {f.type_name}: {failures.first_line(f.text)}" for f in raised if not f.collective]
+    killed = task.ladder.killed & task.ladder.answered if task.ladder is not None else set()
+    said += [
+        f"rank {rank.rank} was killed before its `finally` had ended"
+        for rank in task.ranks
+        if rank.rank in killed and rank.done is None and rank.failed is None
+    ]
+    return "; meanwhile " + ", ".join(said) if said else ""
+
+
+def _places(task: Task) -> str:
+    """Say where the ranks were at the timeout."""
+    places = task.stacks.places or {}
+    said = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
+    said += ["…"] if len(places) > MAX_PLACES else []
+    return "\n" + "\n".join(f"    {line}" for line in said) + "\n" if said else " "
+
+
+def interruption(message: str, results: Mapping[int, Any]) -> KeyboardInterrupt:
+    """Return a KeyboardInterrupt that IPython shows as one line, with what the ranks had returned."""
+    interrupt: Any = KeyboardInterrupt(message)
+    attach_results(results, interrupt)
+    interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]
+    return interrupt  # type: ignore[no-any-return]  # Any, to give it attributes
+
+
+def attach_results(results: Mapping[int, Any], error: Any) -> None:
+    """Give an error what the ranks returned, unless it is a user's error with ``results`` of its own."""
+    with contextlib.suppress(Exception):  # a user's __getattr__ or __setattr__
+        if isinstance(error, NblaunchError) or not hasattr(error, "results"):
+            error.results = dict(results)
+
+
+def keep_logs(error: Any, files: object) -> None:
+    """Keep the logs, which the error names, as long as the error."""
+    with contextlib.suppress(Exception):  # a user's __setattr__, or no error
+        error._nblaunch_files = files
+
+
+def summary(error: BaseException) -> str:
+    """Return an error in one line."""
+    text = text_of(error).strip().splitlines()
+    rank = getattr(error, "rank", -1)
+    return f"{f'rank {rank}: ' if rank >= 0 else ''}{type(error).__name__}{': ' + text[0][:300] if text else ''}"

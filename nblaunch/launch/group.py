@@ -1,0 +1,138 @@
+"""A worker group: the ranks of a launch from start to exit, on whichever engine. It knows no task."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from nblaunch.engines.protocol import Event, Lost, Received, Worker, Workers
+from nblaunch.machine import timeouts
+from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank of a group."""
+
+    rank: int
+    worker: Worker
+    pid: int = 0
+    """Shown to the user; 0 before the rank has started."""
+    exited: RankExited | None = None
+
+    @property
+    def listens(self) -> bool:
+        """Return True if the rank runs our code: after exec, the signal for stacks would kill it."""
+        return self.exited is None and self.worker.is_open
+
+
+class WorkerGroup:
+    """See the module. Used from the supervisor's thread.
+
+    Args:
+        workers: The group's processes.
+        note: Shows the user a line.
+
+    Attributes:
+        members: The ranks, once started.
+        refusal: Why a rank could not be started; empty if all could.
+        is_lost: The ranks were killed because nothing watched them any more.
+        stuck: Pids that survived SIGKILL.
+    """
+
+    def __init__(self, workers: Workers, note: Callable[[str], None]) -> None:
+        self.workers, self._note = workers, note
+        self.members: list[Member] = []
+        self.refusal = ""
+        self.is_lost = False
+        self.stuck: tuple[int, ...] = ()
+        self._is_swept = False
+        self._killed: set[int] = set()
+        self._begun_at = time.monotonic()
+        self._exited_at: float | None = None
+        """When every rank had exited."""
+        self._killed_at: float | None = None
+        """When every live rank had been sent SIGKILL."""
+        self._was_nudged = False
+
+    @property
+    def is_over(self) -> bool:
+        """Return True if no more events will come."""
+        return self._is_swept or self.is_lost
+
+    @property
+    def live(self) -> list[int]:
+        """The ranks that have not exited."""
+        return [member.rank for member in self.members if member.exited is None]
+
+    def start(self, environment: Callable[[int], Mapping[str, str]]) -> None:
+        """Start every rank; `environment` is that of one rank.
+
+        Raises:
+            StartError: The system refuses.
+        """
+        self.members = [Member(worker.rank, worker) for worker in self.workers.start(environment)]
+
+    def wait(self, seconds: float) -> Iterator[Event]:
+        """Wait for events, at most `seconds`; yield each after noting what it means for the group."""
+        yield from map(self._noted, self.workers.wait(seconds))
+        self._check(time.monotonic())
+
+    def drain(self) -> Iterator[Event]:
+        """Yield what the ranks had sent before their exit."""
+        yield from map(self._noted, self.workers.drain())
+
+    def _noted(self, event: Event) -> Event:
+        if isinstance(event, RankStarted):
+            self.members[event.rank].pid = event.pid
+        elif isinstance(event, RankExited):
+            self.members[event.rank].exited = event
+        elif isinstance(event, NotStarted):
+            which = f"rank {event.rank}" if event.rank >= 0 else "no rank"
+            self.refusal = self.refusal or f"{which} could {'not ' * (event.rank >= 0)}be started: {event.reason}"
+        elif isinstance(event, Swept):
+            self._is_swept, self.stuck = True, event.stuck
+        elif isinstance(event, Lost):
+            self.is_lost = True
+        return event
+
+    def signal(self, rank: int, signum: int, group: bool = False) -> None:
+        """Send a signal to a rank, or to its process group."""
+        self.members[rank].worker.signal(signum, group)
+        if signum == signal.SIGKILL:
+            self._killed.add(rank)
+
+    def interrupt(self, rank: int, task: int) -> None:
+        """Send a rank SIGINT, which has no effect in a later task."""
+        self.members[rank].worker.interrupt(task)
+
+    def _check(self, now: float) -> None:
+        """Give up on a reaper that hangs: after the last exit, after SIGKILL, or at the start."""
+        live = self.live
+        if self.members and not live:
+            self._exited_at = self._exited_at or now
+            if now - self._exited_at > timeouts.GROUP_SWEEP_TIMEOUT_S:
+                self.is_lost = True
+        if live and self._killed.issuperset(live):
+            self._killed_at = self._killed_at or now
+        if self._killed_at is not None and now - self._killed_at > timeouts.GROUP_DEAF_TIMEOUT_S:
+            self.workers.abandon()
+            self.is_lost = True
+        late = now - self._begun_at > timeouts.GROUP_BEGIN_TIMEOUT_S
+        if late and not self.workers.has_begun and not self._was_nudged:
+            self._was_nudged = True
+            said = self.workers.nudge()
+            self.is_lost = said is None
+            if said is not None:
+                self._note(said)
+
+    def close(self) -> None:
+        """Release the processes' files. Descriptors of unread messages are closed."""
+        self.workers.close()
+
+
+def unread_fds(event: Event) -> list[int]:
+    """Return the descriptors of an event that no task takes."""
+    return event.fds if isinstance(event, Received) else []

@@ -1,0 +1,159 @@
+"""Stacks of a rank as text: parsing faulthandler's format, formatting tracebacks with the notebook's cell names."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nblaunch.machine.own_code import RANK_STACK_DUMPS, RANK_WORKER, is_rank_runtime, is_users
+from nblaunch.wire.messages import Source
+
+_MAX_LINE = 200
+_THREAD = re.compile(
+    r"(?:Current thread|Thread) (?P<thread>0x[0-9a-f]+)(?: \[(?P<name>.*)\])? \(most recent call first\):"
+)
+_FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)')
+_NEVER_BEGAN = re.compile(r"  Worker (?P<number>\d+) pid (?P<pid>\d+) never began in (?P<age>\d+) s")
+_WORKER_NOTE = (
+    "DataLoader worker {number} (pid {pid}) never began: it has run none of its code since its start {age} s ago. "
+    "If it was forked, it waits for a lock that a thread held during the fork: interrupt and run again, or use "
+    'multiprocessing_context="forkserver" for the DataLoader'
+)
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+_COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
+"""Files whose calls into C are collectives; distributed checkpoints write files instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One call; `line` is 0 if unknown."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stack of one thread, the oldest call first."""
+
+    thread: str
+    """faulthandler's name for it, such as ``0x00007f7c39423b80``."""
+    frames: tuple[Frame, ...]
+    cut: bool = False
+    """Older calls were left out."""
+    name: str = ""
+    """The user's name for it; empty if unknown."""
+    workers: tuple[str, ...] = ()
+    """Notes on DataLoader workers that this thread waits for."""
+
+
+def parse(dump: str) -> list[Stack]:
+    """Return the stacks of a dump in its order; of a thread that occurs twice, the later one."""
+    stacks: dict[str, Stack] = {}
+    thread, name, frames, cut, workers = "", "", list[Frame](), False, list[str]()
+    for line in [*dump.split("\n"), "Thread 0x0 (most recent call first):"]:
+        if found := _THREAD.match(line):
+            if thread:
+                stacks[thread] = Stack(thread, tuple(reversed(frames)), cut, name, tuple(workers))
+            thread, name, frames, cut, workers = found["thread"], _unescaped(found["name"] or ""), [], False, []
+        elif found := _FRAME.match(line):
+            number = int(found["line"]) if found["line"].isdigit() else 0
+            frames.append(Frame(_unescaped(found["file"]), number, _unescaped(found["function"])))
+        elif found := _NEVER_BEGAN.match(line):
+            workers.append(_WORKER_NOTE.format_map(found.groupdict()))
+        cut = cut or line == "  ..."
+    return list(stacks.values())
+
+
+def _unescaped(text: str) -> str:
+    """Undo the escapes of a dump, which is ASCII only."""
+    return _ESCAPED.sub(lambda found: chr(int(found[1] or found[2] or found[3], 16)), text)
+
+
+def _without_ours(stack: Stack) -> tuple[Frame, ...]:
+    """Return the calls from the user's function on, or from nblaunch's own if there are no others."""
+    plumbing = [is_rank_runtime(frame.file) or _starts_a_thread(frame) for frame in stack.frames]
+    begin = next((i for i, frame in enumerate(stack.frames) if frame.file == RANK_WORKER), 0)
+    end = next((i for i in range(begin, len(plumbing)) if not plumbing[i]), begin)
+    return stack.frames[end:]
+
+
+def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
+    """Return True if the main thread's last call is in torch.distributed."""
+    frames = next((stack.frames for stack in stacks if stack.thread == main), ())
+    return bool(frames) and _COLLECTIVE.search(frames[-1].file) is not None
+
+
+def is_answering(stack: Stack) -> bool:
+    """Return True for the rank's own thread that writes dumps."""
+    return any(frame.file == RANK_STACK_DUMPS for frame in stack.frames)
+
+
+def _starts_a_thread(frame: Frame) -> bool:
+    return frame.file == threading.__file__ and frame.function in ("_bootstrap", "_bootstrap_inner", "run")
+
+
+class StackFormatter:
+    """Formats stacks as the notebook formats tracebacks: cells by name, the most recent call last.
+
+    Args:
+        sources: The cells that define the ranks' functions.
+    """
+
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources = sources
+
+    def format(self, stacks: Sequence[Stack], main: str) -> str:
+        """Return all threads of a rank: the main one, then those in the user's code, then those of libraries."""
+        return "\n\n".join(
+            self._format_one(stack, main) for stack in sorted(stacks, key=lambda stack: self._order_of(stack, main))
+        )
+
+    def where(self, stacks: Sequence[Stack], main: str) -> str:
+        """Return the user's line that the main thread executes, such as ``Cell In[3], line 7: dist.barrier()``."""
+        frames = next((_without_ours(stack) for stack in stacks if stack.thread == main), ())
+        in_cells = [frame for frame in frames if frame.file in self._sources]
+        own = [frame for frame in frames if self._is_users(frame)]
+        for frame in (in_cells or own or frames)[-1:]:
+            text = self._text(frame)
+            return f"{self._place(frame).removeprefix('File ')}{': ' + text if text else ''}"
+        return "C code without a Python caller"
+
+    def _order_of(self, stack: Stack, main: str) -> int:
+        if stack.thread == main:
+            return 0
+        return 1 if any(map(self._is_users, stack.frames)) else 2
+
+    def _format_one(self, stack: Stack, main: str) -> str:
+        thread = f"Thread {stack.name or stack.thread}"
+        name = ("Main thread", thread, f"{thread} of a library")[self._order_of(stack, main)]
+        lines = [f"{name} (most recent call last):"]
+        if stack.cut:
+            lines.append("  … older calls are left out …")
+        for frame in _without_ours(stack):
+            text = self._text(frame)
+            lines += [f"  {self._place(frame)}, in {frame.function}", *([f"    {text}"] if text else [])]
+        if len(lines) == 1:
+            lines.append("  no Python code")
+        lines += [f"  {worker}" for worker in stack.workers]
+        return "\n".join(lines)
+
+    def _is_users(self, frame: Frame) -> bool:
+        return frame.file in self._sources or is_users(frame.file)
+
+    def _place(self, frame: Frame) -> str:
+        source = self._sources.get(frame.file)
+        name = source.label if source is not None and source.label else f'File "{frame.file}"'
+        return f"{name}, line {frame.line or '?'}"
+
+    def _text(self, frame: Frame) -> str:
+        source = self._sources.get(frame.file)
+        if source is None:
+            linecache.checkcache(frame.file)  # the user may have edited it
+            return linecache.getline(frame.file, frame.line).strip()[:_MAX_LINE]
+        lines = source.text.splitlines()
+        return lines[frame.line - 1].strip()[:_MAX_LINE] if 0 < frame.line <= len(lines) else ""

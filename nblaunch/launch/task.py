@@ -1,0 +1,256 @@
+"""One task over a worker group: from the ranks' first message to a verdict. It knows no pid, descriptor or path."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from nblaunch.engines.protocol import Event, LostDescriptors, Received
+from nblaunch.launch import failures
+from nblaunch.launch.commands import Commands
+from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.rank_state import Rank
+from nblaunch.launch.stacks import Stacks
+from nblaunch.launch.stopping import Ladder, Reason
+from nblaunch.launch.verdict import Verdict, judge
+from nblaunch.launch.views.view import RankStatus, View
+from nblaunch.machine import timeouts
+from nblaunch.wire import messages
+from nblaunch.wire.messages import (
+    Done,
+    Failed,
+    Interrupted,
+    Leaving,
+    NotStarted,
+    RankExited,
+    Running,
+    Source,
+    World,
+)
+
+Phase = Literal["running", "returned", "failed", "stopping", "ended"]
+"""``returned``: every rank has, and may still have threads. ``failed``: one has, and the others are stopped soon."""
+
+
+class Task:
+    """See the module. Used from the supervisor's thread.
+
+    Args:
+        number: Its number in the group, from 1.
+        group: The ranks, which have been started.
+        view: What shows it.
+        commands: What other threads ask.
+        sources: The cells that its functions come from.
+        stop_grace: Seconds that an interrupted rank has for ``finally`` and checkpoints.
+        deadline: When to stop it, by the monotonic clock.
+
+    Attributes:
+        ranks: What is known of each rank.
+        phase: Where it stands.
+        ladder: How its ranks are being stopped; None if they are not.
+        stacks: Asks its ranks what they are doing.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        group: WorkerGroup,
+        view: View,
+        commands: Commands,
+        sources: Mapping[str, Source],
+        stop_grace: float,
+        deadline: float = math.inf,
+    ) -> None:
+        self.number, self.group, self.view, self.commands = number, group, view, commands
+        self.sources, self.stop_grace, self.deadline = sources, stop_grace, deadline
+        self.ranks = [Rank(member) for member in group.members]
+        self.phase: Phase = "running"
+        self.ladder: Ladder | None = None
+        self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
+        self._stop_at = math.inf
+        """When to stop the other ranks after a failure."""
+        self._failed_at: float | None = None
+        """When the first failure was noticed."""
+        self._has_noted_failure = False
+        self._returned_at = self._threads_ended_at = 0.0
+        self._has_noted_threads = False
+        self._is_last = False
+
+    def send(self, world: Callable[[int], World], parcel: Sequence[int], *, last: bool = False) -> None:
+        """Send the task to every rank.
+
+        Args:
+            world: Where a rank meets the others.
+            parcel: The payload's descriptors, which stay open until every rank runs.
+            last: Whether the ranks leave after it. Default: False.
+        """
+        self._is_last = last
+        tasks = [messages.Task(self.number, world(rank.rank)) for rank in self.ranks]
+        self.group.workers.send_tasks(tasks, parcel, last=last)
+
+    # -------------------------------------------------------------- events
+    def take(self, event: Event) -> None:
+        """Note what an event means for this task."""
+        if isinstance(event, Received):
+            self._receive(self.ranks[event.rank], event.message, event.fds)
+        elif isinstance(event, LostDescriptors):
+            self._lose_result(self.ranks[event.rank], event)
+        elif isinstance(event, RankExited):
+            self._note_failure(self.ranks[event.rank])
+        elif isinstance(event, NotStarted):
+            self._stop_within(timeouts.PEER_FAILURE_WAIT_S)
+
+    def _receive(self, rank: Rank, message: object, fds: list[int]) -> None:
+        if getattr(message, "task", None) != self.number:  # a late message of an earlier task
+            for fd in fds:
+                os.close(fd)
+        elif isinstance(message, Running):
+            rank.is_running = True
+        elif isinstance(message, Interrupted):
+            rank.interrupted = True
+        elif isinstance(message, Done):
+            rank.done, rank.result = message, fds
+        elif isinstance(message, Failed):
+            rank.failed = message
+            self._note_failure(rank)
+        elif isinstance(message, Leaving):
+            rank.is_leaving = True
+
+    def _lose_result(self, rank: Rank, event: LostDescriptors) -> None:
+        if not isinstance(event.message, Done):
+            raise event.error
+        text = (
+            "the result holds more shared memory blocks or large pieces than the notebook may open files: "
+            f"{event.error.strerror}"
+        )
+        done = event.message
+        rank.failed = Failed(rank.rank, done.task, done.time_ns, "result", "OSError", text, "")
+        self._note_failure(rank)
+
+    def _note_failure(self, rank: Rank) -> None:
+        if not rank.has_failed:
+            return
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+        if self.phase == "running":
+            self.phase = "failed"
+        lost_result = rank.failed is not None and rank.failed.kind == "result"
+        self._stop_within(timeouts.RESULT_FAILURE_WAIT_S if lost_result else timeouts.PEER_FAILURE_WAIT_S)
+
+    def _stop_within(self, seconds: float) -> None:
+        self._stop_at = min(self._stop_at, time.monotonic() + seconds)
+
+    # -------------------------------------------------------------- time
+    def step(self) -> None:
+        """Do what is due: begin or continue to stop ranks, show how they stand."""
+        now = time.monotonic()
+        if self.phase in ("running", "failed") and all(rank.done is not None for rank in self.ranks):
+            self.phase = "returned"
+            self._returned_at = self._threads_ended_at = now
+        reason = self._reason_to_stop(now) if self.ladder is None else None
+        if reason is not None:
+            self._stop(Ladder(reason, now, self.stop_grace))
+        live = self.group.live
+        if not self._is_last:  # ranks that are done wait for the next task
+            live = [rank for rank in live if not self.ranks[rank].is_over]
+        if self.ladder is not None:
+            self._climb(self.ladder, now, live)
+        if self._failed_at is not None and now >= self._failed_at + timeouts.FAILURE_NOTE_DELAY_S:
+            self._note_failure_once(live)
+        if self.phase == "returned" and live:
+            self._await_exits(now, live)
+        self._show_states()
+
+    def _reason_to_stop(self, now: float) -> Reason | None:
+        if self.commands.stop:
+            return "user"
+        if now >= self.deadline and self.stacks.located(now):
+            return "timeout"
+        if now >= self._stop_at:
+            return "failure"
+        return None
+
+    def _stop(self, ladder: Ladder) -> None:
+        self.ladder, self.phase = ladder, "stopping"
+
+    def _climb(self, ladder: Ladder, now: float, live: list[int]) -> None:
+        if self.commands.kill:
+            ladder.kill()
+        running = [rank.rank for rank in self.ranks if rank.is_running]
+        leaving = [rank.rank for rank in self.ranks if rank.is_leaving or rank.failed is not None]
+        ladder.answered.update(rank.rank for rank in self.ranks if rank.interrupted)
+        ladder.waiting.update(self.stacks.in_collectives(ladder.silent(now, live)))
+        for due in ladder.due(now, live, running, leaving):
+            if due.signum == signal.SIGINT:
+                self.group.interrupt(due.rank, self.number)
+            else:
+                self.group.signal(due.rank, due.signum, due.group)
+        if live:
+            self.view.countdown(ladder.countdown(now))
+
+    def _note_failure_once(self, live: list[int]) -> None:
+        """Say why the other ranks are being stopped: some use their time for ``finally`` and checkpoints."""
+        if self._has_noted_failure:
+            return
+        self._has_noted_failure = True
+        working = [rank for rank in live if self.ranks[rank].done is None and self.ranks[rank].failed is None]
+        cause = self.verdict().cause
+        if working and cause is not None and cause.end is not None:
+            said = failures.headline(cause.end, self.sources)
+            self.view.note(f"{said}: stopping the other ranks, which have up to {self.stop_grace:g} s")
+
+    def _await_exits(self, now: float, live: list[int]) -> None:
+        """Give the ranks' threads their time, as they may be saving; bound the time of exit functions."""
+        waiting = [rank for rank in live if not self.ranks[rank].is_leaving]
+        if waiting:
+            self._threads_ended_at = now
+            if now - self._returned_at > timeouts.THREADS_NOTE_DELAY_S and not self._has_noted_threads:
+                self._has_noted_threads = True
+                self.view.note(f"rank {waiting[0]} has returned, and waits for a non-daemon thread to end")
+        elif now - self._threads_ended_at > timeouts.EXIT_TIMEOUT_S:
+            self.view.note(
+                f"rank {live[0]} returned but did not exit within {timeouts.EXIT_TIMEOUT_S:.0f} s (an atexit "
+                "function?): killed"
+            )
+            self._stop(Ladder("failure", now, 0.0))
+
+    def _show_states(self) -> None:
+        changed = []
+        stopped = self.ladder.interrupted | self.ladder.killed if self.ladder is not None else set()
+        for rank in self.ranks:
+            state = rank.state(stopped)
+            if state != rank.shown and rank.member.pid:
+                rank.shown = state
+                changed.append(RankStatus(rank.rank, state, rank.member.pid))
+        if changed:
+            self.view.ranks(changed)
+
+    # -------------------------------------------------------------- the end
+    @property
+    def is_over(self) -> bool:
+        """Return True if every rank has returned, failed or exited."""
+        return all(rank.is_over for rank in self.ranks)
+
+    def finish(self) -> Verdict:
+        """Return how it ended. The group has no ranks left, or every rank has returned or failed."""
+        self.phase = "ended"
+        self._show_states()
+        return self.verdict()
+
+    def verdict(self) -> Verdict:
+        """Return how it ended, as far as it has."""
+        return judge([rank.end for rank in self.ranks], self.ladder, self.group.is_lost)
+
+    def take_results(self) -> dict[int, list[int]]:
+        """Return the parcels of the ranks that have returned; the caller closes their descriptors."""
+        return {rank.rank: rank.take_result() for rank in self.ranks if rank.result}
+
+    def close(self) -> None:
+        """Close results that were not taken; answer questions for stacks with none."""
+        self.stacks.close()
+        for rank in self.ranks:
+            rank.close()

@@ -1,0 +1,208 @@
+"""An engine without processes: a test scripts what each rank writes, sends and does on a signal."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from nblaunch.engines.protocol import Event, Lost, Order, Received, Stream, Wakeup
+from nblaunch.wire.drops import Dropped
+from nblaunch.wire.messages import (
+    Done,
+    Failed,
+    Interrupted,
+    Leaving,
+    Method,
+    NotStarted,
+    RankExited,
+    RankStarted,
+    Running,
+    Swept,
+    Task,
+)
+
+FAKE_PID = 1000
+"""Of rank 0; no test may signal it."""
+
+
+class FakeLog:
+    """What a rank has written."""
+
+    name = "a fake log"
+
+    def __init__(self, data: bytearray) -> None:
+        self._data = data
+
+    def size(self) -> int:
+        return len(self._data)
+
+    def read(self, start: int, end: int) -> bytes:
+        return bytes(self._data[start:end])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+@dataclass
+class FakeStackDumps:
+    """Answers at once with `answer`, if there is one."""
+
+    answer: str | None = None
+    main: str = "0x1"
+    dump: str | None = None
+    is_ready: bool = True
+
+    def ask(self, signal_at: float) -> None:
+        self.dump = self.answer
+
+    def look(self, now: float) -> bool:
+        return self.dump is not None
+
+
+@dataclass
+class FakeWorker:
+    """One rank: its methods in the present tense are what the rank does, the rest is the kernel's."""
+
+    rank: int
+    events: deque[Event] = field(default_factory=deque)
+    clock: Callable[[], float] = lambda: 0.0
+    is_open: bool = True
+    task: int = 1
+    stacks: FakeStackDumps = field(default_factory=FakeStackDumps)
+    written: dict[Stream, bytearray] = field(
+        default_factory=lambda: {"out": bytearray(), "err": bytearray(), "spool": bytearray()}
+    )
+    lost: Dropped = field(default_factory=Dropped)
+    signals: list[int] = field(default_factory=list)
+    """The signals that it was sent."""
+    on_interrupt: Callable[[], None] = lambda: None
+    has_exited: bool = False
+
+    # -------------------------------------------------------------- what the rank does
+    def sends(self, message: object, *fds: int) -> None:
+        self.events.append(Received(self.rank, message, list(fds)))
+
+    def runs(self) -> None:
+        self.sends(Running(self.rank, self.task))
+
+    def prints(self, text: str, stream: Stream = "out") -> None:
+        self.written[stream] += text.encode()
+
+    def returns(self, *fds: int) -> None:
+        self.sends(Done(self.rank, self.task, self.now_ns), *fds)
+
+    def raises(self, text: str = "no", kind: str = "exception", collective: str = "") -> None:
+        failed = Failed(self.rank, self.task, self.now_ns, kind, "ValueError", text, "", collective=collective)  # type: ignore[arg-type]  # a Literal
+        self.sends(failed)
+
+    def acknowledges(self) -> None:
+        self.sends(Interrupted(self.rank, self.task))
+
+    def exits(self, status: int = 0) -> None:
+        if not self.has_exited:
+            self.has_exited, self.is_open = True, False
+            self.events.append(RankExited(self.rank, status, self.now_ns))
+
+    def returns_and_exits(self) -> None:
+        self.returns()
+        self.sends(Leaving(self.rank, self.task))
+        self.exits()
+
+    @property
+    def now_ns(self) -> int:
+        return math.ceil(self.clock() * 1e9)
+
+    # -------------------------------------------------------------- what the kernel asks
+    def interrupt(self, task: int) -> None:
+        self.signal(signal.SIGINT)
+        self.on_interrupt()
+
+    def signal(self, signum: int, group: bool = False) -> None:
+        self.signals.append(signum)
+        if signum == signal.SIGKILL:
+            self.exits(-signal.SIGKILL)
+
+    def log(self, stream: Stream) -> FakeLog:
+        return FakeLog(self.written[stream])
+
+    def dropped(self) -> Dropped:
+        return self.lost
+
+
+class FakeWorkers:
+    """The ranks of a group. Nothing waits: `wait` returns what has been scripted so far."""
+
+    def __init__(self, world_size: int, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self.events: deque[Event] = deque()
+        self.ranks = [FakeWorker(rank, self.events, clock) for rank in range(world_size)]
+        self.has_begun = True
+        self.tasks: list[Task] = []
+        self.is_abandoned = self.is_closed = self.is_forsaken = self.is_dismissed = False
+        self.hint: str | None = "waiting"
+
+    def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[FakeWorker]:
+        self.events.extend(RankStarted(worker.rank, FAKE_PID + worker.rank) for worker in self.ranks)
+        return self.ranks
+
+    def refuses(self, rank: int, reason: str) -> None:
+        self.events.append(NotStarted(rank, reason))
+
+    def sweeps(self, *stuck: int) -> None:
+        self.events.append(Swept(stuck))
+
+    def is_killed(self) -> None:
+        self.events.append(Lost())
+
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
+        self.tasks += tasks
+        for worker, task in zip(self.ranks, tasks, strict=True):
+            worker.task = task.task
+
+    def dismiss(self) -> None:
+        self.is_dismissed = True
+
+    def wait(self, seconds: float) -> Iterable[Event]:
+        while self.events:
+            yield self.events.popleft()
+
+    def drain(self) -> Iterable[Event]:
+        return self.wait(0.0)
+
+    def nudge(self) -> str | None:
+        return self.hint
+
+    def forsake(self) -> bool:
+        self.is_forsaken = True
+        return True
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class FakeEngine:
+    """Places `workers`, whatever is ordered."""
+
+    def __init__(self, workers: FakeWorkers) -> None:
+        self.workers = workers
+        self.orders: list[Order] = []
+
+    def usable(
+        self, method: Method, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]
+    ) -> Method:
+        return method
+
+    def shares_memory(self, method: Method) -> bool:
+        return False
+
+    def place(self, order: Order, wakeup: Wakeup) -> FakeWorkers:
+        self.orders.append(order)
+        return self.workers
+
+    def prepare_next(self) -> None:
+        """Nothing to prepare."""

@@ -1,0 +1,644 @@
+"""A task over a group, on an engine without processes: verdicts, stopping, failures, logs, metrics, timeouts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from nblaunch.engines.protocol import LostDescriptors
+from nblaunch.errors import StartError
+from nblaunch.launch import supervisor
+from nblaunch.launch.commands import Commands
+from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.output.follower import OutputFollower
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.plan import Machine, make_plan
+from nblaunch.launch.supervisor import Attempt, Job
+from nblaunch.launch.task import Task
+from nblaunch.launch.views.view import LogPiece, NullView, RankStatus
+from nblaunch.machine import timeouts
+from nblaunch.machine.process_state import this_process
+from nblaunch.wire.channel import LostDescriptorsError
+from nblaunch.wire.drops import Dropped
+from nblaunch.wire.messages import Done, Leaving, Payload, Running, Settings, Source, World
+from tests.unit.fake_engine import FAKE_PID, FakeEngine, FakeStackDumps, FakeWorker, FakeWorkers
+
+GRACE_S = 30.0
+WORLD = World("127.0.0.1", 1, "gloo", "cpu", 1)
+IN_COLLECTIVE = (
+    'Thread 0x1 (most recent call first):\n  File "/site-packages/torch/distributed/c10d.py", line 9 in all_reduce\n'
+    '  File "/home/me/train.py", line 7 in train\n'
+)
+IN_PYTHON = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 7 in train\n'
+
+
+class Clock:
+    """Stands for the module `time`: it goes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+
+class Recorder(NullView):
+    """Keeps what it is shown."""
+
+    wants_text = True
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.countdowns: list[str] = []
+        self.states: dict[int, str] = {}
+        self.pids: dict[int, int] = {}
+        self.printed: dict[tuple[int, str], bytes] = {}
+        self.records: list[tuple[int, Mapping[str, Any]]] = []
+        self.texts: Mapping[int, str] = {}
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def countdown(self, text: str) -> None:
+        self.countdowns.append(text)
+
+    def ranks(self, changed: Sequence[RankStatus]) -> None:
+        for status in changed:
+            self.states[status.rank], self.pids[status.rank] = status.state, status.pid
+
+    def logs(self, pieces: Sequence[LogPiece]) -> None:
+        for piece in pieces:
+            key = (piece.rank, piece.stream)
+            self.printed[key] = self.printed.get(key, b"") + piece.piece.head
+
+    def reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
+        self.records += [(rank, record) for record in records]
+
+    def stacks(self, texts: Mapping[int, str]) -> None:
+        self.texts = texts
+
+
+class Scene:
+    """A group of scripted ranks that runs one task."""
+
+    def __init__(self, clock: Clock, world_size: int = 2, number: int = 1, deadline: float = math.inf) -> None:
+        self.clock, self.view, self.commands = clock, Recorder(), Commands()
+        self.workers = FakeWorkers(world_size, clock.monotonic)
+        self.group = WorkerGroup(self.workers, self.view.note)
+        self.group.start(lambda rank: {})
+        sources = {"/cell.py": Source("x = 1\n", "Cell In[3]")}
+        self.task = Task(number, self.group, self.view, self.commands, sources, GRACE_S, deadline)
+        self.task.send(lambda rank: WORLD, (), last=True)
+        self.step()
+
+    def __getitem__(self, rank: int) -> FakeWorker:
+        return self.workers.ranks[rank]
+
+    def run_all(self) -> None:
+        for worker in self.workers.ranks:
+            worker.runs()
+        self.step()
+
+    def step(self, seconds: float = 0.0) -> None:
+        """Let time pass, and handle what has happened."""
+        self.clock.now += seconds
+        for event in self.group.wait(0.0):
+            self.task.take(event)
+        self.task.step()
+
+    @property
+    def phase(self) -> str:
+        return self.task.phase
+
+    @property
+    def cause(self) -> tuple[str, str, int]:
+        verdict = self.task.verdict()
+        cause = verdict.cause
+        return verdict.state, "" if cause is None else cause.kind, -1 if cause is None else cause.rank
+
+    def is_over(self) -> bool:
+        return self.task.is_over
+
+    def signals(self) -> list[list[int]]:
+        return [worker.signals for worker in self.workers.ranks]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("task", "group", "stacks", "supervisor", "output.follower"):
+        monkeypatch.setattr(f"nblaunch.launch.{module}.time", clock)
+    return clock
+
+
+@pytest.fixture
+def begin(clock: Clock) -> Iterator[Callable[..., Scene]]:
+    """Begins a scene, with the arguments of `Scene`."""
+    with contextlib.ExitStack() as opened:
+
+        def begin(**options: Any) -> Scene:
+            scene = Scene(clock, **options)
+            opened.callback(scene.commands.close)
+            opened.callback(scene.task.close)
+            return scene
+
+        yield begin
+
+
+@pytest.fixture
+def scene(begin: Callable[..., Scene]) -> Scene:
+    return begin()
+
+
+# ------------------------------------------------------------------ verdicts and phases
+def test_a_task_whose_ranks_all_return_has_finished(scene: Scene) -> None:
+    scene.run_all()
+    assert (scene.phase, scene.view.states) == ("running", {0: "running", 1: "running"})
+    for worker in scene.workers.ranks:
+        worker.returns_and_exits()
+    scene.step()
+    assert scene.phase == "returned"
+    scene.workers.sweeps()
+    scene.step()
+    assert scene.group.is_over
+    assert scene.task.finish().state == "finished"
+    assert scene.phase == "ended"
+    assert scene.view.states == {0: "returned", 1: "returned"}
+    assert scene.signals() == [[], []]
+
+
+def test_the_view_gets_the_pids(scene: Scene) -> None:
+    assert scene.view.pids == {0: FAKE_PID, 1: FAKE_PID + 1}
+
+
+def test_a_task_is_over_when_each_rank_has_returned_or_failed(scene: Scene) -> None:
+    scene.run_all()
+    scene[0].returns()
+    scene.step()
+    assert not scene.is_over()
+    scene[1].raises()
+    scene.step()
+    assert scene.is_over()
+    assert scene.group.live == [0, 1]
+
+
+def test_results_are_the_takers_to_close(scene: Scene) -> None:
+    kept, left = os.pipe()
+    scene.run_all()
+    scene[0].returns(kept)
+    scene[1].returns(left)
+    scene.step()
+    assert scene.task.take_results() == {0: [kept], 1: [left]}
+    assert scene.task.take_results() == {}
+    for fd in (kept, left):
+        os.close(fd)
+
+
+def test_results_that_are_not_taken_are_closed(scene: Scene) -> None:
+    read, write = os.pipe()
+    os.close(write)
+    scene[0].returns(read)
+    scene.step()
+    scene.task.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read)
+
+
+def test_messages_of_an_earlier_task_change_nothing(begin: Callable[..., Scene]) -> None:
+    scene = begin(number=2)
+    read, write = os.pipe()
+    os.close(write)
+    scene[0].sends(Running(0, 1))
+    scene[0].sends(Done(0, 1, 5), read)
+    scene.step()
+    assert scene.task.ranks[0].done is None
+    assert scene.view.states[0] == "starting"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read)
+    assert [task.task for task in scene.workers.tasks] == [2, 2]
+
+
+def test_a_result_without_its_descriptors_is_a_failure(scene: Scene) -> None:
+    error = LostDescriptorsError(24, "too many open files (ulimit -n) for 50 more")
+    scene.workers.events.append(LostDescriptors(1, Done(1, 1, 5), error))
+    scene.step()
+    failed = scene.task.ranks[1].failed
+    assert failed is not None
+    assert failed.kind == "result"
+    assert "too many open files (ulimit -n) for 50 more" in failed.text
+
+
+def test_another_message_without_its_descriptors_is_a_bug(scene: Scene) -> None:
+    error = LostDescriptorsError(24, "too many open files")
+    scene.workers.events.append(LostDescriptors(1, Running(1, 1), error))
+    with pytest.raises(LostDescriptorsError, match="too many open files"):
+        scene.step()
+
+
+# ------------------------------------------------------------------ failures
+def test_a_failure_stops_the_others_after_a_moment(scene: Scene) -> None:
+    scene.run_all()
+    scene[1].raises()
+    scene.step()
+    assert (scene.phase, scene.signals()) == ("failed", [[], []])
+    scene.step(timeouts.PEER_FAILURE_WAIT_S)
+    assert scene.phase == "stopping"
+    assert scene[0].signals == [signal.SIGINT]
+    assert scene.cause == ("failed", "exception", 1)
+
+
+def test_a_result_that_cannot_be_sent_lets_the_others_return(scene: Scene) -> None:
+    scene.run_all()
+    scene[1].raises(kind="result")
+    scene.step(timeouts.RESULT_FAILURE_WAIT_S - 0.1)
+    assert scene[0].signals == []
+    scene.step(0.2)
+    assert scene[0].signals == []
+    scene.step(timeouts.RESULT_FAILURE_WAIT_S)
+    assert scene[0].signals == [signal.SIGINT]
+
+
+def test_a_dead_rank_is_the_cause_and_a_collectives_error_its_echo(scene: Scene) -> None:
+    scene.run_all()
+    scene[1].raises(collective="all_reduce")
+    scene.clock.now += 0.01
+    scene[0].exits(-signal.SIGKILL)
+    scene.step()
+    assert scene.cause == ("failed", "died", 0)
+    scene.step()
+    assert scene.view.states == {0: "failed", 1: "ended"}
+
+
+def test_a_rank_that_finished_explains_a_collectives_error(scene: Scene) -> None:
+    scene.run_all()
+    scene[0].returns()
+    scene.clock.now += 0.01
+    scene[1].raises(collective="all_reduce")
+    scene.step()
+    assert scene.cause == ("failed", "collective", 1)
+
+
+def test_a_failure_is_noted_once_while_others_still_run(scene: Scene) -> None:
+    scene.run_all()
+    scene[1].raises("it broke")
+    scene.step()
+    scene.step(timeouts.FAILURE_NOTE_DELAY_S)
+    scene[1].exits(1)
+    scene.step(timeouts.FAILURE_NOTE_DELAY_S)
+    assert scene.view.notes == [
+        "rank 1: ValueError: it broke: stopping the other ranks, which have up to 30 s",
+    ]
+
+
+def test_a_failure_of_all_needs_no_note(scene: Scene) -> None:
+    scene.run_all()
+    for worker in scene.workers.ranks:
+        worker.raises()
+    scene.step()
+    scene.step(timeouts.FAILURE_NOTE_DELAY_S)
+    assert scene.view.notes == []
+
+
+def test_a_rank_that_cannot_be_started_stops_the_others(scene: Scene) -> None:
+    scene[0].runs()
+    scene.workers.refuses(1, "no memory")
+    scene.step()
+    scene.step(timeouts.PEER_FAILURE_WAIT_S)
+    assert scene.group.refusal == "rank 1 could not be started: no memory"
+    assert scene[0].signals == [signal.SIGINT]
+
+
+def test_no_reaper_is_no_rank(scene: Scene) -> None:
+    scene.workers.refuses(-1, "no memory")
+    scene.step()
+    assert scene.group.refusal == "no rank could be started: no memory"
+
+
+def test_ranks_that_lost_their_reaper_are_lost(scene: Scene) -> None:
+    scene.run_all()
+    scene.workers.is_killed()
+    scene.step()
+    assert scene.group.is_over
+    assert scene.cause == ("failed", "lost", -1)
+
+
+# ------------------------------------------------------------------ stopping
+def test_a_stop_interrupts_each_rank_once(scene: Scene) -> None:
+    scene.run_all()
+    scene.commands.ask()
+    for _ in range(3):
+        scene.step(0.1)
+    assert scene.signals() == [[signal.SIGINT], [signal.SIGINT]]
+    assert scene.view.states == {0: "stopping", 1: "stopping"}
+
+
+def test_a_rank_that_acknowledges_has_its_grace(scene: Scene) -> None:
+    scene.run_all()
+    for worker in scene.workers.ranks:
+        worker.on_interrupt = worker.acknowledges
+    scene.commands.ask()
+    scene.step()
+    scene.step(GRACE_S - 1)
+    assert scene.signals() == [[signal.SIGINT], [signal.SIGINT]]
+    assert scene.view.countdowns[-1] == "stopping: 1 s left for checkpoints; interrupt again to kill now"
+    scene.step(1)
+    assert scene.signals() == [[signal.SIGINT, signal.SIGKILL]] * 2
+    assert scene.cause == ("stopped", "", -1)
+
+
+def test_a_rank_that_does_not_acknowledge_is_killed(scene: Scene) -> None:
+    scene.run_all()
+    scene.commands.ask()
+    scene.step()
+    scene.step(timeouts.ACK_TIMEOUT_S - 0.1)
+    assert scene[0].signals == [signal.SIGINT]
+    scene.step(0.1)
+    assert scene[0].signals == [signal.SIGINT, signal.SIGKILL]
+
+
+def test_a_rank_that_has_not_begun_is_killed_at_once(scene: Scene) -> None:
+    scene[0].runs()
+    scene.commands.ask()
+    scene.step()
+    assert scene.signals() == [[signal.SIGINT], [signal.SIGKILL]]
+
+
+def test_a_kill_skips_the_grace(scene: Scene) -> None:
+    scene.run_all()
+    for worker in scene.workers.ranks:
+        worker.on_interrupt = worker.acknowledges
+    scene.commands.ask()
+    scene.step()
+    scene.commands.ask(kill=True)
+    scene.step()
+    assert scene.signals() == [[signal.SIGINT, signal.SIGKILL]] * 2
+
+
+def test_ranks_that_return_during_a_stop_have_finished(scene: Scene) -> None:
+    scene.run_all()
+    for worker in scene.workers.ranks:
+        worker.on_interrupt = worker.returns_and_exits
+    scene.commands.ask()
+    scene.step()
+    scene.step()
+    assert scene.task.verdict().state == "finished"
+
+
+def test_a_rank_in_a_collective_is_killed_soon_after_a_failure(scene: Scene) -> None:
+    scene.run_all()
+    scene[0].stacks.answer = IN_COLLECTIVE
+    scene[1].raises()
+    scene.step()
+    scene.step(timeouts.PEER_FAILURE_WAIT_S)
+    scene.step(timeouts.COLLECTIVE_CHECK_DELAY_S)
+    scene.step(timeouts.COLLECTIVE_ACK_TIMEOUT_S - timeouts.COLLECTIVE_CHECK_DELAY_S)
+    scene.step()
+    assert scene[0].signals == [signal.SIGINT, signal.SIGKILL]
+
+
+def test_a_rank_in_its_own_code_has_the_usual_time(scene: Scene) -> None:
+    scene.run_all()
+    scene[0].stacks.answer = IN_PYTHON
+    scene[1].raises()
+    scene.step()
+    scene.step(timeouts.PEER_FAILURE_WAIT_S)
+    for _ in range(3):
+        scene.step(timeouts.COLLECTIVE_ACK_TIMEOUT_S)
+    assert scene[0].signals == [signal.SIGINT]
+
+
+# ------------------------------------------------------------------ timeouts
+def test_a_timeout_asks_where_the_ranks_are_and_stops_them(begin: Callable[..., Scene], clock: Clock) -> None:
+    scene = begin(deadline=clock.now + 5)
+    scene.run_all()
+    for worker in scene.workers.ranks:
+        worker.stacks = FakeStackDumps(IN_PYTHON)
+    scene.step(5)
+    assert scene.signals() == [[], []]
+    for _ in range(2):
+        scene.task.stacks.look([0, 1])
+    scene.step()
+    assert scene.task.ladder is not None
+    assert scene.task.ladder.reason == "timeout"
+    assert scene.task.stacks.places == dict.fromkeys((0, 1), 'was in "/home/me/train.py", line 7')
+    assert scene.signals() == [[signal.SIGINT]] * 2
+
+
+def test_a_timeout_waits_for_silent_ranks_only_so_long(begin: Callable[..., Scene], clock: Clock) -> None:
+    scene = begin(deadline=clock.now + 5)
+    scene.run_all()
+    scene.step(5)
+    scene.task.stacks.look([0, 1])
+    scene.step(timeouts.TIMEOUT_STACKS_S)
+    assert scene.signals() == [[signal.SIGINT]] * 2
+
+
+def test_ranks_that_return_after_the_timeout_were_stopped(begin: Callable[..., Scene], clock: Clock) -> None:
+    scene = begin(deadline=clock.now)
+    scene.run_all()
+    scene.step(timeouts.TIMEOUT_STACKS_S)
+    scene.clock.now += 0.1
+    for worker in scene.workers.ranks:
+        worker.returns_and_exits()
+    scene.step()
+    assert scene.task.verdict().state == "stopped"
+
+
+# ------------------------------------------------------------------ exits
+def test_a_returned_rank_may_wait_for_its_threads(scene: Scene) -> None:
+    scene.run_all()
+    for worker in scene.workers.ranks:
+        worker.returns()
+    scene.step()
+    for _ in range(4):
+        scene.step(timeouts.EXIT_TIMEOUT_S)
+    assert scene.signals() == [[], []]
+    assert scene.view.notes == ["rank 0 has returned, and waits for a non-daemon thread to end"]
+
+
+def test_a_rank_that_never_exits_is_killed(scene: Scene) -> None:
+    scene.run_all()
+    for worker in scene.workers.ranks:
+        worker.returns()
+        worker.sends(Leaving(worker.rank, 1))
+    scene.step()
+    scene.step(timeouts.EXIT_TIMEOUT_S + 1)
+    scene.step()
+    scene.step()
+    assert scene.signals() == [[signal.SIGKILL]] * 2
+    assert scene.view.notes == ["rank 0 returned but did not exit within 30 s (an atexit function?): killed"]
+    assert scene.task.verdict().state == "finished"
+    assert scene.task.verdict().crashed == ()
+
+
+def test_a_reaper_that_never_ends_is_given_up(scene: Scene) -> None:
+    for worker in scene.workers.ranks:
+        worker.returns_and_exits()
+    scene.step()
+    assert not scene.group.is_over
+    scene.step(timeouts.GROUP_SWEEP_TIMEOUT_S + 0.1)
+    assert scene.group.is_over
+
+
+def test_ranks_that_survive_their_kill_take_the_reaper_with_them(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeWorker, "exits", lambda self, status=0: None)
+    scene.run_all()
+    scene.commands.ask(kill=True)
+    scene.step()
+    scene.step()
+    scene.step(timeouts.GROUP_DEAF_TIMEOUT_S + 0.1)
+    assert scene.workers.is_abandoned
+    assert scene.group.is_lost
+
+
+@pytest.mark.parametrize(("hint", "is_lost"), [("waiting", False), (None, True)])
+def test_an_engine_that_does_not_answer_is_nudged_once(scene: Scene, hint: str | None, is_lost: bool) -> None:
+    scene.workers.has_begun, scene.workers.hint = False, hint
+    for _ in range(3):
+        scene.step(timeouts.GROUP_BEGIN_TIMEOUT_S + 0.1)
+    assert scene.group.is_lost == is_lost
+    assert scene.view.notes == ([] if hint is None else [hint])
+
+
+# ------------------------------------------------------------------ logs and metrics
+def follower(scene: Scene, *patterns: str) -> OutputFollower:
+    return OutputFollower(scene.workers.ranks, [re.compile(p) for p in patterns], scene.view, scene.commands)
+
+
+def test_the_view_gets_what_ranks_print(scene: Scene) -> None:
+    output = follower(scene)
+    scene[0].prints("one\n")
+    scene[1].prints("two\n", "err")
+    output.poll()
+    scene[0].prints("three\n")
+    output.poll()
+    assert scene.view.printed == {(0, "out"): b"one\nthree\n", (1, "err"): b"two\n"}
+
+
+def test_reports_are_kept_and_shown(scene: Scene) -> None:
+    output = follower(scene)
+    record = {"time": 1.0, "step": 3, "metrics": {"loss": 0.5}}
+    scene[1].prints(json.dumps(record) + "\n", "spool")
+    output.poll()
+    assert scene.view.records == [(1, record)]
+
+
+def test_printed_metrics_are_found_to_the_last_line(scene: Scene) -> None:
+    output = follower(scene, r"loss: (?P<loss>[\d.]+)")
+    scene[0].prints("loss: 0.5\nloss: 0.25")
+    output.poll()
+    assert [record["metrics"] for _, record in scene.view.records] == [{"loss": 0.5}]
+    output.finish()
+    assert [record["metrics"] for _, record in scene.view.records] == [{"loss": 0.5}, {"loss": 0.25}]
+
+
+def test_a_full_disk_is_noted_once_and_summed_up(scene: Scene) -> None:
+    output = follower(scene)
+    scene[0].lost = scene[1].lost = Dropped(output=2000, reason=28)
+    output.poll()
+    output.poll()
+    assert len(scene.view.notes) == 1
+    assert "rank 0 cannot write its logs (No space left on device)" in scene.view.notes[0]
+    output.finish()
+    assert [note[:11] for note in scene.view.notes[1:]] == ["rank 0 lost", "rank 1 lost"]
+
+
+def test_the_view_is_shown_the_stacks_it_asked_for(scene: Scene) -> None:
+    scene[0].stacks.answer = IN_PYTHON
+    scene.commands.ask_stacks()
+    scene.task.stacks.look([0, 1])
+    scene.clock.now += timeouts.STACKS_TIMEOUT_S
+    scene.task.stacks.look([0, 1])
+    assert 'File "/home/me/train.py", line 7, in train' in scene.view.texts[0]
+    assert scene.view.texts[1].startswith("no answer within 2 s")
+
+
+# ------------------------------------------------------------------ one attempt
+class Script(FakeWorkers):
+    """Ranks that do their part when the supervisor waits for them."""
+
+    def __init__(self, *acts: Callable[[Script], None]) -> None:
+        super().__init__(2)
+        self.acts = list(acts)
+
+    def wait(self, seconds: float) -> Any:
+        if self.acts and not self.events:
+            self.acts.pop(0)(self)
+        return super().wait(seconds)
+
+
+def attempt_of(workers: FakeWorkers, view: Recorder) -> tuple[Attempt, FakeEngine]:
+    plan = make_plan(Machine(0, 2, "linux", {"HOME": "/root"}), num_processes=2)
+    payload = Payload(len, (), {}, test_the_view_gets_the_pids, Settings(), {})
+    job = Job(plan, "1-1-abc", this_process(), payload, (), {}, math.inf)
+    return Attempt(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), FakeEngine(workers)
+
+
+@pytest.fixture
+def _no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rendezvous without torch."""
+
+    class Nowhere:
+        port = 1
+
+        def __init__(self, world_size: int) -> None:
+            pass
+
+        def __enter__(self) -> Nowhere:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(supervisor, "Rendezvous", Nowhere)
+
+
+def both(act: Callable[[FakeWorker], None]) -> Callable[[FakeWorkers], None]:
+    def acts(workers: FakeWorkers) -> None:
+        for worker in workers.ranks:
+            act(worker)
+
+    return acts
+
+
+@pytest.mark.usefixtures("_no_store")
+def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
+    view = Recorder()
+    workers = Script(
+        both(FakeWorker.runs),
+        both(lambda worker: worker.prints("hello\n")),
+        both(FakeWorker.returns_and_exits),
+        lambda workers: workers.sweeps(7),
+    )
+    attempt, engine = attempt_of(workers, view)
+    assert attempt.run(engine).state == "finished"
+    assert view.printed == {(0, "out"): b"hello\n", (1, "out"): b"hello\n"}
+    assert view.notes == ["processes 7 survived SIGKILL: they wait in the operating system"]
+    assert workers.is_closed
+    assert engine.orders[0].world_size == 2
+    attempt.commands.close()
+
+
+@pytest.mark.usefixtures("_no_store")
+def test_an_attempt_whose_rank_cannot_start_says_why() -> None:
+    workers = Script(
+        lambda workers: workers.refuses(0, "no memory"),
+        both(FakeWorker.exits),
+        lambda workers: workers.sweeps(),
+    )
+    attempt, engine = attempt_of(workers, Recorder())
+    with pytest.raises(StartError, match="rank 0 could not be started: no memory"):
+        attempt.run(engine)
+    assert workers.is_closed
+    attempt.commands.close()
