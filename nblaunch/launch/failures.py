@@ -15,7 +15,7 @@ from typing import Any
 from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankRaisedError, ResultError, text_of
 from nblaunch.launch.output.log_files import LaunchFiles, last_lines
 from nblaunch.launch.verdict import Cause, RankEnd
-from nblaunch.launch.views.view import Failure
+from nblaunch.launch.views.events import Failure
 from nblaunch.machine.own_code import is_rank_runtime, is_users
 from nblaunch.wire.messages import Failed, Source
 

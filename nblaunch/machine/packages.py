@@ -108,7 +108,7 @@ def _roots() -> list[str]:
 
 def imported_here(packages: Collection[str]) -> list[str]:
     """Return the modules of these packages that this process has imported, in order of import."""
-    present = [(name, module) for name, module in list(sys.modules.items()) if package_of(name) in packages]
+    present = [(name, module) for name, module in sys.modules.copy().items() if package_of(name) in packages]
     return [name for name, module in present if getattr(getattr(module, "__spec__", None), "name", None) == name]
 
 

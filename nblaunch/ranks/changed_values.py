@@ -1,4 +1,7 @@
-"""Noticing that a rank changed what the notebook sent, and did not return it: the notebook's own stays as it was."""
+"""Detection of arguments and globals that a rank modifies but does not return: the notebook's own stay unchanged.
+
+Runs in ranks, before and after the function.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,30 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_MOST = 10_000
-"""Elements of a container that are looked at."""
+_MAX_ELEMENTS = 10_000
+"""Elements of a container that are compared."""
 
 
 def fingerprints(watched: Mapping[str, Any]) -> dict[str, Any]:
-    """What `unreturned` compares with, taken before the function runs."""
+    """Return what `unreturned` compares with. Call it before the function runs."""
     return {name: _fingerprint(value) for name, value in watched.items()}
 
 
 def unreturned(watched: Mapping[str, Any], before: Mapping[str, Any], result: Any) -> tuple[str, ...]:
-    """The names of watched things that have changed and are no part of the result."""
+    """Return the names of watched values that have changed and are not part of the result."""
     changed = [name for name, earlier in before.items() if _fingerprint(watched[name]) != earlier]
     if not changed:
         return ()
     parts = list(_walk(result))
-    return tuple(name for name in changed if not _is_in(watched[name], parts))
+    return tuple(name for name in changed if not _is_returned(watched[name], parts))
 
 
 def _fingerprint(value: Any) -> Any:
-    """Module: the versions of its tensors, which every change in place raises. Container: its elements' identity."""
+    """Return the tensor versions of a module, which in-place operations bump, or the element ids of a container."""
     if hasattr(value, "state_dict"):
         return [(name, _version(tensor)) for name, tensor in _tensors(value).items() if not _is_shared(tensor)]
     elements = list(value.items()) if isinstance(value, dict) else list(value)
-    return [len(elements), [tuple(map(id, e)) if isinstance(value, dict) else id(e) for e in elements[:_MOST]]]
+    return [len(elements), [tuple(map(id, e)) if isinstance(value, dict) else id(e) for e in elements[:_MAX_ELEMENTS]]]
 
 
 def _tensors(module: Any) -> dict[str, Any]:
@@ -37,21 +40,22 @@ def _tensors(module: Any) -> dict[str, Any]:
 
 
 def _is_shared(tensor: Any) -> bool:
-    """Whether the notebook sees its changes; of a tensor on a GPU torch always says that it is shared."""
+    """Return True if the notebook sees the tensor's changes. Not a CUDA tensor: torch calls every one shared."""
     try:
         return _is_tensor(tensor) and tensor.device.type == "cpu" and bool(tensor.is_shared())
     except ValueError:
-        return False  # a lazy module's, which has no memory yet
+        return False  # an uninitialized parameter of a lazy module
 
 
 def _version(tensor: Any) -> int:
     try:
         return int(tensor._version)
     except RuntimeError:
-        return 0  # made in inference_mode, it keeps no count
+        return 0  # inference tensors have no version counter
 
 
-def _is_in(value: Any, parts: list[Any]) -> bool:
+def _is_returned(value: Any, parts: list[Any]) -> bool:
+    """Return True if `value` is one of the parts or, for a module, its state_dict or one of its tensors."""
     if any(part is value for part in parts):
         return True
     if not hasattr(value, "state_dict"):
@@ -60,22 +64,23 @@ def _is_in(value: Any, parts: list[Any]) -> bool:
     storages = {tensor.untyped_storage().data_ptr() for tensor in own.values() if _is_tensor(tensor)}
     for part in parts:
         if isinstance(part, Mapping) and own and set(own) <= {str(key).removeprefix("module.") for key in part}:
-            return True  # a state_dict, copied to the CPU perhaps
+            return True  # a state_dict, possibly copied to the CPU
         if _is_tensor(part) and part.untyped_storage().data_ptr() in storages:
             return True
     return False
 
 
 def _is_tensor(value: Any) -> bool:
-    """Whether it is a tensor with a storage, which a sparse one has not."""
+    """Return True for a tensor with a storage: sparse tensors have none."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def _walk(value: Any) -> Iterator[Any]:
+    """Yield `value` and the elements of its nested containers."""
     queue = [value]
     seen = 0
-    while queue and seen < _MOST:
+    while queue and seen < _MAX_ELEMENTS:
         part = queue.pop()
         seen += 1
         yield part

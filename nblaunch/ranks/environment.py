@@ -1,4 +1,7 @@
-"""Making a rank's process look as the notebook does now: environment, paths, streams, threads, random states."""
+"""A rank's process environment: variables, paths, streams, limits, threads and random states, as in the notebook.
+
+Runs in ranks; the fork server calls some of it ahead, for what its ranks inherit.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +27,28 @@ if TYPE_CHECKING:
 _pools: ThreadpoolController | None = None
 _streams: dict[str, io.TextIOWrapper] = {}
 drops: Counter | None = None
-"""Counts what this rank's logs have no room for; None in a process that is no rank."""
-_most_bytes: int | None = None
-"""Where each log ends, if it is to."""
+"""Counts the output that this rank could not write to its logs; None outside ranks."""
+_max_log_bytes: int | None = None
+"""The size limit of each log; None for no limit."""
 _imported_filters: list[Any] = []
-"""Warning filters that the fork server's imports have added; each rank would have added them by importing."""
+"""Warning filters that the fork server's imports have added, which each rank's own imports would have added."""
 
 
 def find_pools() -> None:
-    """Look up the libraries for BLAS and OpenMP that are loaded, once, so that forked ranks need not."""
+    """Find the loaded BLAS and OpenMP libraries, once for all forked ranks."""
     global _pools
     from threadpoolctl import ThreadpoolController
 
     _pools = ThreadpoolController()
 
 
-def note_filters(before: list[Any]) -> None:
-    """Note the entries of ``warnings.filters`` that are not in `before`: `apply_settings` keeps them."""
+def keep_filters_since(before: list[Any]) -> None:
+    """Have `apply_settings` keep the entries of ``warnings.filters`` that are not in `before`."""
     _imported_filters[:0] = [entry for entry in warnings.filters if entry not in before]
 
 
 def redirect(spec: RankSpec) -> None:
-    """Make fds 1 and 2 the rank's log files, and fd 0 nothing, in a forked rank."""
+    """Point fds 1 and 2 at the rank's log files, and fd 0 at /dev/null. For forked ranks."""
     with open_log(spec, "out") as out, open_log(spec, "err") as err, open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
         os.dup2(out.fileno(), 1)
@@ -53,9 +56,9 @@ def redirect(spec: RankSpec) -> None:
 
 
 class _Log(io.FileIO):
-    """Fd 1 or 2, as Python code writes to it. In a rank, what there is no room for is dropped and counted.
+    """Fd 1 or 2 for Python code. In a rank, output that does not fit on the disk is dropped and counted.
 
-    C code and subprocesses write to the same file without it: they get the error of the system.
+    C code and subprocesses write to the file directly, and get the system's error.
     """
 
     def __init__(self, fd: int, kind: Kind) -> None:
@@ -65,9 +68,9 @@ class _Log(io.FileIO):
 
     def write(self, data: Any, /) -> Any:
         size = memoryview(data).nbytes
-        if _most_bytes is not None:
-            # A log that has reached its limit stays as it is: what is shorter would fit, and leave a hole before it.
-            self._is_full = self._is_full or os.fstat(self.fileno()).st_size + size > _most_bytes
+        if _max_log_bytes is not None:
+            # Once full, stay full: a later, shorter write would fit and leave a gap before it.
+            self._is_full = self._is_full or os.fstat(self.fileno()).st_size + size > _max_log_bytes
         if self._is_full:
             return self._drop(size, 0)
         try:
@@ -84,16 +87,16 @@ class _Log(io.FileIO):
 
 
 def open_streams(spec: RankSpec | None = None) -> None:
-    """Put text streams over fds 0, 1 and 2: whole lines at a time, whatever bytes they hold.
+    """Open line-buffered text streams on fds 0, 1 and 2, and make them ``sys.stdin`` and so on.
 
-    Those of the fork server are its ranks' too: what it has imported may hold them.
+    Ranks keep the fork server's stream objects: modules that it imported may hold references to them.
 
     Args:
-        spec: The rank that this process is. Default: none.
+        spec: The spec of this rank. Default: this process is not a rank.
     """
-    global _streams, drops, _most_bytes
+    global _streams, drops, _max_log_bytes
     if spec is not None:
-        drops, _most_bytes = Counter(spec.scratch, spec.rank), log_limit(spec.env)
+        drops, _max_log_bytes = Counter(spec.scratch, spec.rank), log_limit(spec.env)
     _streams = _streams or {
         "stdin": io.TextIOWrapper(io.FileIO(0, closefd=False)),
         "stdout": _stream(1, "out"),
@@ -110,35 +113,35 @@ def _stream(fd: int, kind: Kind) -> io.TextIOWrapper:
 
 
 def apply_spec(spec: RankSpec) -> None:
-    """Take over what the notebook's process has now; for a forked rank, whose own is the fork server's."""
+    """Apply the notebook's process environment. For forked ranks, which have inherited the fork server's."""
     os.environ.clear()
     os.environ.update(spec.env)
     time.tzset()
     os.umask(spec.umask)
-    with contextlib.suppress(OSError):  # a folder that is gone: stay where we are, as a shell would
+    with contextlib.suppress(OSError):  # the directory is gone: stay here
         os.chdir(spec.cwd)
-        # where children that start afresh go, and look for the notebook's own modules
+        # spawned children start there, and find the notebook's own modules
         multiprocessing.process.ORIGINAL_DIR = spec.cwd  # type: ignore[attr-defined]  # typeshed leaves it out
     apply_interpreter(spec)
 
 
 def apply_interpreter(spec: RankSpec) -> None:
-    """The part of `apply_spec` that a fresh interpreter needs as well."""
+    """Apply the part of the environment that a fresh interpreter needs as well."""
     sys.path[:] = spec.sys_path
     sys.argv[:] = spec.argv
     for kind, soft, hard in spec.limits:
         with contextlib.suppress(OSError, ValueError):  # a hard limit may only be lowered
             resource.setrlimit(kind, (soft, hard))
-    if spec.cpus:  # before any thread is started, which takes them over
-        with contextlib.suppress(OSError):  # the container has lost them since
+    if spec.cpus:  # before the first thread, which inherits the affinity
+        with contextlib.suppress(OSError):  # the container has lost these CPUs since
             os.sched_setaffinity(0, spec.cpus)
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
-    config["tempdir"] = spec.scratch  # a rank that is killed could not remove a folder of its own
+    config["tempdir"] = spec.scratch  # a killed rank would leak a directory of its own
     processes.raise_oom_score()
 
 
 def set_threads(threads: int) -> None:
-    """Give this rank its share of the CPUs; the environment alone would come too late for loaded libraries."""
+    """Limit the rank's threads. Environment variables alone would come too late for loaded libraries."""
     import torch
 
     torch.set_num_threads(threads)
@@ -149,7 +152,7 @@ def set_threads(threads: int) -> None:
 
 
 def apply_settings(settings: Settings) -> None:
-    """Start from the notebook's random states, default dtype, precision and determinism; the same on every rank."""
+    """Apply the notebook's random states, default dtype, matmul precision, determinism and warning filters."""
     if settings.python_rng is not None:
         random.setstate(settings.python_rng)
     if settings.numpy_rng is not None:
@@ -160,40 +163,41 @@ def apply_settings(settings: Settings) -> None:
         _apply_torch(settings)
     if settings.warning_filters is not None:
         entries = [(f.action, f.message, _category(f), f.module, f.lineno) for f in settings.warning_filters]
-        known: Any = warnings.filters  # typeshed calls it a Sequence
+        filters: Any = warnings.filters  # typeshed calls it a Sequence
         own = [entry for entry in entries if entry[2] is not None]
-        known[:] = [*(entry for entry in _imported_filters if entry not in own), *own]
-        _filters_changed()
+        filters[:] = [*(entry for entry in _imported_filters if entry not in own), *own]
+        _reset_warning_registries()
 
 
 def _apply_torch(settings: Settings) -> None:
     import torch
 
     if settings.torch_seed is not None:
-        # torch's own function reaches the GPUs too, as soon as they are used, which takes 3 ms to arrange
+        # torch.manual_seed seeds GPUs too, on their first use; setting that up takes 3 ms
         seed = torch.manual_seed if settings.has_gpu else torch.default_generator.manual_seed
         seed(settings.torch_seed)
     torch.set_rng_state(torch.frombuffer(bytearray(settings.torch_rng or b""), dtype=torch.uint8))
     torch.set_default_dtype(getattr(torch, settings.default_dtype or "float32"))
     torch.set_float32_matmul_precision(settings.matmul_precision or "highest")
-    now = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    if settings.deterministic is not None and settings.deterministic != now:  # setting it imports the compiler: 2 s
+    current = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+    if settings.deterministic is not None and settings.deterministic != current:  # setting it imports the compiler: 2 s
         torch.use_deterministic_algorithms(settings.deterministic[0], warn_only=settings.deterministic[1])
     if settings.cudnn is not None:
         torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings.cudnn
 
 
 def _category(entry: WarningFilter) -> Any:
-    """The class that a filter is about; None, which drops the filter, where that cannot be had without an import.
+    """Return the filter's warning class, or None, which drops the filter, if the class is not loaded here.
 
-    A class of the notebook's own is found where the function or its globals brought it along. One of a package that
-    the rank has not loaded yet is not, and its filter does not come back when the function imports the package.
+    The notebook's own classes come with the function or its globals. A filter for a class of a package that the rank
+    has not imported yet is lost, also after the function imports the package.
     """
     module, name = entry.category
     return getattr(sys.modules.get(module), name, None)
 
 
-def _filters_changed() -> None:
-    changed: Any = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
-    if changed is not None:
-        changed()  # else modules that have warned already would keep to the old filters
+def _reset_warning_registries() -> None:
+    """Make modules that have warned already apply the new filters."""
+    reset: Any = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
+    if reset is not None:
+        reset()

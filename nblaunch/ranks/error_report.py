@@ -1,4 +1,4 @@
-"""What a rank says of the exception that ended its function."""
+"""Reports of failures: a rank's exception, or a result that cannot be pickled, as a `Failed` message. Runs in ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed
 
 _COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "pair closure", "NCCL")
-_MOST_TEXT = 100_000
+_MAX_TEXT_CHARS = 100_000
 
 
 def describe(rank: int, task: int, error: BaseException) -> Failed:
-    """The failure of this rank, as the notebook is to hear of it."""
+    """Return the message for an exception that user code raised."""
     kind, status = _kind(error)
     return Failed(
         rank=rank,
@@ -25,7 +25,7 @@ def describe(rank: int, task: int, error: BaseException) -> Failed:
         time_ns=time.monotonic_ns(),
         kind=kind,
         type_name=_type_name(type(error)),
-        text=text_of(error)[:_MOST_TEXT],
+        text=text_of(error)[:_MAX_TEXT_CHARS],
         traceback=_traceback(error),
         pickled=_pickled(error) if kind == "exception" else b"",
         collective=_collective(error),
@@ -34,7 +34,7 @@ def describe(rank: int, task: int, error: BaseException) -> Failed:
 
 
 def unsendable_result(rank: int, task: int, result: Any, error: Exception) -> Failed:
-    """The failure of a rank whose result cannot travel: which part of it, and why."""
+    """Return the message for a result that cannot be pickled: which part of it, and why."""
     reason = pickling.explain(result, "result") or f"the result cannot be sent: {text_of(error)}"
     return Failed(rank, task, time.monotonic_ns(), "result", _type_name(type(error)), str(reason), _traceback(error))
 
@@ -55,32 +55,32 @@ def _kind(error: BaseException) -> tuple[Literal["exception", "exit", "interrupt
 
 
 def _traceback(error: BaseException) -> str:
-    """The traceback from the user's first frame on."""
+    """Format the traceback, without the frames above the user's first."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and is_rank_runtime(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     try:
         lines = traceback.format_exception(type(error), error, frames)
-    except Exception:  # noqa: BLE001  # a __str__ that raises, on Pythons whose traceback module does not expect one
+    except Exception:  # noqa: BLE001  # a __str__ that raises: some Pythons' traceback module lets it through
         lines = [*traceback.format_tb(frames), f"{_type_name(type(error))}: {text_of(error)}\n"]
-    return "".join(lines)[-_MOST_TEXT:]
+    return "".join(lines)[-_MAX_TEXT_CHARS:]
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception, if it can be rebuilt from its pickle; many whose ``__init__`` takes two arguments cannot."""
+    """Pickle the exception; return b"" if it does not unpickle. Many with a two-argument ``__init__`` do not."""
     try:
         data = pickling.dump(lambda found: error)
         rebuilt = pickle.loads(data)
     except Exception:  # noqa: BLE001  # a user's __reduce__ or __init__
-        return b""  # the notebook then raises a RankRaisedError with the text and the traceback
+        return b""  # the notebook raises a RankRaisedError with the text and traceback instead
     return data if type(rebuilt) is type(error) else b""
 
 
 def _collective(error: BaseException) -> str:
-    """The torch.distributed call that `error` came out of; empty where it did not.
+    """Return the torch.distributed call that raised `error`; empty if none did.
 
-    Judged by the frames: the last one must be torch's own. In ``backward`` the gradients' all_reduce runs in
-    C++ and leaves no frame, so there the message has to look like a transport's too.
+    Decided by the frames: the last one must be torch.distributed's. In ``backward``, DDP's all_reduce runs in C++ and
+    leaves no frame, so there the message must also look like a transport error.
     """
     name = ""
     last = ""

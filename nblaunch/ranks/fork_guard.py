@@ -1,9 +1,9 @@
-"""Forks of a rank, such as of a DataLoader's workers: they wait until the threads of libraries are at rest.
+"""A guard for a rank's forks, such as of DataLoader workers: it delays a fork until libraries' threads are idle.
 
-Before 3.13, a forked child of CPython's takes the lock of the list of threads before it makes that lock anew
-(``_PyEval_ReInitThreads``): a child that is forked while another thread holds the lock never gets to its first line.
-Python's own threads take it with the GIL, which the forking thread has. Those of libraries take it without: after each
-collective a thread of gloo's enters Python to drop tensors.
+Runs in ranks and their children. Before 3.13, CPython's forked child takes the lock of the thread list before it
+re-creates that lock (``_PyEval_ReInitThreads``). A child forked while another thread holds the lock hangs before its
+first line. Python's own threads take the lock with the GIL held, as the forking thread does. Threads of libraries do
+not: after each collective a gloo thread enters Python to drop tensors.
 """
 
 from __future__ import annotations
@@ -17,54 +17,53 @@ import threading
 import time
 from collections.abc import Iterator
 
+from nblaunch.machine import timeouts
 from nblaunch.machine.processes import LINUX
 
-_WAIT_S = 0.5
-"""At most, at one fork."""
-_SHORTEST_WAIT_S = 0.01
-_LOOK_EVERY_S = 0.0005
-_AT_REST = b"StTXZI"
-"""All but R (running, or about to) and D (in a page fault, or waiting for a disk)."""
+_IDLE_STATES = b"StTXZI"
+"""All but R (runnable) and D (uninterruptible: a page fault, or disk I/O)."""
 
 
-class Settling:
-    """Waits for threads at each fork of this process.
+class ForkGuard:
+    """Waits for other threads before each fork of this process.
 
-    Threads that compute all the time never rest: after a futile wait the next one is half as long.
+    Threads that compute all the time never go idle: each timeout halves the next wait.
     """
 
     def __init__(self) -> None:
-        self._longest_s = _WAIT_S
+        self._max_wait_s = timeouts.FORK_WAIT_S
         self._is_installed = False
         self._forking: list[_thread.LockType] = []
-        """Let go after the fork."""
+        """Locks that are held until the fork is over."""
 
     def install(self) -> None:
-        """Wait at each fork from now on, where Python needs it; children inherit it.
+        """Wait at each fork from now on, on Pythons that need it; children inherit the guard.
 
-        It covers ``os.fork``, multiprocessing, and subprocess with a ``preexec_fn``; without one a child of subprocess
+        Covers ``os.fork``, multiprocessing, and subprocess with a ``preexec_fn``. Without one, a child of subprocess
         runs no Python before its program.
         """
         if LINUX and sys.version_info < (3, 13) and not self._is_installed:
             self._is_installed = True
-            os.register_at_fork(before=self.wait, after_in_parent=self._let_go, after_in_child=self._forking.clear)
+            os.register_at_fork(
+                before=self.wait, after_in_parent=self._release_locks, after_in_child=self._forking.clear
+            )
 
     def wait(self) -> None:
-        """Return once no thread of a library runs, or after the longest wait. Lets other threads have the GIL."""
-        if not _runs_a_library():
-            self._longest_s = _WAIT_S
+        """Wait until no library's thread runs, or until the timeout. Releases the GIL meanwhile."""
+        if not _library_thread_runs():
+            self._max_wait_s = timeouts.FORK_WAIT_S
             return
-        end = time.monotonic() + self._longest_s
+        deadline = time.monotonic() + self._max_wait_s
         with self._interrupts_deferred():
-            while _runs_a_library():
-                if time.monotonic() >= end:
-                    self._longest_s = max(self._longest_s / 2, _SHORTEST_WAIT_S)
+            while _library_thread_runs():
+                if time.monotonic() >= deadline:
+                    self._max_wait_s = max(self._max_wait_s / 2, timeouts.MIN_FORK_WAIT_S)
                     return
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(timeouts.FORK_POLL_S)
 
     @contextlib.contextmanager
     def _interrupts_deferred(self) -> Iterator[None]:
-        """Have SIGINT come after the fork: what its handler raises here Python only prints, and the rank goes on."""
+        """Deliver SIGINT after the fork: Python only prints an exception raised in a fork hook."""
         handler = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(handler):
             yield
@@ -80,12 +79,12 @@ class Settling:
                 self._forking[-1].acquire()
                 _thread.start_new_thread(_interrupt_after, (self._forking[-1], _thread.get_ident()))
 
-    def _let_go(self) -> None:
+    def _release_locks(self) -> None:
         while self._forking:
             self._forking.pop().release()
 
 
-settling = Settling()
+guard = ForkGuard()
 
 
 def _interrupt_after(forking: _thread.LockType, thread: int) -> None:
@@ -93,19 +92,19 @@ def _interrupt_after(forking: _thread.LockType, thread: int) -> None:
     signal.pthread_kill(thread, signal.SIGINT)
 
 
-def _runs_a_library() -> bool:
-    """Whether a thread runs that Python did not start."""
-    # no lock is taken: the fork may be within one
+def _library_thread_runs() -> bool:
+    """Return True if a thread that Python did not start is running."""
+    # without threading's lock, which the forking thread may hold
     known = [thread for thread in list(threading._active.values()) if type(thread) is not threading._DummyThread]  # type: ignore[attr-defined]
     own = {threading.get_native_id(), *(thread.native_id for thread in known)}
     try:
-        return any(_state(task) not in _AT_REST for task in os.listdir("/proc/self/task") if int(task) not in own)
+        return any(_state(task) not in _IDLE_STATES for task in os.listdir("/proc/self/task") if int(task) not in own)
     except OSError:  # no /proc
         return False
 
 
 def _state(task: str) -> bytes:
-    """A thread's state as the system names it, such as ``R``; that of a dead one where it has ended meanwhile."""
+    """Return a thread's state letter, such as ``R``; ``X`` if the thread is gone."""
     try:
         with open(f"/proc/self/task/{task}/stat", "rb", buffering=0) as file:
             return file.read(512).rpartition(b") ")[2][:1]

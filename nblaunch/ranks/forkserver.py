@@ -1,11 +1,11 @@
-"""A clean process with torch imported and one thread, which forks a reaper for each launch.
+"""The fork server: a single-threaded process with torch imported, which forks a reaper for each launch.
 
-Started by the kernel, one per kernel. It runs no user code and touches no CUDA. What it imports is what every
-rank would import first, so that a launch costs forks and not imports. If the import brings a second thread or
-CUDA, it says so instead of forking ranks: the kernel then uses ``spawn``.
+Runs in the fork server, one per kernel. It runs no user code and does not initialise CUDA. Its imports are those that
+every rank would do first, so a launch costs forks instead of imports. If they leave a second thread or initialise
+CUDA, the server says so and forks no ranks; the kernel falls back to ``spawn``.
 
-It never changes once it serves. To import more, it forks its successor, which builds itself in the background
-(`nblaunch.ranks.server_builder`) and lives on when this process ends.
+A server never changes once it serves. To import more, it forks a successor, which builds itself in the background
+(`nblaunch.ranks.server_builder`) and outlives this process.
 """
 
 from __future__ import annotations
@@ -21,31 +21,20 @@ import traceback
 from collections.abc import Collection
 from typing import NoReturn
 
-from nblaunch.machine import processes
+from nblaunch.machine import processes, timeouts
 from nblaunch.ranks import environment, process_group, reaper, server_builder, worker
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.messages import PROTOCOL, Hello, NewReaper, NotStarted, Succeed
 
-_LOOK_EVERY = 0.5
-"""Seconds between looks at the kernel where the system has no pidfd."""
-_SPARE_AFTER = 0.05
-"""Seconds without a launch after which one that waits for the next is forked: the present one needs the CPUs."""
-_SPARES_STAY = 60.0
-"""Seconds without a launch after which those that wait for the next end; the next launch forks others."""
-_MOST_SPARES = 8
-_LAST_LAUNCHES = 2.0
-"""Seconds that reapers get to end their launches when the kernel has gone, before they are ended too."""
-
-
 NAME = "nblaunch-server"
-"""The name of fork servers in the system's lists. They know each other by it: when one ends, another adopts those that
-it has forked."""
+"""The process name of fork servers. A server that adopts a predecessor's children recognises other servers by it."""
 BUILDER = "nblaunch-build"
-"""The name of those that do not serve yet: a package may fork processes there, which have its name too."""
+"""The process name of successors while they build; processes forked by a package inherit it."""
+_MAX_SPARES = 8
 
 
 def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
-    """Be the fork server, to the end.
+    """Run the fork server; never returns.
 
     Args:
         fd: The channel to the kernel.
@@ -56,82 +45,83 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     channel = Channel(socket.socket(fileno=fd))
     environment.open_streams()
     processes.set_name(NAME)
-    death = processes.pidfd(kernel)
-    hello = _hello(preload)
+    kernel_pidfd = processes.pidfd(kernel)
+    hello = _preload(preload)
     processes.become_subreaper()
-    server: _Server | None = _Server(channel, kernel, death, hello)
+    server: _Server | None = _Server(channel, kernel, kernel_pidfd, hello)
     try:
         while server is not None:
             server.channel.send(server.hello)
             server = server.serve()
-    except BaseException:  # noqa: BLE001  # the kernel reads it and starts another; reapers see this one's end
+    except BaseException:  # noqa: BLE001  # the kernel reads the log and starts another server; reapers see the exit
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
 
 
-def _hello(preload: tuple[str, ...]) -> Hello:
+def _preload(modules: tuple[str, ...]) -> Hello:
+    """Import the modules and return what the kernel must know about it."""
     begin = time.monotonic()
     problem = ""
     try:
-        for name in preload:
+        for name in modules:
             importlib.import_module(name)
-            process_group.install()  # before anything can bind torch's own init_process_group
+            process_group.install()  # before any module can bind torch's own init_process_group
         worker.prepare()
-    except BaseException:  # noqa: BLE001  # an import that calls sys.exit must be told of too
-        problem = f"importing {', '.join(preload)} failed:\n{traceback.format_exc()}"
-    problem = problem or server_builder.unfit()
-    server_builder.settle()
+    except BaseException:  # noqa: BLE001  # an import may call sys.exit
+        problem = f"importing {', '.join(modules)} failed:\n{traceback.format_exc()}"
+    problem = problem or server_builder.fork_problem()
+    server_builder.freeze_heap()
     return Hello(PROTOCOL, os.getpid(), problem, time.monotonic() - begin)
 
 
 class _Server:
-    """What forks, in one process. Its whole life is `serve`; a successor's begins there too.
+    """The state of one fork server process. `serve` runs until it exits; a successor starts inside it too.
 
     Args:
         channel: To the kernel.
-        kernel: Its pid.
-        death: Its pidfd; None where the system has none.
-        hello: What this process is fit for.
-        spares: How many ranks to fork ahead of the first launch. Default: none before there was a launch.
+        kernel: The kernel's pid.
+        kernel_pidfd: The kernel's pidfd; None where the system has none.
+        hello: The message that reports this server ready.
+        spare_ranks: Spare ranks to fork ahead of the first launch. Default: none before the first launch.
     """
 
     def __init__(
-        self, channel: Channel, kernel: int, death: int | None, hello: Hello, spares: int | None = None
+        self, channel: Channel, kernel: int, kernel_pidfd: int | None, hello: Hello, spare_ranks: int | None = None
     ) -> None:
         self.channel = channel
         self.kernel = kernel
-        self.death = death
+        self.kernel_pidfd = kernel_pidfd
         self.hello = hello
-        self.spares = spares
-        """How many ranks wait with the reaper that waits for the next launch; None where none is to wait."""
+        self.spare_ranks = spare_ranks
+        """Ranks to fork with the spare reaper; None for no spare reaper."""
         self.parent = os.getppid()
         self.reapers: set[int] = set()
         self.successors: set[int] = set()
-        """Children that are fork servers too, or are becoming it; with those of successors that have ended."""
+        """Children that are fork servers or builders, adopted ones included."""
         self.spare: tuple[int, Channel] | None = None
-        """The pid of the reaper that waits, and the channel to it."""
-        self.asked = time.monotonic()
-        """When the last launch came."""
+        """The spare reaper's pid and the channel to it."""
+        self.last_launch = time.monotonic()
         self.children = processes.ChildWatch()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
         self.selector.register(self.children, selectors.EVENT_READ)
-        if self.death is not None:
-            self.selector.register(self.death, selectors.EVENT_READ)
+        if self.kernel_pidfd is not None:
+            self.selector.register(self.kernel_pidfd, selectors.EVENT_READ)
 
     def serve(self) -> _Server | None:
-        """Fork reapers for as long as the kernel may ask, and stay while a launch runs: its end would end that too.
+        """Fork reapers until the kernel closes its channel, then wait for running launches: they end with this process.
 
         Returns:
-            In a forked child, the server that it is now: ranks of each in a line have as many frames. Else None.
+            None in this process; in a forked successor its own server, so that the stack does not grow from one
+            successor to the next.
         """
         while self.reapers or not self.channel.closed:
-            ready = {key.fileobj for key, _ in self.selector.select(self.patience())}
+            ready = {key.fileobj for key, _ in self.selector.select(self.select_timeout())}
             if not ready:
-                self.use_idle_moment()
+                self.update_spare()
             if self.is_orphan(ready):
-                self.end()
+                self.shut_down()
                 return None
             if self.channel in ready:
                 self.channel.poll()
@@ -145,38 +135,37 @@ class _Server:
                 if self.channel.closed:
                     self.selector.unregister(self.channel)
                     self.dismiss_spare()
-            self.collect()
-        reaper.kill_descendants(self.children, self.lives_on, lambda: None)
+            self.reap()
+        reaper.kill_descendants(self.children, self.is_independent, lambda: None)
         return None
 
     def is_orphan(self, ready: Collection[object]) -> bool:
-        """Return True if the kernel has ended. The parent of a successor is the server before it, which may end."""
-        return self.death in ready if self.death is not None else os.getppid() != self.parent
+        """Return True if the kernel has exited. Without pidfds, a successor whose predecessor exited counts too."""
+        return self.kernel_pidfd in ready if self.kernel_pidfd is not None else os.getppid() != self.parent
 
-    def patience(self) -> float | None:
-        """Seconds until `use_idle_moment` is due, or the kernel is to be looked at; None: only events matter."""
-        due = [] if self.death is not None else [_LOOK_EVERY]
-        if self.wants_spare():
-            due.append(_SPARE_AFTER)
+    def select_timeout(self) -> float | None:
+        """Return the seconds until `update_spare` or the next check of the kernel is due; None: wait for events."""
+        due = [] if self.kernel_pidfd is not None else [timeouts.WATCH_POLL_S]
+        if self.needs_spare():
+            due.append(timeouts.SPARE_DELAY_S)
         elif self.spare is not None:
-            due.append(max(0.0, self.asked + _SPARES_STAY - time.monotonic()))
+            due.append(max(0.0, self.last_launch + timeouts.SPARE_IDLE_TIMEOUT_S - time.monotonic()))
         return min(due, default=None)
 
-    def use_idle_moment(self) -> None:
-        """Fork who waits for the next launch, or let it go after a minute."""
-        if self.wants_spare():
+    def update_spare(self) -> None:
+        """Fork a spare reaper if one is due, or dismiss an idle one."""
+        if self.needs_spare():
             here, there = socket.socketpair()
-            with contextlib.suppress(OSError):  # no more processes: the next launch will say so
-                pid = self.fork_reaper(there, self.spares)
+            with contextlib.suppress(OSError):  # the process limit is reached: the next launch will report it
+                pid = self.fork_reaper(there, self.spare_ranks)
                 self.spare = pid, Channel(here)
             there.close()
-        elif self.spare is not None and time.monotonic() >= self.asked + _SPARES_STAY:
-            self.spares = None
+        elif self.spare is not None and time.monotonic() >= self.last_launch + timeouts.SPARE_IDLE_TIMEOUT_S:
+            self.spare_ranks = None
             self.dismiss_spare()
 
-    def wants_spare(self) -> bool:
-        """Return True if a reaper is to wait for the next launch, and none does."""
-        return self.spares is not None and self.spare is None and not self.channel.closed
+    def needs_spare(self) -> bool:
+        return self.spare_ranks is not None and self.spare is None and not self.channel.closed
 
     def dismiss_spare(self) -> None:
         if self.spare is not None:
@@ -184,42 +173,42 @@ class _Server:
             self.spare = None
 
     def start_reaper(self, message: NewReaper, control: int) -> None:
-        self.asked, self.spares = time.monotonic(), min(message.ranks, _MOST_SPARES)
+        self.last_launch, self.spare_ranks = time.monotonic(), min(message.ranks, _MAX_SPARES)
         with socket.socket(fileno=control) as sock:
-            if self.give_to_spare(message, control):
+            if self.hand_to_spare(message, control):
                 return
             try:
                 self.fork_reaper(sock, None)
             except OSError as error:
-                with contextlib.suppress(OSError):  # the kernel has given this launch up
+                with contextlib.suppress(OSError):  # the kernel has abandoned this launch
                     Channel(sock).send(NotStarted(-1, f"the fork server could not fork: {error}"))
 
-    def give_to_spare(self, message: NewReaper, control: int) -> bool:
-        """Have the reaper that waits take this launch; whether there is one."""
+    def hand_to_spare(self, message: NewReaper, control: int) -> bool:
+        """Give this launch to the spare reaper. Return False if there is none."""
         if self.spare is None:
             return False
         try:
             self.spare[1].send(message, [control])
-        except OSError:  # somebody has killed it
+        except OSError:  # it was killed
             return False
         finally:
             self.dismiss_spare()
         return True
 
-    def fork_reaper(self, control: socket.socket, spares: int | None) -> int:
-        """Fork a reaper: of a launch, or one that waits for a launch with so many spares."""
+    def fork_reaper(self, control: socket.socket, spare_ranks: int | None) -> int:
+        """Fork a reaper and return its pid. With `spare_ranks` it is a spare, and forks this many spare ranks."""
         watched = [self.kernel, os.getpid()]
         pid = os.fork()
         if pid == 0:
             self.children.close()
-            reaper.run(control, watched, worker.forked, spares)
+            reaper.run(control, watched, worker.forked, spare_ranks)
         self.reapers.add(pid)
         return pid
 
     def fork_successor(self, message: Succeed, channel: int) -> _Server | None:
-        """Fork the process that becomes the next server, which is returned there; None here.
+        """Fork the next server. Return it in the child, None in this process.
 
-        Without one the kernel hears the end of its channel.
+        If the fork fails, the kernel reads EOF from the successor's channel.
         """
         parent = os.getpid()
         try:
@@ -235,47 +224,48 @@ class _Server:
         return None
 
     def become_successor(self, message: Succeed, parent: int, channel: Channel) -> _Server:
-        """In the child: build."""
+        """Build the next server. Called in the child."""
         os.setsid()
         processes.set_name(BUILDER)
-        processes.die_with_parent(parent)  # while it builds it watches nothing
-        processes.become_subreaper()  # so that it sees the daemons that a package starts
+        processes.die_with_parent(parent)  # it does not watch the kernel while it builds
+        processes.become_subreaper()  # to see the daemons that a package starts
         self.children.close()
         self.selector.close()
         self.channel.close()
         self.dismiss_spare()
-        processes.close_all_but([channel.fileno(), *([] if self.death is None else [self.death])])
+        inherited = [] if self.kernel_pidfd is None else [self.kernel_pidfd]
+        processes.close_all_but([channel.fileno(), *inherited])
         hello = server_builder.build(message, channel, self.hello)
         processes.set_name(NAME)
-        processes.outlive_parent()  # from here on the kernel's pidfd tells when to end
-        return _Server(channel, self.kernel, self.death, hello, message.spares)
+        processes.outlive_parent()  # from here on it watches the kernel's pidfd
+        return _Server(channel, self.kernel, self.kernel_pidfd, hello, message.spares)
 
-    def collect(self) -> None:
-        """Read the ends of children; a reaper that was killed leaves its launch's descendants to us."""
-        strays = False
+    def reap(self) -> None:
+        """Read children's exits. Kill the descendants that a failed reaper or an unknown child has left."""
+        has_strays = False
         for pid, returncode in self.children.ended():
-            if pid not in self.reapers:  # what a server has forked was ours before its end could be read
+            if pid not in self.reapers:  # a dead server's successors became our children before its exit was read
                 self.successors.update(
                     each for each in processes.children(os.getpid()) if processes.name_of(each) == NAME
                 )
-            strays = strays or returncode != 0 or pid not in self.reapers | self.successors
+            has_strays = has_strays or returncode != 0 or pid not in self.reapers | self.successors
             self.reapers.discard(pid)
             self.successors.discard(pid)
             if self.spare is not None and pid == self.spare[0]:
                 self.dismiss_spare()
-        if strays:
-            reaper.kill_descendants(self.children, self.lives_on, lambda: None)
+        if has_strays:
+            reaper.kill_descendants(self.children, self.is_independent, lambda: None)
 
-    def lives_on(self, pid: int) -> bool:
-        """Return True for a descendant that looks after itself: our own, and the servers that are or will be."""
+    def is_independent(self, pid: int) -> bool:
+        """Return True for a reaper, a server or a successor: each ends its own descendants."""
         return pid in self.reapers or pid in self.successors or processes.name_of(pid) == NAME
 
-    def end(self) -> None:
-        """The kernel is gone. Reapers and successors see that themselves; kill those that have not within the limit."""
-        deadline = time.monotonic() + _LAST_LAUNCHES
+    def shut_down(self) -> None:
+        """Wait for reapers and successors, which see the kernel's exit themselves; then kill what is left."""
+        deadline = time.monotonic() + timeouts.KERNEL_EXIT_TIMEOUT_S
         while (self.reapers or self.successors) and time.monotonic() < deadline:
-            with selectors.DefaultSelector() as ends:
-                ends.register(self.children, selectors.EVENT_READ)
-                ends.select(0.1)
-            self.collect()
+            with selectors.DefaultSelector() as exits:
+                exits.register(self.children, selectors.EVENT_READ)
+                exits.select(timeouts.KERNEL_EXIT_POLL_S)
+            self.reap()
         reaper.kill_descendants(self.children, None, lambda: None)

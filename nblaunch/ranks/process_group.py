@@ -1,15 +1,16 @@
-"""The default process group of a rank: made before the function runs, and stepping aside for the user's own.
+"""A rank's default process group: initialized before the function runs, replaced when the user initializes one.
 
-`install` wraps ``torch.distributed.init_process_group`` right after torch's import, before anything can bind the
-original. In a rank, the wrapper
+Runs in ranks; the fork server calls `install` and `find_backends` ahead. `install` wraps
+``torch.distributed.init_process_group`` right after torch's import, before any module can bind the original. In a
+rank, the wrapper
 
-* destroys our default group when the user's code asks for one of its own;
-* gives every creation over ``env://`` or ``tcp://`` a prefix of its own in the store: a second group would
-  otherwise read the addresses of the first, which are gone (both ranks fail after 41 s);
-* serves a store on the user's own loopback port from 127.0.0.1 alone, where torch's would listen on every
-  interface, and keeps it for the next creation, so that no rank can meet the store of the group before.
+* destroys nblaunch's default group when user code initializes its own;
+* gives every ``env://`` and ``tcp://`` initialization a store prefix of its own. Otherwise a second group would read
+  the stale addresses of the first, and all ranks fail after 41 s;
+* serves the store for a loopback MASTER_ADDR on 127.0.0.1 alone, where torch listens on every interface. The store
+  stays for the next initialization, so no rank can connect to an earlier one.
 
-Anything else (a store of the user's, ``file://``, another machine's address) goes to torch as it is.
+Everything else (a store of the user's, ``file://``, another host's address) goes to torch unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from nblaunch.ranks.fork_guard import settling
+from nblaunch.ranks.fork_guard import guard
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -37,21 +38,23 @@ _BACKLOG = 1024
 
 @dataclass(slots=True)
 class _Home:
-    """This rank's place: where its launch meets, and which group is ours."""
+    """This rank's rendezvous, and the groups and stores that it has made there."""
 
     world: World
     rank: int
     world_size: int
     ours: Any = None
+    """The default group that `join` initialized, until the user replaces it."""
     stores: dict[tuple[str, int], Store] = field(default_factory=dict)
     created: dict[tuple[str, int], int] = field(default_factory=dict)
+    """The number of groups initialized at each (host, port)."""
 
 
 _home: _Home | None = None
 
 
 def install() -> None:
-    """Wrap ``init_process_group``; does nothing where it is wrapped already or torch has no distributed package."""
+    """Wrap ``init_process_group``, unless it is wrapped already or torch was built without distributed."""
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.init_process_group, "__nblaunch__"):
@@ -62,10 +65,10 @@ def install() -> None:
 
 
 def find_backends() -> None:
-    """Look the backends up, once for all forked ranks: torch 2.15 reads every installed package's metadata for that."""
+    """Load torch's backend registry once for all forked ranks: torch 2.15 reads every package's metadata for it."""
     import torch.distributed as dist
 
-    ensure = getattr(dist.Backend, "_ensure_backend_registered", None)  # other versions have nothing to look up
+    ensure = getattr(dist.Backend, "_ensure_backend_registered", None)  # older versions have none
     if ensure is not None:
         for name in ("gloo", "nccl"):
             ensure(name)
@@ -86,11 +89,11 @@ def join(world: World, rank: int, world_size: int) -> None:
         return
     dist.init_process_group(world.backend)
     _home.ours = dist.group.WORLD
-    settling.install()
+    guard.install()
 
 
 def leave() -> None:
-    """Destroy whatever default group there is. May hang: everything that matters was sent before."""
+    """Destroy the default group, if any. May hang: send every message before."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -98,6 +101,8 @@ def leave() -> None:
 
 
 def _wrap(original: Callable[..., None]) -> Callable[..., None]:
+    import torch.distributed as dist
+
     @functools.wraps(original)
     def init_process_group(
         backend: Any = None,
@@ -113,31 +118,28 @@ def _wrap(original: Callable[..., None]) -> Callable[..., None]:
         if home is None:
             original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
             return
-        _step_aside(home)
-        meeting = _meeting(home, init_method, world_size, rank) if store is None else None
-        if meeting is None:
+        if home.ours is not None and dist.is_initialized() and dist.group.WORLD is home.ours:
+            dist.destroy_process_group()
+        home.ours = None
+        rendezvous = _rendezvous(home, init_method, world_size, rank) if store is None else None
+        if rendezvous is None:
             with _without_agent_store():
                 original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
             return
-        host, port, world_size, rank = meeting
-        prefixed = _prefixed(home, host, port, world_size, rank, timeout)
+        host, port, world_size, rank = rendezvous
+        prefixed = _store(home, host, port, world_size, rank, timeout)
         original(backend, None, timeout, world_size, rank, prefixed, *args, **kwargs)
-        _wait_for_all(prefixed, world_size)
+        # A rank that leaves early would break connections that its peers are still making.
+        if prefixed.add("joined", 1) == world_size:
+            prefixed.set("all joined", "")
+        prefixed.wait(["all joined"])
 
-    init_process_group.__nblaunch__ = True  # type: ignore[attr-defined]  # the mark that install looks for
+    init_process_group.__nblaunch__ = True  # type: ignore[attr-defined]  # checked by install
     return init_process_group
 
 
-def _step_aside(home: _Home) -> None:
-    import torch.distributed as dist
-
-    if home.ours is not None and dist.is_initialized() and dist.group.WORLD is home.ours:
-        dist.destroy_process_group()
-    home.ours = None
-
-
-def _meeting(home: _Home, init_method: str | None, world_size: int, rank: int) -> tuple[str, int, int, int] | None:
-    """(host, port, world size, rank) of a creation that we serve; None for one that torch must serve itself."""
+def _rendezvous(home: _Home, init_method: str | None, world_size: int, rank: int) -> tuple[str, int, int, int] | None:
+    """Return (host, port, world size, rank) of an initialization that uses our store; None if torch must handle it."""
     url = urlparse(init_method or "env://")
     if url.scheme not in ("env", "tcp") or url.query:
         return None
@@ -149,7 +151,7 @@ def _meeting(home: _Home, init_method: str | None, world_size: int, rank: int) -
         else:
             host, port = url.hostname or "", int(url.port or 0)
     except (KeyError, ValueError):
-        return None  # torch has the better words for what is missing
+        return None  # torch's own error names what is missing
     if world_size < 1 or rank < 0 or port == 0:
         return None
     if _is_loopback(host) or (host, port) == (home.world.master_addr, home.world.master_port):
@@ -163,7 +165,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _without_agent_store() -> Iterator[None]:
-    """Hide torchrun's agent store, which would make every rank a client of a port that nobody serves."""
+    """Hide torchrun's agent store variable, which would make every rank a client of a store that has no server."""
     value = os.environ.pop(_AGENT_STORE, None)
     try:
         yield
@@ -172,22 +174,15 @@ def _without_agent_store() -> Iterator[None]:
             os.environ[_AGENT_STORE] = value
 
 
-def _prefixed(home: _Home, host: str, port: int, world_size: int, rank: int, timeout: timedelta | None) -> Store:
+def _store(home: _Home, host: str, port: int, world_size: int, rank: int, timeout: timedelta | None) -> Store:
     from torch.distributed import PrefixStore
 
-    place = (host, port)
-    if place not in home.stores:
-        home.stores[place] = _connect(home, host, port, world_size, rank, timeout)
-    generation = home.created.get(place, 0)
-    home.created[place] = generation + 1
-    return PrefixStore(f"nblaunch/{home.world.generation}/gen{generation}", home.stores[place])
-
-
-def _wait_for_all(store: Store, world_size: int) -> None:
-    """Hold every rank until the last has joined: one that leaves at once would cut the others' connecting off."""
-    if store.add("joined", 1) == world_size:
-        store.set("all joined", "")
-    store.wait(["all joined"])
+    address = (host, port)
+    if address not in home.stores:
+        home.stores[address] = _connect(home, host, port, world_size, rank, timeout)
+    generation = home.created.get(address, 0)
+    home.created[address] = generation + 1
+    return PrefixStore(f"nblaunch/{home.world.generation}/gen{generation}", home.stores[address])
 
 
 def _connect(home: _Home, host: str, port: int, world_size: int, rank: int, timeout: timedelta | None) -> Store:
@@ -207,7 +202,7 @@ def _connect(home: _Home, host: str, port: int, world_size: int, rank: int, time
         use_libuv=True,
     )
     if listener is not None:
-        listener.detach()  # it is the store's now
+        listener.detach()  # the store owns the descriptor now
     return store
 
 
@@ -220,8 +215,8 @@ def _listen(host: str, port: int) -> socket.socket:
         sock.close()
         raise OSError(
             error.errno,
-            f"MASTER_PORT={port} on {host} is in use, by another launch or program: choose another port, or leave "
-            "out init_process_group and use the group that nblaunch has made ready",
+            f"MASTER_PORT={port} on {host} is in use by another launch or program. Choose another port, or remove the "
+            "call of init_process_group: nblaunch has initialized the default group already",
         ) from None
     sock.listen(_BACKLOG)
     return sock

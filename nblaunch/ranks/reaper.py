@@ -1,8 +1,8 @@
-"""The parent of one launch's ranks: starts them, reports their ends, kills whatever is left of them.
+"""The reaper: the parent of one launch's ranks. It starts them, reports their exits and kills what they leave behind.
 
-Runs in a process of its own, forked by the fork server (or by the kernel, for ``start_method="fork"``). It is
-the child subreaper of its launch, so a daemon that forks twice and calls setsid still comes to it. It ends the
-launch when the kernel, the fork server or its control channel goes: whichever is first.
+Runs in a reaper process, forked by the fork server (by the kernel for ``start_method="fork"``). It is the child
+subreaper of its launch, so it also adopts a daemon that double-forks and calls setsid. It kills the launch when the
+kernel or the fork server exits, or its control channel closes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO, NoReturn
 
-from nblaunch.machine import processes
+from nblaunch.machine import processes, timeouts
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.messages import (
     NewReaper,
@@ -36,32 +36,28 @@ from nblaunch.wire.messages import (
 )
 
 RankMain = Callable[[RankSpec, socket.socket], None]
-"""What a forked rank runs: the spec it was made from, its channel to the kernel. Never returns normally."""
+"""The main function of a forked rank, called with its spec and its channel to the kernel. Does not return."""
 
 _SPAWN = (
     "import json, sys; fd, path = int(sys.argv[1]), json.loads(sys.argv[2]); sys.path[:] = path; del sys.argv[1:]; "
     "from nblaunch.ranks.worker import spawned; spawned(fd)"
 )
 SPARE = "nblaunch-spare"
-"""The name of processes that wait for a launch."""
-_SWEEP_LIMIT = 5.0
-"""Seconds for a launch's processes to die; trackers are killed too for the last half second of it."""
-_TRACKER_LIMIT = 2.0
-"""Seconds for multiprocessing's resource trackers to unlink what is in /dev/shm, once all that used it is dead."""
-_LOOK_EVERY = 0.5
-"""Seconds between looks at the watched processes where the system has no pidfd."""
+"""The process name of spare reapers and spare ranks, which wait for a launch."""
 
 
-def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain, spares: int | None = None) -> NoReturn:
-    """Be a reaper, to the end. Call it in a fresh child.
+def run(
+    control: socket.socket, watched: Sequence[int], rank_main: RankMain, spare_ranks: int | None = None
+) -> NoReturn:
+    """Run a reaper; never returns. Call it in a fresh child.
 
     Args:
-        control: The channel to the kernel; of one that waits for a launch, to the fork server.
-        watched: Pids whose end ends the launch.
-        rank_main: What forked ranks run.
-        spares: Wait for a launch, with so many processes that are ranks then. Default: the launch is there.
+        control: The channel to the kernel; of a spare reaper, to the fork server.
+        watched: Pids whose exit ends the launch.
+        rank_main: The main function of forked ranks.
+        spare_ranks: Be a spare reaper: fork this many spare ranks and wait for a launch. Default: serve `control`.
     """
-    with contextlib.suppress(PermissionError):  # it leads a session already
+    with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -70,24 +66,24 @@ def run(control: socket.socket, watched: Sequence[int], rank_main: RankMain, spa
     processes.close_all_but([control.fileno()])
     reaper = _Reaper(Channel(control), watched, rank_main)
     try:
-        if spares is None or reaper.wait_for_launch(spares):
+        if spare_ranks is None or reaper.wait_for_launch(spare_ranks):
             reaper.serve()
-        shutil.rmtree(reaper.scratch, ignore_errors=True)  # the kernel may not be there to do it
-    except BaseException:  # noqa: BLE001  # the process must end here in any case
+        shutil.rmtree(reaper.scratch, ignore_errors=True)  # the kernel may be dead
+    except BaseException:  # noqa: BLE001  # the process must exit here in any case
         traceback.print_exc()
         os._exit(1)  # the fork server kills what is left of the launch
     os._exit(0)
 
 
 class _Reaper:
-    """See the module. Its whole life is `serve`."""
+    """The state of one reaper process. `serve` runs until it exits."""
 
     def __init__(self, control: Channel, watched: Sequence[int], rank_main: RankMain) -> None:
         self.control = control
         self.rank_main = rank_main
         self.ranks: dict[int, int] = {}  # pid -> rank
         self.spares: list[tuple[int, Channel]] = []
-        """Processes that wait to be ranks, and the channels to them."""
+        """The pids of spare ranks and the channels to them."""
         self.started, self.expected = 0, 1
         self.scratch = ""
         self.children = processes.ChildWatch()
@@ -95,31 +91,31 @@ class _Reaper:
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ)
         self.selector.register(self.children, selectors.EVENT_READ)
-        self.deaths = [fd for fd in map(processes.pidfd, watched) if fd is not None]
-        for fd in self.deaths:
+        self.pidfds = [fd for fd in map(processes.pidfd, watched) if fd is not None]
+        for fd in self.pidfds:
             self.selector.register(fd, selectors.EVENT_READ)
 
-    def wait_for_launch(self, spares: int) -> bool:
-        """Fork what a launch will need, so that it need not wait for that; whether one has come."""
+    def wait_for_launch(self, spare_ranks: int) -> bool:
+        """Fork the spare ranks and wait. Return True if a launch has come, False if this process must exit."""
         processes.set_name(SPARE)
-        for _ in range(spares):
+        for _ in range(spare_ranks):
             here, there = socket.socketpair()
             pid = self.fork_child(there.fileno(), lambda there=there: self.be_spare(there))  # type: ignore[misc]
             there.close()
             self.spares.append((pid, Channel(here)))
         while not self.control.closed:
-            ready = {key.fileobj for key, _ in self.selector.select(_LOOK_EVERY if self.looks() else None)}
-            if self.bereft(ready):
+            ready = self.select()
+            if self.is_orphan(ready):
                 break
-            bereaved = self.children in ready and bool(self.children.ended())
-            if self.control in ready or bereaved:  # the launch may have come since
+            lost_spare = self.children in ready and bool(self.children.ended())
+            if self.control in ready or lost_spare:  # the launch may have come since the select
                 self.control.poll()
                 for message, fds in self.control.drain():
                     if isinstance(message, NewReaper):
                         self.take_launch(Channel(socket.socket(fileno=fds[0])), message.ranks)
                         return True
-            if bereaved:
-                break  # somebody has killed one: the fork server forks others
+            if lost_spare:
+                break  # the fork server forks another spare reaper
         kill_descendants(self.children, None, lambda: None)
         return False
 
@@ -130,10 +126,10 @@ class _Reaper:
         self.selector.register(control, selectors.EVENT_READ)
         processes.set_name("nblaunch-reaper")
         while len(self.spares) > ranks:
-            self.spares.pop()[1].close()  # it leaves
+            self.spares.pop()[1].close()  # it exits at EOF
 
     def be_spare(self, sock: socket.socket) -> None:
-        """In a child: wait until this is a rank, or not needed."""
+        """Wait until this spare becomes a rank; return at EOF. Called in a child."""
         processes.set_name(SPARE)
         received = Channel(sock).receive()
         if received is not None and isinstance(received[0], StartRank):
@@ -142,49 +138,47 @@ class _Reaper:
             self.rank_main(received[0].spec, socket.socket(fileno=received[1][0]))
 
     def serve(self) -> None:
+        """Run the launch: start ranks, forward signals, report exits, sweep."""
         own = processes.pidfd(os.getpid())
-        self.tell(ReaperStarted(os.getpid()), [] if own is None else [own])
-        while self.wanted():
-            ready = {key.fileobj for key, _ in self.selector.select(_LOOK_EVERY if self.looks() else None)}
-            if self.bereft(ready):
-                # Their ends are not reported: that what watched over them died tells more than the SIGKILL from here.
+        self.send(ReaperStarted(os.getpid()), [] if own is None else [own])
+        while not self.control.closed and (self.ranks or self.started < self.expected):
+            ready = self.select()
+            if self.is_orphan(ready):
+                # Report no exits: the death of the watching process is the cause, not the SIGKILL from here.
                 kill_descendants(self.children, None, lambda: None, self.ranks)
                 return
             if self.control in ready:
                 self.control.poll()
                 for message, fds in self.control.drain():
-                    self.obey(message, fds)
-            self.report_ends()
-        self.tell(Swept(tuple(kill_descendants(self.children, None, self.report_ends, self.ranks))))
+                    self.handle(message, fds)
+            self.report_exits()
+        self.send(Swept(tuple(kill_descendants(self.children, None, self.report_exits, self.ranks))))
 
-    def wanted(self) -> bool:
-        """Whether the kernel is there and a rank is left, or none has been started yet."""
-        return not self.control.closed and (bool(self.ranks) or self.started < self.expected)
+    def select(self) -> set[object]:
+        """Wait for events; return the ready file objects, none when watched processes must be polled."""
+        timeout = timeouts.WATCH_POLL_S if len(self.pidfds) < len(self.watched) else None
+        return {key.fileobj for key, _ in self.selector.select(timeout)}
 
-    def bereft(self, ready: Collection[object]) -> bool:
-        """Whether the kernel or the fork server has ended."""
-        return any(fd in ready for fd in self.deaths) or (self.looks() and not all(map(processes.alive, self.watched)))
+    def is_orphan(self, ready: Collection[object]) -> bool:
+        """Return True if the kernel or the fork server has exited."""
+        if any(fd in ready for fd in self.pidfds):
+            return True
+        return len(self.pidfds) < len(self.watched) and not all(map(processes.alive, self.watched))
 
-    def looks(self) -> bool:
-        return len(self.deaths) < len(self.watched)
-
-    def obey(self, message: object, fds: list[int]) -> None:
+    def handle(self, message: object, fds: list[int]) -> None:
         if isinstance(message, StartRank):
-            self.try_to_start(message.spec, fds[0])
+            try:
+                self.start(message.spec, fds[0])
+            except Exception as error:  # noqa: BLE001  # E2BIG, ENOMEM, a missing log directory
+                self.send(NotStarted(message.spec.rank, f"{type(error).__name__}: {error}"))
         elif isinstance(message, SendSignal):
+            # On Linux the sweep finds the rest of the group, and leaves resource trackers time to unlink.
+            is_for_group = message.group and not processes.LINUX
             for pid, rank in self.ranks.items():
                 if rank == message.rank:
                     processes.kill(pid, message.signum)
-                    if (
-                        message.group and not processes.LINUX
-                    ):  # on Linux the sweep finds what is left, and spares trackers
+                    if is_for_group:
                         processes.kill(pid, message.signum, group=True)
-
-    def try_to_start(self, spec: RankSpec, fd: int) -> None:
-        try:
-            self.start(spec, fd)
-        except Exception as error:  # noqa: BLE001  # a variable that is too long, no memory, no log folder
-            self.tell(NotStarted(spec.rank, f"{type(error).__name__}: {error}"))
 
     def start(self, spec: RankSpec, fd: int) -> None:
         self.started, self.expected = self.started + 1, spec.local_world_size
@@ -192,14 +186,15 @@ class _Reaper:
         pid = self.spawn(spec, fd) if spec.method == "spawn" else self.fork(spec, fd)
         os.close(fd)
         self.ranks[pid] = spec.rank
-        self.tell(RankStarted(spec.rank, pid))
+        self.send(RankStarted(spec.rank, pid))
 
     def fork(self, spec: RankSpec, fd: int) -> int:
+        """Turn a spare into the rank, or fork the rank; return its pid."""
         while self.spares:
             pid, channel = self.spares.pop(0)
             try:
                 channel.send(StartRank(spec), [fd])
-            except OSError:  # somebody has killed it
+            except OSError:  # the spare was killed
                 continue
             finally:
                 channel.close()
@@ -207,12 +202,12 @@ class _Reaper:
         return self.fork_child(fd, lambda: self.rank_main(spec, socket.socket(fileno=fd)))
 
     def fork_child(self, fd: int, run: Callable[[], None]) -> int:
-        """Fork a child with this descriptor alone."""
+        """Fork a child that keeps only this descriptor and calls `run`; return its pid."""
         parent = os.getpid()
         pid = os.fork()
         if pid:
             with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # here too: a signal to the group must not come before it exists
+                os.setpgid(pid, pid)  # in both processes, so the group exists before the first signal to it
             return pid
         try:
             os.setpgid(0, 0)
@@ -226,6 +221,7 @@ class _Reaper:
             os._exit(1)
 
     def spawn(self, spec: RankSpec, fd: int) -> int:
+        """Start the rank in a fresh interpreter; return its pid."""
         parent = os.getpid()
         command = [sys.executable, "-c", _SPAWN, str(fd), json.dumps(spec.sys_path)]
 
@@ -244,47 +240,47 @@ class _Reaper:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                preexec_fn=prepare,  # this process has one thread, so it is safe here
+                preexec_fn=prepare,  # safe: this process has one thread
             )
-        process.returncode = 0  # its end is read by ChildWatch, not by Popen
+        process.returncode = 0  # ChildWatch reads its exit, not Popen
         return process.pid
 
-    def report_ends(self) -> None:
+    def report_exits(self) -> None:
         for pid, returncode in self.children.ended():
             rank = self.ranks.pop(pid, None)
             if rank is not None:
-                if not processes.LINUX:  # there the sweep finds all that it left
+                if not processes.LINUX:  # on Linux the sweep finds what the rank has left
                     processes.kill(pid, signal.SIGKILL, group=True)
-                self.tell(RankExited(rank, returncode, time.monotonic_ns()))
+                self.send(RankExited(rank, returncode, time.monotonic_ns()))
 
-    def tell(self, message: object, fds: Sequence[int] = ()) -> None:
-        with contextlib.suppress(OSError):  # the kernel is gone; the loop will notice
+    def send(self, message: object, fds: Sequence[int] = ()) -> None:
+        with contextlib.suppress(OSError):  # the kernel is dead; `serve` will notice
             self.control.send(message, fds)
 
 
 def kill_descendants(
     children: processes.ChildWatch,
     spare: Callable[[int], bool] | None,
-    on_end: Callable[[], None],
+    on_exit: Callable[[], None],
     groups: Collection[int] = (),
 ) -> list[int]:
-    """Kill this process's descendants until none is left, reading their ends.
+    """Kill and reap this process's descendants until none is left.
 
-    Resource trackers come last: each unlinks what the others leave in /dev/shm, and ends, when no writer of its pipe
-    is left.
+    Resource trackers come last: each unlinks leaked shared memory and exits once the last writer of its pipe is dead.
 
     Args:
         children: This process's watch.
-        spare: Tells whom to leave alone, with all that is theirs. It is asked again each time, as such a process may
-            come here when its parent ends. None: nobody, and the ends of all children are read.
-        on_end: Called when a child has ended, to report it before its end is read here.
+        spare: Return True for a process to leave alone, together with its descendants. Called in every round: such a
+            process may be adopted at any time. None: kill all descendants, and read the exits of all children.
+        on_exit: Called before children's exits are read here, to report them.
         groups: Process groups to kill as well, for systems that cannot list descendants.
 
     Returns:
-        The pids that did not die within the limit.
+        The pids that did not exit within the timeout.
     """
-    deadline = time.monotonic() + _SWEEP_LIMIT
-    used = time.monotonic()  # when something that a tracker waits for was last seen
+    deadline = time.monotonic() + timeouts.SWEEP_TIMEOUT_S
+    trackers_kill_time = deadline - timeouts.TRACKER_KILL_TIMEOUT_S
+    trackers_busy = time.monotonic()  # when a process that trackers may serve was last seen
     while spare is not None or processes.has_children():
         if not processes.LINUX:
             for pid in groups:
@@ -292,12 +288,12 @@ def kill_descendants(
         left = processes.descendants(os.getpid(), spare)
         trackers = set(filter(processes.is_resource_tracker, left))
         now = time.monotonic()
-        used = used if trackers.issuperset(left) else now
-        patient = now < min(used + _TRACKER_LIMIT, deadline - 0.5)
+        trackers_busy = trackers_busy if trackers.issuperset(left) else now
+        waits_for_trackers = now < min(trackers_busy + timeouts.TRACKER_TIMEOUT_S, trackers_kill_time)
         for pid in left:
-            if not (patient and pid in trackers):
+            if not (waits_for_trackers and pid in trackers):
                 processes.kill(pid, signal.SIGKILL)
-        on_end()
+        on_exit()
         if spare is None:
             children.ended()
         for pid in left:
@@ -307,12 +303,12 @@ def kill_descendants(
             return []
         if time.monotonic() > deadline:
             return left
-        with selectors.DefaultSelector() as ends:
-            ends.register(children, selectors.EVENT_READ)
-            ends.select(0.02)
+        with selectors.DefaultSelector() as exits:
+            exits.register(children, selectors.EVENT_READ)
+            exits.select(timeouts.SWEEP_POLL_S)
     return []
 
 
 def open_log(spec: RankSpec, stream: str) -> BinaryIO:
-    """The file that is a rank's fd 1 (``out``) or 2 (``err``): appended to, so that all its children may write."""
+    """Open the file that is a rank's fd 1 (``out``) or 2 (``err``), in append mode: its children write to it too."""
     return open(processes.open_log(f"{spec.log_dir}/rank{spec.rank}.{stream}"), "wb", buffering=0)

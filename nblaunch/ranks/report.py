@@ -1,7 +1,7 @@
-"""Metrics and progress from a rank to the notebook. Outside a launch both do nothing, so the same code runs anywhere.
+"""Metrics and progress from ranks to the notebook: `report` and `progress`. No-ops outside a launch.
 
-A report is one line of JSON, appended to the rank's spool file in one write: it never waits for the notebook, a
-DataLoader worker may report too, and nothing is lost when a rank is killed.
+Runs in ranks and their children. A report is one line of JSON, appended to the rank's spool file in one write: it
+never waits for the notebook, DataLoader workers may report too, and nothing is lost when a rank is killed.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, SupportsFloat, TypeVar
 
+from nblaunch.machine import timeouts
 from nblaunch.wire.drops import Counter
 
 T = TypeVar("T")
-_PROGRESS_EVERY = 0.1
-"""Seconds between two progress lines of one bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a rank knows of itself while user code runs."""
+    """This rank's identity and files while user code runs."""
 
     rank: int
     local_rank: int
@@ -33,36 +32,34 @@ class Context:
     """The descriptor of the spool file."""
     log_dir: str
     drops: Counter | None = None
-    """Counts the reports that the disk has no room for."""
+    """Counts the reports that do not fit on the disk."""
 
 
 _current: Context | None = None
 _is_torn = False
-"""The last record could not be written whole."""
+"""True if the last record was written in part."""
 
 
 def current() -> Context | None:
-    """This rank's context; None outside a launch."""
+    """Return this rank's context; None outside a launch."""
     return _current
 
 
 def enter(context: Context | None) -> None:
-    """Set this rank's context. Called by the bootstrap."""
+    """Set this rank's context. Called by the rank's main loop."""
     global _current
     _current = context
 
 
 def report(step: int | None = None, **metrics: SupportsFloat) -> None:
-    """Show metrics of this rank in the notebook while it runs, and keep them in ``result.metrics``.
+    """Show this rank's metrics live in the notebook, and keep them in ``result.metrics``. A no-op outside a launch.
 
     Args:
-        step: Where training stands, in whatever unit you count: batches, epochs. Default: none.
-        metrics: Numbers by name, such as ``accuracy=0.97``; tensors of one element too (one on a GPU is waited for).
+        step: The training step, in any unit: batches, epochs. Default: none.
+        metrics: Numbers by name, such as ``accuracy=0.97``, or one-element tensors. A CUDA tensor synchronizes.
 
     Raises:
-        TypeError: A metric is not a number, or the step no whole one.
-
-    Outside a launch it does nothing.
+        TypeError: A metric is not a number, or the step is not a whole number.
     """
     if _current is None:
         return
@@ -72,14 +69,12 @@ def report(step: int | None = None, **metrics: SupportsFloat) -> None:
 
 
 class progress(Generic[T]):  # noqa: N801  # called like a function: for batch in progress(loader)
-    """Iterate, and show how far this rank is in the notebook.
+    """Iterate with a progress bar for this rank in the notebook. Outside a launch, only iterate.
 
     Args:
-        iterable: What to go through.
-        total: Its length, where ``len(iterable)`` does not tell. Default: unknown.
-        desc: A word before the bar. Default: none.
-
-    Outside a launch it only iterates.
+        iterable: The items.
+        total: The number of items. Default: ``len(iterable)``, or unknown if it has none.
+        desc: The label of the bar. Default: none.
     """
 
     def __init__(self, iterable: Iterable[T], total: int | None = None, desc: str = "") -> None:
@@ -89,7 +84,7 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
 
     def __len__(self) -> int:
         if self.total is None:
-            raise TypeError("this progress has no length: give total=")
+            raise TypeError("progress() cannot determine the length: pass total=")
         return self.total
 
     def __iter__(self) -> Iterator[T]:
@@ -103,7 +98,7 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
             yield item
             done += 1
             now = time.monotonic()
-            if now - shown >= _PROGRESS_EVERY:
+            if now - shown >= timeouts.PROGRESS_INTERVAL_S:
                 shown = now
                 self._show(_current, done, now - begin)
         self._show(_current, done, time.monotonic() - begin)
@@ -116,14 +111,14 @@ def _length(iterable: Any) -> int | None:
     try:
         return len(iterable)
     except TypeError:
-        return None  # a generator; a DataLoader of an IterableDataset, which has a __len__ that raises
+        return None  # a generator, or a DataLoader of an IterableDataset, whose __len__ raises
 
 
 def _number(name: str, value: Any) -> float:
     try:
-        return float(value.detach() if hasattr(value, "detach") else value)  # of a loss with a graph torch would warn
+        return float(value.detach() if hasattr(value, "detach") else value)  # torch warns for a loss with a graph
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"report({name}={value!r:.80}): a metric is a number or a tensor of one element") from error
+        raise TypeError(f"report({name}={value!r:.80}): a metric must be a number or a one-element tensor") from error
 
 
 def _whole(name: str, value: Any) -> int:
@@ -131,11 +126,11 @@ def _whole(name: str, value: Any) -> int:
     try:
         return int(number)
     except (ValueError, OverflowError) as error:
-        raise TypeError(f"report({name}={value!r:.80}): a step is a whole number") from error
+        raise TypeError(f"report({name}={value!r:.80}): a step must be a whole number") from error
 
 
 def _spool(context: Context, record: dict[str, Any]) -> None:
-    """Append a record; a disk that is full costs the records, and not the training."""
+    """Append a record to the spool. A full disk drops records and never fails the training."""
     global _is_torn
     line = b"\n" * _is_torn + json.dumps(record).encode() + b"\n"
     reason = 0
@@ -144,5 +139,5 @@ def _spool(context: Context, record: dict[str, Any]) -> None:
         reason = errno.ENOSPC * _is_torn
     except OSError as error:
         reason = error.errno or errno.EIO
-    if reason and context.drops is not None and "metrics" in record:  # the next bar tells what a lost one did
+    if reason and context.drops is not None and "metrics" in record:  # a later progress record replaces a dropped one
         context.drops.add("reports", 1, reason)

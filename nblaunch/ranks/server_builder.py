@@ -1,8 +1,8 @@
-"""How a child of a fork server becomes the next one: it imports more, tidies its memory, and only then serves.
+"""Building a fork server's successor: import more packages, compact the heap, then serve.
 
-The server that forked it serves meanwhile, so whatever an import does here costs no launch anything. A package that
-ranks must not share (it starts threads, keeps files open, ...) ends this process, and the kernel builds again without
-it. So does one that hangs or crashes, as the kernel is told each package before its import.
+Runs in a successor, a child of the fork server, which serves meanwhile: a slow import here delays no launch. A
+package that ranks must not share (it starts threads, keeps files open, ...) makes the successor exit, and the kernel
+builds again without it. The same goes for a package that hangs or crashes: `Importing` messages name it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from nblaunch.ranks import environment, worker
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.messages import Hello, Importing, LeftOut, Succeed
 
-_OURS = frozenset({"sympy", "torch"})
-"""What the first optimizer of a process imports: triton looks for leaks at the exit, which no rank needs."""
+_EXEMPT = frozenset({"sympy", "torch"})
+"""Packages of the first optimizer's imports whose exit functions ranks can do without: triton reports leaks."""
 
 
-def build(message: Succeed, channel: Channel, before: Hello) -> Hello:
-    """Import what `message` names, and give the successor's Hello; never returns where a package must be left out.
+def build(message: Succeed, channel: Channel, predecessor: Hello) -> Hello:
+    """Import the packages in `message` and return the successor's Hello; exit if a package must be left out.
 
     Args:
-        message: What to import, and the environment and folder that it may read.
+        message: The modules to import, and the environment and working directory to import them in.
         channel: To the kernel.
-        before: The Hello of the server that forked this process.
+        predecessor: The Hello of the server that forked this process.
     """
     begin = time.monotonic()
     own = processes.pidfd(os.getpid())
@@ -46,43 +46,43 @@ def build(message: Succeed, channel: Channel, before: Hello) -> Hello:
         os.close(own)
     os.environ.clear()
     os.environ.update(message.env)
-    with contextlib.suppress(OSError):  # the folder is gone, and the ranks will say so
+    with contextlib.suppress(OSError):  # the directory is gone; ranks will report it
         os.chdir(message.cwd)
     present, filters = _packages(), list(warnings.filters)
-    witness, package = _Witness(), ""
+    monitor, package = _ImportMonitor(), ""
     for name in message.modules:
         if name in sys.modules:
             continue
         if package_of(name) != package:
-            _leave_if_unfit(channel, package, witness)
+            _check(channel, package, monitor)
             package = package_of(name)
             channel.send(Importing(package, os.getpid()))
         try:
             importlib.import_module(name)
         except Exception as error:  # noqa: BLE001  # whatever a module raises
             if name == package:
-                _leave(channel, package, f"importing it raises {type(error).__name__}: {error}", witness)
-            # a submodule that cannot be imported here is left to the ranks
-    _leave_if_unfit(channel, package, witness)
-    witness.close()
-    environment.note_filters(filters)
+                _leave_out(channel, package, f"importing it raises {type(error).__name__}: {error}", monitor)
+            # a submodule that fails to import here is left to the ranks
+    _check(channel, package, monitor)
+    monitor.close()
+    environment.keep_filters_since(filters)
     os.chdir(os.sep)
     worker.prepare()
-    settle()
+    freeze_heap()
     for _ in processes.collapse_heap():
         pass
-    imported = before.packages | (_packages() - present)
-    return replace(before, pid=os.getpid(), seconds=time.monotonic() - begin, packages=imported)
+    imported = predecessor.packages | (_packages() - present)
+    return replace(predecessor, pid=os.getpid(), seconds=time.monotonic() - begin, packages=imported)
 
 
-def settle() -> None:
-    """Keep what is imported out of the collector's way: it would write to every page that ranks share."""
+def freeze_heap() -> None:
+    """Hide imported objects from the garbage collector: it would write to every page that ranks share."""
     gc.collect()
     gc.freeze()
 
 
-def unfit() -> str:
-    """Why ranks must not be forked from this process; empty where they may."""
+def fork_problem() -> str:
+    """Return why ranks must not be forked from this process; empty if they may."""
     threads = processes.thread_count()
     if threads > 1:
         return f"the preload left {threads} threads running, and forking them is not safe"
@@ -93,37 +93,39 @@ def unfit() -> str:
 
 
 def _packages() -> frozenset[str]:
-    return frozenset(map(package_of, sys.modules))
+    return frozenset(map(package_of, sys.modules.copy()))  # a package's thread may be importing
 
 
-def _leave_if_unfit(channel: Channel, package: str, witness: _Witness) -> None:
+def _check(channel: Channel, package: str, monitor: _ImportMonitor) -> None:
+    """Leave `package`, just imported, out if ranks must not share it."""
     try:
-        reason = unfit() or witness.objection(package)
-    except Exception as error:  # noqa: BLE001  # the package may have put anything anywhere
-        reason = f"what it does while it is imported cannot be seen: {error!r}"
+        reason = fork_problem() or monitor.objection(package)
+    except Exception as error:  # noqa: BLE001  # the package may have replaced anything
+        reason = f"the effects of its import cannot be checked: {error!r}"
     if reason:
-        _leave(channel, package, reason, witness)
+        _leave_out(channel, package, reason, monitor)
 
 
-def _leave(channel: Channel, package: str, reason: str, witness: _Witness) -> None:
-    witness.undo()  # first: the kernel kills a successor that has said its last message
+def _leave_out(channel: Channel, package: str, reason: str, monitor: _ImportMonitor) -> None:
+    """Tell the kernel to build without `package`, and exit."""
+    monitor.run_exit_functions()  # before the message: the kernel kills the successor once it has read it
     channel.send(LeftOut(package, reason))
-    os._exit(1)  # a failure, so that the server ends the processes that the package has started
+    os._exit(1)  # non-zero makes the server kill the processes that the package has started
 
 
 class _Environment(os._Environ[str]):
-    """``os.environ``, which counts what is read."""
+    """``os.environ`` that counts reads by name."""
 
     read: Counter[str]
 
     def __getitem__(self, name: str) -> str:
-        if isinstance(name, str):  # subprocess looks for b"PATH" too
+        if isinstance(name, str):  # subprocess reads b"PATH" too
             self.read[name] += 1
         return super().__getitem__(name)
 
 
-class _Witness:
-    """Sees what an import leaves in this process that ranks must not share, or that each must have for itself."""
+class _ImportMonitor:
+    """Detects effects of an import that ranks must not share, or must each repeat for themselves."""
 
     def __init__(self) -> None:
         self._modules = set(sys.modules)
@@ -131,45 +133,45 @@ class _Witness:
         self._finalizers = _finalizers()
         self._exits: list[Callable[[], object]] = []
         self._register = atexit.register
-        atexit.register = self._note_exit
+        atexit.register = self._record_exit_function
         environment: Any = os.environ
         environment.__class__ = _Environment
         environment.read = self._read = Counter[str]()
 
     def objection(self, package: str) -> str:
-        """Why `package`, just imported, must be left out; empty if it need not."""
+        """Return why `package`, just imported, must be left out; empty if it need not."""
         if _open_files() > self._files:
             return "it keeps files open"
-        if processes.has_children():  # this process adopts those that were left behind
+        if processes.has_children():  # including orphans of its children: this process is their subreaper
             return "it starts processes"
-        new = [name for name in list(sys.modules) if name not in self._modules]
+        new = [name for name in sys.modules.copy() if name not in self._modules]
         if name := edited(new):
             return f"it imports {name}, whose files may be edited between launches"
         self._modules.update(new)
-        if package in KNOWN_SAFE | _OURS:
+        if package in KNOWN_SAFE | _EXEMPT:
             return ""
         if self._exits or _finalizers() - self._finalizers:
-            return "it arranges something for the exit of the process"
+            return "it registers an exit function"
         copies = min((self._read[name] for name in os.environ), default=0)  # fsspec copies the whole environment
         read = [name for name, count in self._read.items() if count > copies * (name in os.environ) and differs(name)]
         return f"it reads {read[0]} while it is imported" if read else ""
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop monitoring."""
         environment: Any = os.environ
         environment.__class__ = os._Environ
         del environment.read
         atexit.register = self._register
 
-    def undo(self) -> None:
-        """Do what was arranged for the exit, as an interpreter would: remove temporary folders."""
-        with contextlib.suppress(BaseException):  # other people's functions
+    def run_exit_functions(self) -> None:
+        """Run the exit functions as an interpreter would: they remove temporary directories."""
+        with contextlib.suppress(BaseException):  # the packages' own functions
             for function in reversed(self._exits):
                 function()
             atexit._run_exitfuncs()
 
-    def _note_exit(self, function: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
-        """Keep exit functions out of the ranks: triton's search for leaks takes each rank 4 ms."""
+    def _record_exit_function(self, function: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+        """Stand in for ``atexit.register``, to keep exit functions out of ranks: triton's takes each rank 4 ms."""
         self._exits.append(lambda: function(*args, **kwargs))
         return function
 
@@ -179,7 +181,7 @@ def _open_files() -> int:
 
 
 def _finalizers() -> set[int]:
-    """``weakref.finalize`` objects that act at the exit; those of torch's own libraries are forgotten in ranks."""
+    """Return the ids of ``weakref.finalize`` objects that run at exit, without those of torch: ranks forget them."""
     registry: dict[object, Any] = getattr(weakref.finalize, "_registry", {})
     live = [(id(each), str(getattr(info.func, "__module__", ""))) for each, info in registry.items() if info.atexit]
     return {number for number, home in live if not home.startswith("torch.")}

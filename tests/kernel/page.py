@@ -1,4 +1,4 @@
-"""What a browser's page is to a panel: it opens, listens and clicks, over a real kernel's comms."""
+"""A page as a panel sees it: opens, listens and clicks, over the comms of a real kernel."""
 
 from __future__ import annotations
 
@@ -81,15 +81,16 @@ class Page:
 
     def part(self, name: str) -> Any:
         """The latest value of a part of the panel's state."""
-        return next((c[name] for _, c, _ in reversed(self.messages) if name in c), None)
+        changes = [content.get("changes", {}) for _, content, _ in self.messages]
+        return next((found[name] for found in reversed(changes) if name in found), None)
 
     def log(self, rank: int, stream: str = "out") -> dict[int, bytes]:
         """What the page has of a log, by offset."""
         parts: dict[int, bytes] = {}
         for _, content, data in self.messages:
             at = 0
-            for chunk in content.get("logs", []):
-                if (chunk["r"], chunk["s"]) == (rank, stream):
-                    parts[chunk["o"]] = data[at : at + chunk["n"]]
-                at += chunk["n"]
+            for part in content.get("logs", []):
+                if (part["rank"], part["stream"]) == (rank, stream):
+                    parts[part["offset"]] = data[at : at + part["size"]]
+                at += part["size"]
         return parts

@@ -142,7 +142,7 @@ def test_fresh_workers_know_all_that_the_cells_define(kernel: Kernel, context: s
 
 
 def test_fresh_workers_know_what_another_cell_replaced(kernel: Kernel) -> None:
-    """A class that is defined anew between two launches is the new one in the workers of the second."""
+    """A class redefined between two launches is the new one in the workers of the second."""
     kernel.run(DEFINITIONS).check()
     kernel.run(CHECKS).check()
     kernel.run("class Stream(IterableDataset):\n    def __iter__(self):\n        yield from [7, 8]").check()

@@ -49,7 +49,7 @@ def evaluated_exactly() -> tuple[int, str]:
     """`evaluate` of a module that accelerate has wrapped, over the loader from before; and over the prepared one."""
     from accelerate import Accelerator
 
-    from nblaunch.training.metrics import Accuracy, evaluate
+    from nblaunch.training import Accuracy, evaluate
 
     loader = DataLoader(TensorDataset(torch.eye(7), torch.arange(7)), batch_size=2)
     model, prepared = Accelerator().prepare(torch.nn.Linear(7, 7), loader)

@@ -172,7 +172,7 @@ def test_what_does_not_fit_any_more_is_said_and_the_results_come(options: dict[s
         model[0] = nn.Linear(3, 3)
         return 7
 
-    with pytest.warns(UserWarning, match="the state of the Sequential that was trained does not fit"):
+    with pytest.warns(UserWarning, match="the trained state of the Sequential does not fit"):
         result = Accelerator(2, "cpu").distribute(widen, **options)()
     assert list(result) == [7, 7]
     assert model[0].weight.item() == before

@@ -87,7 +87,7 @@ def version_of_local_module() -> str:
 
 
 def train_on_many_threads() -> bool:
-    """OpenMP, which hangs for ever in a fork of a process that has used it."""
+    """OpenMP, which hangs in a fork of a process that has used it."""
     torch.set_num_threads(2)
     a = torch.rand(200, 200, requires_grad=True)
     (a @ a).sum().backward()

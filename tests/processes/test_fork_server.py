@@ -24,7 +24,7 @@ from nblaunch.engines.server_client import ForkServer
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.packages import installed_path
-from nblaunch.notebook.notebook_frontend import NotebookHost
+from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import Hello, Method
 from tests.conftest import eventually, marked_processes
@@ -292,7 +292,7 @@ def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_t
     with monkeypatch.context() as context:
         context.setenv("OMP_DISPLAY_ENV", "false")
         context.setattr(all_servers, "ForkServer", refuse)
-        NotebookHost(None).after_cell(None)
+        NotebookFrontend(None).after_cell(None)
         assert own.status() == ["fork server: not running; the next launch starts it"]
         with pytest.raises(StartError, match="no more processes"):
             own.reaper("forkserver", "launch", 2)

@@ -1,4 +1,4 @@
-"""Forks of a rank while C threads run: no child may inherit a lock that nobody is there to release."""
+"""Forks of a rank while C threads run: no child may inherit a held lock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_METHOD = pytest.mark.parametrize("start_method", ["forkserver"], indirect=Tr
 FORKS = 60
 """Without the wait some 6 of them hang."""
 CALLS = 50_000
-"""Of one burst: some 3 ms, of which the fork takes place in the first."""
+"""Of one burst: some 3 ms, and the fork happens in the first."""
 HUNG_AFTER = 3.0
 
 
@@ -114,7 +114,7 @@ def test_workers_that_are_forked_within_a_burst_bring_their_batches(launch: Laun
     assert launch(of_loader, (5,), num_processes=1, timeout=120)[0] == 10
 
 
-NEEDED = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python makes the lock anew in the child")
+NEEDED = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python re-creates the lock in the child")
 
 
 @NEEDED
@@ -139,12 +139,12 @@ class Clock:
 
 
 def test_a_thread_that_never_rests_costs_less_at_each_fork(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, settling, waits = Clock(), fork_guard.Settling(), list[float]()
+    clock, guard, waits = Clock(), fork_guard.ForkGuard(), list[float]()
     monkeypatch.setattr(fork_guard, "time", clock)
     for is_running in [*[True] * 10, False, True]:
-        monkeypatch.setattr(fork_guard, "_runs_a_library", lambda is_running=is_running: is_running)
+        monkeypatch.setattr(fork_guard, "_library_thread_runs", lambda is_running=is_running: is_running)
         begun = clock.now
-        settling.wait()
+        guard.wait()
         waits.append(clock.now - begun)
 
     assert waits == pytest.approx([0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, *[0.01] * 4, 0.0, 0.5], abs=0.001)
@@ -159,9 +159,9 @@ def test_threads_of_pythons_own_are_not_waited_for(monkeypatch: pytest.MonkeyPat
     own = [str(threading.get_native_id()), *(str(thread.native_id) for thread in threads)]
     monkeypatch.setattr(fork_guard, "os", SimpleNamespace(listdir=lambda folder: own))
 
-    assert not fork_guard._runs_a_library()
+    assert not fork_guard._library_thread_runs()
     own.append("1")
-    assert fork_guard._runs_a_library()
+    assert fork_guard._library_thread_runs()
     stop.set()
     for thread in threads:
         thread.join()
@@ -173,8 +173,8 @@ def test_an_interrupt_within_the_wait_comes_after_the_fork() -> None:
         import os, signal, time
         from nblaunch.ranks import fork_guard
         looks = iter([lambda: True, lambda: signal.raise_signal(signal.SIGINT) or True, lambda: False])
-        fork_guard._runs_a_library = lambda: next(looks)()
-        fork_guard.settling.install()
+        fork_guard._library_thread_runs = lambda: next(looks)()
+        fork_guard.guard.install()
         try:
             pid = os.fork()
             if pid == 0:

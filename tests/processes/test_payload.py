@@ -213,7 +213,7 @@ def test_all_ranks_map_one_copy(launch: Launcher, tmp_path: Path) -> None:
     assert sum(shares) >= 0.85 * 32 * MB
 
 
-def test_nobody_can_change_what_all_ranks_map(launch: Launcher) -> None:
+def test_what_all_ranks_map_cannot_be_changed(launch: Launcher) -> None:
     tensor = torch.ones(MB)
     for step, refused in launch(try_to_change, (tensor,)):
         assert (step, refused) in {("open", errno.EPERM), ("write", errno.EPERM)}  # root may open whatever it is
@@ -322,7 +322,7 @@ def test_pages_are_handed_over_unless_a_thread_may_write_to_them(launch: Launche
 
 @pytest.mark.timeout(240)
 def test_who_is_not_root_sends_much_shared_memory_to_many_ranks() -> None:
-    """In a process of its own, without root's right to have any number of descriptors on their way."""
+    """In a process of its own, without root's right to any number of descriptors in flight."""
     code = """
 import ctypes, resource
 libc = ctypes.CDLL(None)
@@ -465,7 +465,7 @@ def test_results_come_back_as_they_were_with_their_aliasing(launch: Launcher) ->
 
 
 def opened() -> list[str]:
-    """What this process holds open, but for the locks on the logs of results.
+    """What this process holds open, except the locks on the logs of results.
 
     `listdir` closes its own descriptor before it is looked at.
     """

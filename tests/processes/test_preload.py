@@ -53,10 +53,10 @@ BAD = {
         "import subprocess\nCHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n",
         "it starts processes",
     ),
-    "registers_an_exit": ("import atexit\natexit.register(print, 'over')\n", "it arranges something for the exit"),
+    "registers_an_exit": ("import atexit\natexit.register(print, 'over')\n", "it registers an exit function"),
     "makes_a_folder": (
         "import tempfile\nFOLDER = tempfile.TemporaryDirectory()\n",
-        "it arranges something for the exit",
+        "it registers an exit function",
     ),
     "touches_cuda": (
         f"import torch\n{IN_BUILDER}torch.cuda.is_initialized = lambda: True\n",

@@ -156,7 +156,7 @@ def test_a_stdout_that_fails_ends_no_launch(caplog: pytest.LogCaptureFixture) ->
     with contextlib.redirect_stdout(Broken()):
         result = quiet(print_and_return, num_processes=1, view="text")
     assert list(result) == [7]
-    assert "nothing more of it is shown: ValueError" in caplog.text
+    assert "its display stopped: ValueError" in caplog.text
 
 
 def print_and_return() -> int:

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader
 
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
-from nblaunch.launch.views.view import NullView
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import Event, StacksShown
 from tests.conftest import eventually
 
 LONG = 60.0
@@ -315,16 +316,17 @@ def test_of_a_deep_recursion_the_latest_calls_are_told(start_method: str, tmp_pa
 
 
 # ------------------------------------------------------------------ who asks
-class Remembers(NullView):
-    """A view that keeps what it is shown, and who called."""
+class Remembers(View):
+    """A view that keeps the stacks that it is shown."""
 
     def __init__(self) -> None:
         self.shown: list[Mapping[int, str]] = []
         self.came = threading.Event()
 
-    def stacks(self, texts: Mapping[int, str]) -> None:
-        self.shown.append(texts)
-        self.came.set()
+    def on(self, event: Event) -> None:
+        if isinstance(event, StacksShown):
+            self.shown.append(event.texts)
+            self.came.set()
 
 
 @ONE_METHOD
@@ -332,7 +334,7 @@ def test_a_view_is_shown_what_it_asked_for_and_nothing_else(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view = Remembers()
-    monkeypatch.setattr("nblaunch.launch.frontend.ScriptHost.view", lambda host, choice: view)
+    monkeypatch.setattr("nblaunch.launch.frontend.ScriptFrontend.view", lambda frontend, choice: view)
     launch = begun(wait, tmp_path, start_method)
 
     texts = launch.stacks()

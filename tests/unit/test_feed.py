@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.launch.output.log_files import log_path
-from nblaunch.launch.views.view import Stream
-from nblaunch.notebook.log_feed import LINES, LogFeed
+from nblaunch.launch.views.events import Stream
+from nblaunch.notebook.log_feed import MAX_LINES, LogFeed
 
 
 class Logs:
@@ -95,7 +95,7 @@ def test_of_a_flood_the_last_ten_thousand_lines_are_sent(logs: Logs) -> None:
     logs.write(b"".join(b"line %d\n" % number for number in range(100_000)))
     first = logs.take(1 << 22)[0]
     assert first[3].startswith(b"line 90000\n")
-    assert first[3].count(b"\n") == LINES
+    assert first[3].count(b"\n") == MAX_LINES
     assert first[2] > 0  # its offset tells the page what is missing
 
 

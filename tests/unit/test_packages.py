@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.machinery
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from nblaunch.machine.packages import installed_now, shadowed
+from nblaunch.machine import packages
+from nblaunch.machine.packages import imported_here, installed_now, shadowed
 
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 
@@ -58,3 +63,19 @@ def test_which_folder_comes_first_is_noticed(tmp_path: Path, monkeypatch: pytest
     assert installed_now() == before
     monkeypatch.setattr("sys.path", folders[::-1])
     assert installed_now() != before
+
+
+# ------------------------------------------------------------------ what is imported
+class ImportingDict(dict[str, object]):
+    """Stands for ``sys.modules`` while another thread imports: it grows during every iteration."""
+
+    def items(self) -> Any:
+        for item in super().items():
+            yield item
+            self[f"module{len(self)}"] = None
+
+
+def test_imported_modules_are_listed_while_another_thread_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = ImportingDict({"json": json, "json.decoder": json.decoder, "csv": csv})
+    monkeypatch.setattr(packages, "sys", SimpleNamespace(modules=modules))
+    assert imported_here({"json"}) == ["json", "json.decoder"]

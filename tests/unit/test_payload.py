@@ -469,7 +469,7 @@ def test_torchs_settings_travel(torchs_settings_restored: None) -> None:
     assert settings.torch_seed == 12
 
 
-def test_a_seed_that_nobody_set_is_not_set_in_the_ranks(torchs_settings_restored: None) -> None:
+def test_a_seed_that_was_not_set_is_not_set_in_the_ranks(torchs_settings_restored: None) -> None:
     torch.default_generator.manual_seed(67280421310721)
     assert settings_now().torch_seed is None
 

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.views.view import Failure
-from nblaunch.notebook.record import RankTail, Record, as_html, as_text
+from nblaunch.launch.views.events import Failure
+from nblaunch.notebook.record import RankTail, Record
+from nblaunch.notebook.record_html import as_html
+from nblaunch.notebook.record_text import as_text
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
 LOGS = "/logs/20261121-train"
@@ -242,7 +244,7 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
     for shown in (page(record).text, as_text(record)):
         assert shown.index("Traceback:") < shown.index("frame 1 ") < shown.index("frame 999 ")
         assert "frame 500 " not in shown
-    assert re.search(r"frame \d+ x+\n… \d+ lines left out …\n  frame", page(record).text)
+    assert re.search(r"frame \d+ x+\n… \d+ lines omitted …\n  frame", page(record).text)
 
 
 # ------------------------------------------------------------------ what it measured

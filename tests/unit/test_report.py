@@ -101,7 +101,7 @@ def test_each_report_is_a_line_with_its_step_and_time(rank: Rank) -> None:
 @pytest.mark.parametrize("value", ["high", None, [0.5], torch.ones(2), numpy.ones(2), 1j, {}, object])
 def test_a_metric_that_is_no_number_is_named_with_its_value(rank: Rank, value: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"^report\(accuracy=(.|\n)*\): a metric is a number or a tensor of one element$"
+        TypeError, match=r"^report\(accuracy=(.|\n)*\): a metric must be a number or a one-element tensor$"
     ):
         nblaunch.report(loss=0.5, accuracy=value)
     assert rank.records() == []
@@ -114,7 +114,7 @@ def test_a_step_that_is_no_number_is_named(rank: Rank) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_step_that_is_not_whole_is_named(rank: Rank, value: float) -> None:
-    with pytest.raises(TypeError, match=rf"^report\(step={value}\): a step is a whole number$"):
+    with pytest.raises(TypeError, match=rf"^report\(step={value}\): a step must be a whole number$"):
         nblaunch.report(step=value)  # type: ignore[arg-type]  # on purpose
 
 
@@ -202,7 +202,7 @@ def test_the_length_is_shown_where_it_is_known(rank: Rank, iterable: Any, given:
 
 def test_progress_has_the_length_of_what_it_goes_through() -> None:
     assert len(nblaunch.progress([1, 2, 3])) == 3
-    with pytest.raises(TypeError, match="this progress has no length: give total="):
+    with pytest.raises(TypeError, match="cannot determine the length: pass total="):
         len(nblaunch.progress(iter([1])))
 
 

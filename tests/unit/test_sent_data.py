@@ -115,7 +115,7 @@ def test_what_exceeds_the_budget_is_sent_and_not_kept(kept: SentDataCache, monke
     assert kept.size == 0
 
 
-def test_freed_segments_are_gone_but_for_launches_that_run(kept: SentDataCache) -> None:
+def test_freed_segments_stay_for_launches_that_run(kept: SentDataCache) -> None:
     data = Data(ALONE, 1)
     before = len(os.listdir("/proc/self/fd"))
     running = placed(kept, data)

@@ -17,7 +17,7 @@ from nblaunch.engines.stack_files import StackFile
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.stack_text import Frame, Stack, StackFormatter, parse, waits_in_collective
 from nblaunch.launch.stacks import Stacks
-from nblaunch.launch.views.view import NullView
+from nblaunch.launch.views.base import NullView
 from nblaunch.ranks.stack_dumps import BEGIN, WHOLE, dump
 from nblaunch.wire.messages import Source
 

@@ -1,7 +1,6 @@
-"""Where this process stands among its ranks: in a launch, under torchrun or srun, or alone.
+"""The position of this process among its ranks: in a launch, under torchrun or srun, or alone.
 
-Everything is read when it is asked for, so that objects made in the notebook are right in the ranks that they are
-sent to.
+Nothing is cached: an object made in the notebook must be right in the ranks that it is sent to.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,14 +16,13 @@ from nblaunch.errors import NestedLaunchError
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.ranks.report import current
 
-T = TypeVar("T")
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun sets. With fewer of them (a leftover in a notebook's environment) a process is alone."""
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Only all four make a rank: a notebook's environment may hold stale ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place."""
+    """Rank, local rank and world size of this process."""
 
     rank: int
     """From 0 to `size` - 1, over all machines."""
@@ -35,15 +32,18 @@ class World:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there are other ranks."""
+        """Return True if there are other ranks."""
         return self.size > 1
 
 
 def world() -> World:
-    """Where this process stands: by its process group, its launch, torchrun's variables or Slurm's, else alone.
+    """Return this process's position.
+
+    Sources, in this order: the process group, the launch, torchrun's variables, Slurm's variables. Without any of
+    them the process is rank 0 of 1.
 
     Raises:
-        NestedLaunchError: This is the kernel of a notebook that is one of several Slurm tasks.
+        NestedLaunchError: This process is a notebook's kernel and one of several Slurm tasks.
     """
     context = current()
     if has_group():
@@ -51,29 +51,24 @@ def world() -> World:
         return World(rank, context.local_rank if context else _local_rank(rank), dist.get_world_size())
     if context is not None:
         return World(context.rank, context.local_rank, context.world_size)
-    if _has_torchruns_variables():
+    if _has_torchrun_variables():
         rank = int(os.environ["RANK"])
         return World(rank, _local_rank(rank), int(os.environ["WORLD_SIZE"]))
     task = slurm_task(os.environ)
     if task is None:
         return World(0, 0, 1)
-    if _in_kernel():  # its cells would wait for those of the other tasks
+    ipython = sys.modules.get("IPython")
+    if ipython is not None and hasattr(ipython.get_ipython(), "kernel"):  # its cells would wait for the other tasks
         raise NestedLaunchError(refusal(task))
     return World(task.rank, task.local_rank, task.count)
 
 
-def _in_kernel() -> bool:
-    """Return True if this process runs the cells of a notebook."""
-    ipython = sys.modules.get("IPython")
-    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
-
-
-def _has_torchruns_variables() -> bool:
-    return all(name in os.environ for name in _RENDEZVOUS)
+def _has_torchrun_variables() -> bool:
+    return all(name in os.environ for name in _TORCHRUN_VARIABLES)
 
 
 def _local_rank(rank: int) -> int:
-    """Torchrun's, else Slurm's, else that of one machine."""
+    """Return torchrun's local rank, else Slurm's, else `rank`, as on a single machine."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     task = slurm_task(os.environ)
@@ -81,12 +76,12 @@ def _local_rank(rank: int) -> int:
 
 
 def has_group() -> bool:
-    """Whether this process has a default process group."""
+    """Return True if this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def ensure_group(backend: str | None = None) -> None:
-    """Make the default group where there are other ranks and no group yet (under torchrun or srun).
+    """Initialize the default process group if there are other ranks and no group (under torchrun or srun).
 
     Args:
         backend: As ``init_process_group`` takes it. Default: gloo on the CPU, nccl (with gloo for CPU tensors) on GPUs.
@@ -94,7 +89,7 @@ def ensure_group(backend: str | None = None) -> None:
     if not world().is_shared or has_group():
         return
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    task = None if _has_torchruns_variables() else slurm_task(os.environ)
+    task = None if _has_torchrun_variables() else slurm_task(os.environ)
     if task is None:
         dist.init_process_group(backend)
     else:
@@ -103,13 +98,13 @@ def ensure_group(backend: str | None = None) -> None:
 
 
 def own_device(setup: str = "auto") -> torch.device:
-    """The device that this rank computes on.
+    """Return the device that this rank computes on.
 
     Args:
-        setup: ``"cpu"``, ``"gpu"``, or ``"auto"``: in a launch the launch's own, else CUDA where there is a GPU.
+        setup: ``"cpu"``, ``"gpu"``, or ``"auto"``: the launch's device, else CUDA if there is a GPU.
 
     Raises:
-        RuntimeError: A GPU is asked for, and none is visible.
+        RuntimeError: `setup` is ``"gpu"`` and no GPU is visible.
     """
     context = current()
     if setup == "cpu":
@@ -124,20 +119,7 @@ def own_device(setup: str = "auto") -> torch.device:
 
 
 def collective_device() -> torch.device:
-    """Where a tensor must be for the default group's collectives: the CPU if they can, else this rank's GPU."""
+    """Return where tensors must be for the default group's collectives: the CPU if it can, else this rank's GPU."""
     if not has_group() or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def exchange(value: T) -> list[T]:
-    """Everybody's value, by rank. A collective; any object that pickles.
-
-    ``torch.distributed.all_gather_object``, and without other ranks the value alone.
-    """
-    if not world().is_shared:
-        return [value]
-    ensure_group()
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered

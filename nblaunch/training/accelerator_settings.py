@@ -1,4 +1,4 @@
-"""What an Accelerator is told, and where the process stands that asks it."""
+"""The settings of an `Accelerator`, and the process's position among its ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from nblaunch.errors import ArgumentError
+from nblaunch.machine.argument_checks import one_of, whole_number
 from nblaunch.training import precision
+from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.seeding import checked_seed
-from nblaunch.training.stepping import Stepping
-from nblaunch.training.world import own_device, world
+from nblaunch.training.topology import own_device, world
 
 
-class Settings:
-    """The part of an `Accelerator` that is the same in every process that it is sent to; see there."""
+class AcceleratorSettings:
+    """The picklable part of an `Accelerator`, where the arguments are described."""
 
     def __init__(
         self,
@@ -32,25 +33,31 @@ class Settings:
         schedule_steps: str | None = None,
         step_scheduler_with_optimizer: bool = True,
     ) -> None:
-        self.nprocs = None if nprocs is None else _at_least_one("nprocs", nprocs)
-        self.compute_setup = _one_of("compute_setup", compute_setup, ("auto", "cpu", "gpu"))
-        self.log_setup = _one_of("log_setup", log_setup, ("cpu", "auto"))
-        self.dtype = _inexact(dtype)
-        self.backend = None if backend is None else _one_of("backend", backend, ("gloo", "nccl"))
-        self.gradient_accumulation_steps = _at_least_one("gradient_accumulation_steps", gradient_accumulation_steps)
+        given: Any = dtype
+        if given is not None and not (isinstance(given, torch.dtype) and (given.is_floating_point or given.is_complex)):
+            raise ArgumentError(f"dtype={given!r}: must be a floating-point or complex type, such as torch.float32")
+        if schedule_steps is not None:
+            one_of("schedule_steps", schedule_steps, ("optimizer", "rank"))
+        self.nprocs = None if nprocs is None else whole_number("nprocs", nprocs, least=1)
+        self.compute_setup = one_of("compute_setup", compute_setup, ("auto", "cpu", "gpu"))
+        self.log_setup = one_of("log_setup", log_setup, ("cpu", "auto"))
+        self.dtype = dtype
+        self.backend = None if backend is None else one_of("backend", backend, ("gloo", "nccl"))
+        self.gradient_accumulation_steps = whole_number(
+            "gradient_accumulation_steps", gradient_accumulation_steps, least=1
+        )
         self.ddp_kwargs = dict(ddp_kwargs or {})
         self.seed = checked_seed(seed)
-        known = ("optimizer", "rank")
-        self.schedule_steps = None if schedule_steps is None else _one_of("schedule_steps", schedule_steps, known)
+        self.schedule_steps = schedule_steps
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._mixed_precision = mixed_precision
-        self._stepping: Stepping | None = None
+        self._gradient_state: GradientState | None = None
         precision.precision_of(mixed_precision)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stepping": None}  # what is under way here is nothing to another process
+        return {**vars(self), "_gradient_state": None}  # belongs to this process
 
-    # ------------------------------------------------------------------ where this is
+    # ------------------------------------------------------------------ position
     @property
     def rank(self) -> int:
         """This process's rank, over all machines."""
@@ -58,7 +65,7 @@ class Settings:
 
     @property
     def local_rank(self) -> int:
-        """Its rank on its machine."""
+        """This process's rank on its machine."""
         return world().local_rank
 
     @property
@@ -86,33 +93,15 @@ class Settings:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device that this rank computes on."""
         return own_device(self.compute_setup)
 
     @property
     def log_device(self) -> torch.device:
-        """Where reduced figures are left."""
+        """The device of the tensors that `all_reduce_dict` returns."""
         return torch.device("cpu") if self.log_setup == "cpu" else self.device
 
     @property
     def mixed_precision(self) -> str:
         """``"no"``, ``"fp16"`` or ``"bf16"``."""
         return precision.precision_of(self._mixed_precision)
-
-
-def _at_least_one(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(f"{name}={value!r}: must be a whole number, at least 1")
-    return value
-
-
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    if value not in known:
-        raise ArgumentError(f"{name}={value!r}: must be one of {', '.join(known)}")
-    return str(value)
-
-
-def _inexact(dtype: Any) -> torch.dtype | None:
-    if dtype is None or (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
-        return dtype
-    raise ArgumentError(f"dtype={dtype!r}: must be a floating-point or complex type, such as torch.float32")

@@ -1,17 +1,17 @@
-"""Any sampler, or any batch sampler, dealt out to the ranks."""
+"""Wrappers that divide any sampler, or any batch sampler, among the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from nblaunch.training.data.orders import Source, generators_of
+from nblaunch.training.data.index_source import IndexSource, generators_of
 from nblaunch.training.data.samplers import RankSampler
 from nblaunch.training.seeding import derived_seed, seeded
 
 
 class _Wrapper(RankSampler[Any]):
-    """Runs what it wraps once an epoch, on every rank alike, and gives this rank's part."""
+    """Runs the wrapped sampler once per epoch, the same on every rank, and yields this rank's part."""
 
     def __init__(self, wrapped: Iterable[Any], num_replicas: int | None, rank: int | None, seed: int | None) -> None:
         super().__init__(num_replicas, rank, seed)
@@ -20,11 +20,11 @@ class _Wrapper(RankSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         key = (self._place(), self.seed, self.epoch)
-        if self._run is None or self._run[0] != key:  # again for the same epoch, and a sampler with a state moves on
+        if self._run is None or self._run[0] != key:  # a second run in one epoch would advance a stateful sampler
             if hasattr(self._wrapped, "set_epoch"):
                 self._wrapped.set_epoch(self.epoch)
             self._run = key, self._part()
-        return self._passed(self._run[1])
+        return self._iterate(self._run[1])
 
     def _part(self) -> list[Any]:
         raise NotImplementedError
@@ -34,14 +34,13 @@ class _Wrapper(RankSampler[Any]):
 
 
 class DistributedSamplerWrapper(_Wrapper):
-    """Any sampler of indices, of which each rank takes every `num_replicas`-th: each index once, no padding.
+    """Any sampler of indices; each rank takes every `num_replicas`-th: each index once, no padding.
 
     The sampler runs on every rank under seeded random generators (Python's, NumPy's, torch's and its own
-    ``generator``), which are left as they were, so that all ranks know the same order. Ranks differ by one index at
-    most.
+    ``generator``), which are then restored, so all ranks know the same order. Ranks differ by at most one index.
 
     Args:
-        sampler: Yields indices, and comes to an end.
+        sampler: Yields indices, finitely many.
         num_replicas: As in `RankSampler`, like `rank` and `seed`.
     """
 
@@ -58,7 +57,7 @@ class DistributedSamplerWrapper(_Wrapper):
 
     @property
     def total(self) -> int:
-        """How many indices all ranks get together in a pass."""
+        """Number of indices in a pass, over all ranks."""
         return len(self._wrapped)
 
     def __len__(self) -> int:
@@ -66,21 +65,21 @@ class DistributedSamplerWrapper(_Wrapper):
 
     def _part(self) -> list[Any]:
         place = self._place()
-        order = Source(self._wrapped, "own part").planned(place, self.seed, self.epoch)
+        order = IndexSource(self._wrapped, "own part").planned(place, self.seed, self.epoch)
         return [share.items for share in order[place.rank :: place.size]]
 
 
 class DistributedBatchSamplerWrapper(_Wrapper):
-    """Any sampler of batches, dealt out to the ranks: batch j goes to rank j % `num_replicas`.
+    """Any sampler of batches, divided among the ranks: batch j goes to rank j % `num_replicas`.
 
-    It runs as in `DistributedSamplerWrapper`. A last round with fewer batches than ranks is, with ``even=True``,
-    divided further: the longest batches are halved until every rank has one. So all ranks have as many batches and
-    each index still comes once; only where there are fewer indices left than ranks, one is repeated. With
-    ``even=False`` batches stay whole and each comes once, but some ranks have a batch more, with which DDP would hang.
+    It runs as in `DistributedSamplerWrapper`. With ``even=True`` a last round with fewer batches than ranks is divided
+    further: the longest batches are halved until every rank has one. So all ranks have equally many batches and each
+    index still comes once; only if fewer indices than ranks are left, one is repeated. With ``even=False`` batches
+    stay whole and each comes once, but some ranks have one batch more, and DDP would hang.
 
     Args:
-        batch_sampler: Yields lists of indices, and comes to an end.
-        even: Whether every rank gets as many batches.
+        batch_sampler: Yields lists of indices, finitely many.
+        even: Whether every rank gets equally many batches.
         num_replicas: As in `RankSampler`, like `rank` and `seed`.
     """
 
@@ -104,6 +103,6 @@ class DistributedBatchSamplerWrapper(_Wrapper):
     def _part(self) -> list[Any]:
         place = self._place()
         if self.even:
-            return [s.items for s in Source(self._wrapped, "batches").planned(place, self.seed, self.epoch)]
+            return [s.items for s in IndexSource(self._wrapped, "batches").planned(place, self.seed, self.epoch)]
         with seeded(derived_seed(self.seed, self.epoch), *generators_of(self._wrapped)):
             return list(self._wrapped)[place.rank :: place.size]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
-from nblaunch.training.nests import map_nest, tensors_in, to_device
+from nblaunch.training.pytree import tensors_in, to_device, tree_map
 
 
 class Pair(NamedTuple):
@@ -157,8 +157,8 @@ def test_any_nest_keeps_its_shape_and_its_other_leaves(nest: Any) -> None:
         seen.append(leaf)
         return leaf
 
-    same = map_nest(look, nest)
-    changed = map_nest(lambda leaf: ("was", repr(leaf)), nest)
+    same = tree_map(look, nest)
+    changed = tree_map(lambda leaf: ("was", repr(leaf)), nest)
 
     assert same is nest
     assert repr(nest) == repr(before)
