@@ -382,11 +382,11 @@ def test_the_notebook_shows_the_ranks_traceback_and_where_the_logs_are(launch: L
     ("way", "status", "message"),
     [
         ("SIGKILL", -9, "rank 1 was killed by SIGKILL before die returned; most often the system ran out of memory"),
-        ("SIGTERM", -15, "rank 1 was killed by SIGTERM before die returned; another process ended it"),
+        ("SIGTERM", -15, "rank 1 was killed by SIGTERM before die returned; another process terminated it"),
         ("SIGSEGV", -11, "rank 1 was killed by SIGSEGV before die returned; C code of a library crashed"),
         ("SIGABRT", -6, "rank 1 was killed by SIGABRT before die returned; C code of a library aborted"),
         ("SIGBUS", -signal.SIGBUS, "a file that the notebook has mapped was overwritten or truncated"),
-        ("SIGXCPU", -24, "rank 1 was killed by SIGXCPU before die returned; it used up its CPU time limit"),
+        ("SIGXCPU", -24, "rank 1 was killed by SIGXCPU before die returned; it exceeded its CPU time limit"),
         ("os._exit(0)", 0, r"rank 1 exited with status 0 before die returned \(os._exit, or C code that calls exit\)"),
         ("os._exit(3)", 3, r"rank 1 exited with status 3 before die returned"),
         ("sys.exit()", 0, "rank 1 called sys.exit with status 0 before die returned: return from the function"),
