@@ -48,7 +48,7 @@ class Where(NamedTuple):
 
     @classmethod
     def here(cls) -> Where:
-        """What this process has, but for its folder."""
+        """Return this process's environment, with the root as its directory."""
         return cls(dict(os.environ), os.path.abspath(os.sep))
 
     @property

@@ -38,7 +38,7 @@ def fork_kernel(payload: Payload) -> Reaper:
     """Fork a reaper off the kernel itself; its ranks share the notebook's memory, copy-on-write.
 
     The one place where the kernel's room reaches into the ranks': the child becomes theirs. It imports before the
-    fork: another thread may hold an import's lock, and in the child nobody would release it.
+    fork: another thread may hold an import's lock, which the child would never see released.
     """
     from nblaunch.ranks import reaper, worker
 

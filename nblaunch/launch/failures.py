@@ -1,4 +1,4 @@
-"""From a verdict to the exception that the notebook raises: the user's own where there is one."""
+"""The exception that the notebook raises for a failed task: the user's own if possible."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankR
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.log_files import last_lines
 from nblaunch.launch.verdict import Cause, RankEnd
-from nblaunch.launch.views.view import Failure
+from nblaunch.launch.views.events import Failure
 from nblaunch.machine.own_code import is_rank_runtime, is_users
 from nblaunch.wire.messages import Failed, Source
 
 _LAST_LINES = 10
-_CRASH_REACH = 300
-"""Lines in which to look for the stack of a crash: one for each frame of each thread, and the modules."""
+MAX_CRASH_LINES = 300
+"""Lines to search for the stack of a crash: one for each frame of each thread, and the modules."""
 _FRAME = re.compile(r"""  (?:(?P<label>Cell In\[\d+\])|File "(?P<file>[^"]*)"), line (?P<line>\d+)""")
 """The first line of a frame in a traceback whose cells are named."""
 _LIKELY = {
-    "SIGKILL": "most often the system ran out of memory (`dmesg` tells): use smaller batches or fewer ranks",
-    "SIGSEGV": "C code of a library crashed; the stack that it died with is below",
-    "SIGABRT": "C code of a library gave up; its reason is below",
-    "SIGBUS": "a mapped file or shared memory went away: most often /dev/shm or a disk is full, or a file that the "
+    "SIGKILL": "most often the system ran out of memory (see `dmesg`): use smaller batches or fewer ranks",
+    "SIGSEGV": "C code of a library crashed; see the stack below",
+    "SIGABRT": "C code of a library aborted; see its message below",
+    "SIGBUS": "mapped memory has no backing any more: most often /dev/shm or a disk is full, or a file that the "
     "notebook has mapped was overwritten or truncated",
     "SIGFPE": "C code of a library divided by zero",
-    "SIGTERM": "another process ended it",
+    "SIGTERM": "another process terminated it",
     "SIGINT": "another process interrupted it",
-    "SIGXCPU": "it used up its CPU time limit (`ulimit -t`)",
+    "SIGXCPU": "it exceeded its CPU time limit (`ulimit -t`)",
 }
 
 
@@ -50,7 +50,7 @@ class RankTraceback(Exception):  # noqa: N818  # not raised: it is the cause tha
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What an exception can be made of."""
+    """What is known of a failed task."""
 
     name: str
     ends: Sequence[RankEnd]
@@ -59,10 +59,10 @@ class Account:
 
 
 def exception_for(cause: Cause, account: Account) -> Any:
-    """The exception that tells of this cause."""
+    """Return the exception for a cause."""
     if cause.end is None:
         return RankLostError(
-            f"the process that watched over the ranks of {account.name} was killed, and every rank was ended with it; "
+            f"the process that supervises the ranks of {account.name} was killed, and all ranks with it: "
             f"launch again. Logs: {account.files.directory}"
         )
     failed = cause.end.failed
@@ -71,12 +71,12 @@ def exception_for(cause: Cause, account: Account) -> Any:
     error = _raised(cause, failed, account)
     try:
         return _explained(error, cause, failed, account)
-    except Exception:  # noqa: BLE001  # a user's __setattr__, such as a frozen dataclass has
+    except Exception:  # noqa: BLE001  # a user's __setattr__, such as that of a frozen dataclass
         return _explained(_substitute(cause, failed, account), cause, failed, account)
 
 
 def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> Any:
-    """The error with what it is shown with: its rank, the rank's traceback, how IPython renders it."""
+    """Give the error its rank, the rank's traceback, and IPython's rendering."""
     error.rank = cause.rank
     _add_memory_note(error)
     text = _labelled(failed.traceback, account.sources)
@@ -86,7 +86,7 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
 
 
 def _substitute(cause: Cause, failed: Failed, account: Account) -> RankRaisedError:
-    """What stands for a user's exception that cannot be rebuilt here, or be given anything."""
+    """Return a substitute for a user's exception that cannot be rebuilt here, or refuses attributes."""
     message = f"rank {cause.rank} raised {failed.type_name}: {failed.text}"
     return RankRaisedError(message, cause.rank, account.files.err(cause.rank))
 
@@ -97,7 +97,7 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
         message = (
             f"rank {cause.finished_rank} finished while rank {cause.rank} waited in {failed.collective}: every rank "
             "must make the same collective calls (do the ranks have different numbers of batches?). "
-            f"It said: {first_line(failed.text)}"
+            f"The error: {first_line(failed.text)}"
         )
         return CollectiveError(message, cause.rank, log)
     if failed.kind == "exit":
@@ -107,7 +107,9 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
         return RankDiedError(message, cause.rank, log)
     if failed.kind == "result":
         return ResultError(
-            f"what rank {cause.rank} returned cannot come back: {failed.text}: return something else", cause.rank, log
+            f"rank {cause.rank}'s return value could not be sent: {failed.text}. Return tensors or plain data",
+            cause.rank,
+            log,
         )
     error = _rebuilt(failed)
     return _substitute(cause, failed, account) if error is None else error
@@ -119,13 +121,13 @@ def _rebuilt(failed: Failed) -> Any:
     try:
         return pickle.loads(failed.pickled)
     except Exception:  # noqa: BLE001  # user code
-        return None  # a class that the notebook cannot import: the caller has the text
+        return None  # a class that the notebook cannot import
 
 
 def _left(failed: Failed, account: Account) -> RankDiedError:
     said = f" ({failed.text})" if failed.text and not failed.text.isdigit() else ""
     error = RankDiedError(
-        f"rank {failed.rank} left by sys.exit with status {failed.status}{said} before {account.name} returned: "
+        f"rank {failed.rank} called sys.exit with status {failed.status}{said} before {account.name} returned: "
         f"return from the function instead. Log: {account.files.err(failed.rank)}",
         failed.rank,
         account.files.err(failed.rank),
@@ -141,19 +143,19 @@ def _died(end: RankEnd, account: Account) -> RankDiedError:
 
 
 def crash_warning(crashed: Sequence[RankEnd], account: Account) -> str:
-    """What to warn of where every rank had returned, and these did not end well afterwards."""
+    """Return the warning for ranks that crashed after every rank had returned."""
     first, *others = crashed
-    said = f"every rank returned and the result is whole, but {_how_it_ended(first, account)}"
+    said = f"every rank returned and the result is complete, but {_how_it_ended(first, account)}"
     if others:
         said += f". The same happened to rank {', '.join(str(end.rank) for end in others)}"
     return said
 
 
 def headline(end: RankEnd, sources: Mapping[str, Source]) -> str:
-    """How a rank failed, in a line: what is shown until the other ranks have ended."""
+    """Return how a rank failed, in one line, to show until the other ranks have exited."""
     if end.failed is None:
         code = end.exited.returncode if end.exited is not None else 0
-        return f"rank {end.rank} {f'was killed by {_signal_name(-code)}' if code < 0 else f'left with status {code}'}"
+        return f"rank {end.rank} {f'was killed by {_signal_name(-code)}' if code < 0 else f'exited with status {code}'}"
     where, _ = _users_line(_labelled(end.failed.traceback, sources))
     said = f"rank {end.rank}: {end.failed.type_name}: {first_line(end.failed.text)}"
     return f"{said} ({where})" if where else said
@@ -163,21 +165,21 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
     log = account.files.err(end.rank)
     when = f"{'after' if end.done is not None else 'before'} {account.name} returned"
     if end.exited is None:
-        return f"rank {end.rank} was ended {when}, as the process that watched over it was killed. Log: {log}"
+        return f"rank {end.rank} was killed {when}, with the process that supervises it. Log: {log}"
     code = end.exited.returncode
     if code < 0:
         name = _signal_name(-code)
-        what = f"was killed by {name} {when}; {_LIKELY.get(name, 'it was sent that signal')}"
+        what = f"was killed by {name} {when}; {_LIKELY.get(name, 'another process sent it')}"
     else:
-        what = f"left with status {code} {when} (os._exit, or C code that calls exit)"
+        what = f"exited with status {code} {when} (os._exit, or C code that calls exit)"
     said = _last_said(log) or _last_said(account.files.out(end.rank))
-    last = f". Its last lines:\n{_indented(said)}\n" if said.strip() else ". It had printed nothing. "
+    last = f". Its last lines:\n{_indented(said)}\n" if said.strip() else ". It printed nothing. "
     return f"rank {end.rank} {what}{last}Log: {log}"
 
 
 def _last_said(log: Path) -> str:
-    """The last lines of a log. Of a stack that faulthandler wrote at their end: its beginning, the user's frames."""
-    lines = last_lines(log, _CRASH_REACH).splitlines()
+    """Return the last lines of a log, and the user's frames of a stack that faulthandler wrote at its end."""
+    lines = last_lines(log, MAX_CRASH_LINES).splitlines()
     crash = max((i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")), default=len(lines))
     current = (i for i in range(crash, len(lines)) if lines[i].startswith("Current thread"))
     frames = lines[next(current, crash + 1) :]
@@ -203,7 +205,7 @@ def _indented(text: str) -> str:
 
 
 def _labelled(traceback: str, sources: Mapping[str, Source]) -> str:
-    """The traceback with cells named as the notebook names them."""
+    """Return the traceback with cells named as in the notebook."""
     for filename, source in sources.items():
         if source.label:
             traceback = traceback.replace(f'File "{filename}", line', f"{source.label}, line")
@@ -211,7 +213,7 @@ def _labelled(traceback: str, sources: Mapping[str, Source]) -> str:
 
 
 def _render_in_notebook(error: Any, text: str, rank: int, account: Account) -> None:
-    """Have IPython show the rank's traceback instead of the launcher's own frames."""
+    """Make IPython show the rank's traceback instead of the launcher's frames."""
     headline = f"{type(error).__name__}: {text_of(error)}"
     lines = [headline, "", f"On rank {rank} of {account.name}:", *text.rstrip().splitlines()]
     lines += getattr(error, "__notes__", [])
@@ -226,12 +228,12 @@ def _others(rank: int, account: Account) -> list[str]:
     return [
         f"rank {e.rank}: {e.failed.type_name}: {first_line(e.failed.text)}"
         for e in account.ends
-        if e.failed and e.rank != rank and e.failed.kind != "interrupt"  # those were stopped, and did not fail
+        if e.failed and e.rank != rank and e.failed.kind != "interrupt"  # stopped, not failed
     ]
 
 
 def describe(error: BaseException, account: Account | None) -> Failure:
-    """The same as the exception tells, in parts, for a view to show."""
+    """Return the parts of an exception for a view."""
     rank = getattr(error, "rank", -1)
     traceback = error.__cause__.args[0].partition("\n")[2] if isinstance(error.__cause__, RankTraceback) else ""
     where, source = _users_line(traceback)
@@ -245,7 +247,7 @@ def describe(error: BaseException, account: Account | None) -> Failure:
 
 
 def _users_line(traceback: str) -> tuple[str, str]:
-    """The last line of a cell in a traceback, else of a file that is not installed: where it is, and its text."""
+    """Return place and text of the last line in a cell; without cells, in a file of the user."""
     lines = traceback.splitlines()
     frames = [(found, i) for i, line in enumerate(lines) if (found := _FRAME.match(line))]
     in_cells = [frame for frame in frames if frame[0]["label"]]
@@ -258,18 +260,18 @@ def _users_line(traceback: str) -> tuple[str, str]:
 
 
 def first_line(text: str) -> str:
-    """The first line of a message that may have many, cut to a readable length."""
+    """Return the first line of a message, cut to a readable length."""
     return text.strip().splitlines()[0][:200] if text.strip() else ""
 
 
 def _add_memory_note(error: BaseException) -> None:
-    """To a CUDA out-of-memory: what the notebook itself holds on the GPUs, which its ranks cannot have."""
+    """Add to a CUDA out-of-memory error what the notebook itself holds on the GPUs."""
     torch = sys.modules.get("torch")
     if torch is None or type(error).__name__ != "OutOfMemoryError" or not torch.cuda.is_initialized():
         return
     held = sum(torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count()))
     note = (
-        f"The notebook itself holds {held / 1e9:.1f} GB of GPU memory: del what you do not need there, "
-        "then torch.cuda.empty_cache()"
+        f"The notebook itself holds {held / 1e9:.1f} GB of GPU memory: delete tensors there, "
+        "then call torch.cuda.empty_cache()"
     )
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # Python 3.10 has no add_note

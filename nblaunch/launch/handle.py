@@ -33,7 +33,8 @@ from nblaunch.launch.plan import Plan
 from nblaunch.launch.result import LaunchResult, Metrics, named
 from nblaunch.launch.supervisor import Attempt, Job
 from nblaunch.launch.verdict import Verdict
-from nblaunch.launch.views.view import LaunchInfo, Outcome, Shielded, State, View
+from nblaunch.launch.views.base import ShieldedView, View
+from nblaunch.launch.views.events import LaunchInfo, Outcome, State
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.segments import in_words
@@ -61,7 +62,7 @@ class Launch:
         self.name = name_of(payload.function)
         self.world_size = plan.world_size
         self.id = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(3)}"
-        self._plan, self._shipment, self._view = plan, shipment, Shielded(view)
+        self._plan, self._shipment, self._view = plan, shipment, ShieldedView(view)
         self._commands = Commands()
         self._finished = threading.Event()
         self._begin = time.monotonic()

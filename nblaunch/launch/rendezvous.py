@@ -1,13 +1,13 @@
-"""Where the ranks of one launch meet: a store that the kernel serves on a loopback port of its own.
+"""The rendezvous of one group: a TCPStore that the kernel serves on a loopback port.
 
-torch's TCPStore listens on every interface whatever MASTER_ADDR says, and a port that is picked first and bound
-later can be taken in between. So we bind and listen here, on 127.0.0.1 and whatever port is free, and hand the
-listening socket to the store. Ranks are its clients, as under torchrun.
+torch's TCPStore listens on every interface, whatever MASTER_ADDR says, and a port that is chosen before it is bound can
+be taken meanwhile. So we bind 127.0.0.1 and a free port here, and hand the listening socket to the store. Ranks are its
+clients, as under torchrun.
 
-Loopback keeps other machines out, and not other users of this one, for torch has no means to. Its client connects to a
-host and a port alone, so the store can be no Unix socket, and its server asks for no password. A filter on the
-listening socket, once the ranks are there, would also cut off what torch connects later (``Store.clone``). And with
-the store closed gloo would still be open: it takes the first connection that sends a pair's number, a small integer.
+Loopback keeps other machines out, but not other users of this one. torch offers no way to: its client takes only a host
+and a port, which rules out a Unix socket, and its server has no authentication. Closing the listener once all ranks are
+connected would break ``Store.clone``. gloo would stay open in any case: it accepts the first connection that sends the
+number of a pair, a small integer.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import socket
 from types import TracebackType
 
 from nblaunch.launch.plan import MASTER_ADDR
-
-_TIMEOUT = datetime.timedelta(seconds=300)
+from nblaunch.machine import timeouts
 
 
 class Rendezvous:
-    """The store of one attempt. Close it when the ranks have gone."""
+    """The store of one group. Close it after the ranks have exited."""
 
     def __init__(self, world_size: int) -> None:
         from torch.distributed import TCPStore
@@ -37,16 +36,17 @@ class Rendezvous:
                 self.port,
                 world_size,
                 is_master=True,
-                timeout=_TIMEOUT,
+                timeout=datetime.timedelta(seconds=timeouts.RENDEZVOUS_TIMEOUT_S),
                 wait_for_workers=False,
                 master_listen_fd=listener.fileno(),
                 use_libuv=True,
             )
-            listener.detach()  # it is the store's now
+            listener.detach()  # the store owns it
         finally:
             listener.close()
 
     def close(self) -> None:
+        """Stop serving."""
         self._store = None  # its destructor ends the thread and closes the socket
 
     def __enter__(self) -> Rendezvous:

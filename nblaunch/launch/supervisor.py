@@ -20,7 +20,7 @@ from nblaunch.launch.plan import Plan
 from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
-from nblaunch.launch.views.view import View
+from nblaunch.launch.views.base import View
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.messages import Payload, Source

@@ -17,7 +17,8 @@ from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.stopping import Ladder, Reason
 from nblaunch.launch.verdict import Verdict, judge
-from nblaunch.launch.views.view import RankStatus, View
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
 from nblaunch.wire.messages import (

@@ -1,6 +1,6 @@
-"""Judging how a launch ended: who failed first, and whose error is only an echo of that.
+"""The verdict on a task: which rank failed first, and which errors are consequences of that.
 
-Pure: it reads what each rank said and how its process ended.
+Pure: reads what each rank sent, and how its process exited.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nblaunch.wire.messages import Done, Failed, RankExited
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How one rank ended."""
+    """How one rank ended, as far as it has."""
 
     rank: int
     done: Done | None
@@ -25,37 +25,37 @@ class RankEnd:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The failure that brought a launch down."""
+    """The root cause of a failed task."""
 
     kind: Literal["exception", "exit", "interrupt", "result", "died", "collective", "lost"]
     rank: int
     time_ns: int
     end: RankEnd | None = None
     finished_rank: int = -1
-    """For ``collective``: the rank that had finished before."""
+    """For ``collective``: a rank that had finished before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How the attempt ended."""
+    """How a task ended."""
 
     state: Literal["finished", "failed", "stopped"]
     cause: Cause | None = None
     crashed: tuple[RankEnd, ...] = ()
-    """Of a launch that finished: the ranks whose process did not end well after the function had returned."""
+    """If it finished: the ranks whose process crashed after the function had returned."""
 
 
 def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict:
-    """Judge an attempt whose processes have all ended.
+    """Return the verdict on a task.
+
+    Success is a `Done` message of every rank: a crash of its process afterwards does not cost the result. Ranks that
+    return after the timeout has interrupted them have timed out. The earliest *primary* failure is the cause. An error
+    raised by a collective is secondary if anything else explains it.
 
     Args:
         ends: How each rank ended.
-        ladder: How they were made to stop, if they were.
-        lost: Whether the reaper went before its ranks did.
-
-    Success is a DONE message of every rank: what happens to its process afterwards costs no result. Ranks that return
-    after the timeout has interrupted them have run out of time. Among failures the first *primary* one counts. An error
-    that came out of a collective is secondary, an echo, if anything else happened that explains it.
+        ladder: How the ranks were stopped; None if they were not.
+        lost: Whether the reaper died before its ranks.
     """
     if all(end.done is not None for end in ends):
         if ladder is not None and ladder.reason == "timeout" and any(_returned_late(end, ladder) for end in ends):
@@ -79,14 +79,14 @@ def _returned_late(end: RankEnd, ladder: Ladder) -> bool:
 
 
 def _crashed(end: RankEnd, ladder: Ladder | None) -> bool:
-    """Return True if a rank that had returned neither left with status 0 nor was killed by us for not leaving."""
+    """Return True if the process of a rank that had returned failed, unless we killed it."""
     if end.exited is None:
         return True
     return end.exited.returncode != 0 and not _by_our_hand(end, end.exited.time_ns, ladder)
 
 
 def _primary(end: RankEnd, ladder: Ladder | None) -> Cause | None:
-    """The failure of a rank that needs no other to explain it; None if there is none."""
+    """Return the failure of a rank that needs no other explanation; None if there is none."""
     if end.failed is not None:
         if end.failed.collective or _by_our_hand(end, end.failed.time_ns, ladder):
             return None
@@ -97,7 +97,7 @@ def _primary(end: RankEnd, ladder: Ladder | None) -> Cause | None:
 
 
 def _by_our_hand(end: RankEnd, time_ns: int, ladder: Ladder | None) -> bool:
-    """Whether what happened to a rank at `time_ns` came of our own signals, or the user's."""
+    """Return True if our signals, or the user's, explain what happened to a rank at `time_ns`."""
     if _by_the_user(end, ladder):
         return True
     if ladder is None or time_ns < ladder.begun * 1e9:
@@ -106,13 +106,13 @@ def _by_our_hand(end: RankEnd, time_ns: int, ladder: Ladder | None) -> bool:
 
 
 def _by_the_user(end: RankEnd, ladder: Ladder | None) -> bool:
-    """Whether the user's interrupt ended a rank; it may come before ours, as editors signal every descendant."""
+    """Return True if the user's interrupt ended a rank; editors signal every descendant, possibly before us."""
     user = ladder is not None and ladder.reason == "user"
     return user and end.failed is not None and end.failed.kind == "interrupt"
 
 
 def _echo(end: RankEnd, ends: Sequence[RankEnd]) -> Cause:
-    """A collective's error with no primary failure: another rank had finished, or it stands for itself."""
+    """Return the cause of a collective's error without a primary failure: a finished rank, or the error itself."""
     for other in ends:
         if other.done is not None and other.done.time_ns < _failed_at(end):
             return Cause("collective", end.rank, _failed_at(end), end, finished_rank=other.rank)

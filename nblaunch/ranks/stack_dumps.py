@@ -26,7 +26,7 @@ from nblaunch.wire.messages import RankSpec
 
 _SIGNAL: int = getattr(signal, "SIGINFO", 0) or signal.SIGRTMIN + 13
 """Not SIGUSR1 or SIGUSR2: Slurm, Lightning and torch's elastic agent use those. The ends of the real-time signals
-belong to language runtimes and to Valgrind; their middle is nobody's. macOS has none of them, but SIGINFO."""
+belong to language runtimes and to Valgrind; their middle is unused. macOS has none of them, but SIGINFO."""
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _MOST_CALLS = 100
 """As faulthandler has it."""
@@ -40,7 +40,7 @@ BEGIN, WHOLE = "(answer)\n", "(whole)\n"
 def answer(spec: RankSpec) -> None:
     """Have this process write its stacks to ``rank<n>.stacks`` when it is asked, as the file's first line says how.
 
-    The file has its name only once all is in place: whoever finds it may send the signal, which would end a process
+    The file gets its name once the handler is installed: its finder may send the signal, which would kill a process
     without the handler.
     """
     path = str(rank_file(spec.log_dir, spec.rank, "stacks"))
@@ -67,7 +67,7 @@ def _answer_questions(questions: int, dumps: int) -> None:
 
 
 def dump() -> str:
-    """What every other thread is doing, as faulthandler writes it. It takes no lock: somebody may hold it for ever."""
+    """Return the stacks of all other threads in faulthandler's format. Takes no lock, which may never be released."""
     names = {ident: thread.name for ident, thread in list(threading._active.items())}  # type: ignore[attr-defined]
     own = _thread.get_ident()
     threads = [

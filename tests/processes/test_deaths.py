@@ -202,7 +202,7 @@ def test_nothing_survives_the_fork_server(start_method: str, family: Family) -> 
     killed = kill(server.process.pid)
 
     assert_gone(family, killed)
-    with pytest.raises(RankLostError, match=r"watched over the ranks of with_offspring was killed.*; launch again"):
+    with pytest.raises(RankLostError, match=r"supervises the ranks of with_offspring was killed.*: launch again"):
         launch.result()
     assert_next_launch_works(start_method)
 
@@ -225,7 +225,7 @@ def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, famil
     killed = kill(family.pid("reaper"))
 
     assert_gone(family, killed)
-    with pytest.raises(RankLostError, match="watched over the ranks"):
+    with pytest.raises(RankLostError, match="supervises the ranks"):
         launch.result()
     assert len(other.living()) == len(other.pids())
     assert not other_launch.done

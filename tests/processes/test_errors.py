@@ -383,17 +383,17 @@ def test_the_notebook_shows_the_ranks_traceback_and_where_the_logs_are(launch: L
     ("way", "status", "message"),
     [
         ("SIGKILL", -9, "rank 1 was killed by SIGKILL before die returned; most often the system ran out of memory"),
-        ("SIGTERM", -15, "rank 1 was killed by SIGTERM before die returned; another process ended it"),
+        ("SIGTERM", -15, "rank 1 was killed by SIGTERM before die returned; another process terminated it"),
         ("SIGSEGV", -11, "rank 1 was killed by SIGSEGV before die returned; C code of a library crashed"),
-        ("SIGABRT", -6, "rank 1 was killed by SIGABRT before die returned; C code of a library gave up"),
+        ("SIGABRT", -6, "rank 1 was killed by SIGABRT before die returned; C code of a library aborted"),
         ("SIGBUS", -signal.SIGBUS, "a file that the notebook has mapped was overwritten or truncated"),
-        ("SIGXCPU", -24, "rank 1 was killed by SIGXCPU before die returned; it used up its CPU time limit"),
-        ("os._exit(0)", 0, r"rank 1 left with status 0 before die returned \(os._exit, or C code that calls exit\)"),
-        ("os._exit(3)", 3, r"rank 1 left with status 3 before die returned"),
-        ("sys.exit()", 0, "rank 1 left by sys.exit with status 0 before die returned: return from the function"),
-        ("sys.exit(0)", 0, "rank 1 left by sys.exit with status 0 before die returned: return from the function"),
-        ("sys.exit(3)", 3, "rank 1 left by sys.exit with status 3 before die returned"),
-        ("sys.exit('m')", 1, r"rank 1 left by sys.exit with status 1 \(disk full\) before die returned"),
+        ("SIGXCPU", -24, "rank 1 was killed by SIGXCPU before die returned; it exceeded its CPU time limit"),
+        ("os._exit(0)", 0, r"rank 1 exited with status 0 before die returned \(os._exit, or C code that calls exit\)"),
+        ("os._exit(3)", 3, r"rank 1 exited with status 3 before die returned"),
+        ("sys.exit()", 0, "rank 1 called sys.exit with status 0 before die returned: return from the function"),
+        ("sys.exit(0)", 0, "rank 1 called sys.exit with status 0 before die returned: return from the function"),
+        ("sys.exit(3)", 3, "rank 1 called sys.exit with status 3 before die returned"),
+        ("sys.exit('m')", 1, r"rank 1 called sys.exit with status 1 \(disk full\) before die returned"),
     ],
 )
 def test_a_rank_that_dies_or_leaves_is_named_with_how(way: str, status: int, message: str, launch: Launcher) -> None:
@@ -423,7 +423,7 @@ def test_a_crash_in_c_shows_what_c_said_and_the_users_frames(launch: Launcher) -
 
 
 def test_a_rank_that_had_printed_nothing_says_so(launch: Launcher) -> None:
-    with pytest.raises(RankDiedError, match=r"rank 0 was killed by SIGKILL.*It had printed nothing"):
+    with pytest.raises(RankDiedError, match=r"rank 0 was killed by SIGKILL.*It printed nothing"):
         launch(silent_death)
 
 
@@ -436,7 +436,7 @@ def test_an_interrupt_that_the_notebook_did_not_send_is_told(launch: Launcher) -
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("os._exit(3)", r"rank 1 left with status 3 after die_after_returning returned"),
+        ("os._exit(3)", r"rank 1 exited with status 3 after die_after_returning returned"),
         ("SIGABRT", r"rank 1 was killed by SIGABRT after die_after_returning returned; C code .* Its last lines:"),
     ],
     ids=["status", "signal"],
@@ -444,17 +444,17 @@ def test_an_interrupt_that_the_notebook_did_not_send_is_told(launch: Launcher) -
 def test_a_crash_after_every_rank_returned_is_warned_of_and_costs_no_result(
     way: str, message: str, launch: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.warns(UserWarning, match=f"(?s)the result is whole, but {message}.*Log: .*rank1.err") as warned:
+    with pytest.warns(UserWarning, match=f"(?s)the result is complete, but {message}.*Log: .*rank1.err") as warned:
         result = launch(die_after_returning, (way,), max_restarts=1, view="text")
     assert list(result) == [0, 1]
     assert [warning.filename for warning in warned] == [__file__]
     shown = capsys.readouterr().out
-    assert "nblaunch: every rank returned and the result is whole, but rank 1" in shown
+    assert "nblaunch: every rank returned and the result is complete, but rank 1" in shown
     assert "restarting" not in shown
 
 
 def test_a_crash_that_is_an_error_by_the_warning_filters_carries_the_results(launch: Launcher) -> None:
-    with pytest.raises(UserWarning, match="the result is whole") as raised:
+    with pytest.raises(UserWarning, match="the result is complete") as raised:
         launch(die_after_returning, ("SIGABRT",))
     assert getattr(raised.value, "results", None) == {0: 0, 1: 1}
 
@@ -516,7 +516,7 @@ def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_s
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "PEER_FAILURE_WAIT_S", 0.0)
-    message = r"what rank 1 returned cannot come back: result\['model'\]\[1\], a thread lock"
+    message = r"rank 1's return value could not be sent: result\['model'\]\[1\], a thread lock"
     with pytest.raises(ResultError, match=message) as caught:
         launch(return_unsendable)
     assert caught.value.rank == 1
@@ -544,7 +544,7 @@ def test_an_exception_is_not_held_up_by_what_is_stuck_behind_it(
 
 
 def test_a_rank_that_is_stuck_behind_a_result_that_cannot_be_sent_is_ended(launch: Launcher) -> None:
-    with pytest.raises(ResultError, match="what rank 1 returned cannot come back: result, a thread lock") as caught:
+    with pytest.raises(ResultError, match="rank 1's return value could not be sent: result, a thread lock") as caught:
         launch(return_a_lock_with_a_stuck_exit_function)
     assert caught.value.results == {0: "whole"}
 
@@ -561,5 +561,5 @@ def test_a_forked_ranks_exception_and_death_are_told_too(launch: Launcher) -> No
         with pytest.raises(WithDetailsError, match=r"^forked$"):
             launch(raise_on_rank_1, (lambda: WithDetailsError("forked"),))
     with pytest.warns(UserWarning, match="start_method='fork'"):
-        with pytest.raises(RankDiedError, match=re.escape("rank 1 left with status 0 before die returned")):
+        with pytest.raises(RankDiedError, match=re.escape("rank 1 exited with status 0 before die returned")):
             launch(die, ("os._exit(0)",))

@@ -536,7 +536,7 @@ def test_however_a_launch_ends_its_memory_is_freed(
     eventually(lambda: all(mark.exists() and mark.read_text() for mark in marks))
     end(running, [int(mark.read_text()) for mark in marks])
     assert running.wait(LONG)
-    with pytest.raises(error, match=r"was stopped|rank 1|watched over the ranks"):
+    with pytest.raises(error, match=r"was stopped|rank 1|supervises the ranks"):
         running.result()
     sent_data_cache.free()
     gc.collect()

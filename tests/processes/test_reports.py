@@ -308,7 +308,7 @@ def test_whatever_a_function_does_to_its_streams_the_file_has_it(
 
 @conformance("forkserver", "spawn")
 def test_what_a_rank_printed_before_it_died_is_shown(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(nblaunch.errors.RankDiedError, match="rank 1 left with status 1"):
+    with pytest.raises(nblaunch.errors.RankDiedError, match="rank 1 exited with status 1"):
         launch(print_then_vanish, view="text")
     shown = capsys.readouterr().out
     assert "[rank 1] a whole line\n" in shown

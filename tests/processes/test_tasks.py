@@ -26,7 +26,7 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import make_plan, this_machine
 from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.task import Task
-from nblaunch.launch.views.view import NullView
+from nblaunch.launch.views.base import NullView
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.parcel import unpack
 from tests.conftest import eventually

@@ -277,7 +277,6 @@ def test_a_task_knows_no_file_and_no_process() -> None:
 # ------------------------------------------------------------------ files
 TOO_LONG = {
     "generations.py",
-    "record.py",
 }
 
 

@@ -23,7 +23,8 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Machine, make_plan
 from nblaunch.launch.supervisor import Attempt, Job
 from nblaunch.launch.task import Task
-from nblaunch.launch.views.view import LogPiece, NullView, RankStatus
+from nblaunch.launch.views.base import NullView
+from nblaunch.launch.views.events import LogPiece, RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.wire.channel import LostDescriptorsError

@@ -12,7 +12,8 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.log_files import Piece, Spool, Tail
 from nblaunch.launch.output.metric_patterns import PrintedMetrics
 from nblaunch.launch.output.report_columns import ReportColumns
-from nblaunch.launch.views.view import LogPiece, Stream, View
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import LogPiece, Stream
 from nblaunch.machine import timeouts
 from nblaunch.wire.drops import Dropped
 
