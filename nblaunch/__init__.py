@@ -51,7 +51,7 @@ def _set_up_notebook() -> None:
     if shell is not None:
         from nblaunch.notebook import extension
 
-        extension.meet(shell)
+        extension.register_frontend(shell)
 
 
 def load_ipython_extension(shell: Any) -> None:

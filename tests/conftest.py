@@ -1,33 +1,60 @@
-"""What every test shares: each start method, a place for logs of its own, and the proof that nothing is left behind."""
+"""What every test shares: start methods, a folder for its logs, and the check that nothing is left behind.
+
+The tests run in several pytest-xdist workers at once. A worker has its own mark, temporary folder, cache and fork
+server, and the check counts only what this worker has started.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing.util
 import os
+import signal
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nblaunch.engines.generations import servers
 from nblaunch.engines.server_client import ForkServer, Grandchild
+from nblaunch.machine.processes import descendants
 from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
 from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.wire import launch_files
 
+LONG = 180.0
+"""Timeout in seconds for what must come true. Only a failing test waits that long, so a slow machine may take it."""
 MARK = "NBLAUNCH_TEST_RUN"
-"""Set in this process's environment, so that whatever a test starts, however detached, can be told by it."""
+"""Environment variable of this worker's own: identifies every process that its tests start, however detached."""
 _LEFT_WITHIN = 20.0
+_START_METHODS: dict[str, Any] = {
+    "forkserver": "forkserver",
+    "spawn": "spawn",
+    "fork": pytest.param("fork", marks=pytest.mark.filterwarnings("ignore:start_method='fork':UserWarning")),
+}
+
+
+def conformance(*methods: str) -> pytest.MarkDecorator:
+    """Run a test over these start methods. Other tests run once, over the fork server."""
+    return pytest.mark.parametrize("start_method", [_START_METHODS[each] for each in methods], indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests/unit last: its short files fill up the workers that finish early."""
+    items.sort(key=lambda item: "unit" in item.path.parts)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits SIG_IGN, and so would ranks
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours
     os.environ["NBLAUNCH_PRELOAD"] = "0"  # or each test would have packages imported for the next
@@ -42,16 +69,20 @@ def _own_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(tmp_path / "state"))
 
 
-@pytest.fixture(params=["forkserver", "spawn"])
+@pytest.fixture
 def start_method(request: pytest.FixtureRequest) -> str:
-    """Every behaviour holds over both."""
-    return str(request.param)
+    """The fork server; `conformance` names others."""
+    return str(getattr(request, "param", "forkserver"))
+
+
+@pytest.fixture
+def _warm() -> None:
+    """Start no fork server in this process; the folders whose tests launch here override this."""
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left(_marked: None, _own_logs: None) -> Iterator[None]:
+def _nothing_left(_marked: None, _own_logs: None, _warm: None) -> Iterator[None]:
     """Assert that a test leaves no process, descriptor, shared memory or temporary file."""
-    servers.warm_up()
     before = _Belongings.now()
     yield
     sent_data_cache.free()
@@ -67,7 +98,7 @@ class _Belongings:
     @classmethod
     def now(cls) -> _Belongings:
         processes = {pid for pid in marked_processes() if not _serves_another(pid)}
-        return cls(processes, _descriptors(), _files())
+        return cls(processes, _descriptors(), files())
 
     def more_than_then(self) -> str:
         """What there is now and was not then; empty if nothing."""
@@ -76,13 +107,15 @@ class _Belongings:
     def _more(self) -> str:
         now = self.now()
         more = [f"process {pid}: {command_of(pid)}" for pid in now.processes - self.processes - _server_pids()]
-        more += [f"file {name}" for name in sorted(now.files - self.files)]
+        more += [f"file {name}" for name in sorted(left_files(self.files))]
         grown = {kind: count for kind, count in now.descriptors.items() if count > self.descriptors.get(kind, 0)}
         more += [f"descriptors {kind}: {self.descriptors.get(kind, 0)} -> {count}" for kind, count in grown.items()]
         return "; ".join(more)
 
 
-def eventually(condition: Callable[[], object], limit: float, otherwise: Callable[[], object] = lambda: "") -> None:
+def eventually(
+    condition: Callable[[], object], limit: float = LONG, otherwise: Callable[[], object] = lambda: ""
+) -> None:
     """Assert that a condition outside this process's reach comes true within `limit` seconds."""
     deadline = time.monotonic() + limit
     while not condition():
@@ -93,25 +126,24 @@ def eventually(condition: Callable[[], object], limit: float, otherwise: Callabl
 def settled_server() -> ForkServer:
     """The fork server, once none is being built that would take its place."""
     servers.warm_up()
-    eventually(lambda: servers._builder is None, 60.0, servers.status)
+    eventually(lambda: servers._builder is None, otherwise=servers.status)
     assert servers._warm is not None
     return servers._warm
 
 
 def marked_processes() -> set[int]:
-    """Every living process that this test run has started, by its environment."""
+    """Every living process that this worker has started, by its environment."""
     mark = f"{MARK}={os.environ[MARK]}".encode()
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
-                if is_spare(int(name)):
+                if mark not in Path(f"/proc/{name}/environ").read_bytes() or is_spare(int(name)):
                     continue
-                environment = Path(f"/proc/{name}/environ").read_bytes()
                 state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue  # it has ended meanwhile
-            if mark in environment and state != "Z":
+            if state != "Z":
                 found.add(int(name))
     return found
 
@@ -156,8 +188,8 @@ def _descriptors() -> dict[str, int]:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
-        if target.endswith("/live"):
-            continue  # holds the logs of a launch that a result or an error refers to, also one that pytest keeps
+        if is_log_lock(target):
+            continue
         kind = target.partition(":[")[0] if ":[" in target else target
         kinds[kind] = kinds.get(kind, 0) + 1
     for server in servers.all():
@@ -167,6 +199,34 @@ def _descriptors() -> dict[str, int]:
     return {kind: count for kind, count in kinds.items() if not kind.startswith("/memfd:nblaunch-stderr")}  # a server's
 
 
-def _files() -> set[str]:
+def is_log_lock(target: str) -> bool:
+    """Return True if this is the lock of a log directory: a result or an error holds it, perhaps one that pytest keeps.
+
+    Args:
+        target: What a link in ``/proc/self/fd`` points to.
+    """
+    return Path(target.removesuffix(" (deleted)")).name == launch_files.LOCK
+
+
+def files() -> set[str]:
+    """Temporary files of this worker, and all shared memory."""
     places = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     return {str(path) for place in places if place.is_dir() for path in place.iterdir()}
+
+
+def left_files(before: set[str]) -> set[str]:
+    """Files that `before` does not have, without the shared memory that other workers use."""
+    new = files() - before
+    return new - _mapped_elsewhere() if new else new
+
+
+def _mapped_elsewhere() -> set[str]:
+    """Shared memory that processes of other workers have mapped."""
+    ours = {os.getpid(), *descendants(os.getpid()), *marked_processes()}
+    found: set[str] = set()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) not in ours:
+            with contextlib.suppress(OSError):  # exited meanwhile, or another user's
+                maps = Path(f"/proc/{name}/maps").read_text()
+                found |= {line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line}
+    return found

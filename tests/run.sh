@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that must pass: lint, types, all tests. It first makes the environment and installs what tests need.
 #
-#   bash tests/run.sh [ARGUMENT...]   arguments go to pytest: bash tests/run.sh tests/unit -k plan
+#   bash tests/run.sh                 all tests: three files at a time, then those marked `alone` one by one
+#   bash tests/run.sh ARGUMENT...     one plain pytest with these arguments: bash tests/run.sh tests/unit -k plan
 #
 # notebooks/venv.sh says which variables choose the environment.
 set -euo pipefail
@@ -28,4 +29,9 @@ cd "$root"
 check ruff check .
 check ruff format --check .
 check mypy
-check pytest "$@"
+if [ $# -gt 0 ]; then
+    check pytest "$@"
+else
+    check pytest -m "not alone" -n 3 --dist loadfile --no-loadscope-reorder
+    check pytest -m alone
+fi

@@ -1,4 +1,4 @@
-"""`notebook_launcher`: a function over N ranks, from a cell."""
+"""`notebook_launcher`: run a function on N ranks from a cell."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, war
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.plan import STOP_GRACE, make_plan, this_machine
+from nblaunch.launch.plan import make_plan, this_machine
 from nblaunch.launch.result import LaunchResult
+from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.wire.messages import Payload
 
-_NOT_NEEDED: dict[str, tuple[Any, str]] = {
-    "use_port": ("29500", "each launch meets on a free loopback port of its own"),
-    "master_addr": ("127.0.0.1", "ranks of one machine meet on loopback"),
-    "rdzv_backend": ("static", "the kernel serves the rendezvous itself"),
-    "rdzv_endpoint": ("", "the kernel serves the rendezvous itself"),
-    "rdzv_conf": (None, "the kernel serves the rendezvous itself"),
-    "rdzv_id": ("none", "each launch has an id of its own"),
-    "monitor_interval": (0.1, "the end of a rank is an event, and nothing is polled"),
-    "log_line_prefix_template": (None, "each line shows its rank as [rank 1]"),
+_IGNORED: dict[str, tuple[Any, str]] = {
+    "use_port": ("29500", "each launch listens on a free loopback port"),
+    "master_addr": ("127.0.0.1", "all ranks are on this machine and use loopback"),
+    "rdzv_backend": ("static", "the kernel serves the rendezvous"),
+    "rdzv_endpoint": ("", "the kernel serves the rendezvous"),
+    "rdzv_conf": (None, "the kernel serves the rendezvous"),
+    "rdzv_id": ("none", "each launch has its own id"),
+    "monitor_interval": (0.1, "rank exits are events, nothing is polled"),
+    "log_line_prefix_template": (None, "each line starts with its rank, as in [rank 1]"),
 }
-"""accelerate's keywords that nothing here depends on: their defaults, and why."""
+"""accelerate's keywords without effect: their defaults, and the reason."""
 
 
 def notebook_launcher(
@@ -58,56 +59,69 @@ def notebook_launcher(
     threads_per_rank: int | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float | None = None,
-    stop_grace: float = STOP_GRACE,
+    stop_grace: float = timeouts.STOP_GRACE_S,
     metric_patterns: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None = None,
     preload: str | Sequence[str] | None = None,
     block: bool = True,
     view: str = "auto",
 ) -> LaunchResult | Launch:
-    r"""Run a function on every GPU, or on CPU processes, and bring back what each rank returns.
+    r"""Run a function on every GPU, or on several CPU processes, and return what each rank returns.
 
-    The function may be defined in a cell and use anything that the notebook holds. In each rank the default
-    process group is ready, and parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` that the
-    call leaves out are filled in. What the ranks print appears live under the cell. Ranks work on copies: what they
-    change and do not return stays as it is in the notebook.
+    The function may be defined in a cell and use anything in the notebook. In each rank the default process group is
+    initialized, and parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are filled in unless the
+    call supplies them. Output of the ranks appears live under the cell. Ranks work on copies of the notebook's data:
+    return whatever you need afterwards.
 
     Args:
-        function: What to run.
-        args: Its positional arguments, a tuple.
-        num_processes: The number of ranks. Default: one per visible GPU, without GPUs 2.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``: what an Accelerator made in the function uses.
-        max_restarts: How many times to start all ranks again after a failure. Default 0.
-        kwargs: Its keyword arguments, a dict.
-        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): CUDA where a GPU is visible.
-        backend: Of the process group. Default: gloo on the CPU, nccl (and gloo for CPU tensors) on GPUs.
-        start_method: ``"forkserver"`` (Linux), ``"spawn"``, ``"fork"`` (of the kernel itself), or ``"auto"`` (default).
-        threads_per_rank: CPU threads of each rank. Default: your OMP_NUM_THREADS, else usable CPUs divided by ranks.
-        env: Environment variables for the ranks, besides the notebook's own.
-        timeout: Seconds that the launch may take. Default: no limit.
-        stop_grace: Seconds that a rank which is interrupted has for ``finally`` and checkpoints. Default 30.
-        metric_patterns: Regular expressions that read metrics out of what the ranks print, for code that only prints:
-            one, or a list. Each named group that holds a number is a metric, as in
-            ``r"Accuracy: (?P<accuracy>[\d.]+)"``, and a group named ``step`` is the step. Every line of a rank's
-            stdout and stderr is searched (of a long one the first 8 KB), in the notebook's process: a pattern that
-            is slow makes the notebook slow. Each stream's metrics stay in its order. Default: none.
-        preload: Modules of installed packages that later launches find imported, as with ``%distributed preload``.
-            Default: what the notebook imports of well-known packages.
-        block: True (default): wait, and return the result. False: return a `Launch` at once.
-        view: What to show: ``"auto"`` (default), ``"text"``, ``"none"``.
-        use_port, master_addr, node_rank, num_nodes, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, monitor_interval,
-            log_line_prefix_template: Accepted so that code written for accelerate runs unchanged; not needed, and
-            a warning says so where one is given.
+        function: The function to run on every rank.
+        args: Its positional arguments, as a tuple.
+        num_processes: The number of ranks. Default: one per visible GPU, or 2 without a GPU.
+        mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
+            ``accelerate.Accelerator`` that the function creates.
+        max_restarts: How many times to restart all ranks after a failure. Default: 0.
+        kwargs: Its keyword arguments, as a dict.
+        device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.
+        backend: The backend of the process group: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"ucc"`` or ``"xccl"``. Default:
+            gloo on CPUs; on GPUs nccl for GPU tensors and gloo for CPU tensors.
+        start_method: How to start the ranks. ``"forkserver"`` (Linux only) forks a clean process with torch imported.
+            ``"spawn"`` starts new interpreters. ``"fork"`` forks the kernel: it raises after CUDA has been initialized,
+            and can hang after the kernel has used OpenMP. ``"auto"`` (default): forkserver on Linux, spawn elsewhere.
+        threads_per_rank: The number of CPU threads of each rank. Default: ``OMP_NUM_THREADS``, or the usable CPUs
+            divided by the number of ranks.
+        env: Environment variables for the ranks, in addition to the notebook's. If one of them is read when torch is
+            imported (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes
+            1 to 3 s.
+        timeout: The maximum duration of the launch in seconds. Default: None, no limit.
+        stop_grace: Seconds that interrupted ranks have for ``finally`` blocks and checkpoints before they are killed.
+            Default: 30.
+        metric_patterns: Regular expressions that extract metrics from printed lines, for code that does not call
+            `nblaunch.report`: a string, a compiled pattern, or a list of them. Each named group is a metric, as in
+            ``r"Accuracy: (?P<accuracy>[\d.]+)"``; a group named ``step`` is the step. Every line of stdout and stderr
+            is searched in the kernel (only the first 8 KB of a line), so a slow pattern slows down the notebook.
+            Default: None.
+        preload: Names of modules to import ahead of later launches, as with ``%distributed preload``. They must be
+            installed packages. Default: None; well-known packages that the notebook has imported are always included.
+        block: True (default): wait for the ranks and return the result. False: return a `Launch` at once.
+        view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
+            environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
+        use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, monitor_interval,
+            log_line_prefix_template: Ignored, with a warning if changed: accelerate's ``notebook_launcher`` has them.
+        node_rank, num_nodes: Must be 0 and 1: nblaunch runs on one machine.
 
     Returns:
-        A `LaunchResult` (``result[rank]``), or a `Launch` with ``block=False``.
+        A `LaunchResult`, where ``result[rank]`` is the return value of a rank; with ``block=False`` a `Launch`.
 
     Raises:
-        ArgumentError: An argument is wrong (nothing was started).
-        PayloadError: Something that the function uses cannot be sent (nothing was started).
-        NestedLaunchError: This process is a rank, or one of several Slurm tasks (nothing was started).
-        Exception: What the rank that failed first raised, as itself, with the attribute ``rank``.
-        RankError: A rank failed in another way: see `nblaunch.errors`.
-        KeyboardInterrupt: The cell was interrupted; every rank has ended.
+        ArgumentError: An argument is invalid. Nothing was started.
+        PayloadError: The function, or an object that it uses, cannot be sent to the ranks. Nothing was started.
+        NestedLaunchError: This process is a rank, or one of several Slurm tasks. Nothing was started.
+        StartError: The ranks could not be started.
+        Exception: The exception of the rank that failed first, with its number as the attribute ``rank``.
+        RankError: A rank failed without an exception that could be raised here; see the subclasses in
+            `nblaunch.errors`.
+        LaunchTimeoutError: The launch took longer than `timeout`. Every rank has exited.
+        LaunchStoppedError: The launch was stopped from the panel or by `Launch.stop`. Every rank has exited.
+        KeyboardInterrupt: The cell was interrupted. Every rank has exited.
 
     Example:
         >>> def train(rank, world_size):
@@ -115,9 +129,9 @@ def notebook_launcher(
         >>> notebook_launcher(train, num_processes=2)[1]  # doctest: +SKIP
         10
     """
-    __tracebackhide__ = True  # IPython leaves this frame out
+    __tracebackhide__ = True  # IPython omits this frame from tracebacks
     refuse_nested()
-    _warn_of_unneeded(
+    _warn_of_ignored(
         use_port=use_port,
         master_addr=master_addr,
         rdzv_backend=rdzv_backend,
@@ -127,7 +141,12 @@ def notebook_launcher(
         monitor_interval=monitor_interval,
         log_line_prefix_template=log_line_prefix_template,
     )
-    _refuse_nodes(num_nodes, node_rank)
+    for name, value, only in (("num_nodes", num_nodes, 1), ("node_rank", node_rank, 0)):
+        if value != only:
+            raise ArgumentError(
+                f"{name}={value!r}: nblaunch runs on one machine, so this must be {only}; use torchrun for several "
+                "machines"
+            )
     launch = prepare(
         lambda _: payloads.for_function(function, args, kwargs),
         view,
@@ -151,37 +170,37 @@ def notebook_launcher(
 
 
 def preload(modules: Sequence[str]) -> None:
-    """Have modules of installed packages imported ahead of later launches, in the background.
+    """Import modules in the background, so that the ranks of later launches start with them.
 
-    Those of `nblaunch.machine.packages.KNOWN_SAFE` that the notebook has imported are anyway.
+    The packages in `nblaunch.machine.packages.KNOWN_SAFE` that the notebook has imported are always included.
 
     Args:
-        modules: Their names, as in ``("torchvision.transforms",)``.
+        modules: Their names, such as ``("torchvision.transforms",)``.
 
     Raises:
-        ArgumentError: One is no module of an installed package.
+        ArgumentError: A name is not a module of an installed package.
     """
     plan = make_plan(this_machine(), preload=modules)
     servers.preload(plan.preload, Where(plan.env, this_process().cwd, plan.named), again=True)
 
 
 def prepare(gather: Callable[[int], Payload], view: str, **arguments: Any) -> Launch:
-    """Plan a launch of what `gather` brings together. The caller starts it.
+    """Plan a launch and pack its payload. The caller starts it.
 
     Args:
-        gather: Gives the payload; called with the number of ranks.
-        view: What shows the launch.
-        arguments: Those of `make_plan`.
+        gather: Returns the payload for a world size.
+        view: The user's choice of view.
+        arguments: The arguments of `make_plan`.
 
     Raises:
-        ArgumentError: One of them is wrong.
+        ArgumentError: An argument is invalid.
         PayloadError: A part of the payload cannot be sent.
     """
-    __tracebackhide__ = True  # IPython leaves this frame out
+    __tracebackhide__ = True  # IPython omits this frame from tracebacks
     try:
         return _prepare(gather, view, arguments)
     except NblaunchError as error:
-        raise error.with_traceback(None) from None  # its message says it all; the frames below are ours
+        raise error.with_traceback(None) from None  # the frames below are nblaunch's own
 
 
 def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str, Any]) -> Launch:
@@ -200,7 +219,7 @@ def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str
 
 
 def refuse_nested() -> None:
-    """Raise NestedLaunchError inside a rank, a process that a rank started, or one of several Slurm tasks."""
+    """Raise NestedLaunchError in a rank, in a child process of a rank, or in one of several Slurm tasks."""
     rank = os.environ.get("NBLAUNCH_RANK")
     if rank is not None:
         raise NestedLaunchError(
@@ -211,16 +230,8 @@ def refuse_nested() -> None:
         raise NestedLaunchError(refusal(task))
 
 
-def _warn_of_unneeded(**given: Any) -> None:
+def _warn_of_ignored(**given: Any) -> None:
     for name, value in given.items():
-        default, why = _NOT_NEEDED[name]
+        default, why = _IGNORED[name]
         if str(value) != str(default):
-            warn(f"{name}={value!r} is not needed, and not used: {why}")
-
-
-def _refuse_nodes(num_nodes: Any, node_rank: Any) -> None:
-    for name, value, only in (("num_nodes", num_nodes, 1), ("node_rank", node_rank, 0)):
-        if value != only:
-            raise ArgumentError(
-                f"{name}={value!r}: nblaunch runs on one machine, so this must be {only}; use torchrun for several"
-            )
+            warn(f"{name}={value!r} is ignored: {why}")

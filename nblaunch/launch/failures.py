@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankRaisedError, ResultError, text_of
-from nblaunch.launch.output.log_files import LaunchFiles, last_lines
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.output.log_files import last_lines
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.launch.views.view import Failure
 from nblaunch.machine.own_code import is_rank_runtime, is_users

@@ -1,4 +1,4 @@
-"""What a launch asks of the place that it is called from: a notebook registers itself here, else it is a script."""
+"""The frontend that a launch is called from: a script, or a notebook once it has registered."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from nblaunch.errors import ArgumentError
+from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
-from nblaunch.launch.views.view import NullView, View
+from nblaunch.machine import timeouts
 
-_registered: Host | None = None
-_LOOK_UP_EVERY_S = 0.5
-"""Python does not see a signal that comes as it begins to wait, until the wait is over."""
+_registered: Frontend | None = None
 
 
-class Host(Protocol):
-    """The place that a launch is called from."""
+class Frontend(Protocol):
+    """Where a launch is called from."""
 
     def view(self, choice: str) -> View:
-        """What shows a launch; see `view_choice`."""
+        """Return a view for one launch; see `view_choice`."""
 
     def cell_label(self, filename: str) -> str:
-        """How the notebook names the cell of this file name, such as ``Cell In[3]``; empty where it is no cell's."""
+        """Return the label of the cell with this file name, such as ``Cell In[3]``; empty if it is no cell."""
 
     def cuda_cell(self) -> str:
-        """The cell that started CUDA in this process, such as ``cell [7]``; empty where none did."""
+        """Return the cell that initialized CUDA in this process, such as ``cell [7]``; empty if none did."""
 
     def notebook_names(self) -> dict[str, Any] | None:
-        """The notebook's global names; None outside a notebook."""
+        """Return the notebook's global namespace; None outside a notebook."""
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
-        """Wait in the caller's thread until this is set, for `timeout` seconds at most; return whether it is."""
+        """Wait in the calling thread for up to `timeout` seconds (None: forever). Return True if `over` is set."""
 
 
-class ScriptHost:
+class ScriptFrontend:
     """A script, or a plain Python prompt."""
 
     def view(self, choice: str) -> View:
@@ -62,14 +61,21 @@ class ScriptHost:
 def wait_in_steps(
     over: threading.Event,
     timeout: float | None,
-    step: float = _LOOK_UP_EVERY_S,
+    step: float | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Wait until this is set, for `timeout` seconds at most, and call `between` after every `step` seconds of it.
+    """Wait for `over` in steps short enough to notice signals.
+
+    Args:
+        over: The event to wait for.
+        timeout: Seconds; None waits forever.
+        step: Seconds of one step. Default: `timeouts.SIGNAL_CHECK_INTERVAL_S`.
+        between: Called after every step.
 
     Returns:
-        Whether it is set.
+        True if `over` is set.
     """
+    step = timeouts.SIGNAL_CHECK_INTERVAL_S if step is None else step
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     while not over.wait(max(0.0, min(step, deadline - time.monotonic()))):
         if time.monotonic() >= deadline:
@@ -78,22 +84,22 @@ def wait_in_steps(
     return True
 
 
-def host() -> Host:
-    """The host that is registered, else a script's."""
-    return _registered or ScriptHost()
+def host() -> Frontend:
+    """Return the registered frontend, or a script's."""
+    return _registered or ScriptFrontend()
 
 
-def register(host: Host | None) -> None:
-    """Make this the host of later launches; None for a script's."""
+def register(frontend: Frontend | None) -> None:
+    """Set the frontend of later launches; None for a script's."""
     global _registered
-    _registered = host
+    _registered = frontend
 
 
 def view_choice(choice: str) -> Literal["auto", "text", "none"]:
-    """The view that is wanted: `choice`, or for "auto" what ``NBLAUNCH_VIEW`` says where it is set.
+    """Return the requested view; "auto" yields to the environment variable ``NBLAUNCH_VIEW``.
 
     Raises:
-        ArgumentError: It, or the variable, is none of "auto", "text" and "none".
+        ArgumentError: `choice` or the variable is none of "auto", "text" and "none".
     """
     argument, value = "view", choice
     if choice == "auto" and os.environ.get("NBLAUNCH_VIEW"):

@@ -29,7 +29,8 @@ from nblaunch.errors import (
 from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.log_files import LaunchFiles, RankLogs, prune
+from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs
+from nblaunch.launch.output.pruning import prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.result import LaunchResult, Metrics, named

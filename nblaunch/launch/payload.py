@@ -1,4 +1,4 @@
-"""What a launch sends to its ranks: the function or cell, its arguments, and the notebook's own state."""
+"""The payload of a launch: the function or cell, its arguments, and the settings of the kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.log_files import state_root
+from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine import memory_maps
 from nblaunch.machine.segments import NoRoomError, Placed, Region
@@ -24,21 +24,21 @@ from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
 
-_FIX = "create it inside the function, or send what it is made from"
+_FIX = "create it inside the function, or send the data to create it from"
 
 
 def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
-    """Check the call of a function and gather what it needs.
+    """Check the arguments of a function, and collect the payload.
 
     Raises:
-        ArgumentError: The function cannot be called so.
+        ArgumentError: The function cannot be called with these arguments.
     """
     if not callable(function):
-        raise ArgumentError(f"function={function!r:.80}: must be a function, and this is {pickling.describe(function)}")
+        raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise ArgumentError(f"args={args!r:.80}: must be a tuple; for one argument write args=(value,)")
     if kwargs is not None and not (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
-        raise ArgumentError(f"kwargs={kwargs!r:.80}: must be a dict of names and values")
+        raise ArgumentError(f"kwargs={kwargs!r:.80}: must be a dict with string keys")
     args, kwargs = tuple(args), dict(kwargs or {})
     try:
         by_name = parameters.check(function, args, kwargs)
@@ -53,7 +53,7 @@ def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
 
 
 def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
-    """Gather what a cell needs: `names` are the notebook's names that it uses."""
+    """Collect the payload of a cell that uses these `names` of the notebook."""
     namespace = _namespace()
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
     needed = _for_class_bodies([(name, namespace[name]) for name in names], namespace)
@@ -62,19 +62,19 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """A payload on its way."""
+    """A payload, packed."""
 
     parcel: Parcel | None
-    """None where ranks share the notebook's memory."""
+    """None if the ranks share the kernel's memory."""
     sources: Mapping[str, Source]
     sent: Sent
 
 
 def ship(payload: Payload) -> Shipment:
-    """Pack a payload, with the sources and the ``__main__`` names that pickling comes across.
+    """Pack a payload, with the sources and the names in ``__main__`` that pickling finds.
 
     Raises:
-        PayloadError: A part of it cannot be sent, or there is no room for it; the message names it.
+        PayloadError: A part cannot be sent, or memory is insufficient; the message names the part.
     """
     sources: dict[str, Source] = {}
     if isinstance(payload.function, Cell):
@@ -90,7 +90,7 @@ def ship(payload: Payload) -> Shipment:
         )
 
     try:
-        parcel = pack(build, _Kept(), parts_of(payload))
+        parcel = pack(build, _Reusing(), parts_of(payload))
     except ArgumentError:
         raise
     except NoRoomError as error:
@@ -99,15 +99,15 @@ def ship(payload: Payload) -> Shipment:
         ) from None
     except Exception as error:
         is_full = isinstance(error, OSError) and error.errno == errno.EMFILE
-        said = f"{error} (ulimit -n; each tensor after share_memory_() takes one)" if is_full else str(error)
+        reason = f"{error} (ulimit -n; each tensor in shared memory takes one)" if is_full else str(error)
         raise PayloadError(
-            _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {said}"
+            _why(payload) or f"{name_of(payload.function)} cannot be sent to the ranks: {reason}"
         ) from error
     return Shipment(parcel, sources, Sent.of(parcel))
 
 
-class _Kept:
-    """Ranks map the files that the notebook maps for reading, and what was sent lately is not copied again."""
+class _Reusing:
+    """Places data for the ranks. Mapped files and data that an earlier launch sent are not copied again."""
 
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
         placed = memory_maps.from_files(regions)
@@ -118,12 +118,12 @@ class _Kept:
 
 
 def share(payload: Payload) -> Shipment:
-    """A payload for ranks that are forked off the notebook, where nothing is sent."""
+    """Return a shipment for ranks that are forked from the kernel: nothing is packed."""
     return Shipment(None, sources_in(payload), NOTHING_SENT)
 
 
 def sources_in(payload: Payload) -> dict[str, Source]:
-    """The cells that a payload's own code stands in, where nothing is serialised."""
+    """Return the source of the cell that defines a payload's function, by file name."""
     function = payload.function
     if isinstance(function, Cell):
         return {function.filename: Source(function.source, function.label)}
@@ -132,7 +132,7 @@ def sources_in(payload: Payload) -> dict[str, Source]:
 
 
 def _sources_of(files: set[str]) -> dict[str, Source]:
-    """The text of cells, by the file name that their code objects carry."""
+    """Return the sources of cells by the file names in their code objects."""
     found = {}
     for filename in files:
         lines = linecache.getlines(filename)
@@ -142,7 +142,7 @@ def _sources_of(files: set[str]) -> dict[str, Source]:
 
 
 def name_of(function: Any) -> str:
-    """What to call a function in messages: its name, or the kind of thing it is."""
+    """Return the name of a function for messages, or the name of its type."""
     if isinstance(function, Cell):
         return function.label or "the cell"
     return (
@@ -153,17 +153,17 @@ def name_of(function: Any) -> str:
 
 
 def _why(payload: Payload) -> str:
-    """Which part of the payload cannot be sent, in the user's words; empty if the parts all can."""
+    """Return which part of the payload cannot be sent and why, or an empty string if each part can."""
     function = payload.function
     if isinstance(function, Cell):
         names = payload.anchor.__code__.co_names
         suspects = [(f"the cell uses `{name}`", payload.anchor.__globals__[name]) for name in names]
     else:
-        named = [(f"args[{i}]", value) for i, value in enumerate(payload.args)]
-        named += [(f"kwargs[{name!r}]", value) for name, value in payload.kwargs.items()]
+        suspects = [(f"`{name_of(function)}`", function)]
+        suspects += [(f"args[{i}]", value) for i, value in enumerate(payload.args)]
+        suspects += [(f"kwargs[{name!r}]", value) for name, value in payload.kwargs.items()]
         names = payload.anchor.__code__.co_names
-        named += [(f"`{name}`, which a class in it uses", payload.anchor.__globals__[name]) for name in names]
-        suspects = [(f"`{name_of(function)}`", function), *named]
+        suspects += [(f"`{name}`, used by a class in it", payload.anchor.__globals__[name]) for name in names]
     for name, value in suspects:
         reason = pickling.explain(value, name)
         if reason is not None:
@@ -172,7 +172,7 @@ def _why(payload: Payload) -> str:
 
 
 def parts_of(payload: Payload) -> dict[str, Any]:
-    """The data that a payload is made of, by the names that its user knows: arguments, and names that code uses."""
+    """Return the data in a payload by the user's names for it: arguments, and names that the code uses."""
     function = payload.function
     if isinstance(function, Cell):
         roots = [(name, payload.anchor.__globals__[name]) for name in payload.anchor.__code__.co_names]
@@ -186,7 +186,7 @@ def parts_of(payload: Payload) -> dict[str, Any]:
 
 
 def _walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Values by name, and those behind the code that is among them; each once."""
+    """Yield each of these values once with its name, then the values that functions and classes among them use."""
     waiting, seen = list(roots), set[int]()
     while waiting:
         name, value = waiting.pop()
@@ -200,7 +200,7 @@ _NO_DATA = (types.ModuleType, types.BuiltinFunctionType, bool, int, float, compl
 
 
 def _inside(value: Any) -> list[tuple[str, Any]] | None:
-    """The values behind code, by name; None where `value` is data itself."""
+    """Return the values that a piece of code uses, by name; None if `value` is data."""
     if pickling.is_shells(value):
         return []
     if isinstance(value, types.MethodType):
@@ -219,7 +219,7 @@ def _inside(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _for_class_bodies(roots: Iterable[tuple[str, Any]], namespace: Mapping[str, Any]) -> set[str]:
-    """Names of the notebook that bodies of classes need, where these stand in functions."""
+    """Return the notebook's names that class bodies inside functions use."""
     names: set[str] = set()
     for _, value in _walk(roots):
         if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
@@ -233,7 +233,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _anchor(namespace: dict[str, Any], names: Sequence[str]) -> types.FunctionType:
-    """A function of ``__main__`` that uses `names`: cloudpickle ships them in the one dict of globals."""
+    """Return a function of ``__main__`` that uses `names`: cloudpickle sends them in the shared dict of globals."""
     scratch: dict[str, Any] = {}
     exec(f"def _nblaunch_anchor(): return ({''.join(name + ', ' for name in names)})", scratch)
     anchor = types.FunctionType(scratch["_nblaunch_anchor"].__code__, namespace, "_nblaunch_anchor")
@@ -242,14 +242,14 @@ def _anchor(namespace: dict[str, Any], names: Sequence[str]) -> types.FunctionTy
 
 
 def _globals_of(function: Any) -> dict[str, Any]:
-    """Globals and variables of enclosing functions that a function names itself; none of one that ranks import."""
+    """Return the globals and closure variables that a function itself uses; none if ranks import the function."""
     function = getattr(function, "__func__", function)
     is_sent = isinstance(function, types.FunctionType) and pickling.is_sent_by_value(function)
     return pickling.names_of(function) if is_sent else {}
 
 
 def _is_watched(value: Any) -> bool:
-    """Whether ranks may change it in vain: a module, or one of the builtin containers."""
+    """Return True if a rank's changes to a value deserve a warning: a module, list, dict or set."""
     torch = sys.modules.get("torch")
     return type(value) in (list, dict, set) or (torch is not None and isinstance(value, torch.nn.Module))
 
@@ -274,7 +274,7 @@ def _warning_filters() -> tuple[WarningFilter, ...]:
 
 
 _DEFAULT_SEED = 67280421310721
-"""torch's own, of a process in which nobody called ``manual_seed``."""
+"""torch's seed before any call of ``manual_seed``."""
 
 
 def _torch_settings(torch: Any) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def _torch_settings(torch: Any) -> dict[str, Any]:
 
 
 def _has_gpu(torch: Any) -> bool:
-    """Whether there may be a GPU, of whatever kind; asked so that none is touched."""
+    """Return True if a GPU of any kind may be present, without initializing it."""
     made_for = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None  # from torch 2.6 on
     if sys.platform == "darwin" or (made_for is not None and made_for.type != "cuda"):
         return True

@@ -1,6 +1,6 @@
-"""What a launch is to be, worked out before anything starts: ranks, devices, backend, threads, environment.
+"""The plan of a launch: ranks, devices, backend, threads, environment. All arguments are validated here.
 
-Pure: everything about the machine comes in as a `Machine`, so that it is tested without processes.
+`make_plan` is pure: it knows the machine only as a `Machine`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
-import math
-import operator
 import os
 import re
 import sys
@@ -21,6 +19,7 @@ from typing import Any, cast
 
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import compile_patterns
+from nblaunch.machine import argument_checks, timeouts
 from nblaunch.machine.limits import usable_cpus
 from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.machine.slurm_variables import tells_place
@@ -31,16 +30,16 @@ DEVICES = ("auto", "cpu", "cuda")
 START_METHODS = ("auto", "forkserver", "spawn", "fork")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-DEFAULT_RANKS = 2
-"""Ranks of a launch that names no number on a machine without GPUs."""
-STOP_GRACE = 30.0
-_FILES_PER_RANK = 7
-"""In the notebook's process: a channel, two logs, reports, the store's connection, the result (most have one piece)."""
-_FILES_TO_SEARCH = 2
-"""More for each rank where metrics are read out of its logs."""
-_FILES_BESIDES = 30
-"""What the rest of a launch opens: 15, and some more where it begins to keep data for the next."""
+DEFAULT_CPU_RANKS = 2
+"""The number of ranks on a machine without GPUs."""
 MASTER_ADDR = "127.0.0.1"
+_UNLIMITED_DESCRIPTORS = 1 << 20
+_DESCRIPTORS_PER_RANK = 7
+"""In the kernel: a channel, two logs, a spool, the store's connection, and the result (most are one segment)."""
+_DESCRIPTORS_TO_SEARCH = 2
+"""More per rank with ``metric_patterns``."""
+_DESCRIPTORS_PER_LAUNCH = 30
+"""Besides the ranks' own: 15, and more once sent data is cached for the next launch."""
 
 _TORCHRUN = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
@@ -48,28 +47,28 @@ _TORCHRUN = (
     *("ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
 )
 _SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-"""torchrun's default: what a torch agent that a rank starts passes on to its own workers."""
+"""torchrun's default: the signals that a torch agent inside a rank forwards to its own workers."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NOTEBOOK_BACKENDS = ("inline", "ipympl", "widget", "nbagg", "notebook")
-"""matplotlib backends that only a kernel can draw with."""
+"""matplotlib backends that work in a kernel only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a plan needs to know of the machine and the notebook's process."""
+    """What a plan depends on: the hardware and the kernel process."""
 
     gpus: int
     cpus: int
     platform: str
     env: Mapping[str, str]
     gpu_backend: str = "nccl"
-    open_files: int = 1 << 20
-    """How many more this process may have."""
+    free_descriptors: int = _UNLIMITED_DESCRIPTORS
+    """How many more file descriptors this process may open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One launch, settled."""
+    """The settings of one launch, validated."""
 
     world_size: int
     device: str
@@ -79,34 +78,35 @@ class Plan:
     method: Method
     threads: int
     env: Mapping[str, str]
-    """The environment of every rank, without what differs by rank and attempt."""
+    """The environment of every rank, without the variables that differ by rank or attempt."""
     max_restarts: int = 0
     timeout: float | None = None
-    stop_grace: float = STOP_GRACE
+    """Seconds."""
+    stop_grace: float = timeouts.STOP_GRACE_S
     metric_patterns: tuple[re.Pattern[str], ...] = ()
-    """What to search every printed line for."""
+    """Every printed line is searched for these."""
     named: tuple[str, ...] = ()
-    """The variables that ``env=`` names."""
+    """The names in ``env=``."""
     preload: tuple[str, ...] = ()
     """Modules to import ahead of later launches."""
 
     def device_of(self, rank: int) -> str:
-        """The device of a rank, as torch writes it."""
+        """Return the device of a rank, such as ``"cuda:0"``."""
         return f"cuda:{rank % self.gpus}" if self.device == "cuda" else "cpu"
 
     def world(self, rank: int, port: int) -> World:
-        """Where a rank meets the others."""
+        """Return the rendezvous and the device of a rank."""
         return World(MASTER_ADDR, port, self.backend, self.device_of(rank), self.threads)
 
     def environment(self, rank: int, port: int, launch_id: str, attempt: int, error_file: Path) -> dict[str, str]:
-        """A rank's whole environment, as torchrun would set it.
+        """Return the whole environment of a rank, with the variables that torchrun sets.
 
         Args:
-            rank: Which one.
-            port: Where the ranks meet.
-            launch_id: Names the launch.
-            attempt: 0, or which restart this is.
-            error_file: Where torch's ``@record`` writes the exception of this rank.
+            rank: The rank.
+            port: The port of the rendezvous store.
+            launch_id: The id of the launch.
+            attempt: The number of restarts before this attempt.
+            error_file: Where torch's ``@record`` writes this rank's exception.
         """
         return {
             **self.env,
@@ -144,130 +144,95 @@ def make_plan(
     env: Any = None,
     max_restarts: Any = 0,
     timeout: Any = None,
-    stop_grace: Any = STOP_GRACE,
+    stop_grace: Any = timeouts.STOP_GRACE_S,
     mixed_precision: Any = "no",
     metric_patterns: Any = None,
     preload: Any = None,
 ) -> Plan:
-    """Settle a launch. The arguments are those of `notebook_launcher`.
+    """Validate the arguments of `notebook_launcher` and fill in the defaults.
 
     Raises:
-        ArgumentError: One of them is wrong; the message names it and its value.
+        ArgumentError: An argument is invalid; the message starts with its name and value.
     """
     if machine.platform == "win32":
         raise ArgumentError("nblaunch runs on Linux and macOS; on Windows, run the notebook inside WSL 2")
-    device = _device(_one_of("device", device, DEVICES), machine)
-    backend = backend if backend is None else _one_of("backend", backend, BACKENDS)
-    count = _world_size(num_processes, device, backend, machine)
+    device = argument_checks.one_of("device", device, DEVICES)
+    if device == "cuda" and machine.gpus == 0:
+        raise ArgumentError("device='cuda', but no GPU is visible: check CUDA_VISIBLE_DEVICES, or use device='cpu'")
+    if device == "auto":
+        device = "cuda" if machine.gpus else "cpu"
+    backend = backend if backend is None else argument_checks.one_of("backend", backend, BACKENDS)
+    world_size = _world_size(num_processes, device, backend, machine)
     patterns = compile_patterns(metric_patterns)
-    _check_files(count, _FILES_PER_RANK + _FILES_TO_SEARCH * bool(patterns), machine)
-    _check_backend(backend, device)
+    _check_descriptors(world_size, _DESCRIPTORS_PER_RANK + _DESCRIPTORS_TO_SEARCH * bool(patterns), machine)
+    if backend == "nccl" and device == "cpu":
+        raise ArgumentError("backend='nccl' needs GPUs, but the device is 'cpu': use backend='gloo'")
     extra = _extra_environment(env)
-    threads = _threads(threads_per_rank, count, machine.cpus, {**machine.env, **extra})
-    log_limit({**machine.env, **extra})  # the ranks read it; a bad one is told here
+    threads = _threads(threads_per_rank, world_size, machine.cpus, {**machine.env, **extra})
+    log_limit({**machine.env, **extra})  # the ranks read it: report an invalid one here
     return Plan(
-        world_size=count,
+        world_size=world_size,
         device=device,
         gpus=machine.gpus,
         backend=backend or (f"cpu:gloo,cuda:{machine.gpu_backend}" if device == "cuda" else "gloo"),
-        method=_method(_one_of("start_method", start_method, START_METHODS), machine),
+        method=_method(argument_checks.one_of("start_method", start_method, START_METHODS), machine),
         threads=threads,
         env=_common_environment(machine, extra, threads, mixed_precision, device),
-        max_restarts=whole("max_restarts", max_restarts, least=0),
-        timeout=None if timeout is None else _seconds("timeout", timeout),
-        stop_grace=_seconds("stop_grace", stop_grace),
+        max_restarts=argument_checks.whole_number("max_restarts", max_restarts, least=0),
+        timeout=None if timeout is None else argument_checks.seconds("timeout", timeout),
+        stop_grace=argument_checks.seconds("stop_grace", stop_grace),
         metric_patterns=patterns,
         named=tuple(extra),
-        preload=modules_to_preload(preload),
+        preload=_modules(preload),
     )
 
 
 # ------------------------------------------------------------------ one argument each
-def whole(name: str, value: Any, least: int) -> int:
-    """`value` as an int that is at least `least`; numpy's integers are fine, ``True`` and ``2.0`` are not."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise ArgumentError(f"{name}={value!r}: must be a whole number, at least {least}")
-    return number
-
-
-def _seconds(name: str, value: Any) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
-        return float(value)
-    raise ArgumentError(f"{name}={value!r}: must be a number of seconds above 0")
-
-
-def _one_of(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ArgumentError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
-    return cast("str", value)
-
-
-def modules_to_preload(names: Any) -> tuple[str, ...]:
-    """Modules that are to be imported ahead of launches.
-
-    Raises:
-        ArgumentError: One is no installed module.
-    """
+def _modules(names: Any) -> tuple[str, ...]:
     modules = (names,) if isinstance(names, str) else tuple(names or ())
     for name in modules:
         if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-            raise ArgumentError(f"preload={name!r}: must be the name of a module, as in 'torchvision.transforms'")
+            raise ArgumentError(f"preload={name!r}: must be the name of a module, such as 'torchvision.transforms'")
         if reason := why_not_ahead(package_of(name)):
             raise ArgumentError(f"preload={name!r}: {reason}")
     return modules
 
 
-def _device(device: str, machine: Machine) -> str:
-    if device == "cuda" and machine.gpus == 0:
-        raise ArgumentError("device='cuda', but no GPU is visible (CUDA_VISIBLE_DEVICES?): use device='cpu'")
-    return ("cuda" if machine.gpus else "cpu") if device == "auto" else device
-
-
 def _world_size(num_processes: Any, device: str, backend: str | None, machine: Machine) -> int:
     if num_processes is None:
-        return machine.gpus if device == "cuda" else DEFAULT_RANKS
-    count = whole("num_processes", num_processes, least=1)
+        return machine.gpus if device == "cuda" else DEFAULT_CPU_RANKS
+    count = argument_checks.whole_number("num_processes", num_processes, least=1)
     if device == "cuda" and count > machine.gpus and backend != "gloo":
-        seen = f"{machine.gpus} GPU{' is' if machine.gpus == 1 else 's are'} visible"
+        visible = f"{machine.gpus} GPU{' is' if machine.gpus == 1 else 's are'} visible"
         raise ArgumentError(
-            f"num_processes={count}, but {seen}: use num_processes={machine.gpus}, or device='cpu', "
+            f"num_processes={count}, but {visible}: use num_processes={machine.gpus}, or device='cpu', "
             "or backend='gloo' to let ranks share a GPU"
         )
     return count
 
 
-def _check_files(count: int, for_each: int, machine: Machine) -> None:
-    needed = for_each * count + _FILES_BESIDES
-    if needed > machine.open_files:  # torch's store would try to connect, in silence, for minutes
+def _check_descriptors(ranks: int, per_rank: int, machine: Machine) -> None:
+    needed = per_rank * ranks + _DESCRIPTORS_PER_LAUNCH
+    if needed > machine.free_descriptors:  # out of descriptors, torch's store silently retries for minutes
         raise ArgumentError(
-            f"num_processes={count} opens about {needed:,} files in the notebook, which may open "
-            f"{machine.open_files:,} more (ulimit -n): close what you do not need, raise the limit before the notebook "
-            "starts, or use fewer ranks"
+            f"num_processes={ranks} needs about {needed:,} file descriptors in the kernel, which may open "
+            f"{machine.free_descriptors:,} more (ulimit -n): use fewer ranks, close files, or raise the limit before "
+            "you start Jupyter"
         )
 
 
-def _check_backend(backend: str | None, device: str) -> None:
-    if backend == "nccl" and device == "cpu":
-        raise ArgumentError("backend='nccl' needs GPUs, and the device is 'cpu': use backend='gloo'")
-
-
 def _method(method: str, machine: Machine) -> Method:
-    linux = machine.platform == "linux"
-    if method == "forkserver" and not linux:
-        raise ArgumentError("start_method='forkserver': forking is safe on Linux only; use start_method='spawn'")
+    is_linux = machine.platform == "linux"
+    if method == "forkserver" and not is_linux:
+        raise ArgumentError("start_method='forkserver': fork is safe on Linux only; use start_method='spawn'")
     if method == "auto":
-        return "forkserver" if linux else "spawn"
+        return "forkserver" if is_linux else "spawn"
     return cast("Method", method)
 
 
 def _threads(threads_per_rank: Any, ranks: int, cpus: int, env: Mapping[str, str]) -> int:
-    """The caller's choice, else the user's OMP_NUM_THREADS, else the CPUs divided by the ranks."""
     if threads_per_rank is not None:
-        return whole("threads_per_rank", threads_per_rank, least=1)
+        return argument_checks.whole_number("threads_per_rank", threads_per_rank, least=1)
     users = env.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(users) if users.isdecimal() and int(users) > 0 else max(1, cpus // ranks)
 
@@ -275,8 +240,8 @@ def _threads(threads_per_rank: Any, ranks: int, cpus: int, env: Mapping[str, str
 def _common_environment(
     machine: Machine, extra: Mapping[str, str], threads: int, mixed_precision: Any, device: str
 ) -> dict[str, str]:
-    precision = _one_of("mixed_precision", mixed_precision, PRECISIONS)
-    env = {name: value for name, value in machine.env.items() if not _is_ours(name)}
+    precision = argument_checks.one_of("mixed_precision", mixed_precision, PRECISIONS)
+    env = {name: value for name, value in machine.env.items() if not _is_launch_variable(name)}
     loopback = "lo0" if machine.platform == "darwin" else "lo"
     env.update(dict.fromkeys(_INTERFACES, loopback))
     env["OMP_NUM_THREADS"] = str(threads)
@@ -285,13 +250,13 @@ def _common_environment(
     if precision != "no":
         env["ACCELERATE_MIXED_PRECISION"] = precision
     if device == "cpu":
-        env.setdefault("ACCELERATE_USE_CPU", "true")  # or accelerate's Accelerator() takes each CPU rank to be alone
+        env.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerator() ignores the other CPU ranks
     env.update(extra)
     return env
 
 
-def _is_ours(name: str) -> bool:
-    """Whether a variable tells a process its place in a launch: an inherited one tells of another launch."""
+def _is_launch_variable(name: str) -> bool:
+    """Return True if a launcher sets this variable for each rank: an inherited value is of another launch."""
     return (
         name in _TORCHRUN
         or name in _INTERFACES
@@ -309,24 +274,24 @@ def _extra_environment(extra: Any) -> dict[str, str]:
         if not isinstance(name, str) or not isinstance(value, str):
             raise ArgumentError(f"env={{{name!r}: {value!r}}}: names and values must be strings")
         if not name or "=" in name or "\0" in name + value:
-            raise ArgumentError(f"env={{{name!r}: {value!r}}}: the system allows no such variable (empty, = or NUL)")
+            raise ArgumentError(f"env={{{name!r}: {value!r}}}: not a valid variable name or value ('=', NUL or empty)")
         if name in _TORCHRUN or name.startswith("TORCHELASTIC_"):
-            raise ArgumentError(f"env={{{name!r}: {value!r}}}: nblaunch sets this one for each rank")
+            raise ArgumentError(f"env={{{name!r}: {value!r}}}: nblaunch sets this variable for each rank")
     return dict(extra)
 
 
 # ------------------------------------------------------------------ the machine
 def this_machine() -> Machine:
-    """The machine as the notebook sees it now. Counting GPUs does not start CUDA (it asks the driver's library)."""
+    """Return the machine as the kernel sees it now. Counting GPUs does not initialize CUDA."""
     _import_torch()
     import torch
 
     gpus = torch.cuda.device_count()
-    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), open_files=_files_left())
+    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), free_descriptors=_free_descriptors())
 
 
 def _import_torch() -> None:
-    """Import torch in another thread: an interrupt in the middle would leave it half imported, for good."""
+    """Import torch in another thread: a KeyboardInterrupt during the import would leave torch broken."""
 
     def try_to() -> None:
         with contextlib.suppress(Exception):  # the caller's own import raises it again
@@ -338,17 +303,16 @@ def _import_torch() -> None:
         thread.join()
 
 
-def _files_left() -> int:
-    """How many files this process may open."""
+def _free_descriptors() -> int:
     if sys.platform == "win32":
-        return 1 << 20  # make_plan refuses in any case
+        return _UNLIMITED_DESCRIPTORS  # make_plan refuses Windows
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return 1 << 20
+        return _UNLIMITED_DESCRIPTORS
     try:
-        used = len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")) - 1  # the list's own
+        used = len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")) - 1  # listdir's own
         return max(0, soft - used)
     except OSError as error:
-        return 0 if error.errno == errno.EMFILE else soft  # not even the list can be opened
+        return 0 if error.errno == errno.EMFILE else soft  # no descriptor is left for listdir

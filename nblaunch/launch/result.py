@@ -1,4 +1,4 @@
-"""What a launch gives back."""
+"""The result of a launch: return values, metrics, logs, and what was sent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from nblaunch.launch.output.log_files import RankLogs
+from nblaunch.launch.output.log_directory import RankLogs
 from nblaunch.launch.output.report_columns import Report, ReportColumns
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel
@@ -17,17 +17,17 @@ from nblaunch.wire.drops import Dropped
 if TYPE_CHECKING:
     import pandas
 
-_MOST_PARTS = 20
-"""Parts of what was sent that are kept, the largest."""
-_MOST_SHOWN = 6
-"""Metrics in a repr."""
+_MAX_PARTS = 20
+"""The largest parts that `Sent` lists."""
+_MAX_SHOWN = 6
+"""Metrics or parts in a repr."""
 
 
 class Metrics(Sequence[Report]):
-    """Every report of a launch, in the order of time.
+    """Every report of a launch, sorted by time.
 
     Attributes:
-        dropped: How many are missing, as the disk of the logs was full.
+        dropped: The number of reports lost because the disk of the logs was full.
     """
 
     def __init__(self, reports: Sequence[Report], dropped: int = 0) -> None:
@@ -52,13 +52,14 @@ class Metrics(Sequence[Report]):
 
     @property
     def last(self) -> dict[str, float]:
-        """The latest value of each metric: of the lowest rank that reported it."""
+        """The latest value of each metric, from the lowest rank that reported it."""
         return self._reports.last
 
     def to_pandas(self) -> pandas.DataFrame:
-        """A DataFrame with columns rank, time, step and one per metric; a row per report.
+        """Return a DataFrame with one row per report: columns rank, time, step, and one per metric.
 
-        A metric that is itself called rank or time has the column reported_rank or reported_time.
+        ``time`` is in seconds since the epoch. A value that was not reported is NaN. A metric named rank or time
+        becomes the column reported_rank or reported_time.
 
         Raises:
             ModuleNotFoundError: pandas is not installed.
@@ -87,22 +88,22 @@ class Metrics(Sequence[Report]):
 class Sent:
     """What a launch sent to its ranks.
 
-    All ranks map one copy of it; what they write is their own.
+    All ranks map the same copy; a page that a rank writes to becomes its own.
     """
 
     size: int
-    """Bytes in all."""
+    """Total bytes."""
     parts: tuple[tuple[str, int], ...]
-    """The largest, by the names that the function or cell uses, and their bytes."""
+    """The largest parts: their names in the function or cell, and their bytes."""
     copied: int
-    """Bytes of tensors, arrays and the like that had to be copied: the rest was as the last launches had sent it, or is
-    mapped from a file of yours."""
+    """Bytes of tensors and arrays that were copied. The rest is unchanged since an earlier launch, or mapped from your
+    files."""
     from_gpu: int
     """Bytes that were copied from a GPU first."""
 
     @classmethod
     def of(cls, parcel: Parcel) -> Sent:
-        """What is in a parcel."""
+        """Summarize a parcel."""
         return cls(sum(parcel.sizes.values()), _largest(parcel.sizes), parcel.copied, parcel.from_gpu)
 
     def __repr__(self) -> str:
@@ -111,33 +112,34 @@ class Sent:
 
 
 def _largest(sizes: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The largest parts that have a name."""
+    """Return the largest named parts, largest first."""
     parts = sorted(((name, size) for name, size in sizes.items() if name), key=lambda part: -part[1])
-    return tuple(parts[:_MOST_PARTS])
+    return tuple(parts[:_MAX_PARTS])
 
 
 def named(sizes: Mapping[str, int]) -> str:
-    """The largest parts in words: ``data 1.1 GB, model 90 MB``."""
+    """Describe the largest parts: ``data 1.1 GB, model 90 MB``."""
     largest = _largest(sizes)
-    shown = [f"{name} {in_words(size)}" for name, size in largest[:_MOST_SHOWN]]
-    return ", ".join([*shown, *(["…"] if len(largest) > _MOST_SHOWN else [])])
+    shown = [f"{name} {in_words(size)}" for name, size in largest[:_MAX_SHOWN]]
+    return ", ".join([*shown, *(["…"] if len(largest) > _MAX_SHOWN else [])])
 
 
 NOTHING_SENT = Sent(0, (), 0, 0)
 
 
 class LaunchResult(Sequence[Any]):
-    """What the ranks returned, with what they reported and printed.
+    """The return values of the ranks, with their metrics and logs.
 
-    ``result[rank]`` is the return value of a rank, ``len(result)`` the number of ranks, and iterating goes through
-    the return values in the order of ranks.
+    ``result[rank]`` is the return value of a rank, ``len(result)`` is the world size, and iteration yields the return
+    values in rank order.
 
     Attributes:
-        metrics: Every ``nblaunch.report``, with its rank and time.
-        logs: For each rank the paths of what it printed (``result.logs[1].out``, ``.err``), which stay as
-            long as something refers to them, and for the last 50 launches or 1 GB.
-        duration: Seconds from the call to the last rank's end.
-        payload: What was sent to the ranks, and how large it was.
+        name: The name of the function or cell.
+        metrics: Every ``nblaunch.report``, with its rank and time; see `Metrics`.
+        logs: The logs of each rank: ``result.logs[1].out`` and ``.err`` are paths, ``.text()`` is all of stdout. Logs
+            are kept while this result refers to them, and for the last 50 launches or 1 GB.
+        duration: Seconds from the call until the last rank exited.
+        payload: What was sent to the ranks; see `Sent`.
     """
 
     def __init__(
@@ -177,6 +179,6 @@ class LaunchResult(Sequence[Any]):
 
 
 def _values(values: Mapping[str, float], lead: str) -> str:
-    shown = [f"{name} {value:.4g}" for name, value in itertools.islice(values.items(), _MOST_SHOWN)]
-    more = ["…"] if len(values) > _MOST_SHOWN else []
+    shown = [f"{name} {value:.4g}" for name, value in itertools.islice(values.items(), _MAX_SHOWN)]
+    more = ["…"] if len(values) > _MAX_SHOWN else []
     return lead + ", ".join(shown + more) if values else ""

@@ -23,6 +23,7 @@ from pathlib import Path
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.views.view import View
 from nblaunch.machine.own_code import RANK_STACK_DUMPS, RANK_WORKER, is_rank_runtime, is_users
+from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import Source
 
 WITHIN = 2.0
@@ -373,7 +374,7 @@ class Stacks:
 
     def _rank(self, number: int) -> _Rank:
         if number not in self._ranks:
-            path = self._directory / f"rank{number}.stacks"
+            path = rank_file(self._directory, number, "stacks")
             self._ranks[number] = _Rank(path, functools.partial(self._send, number))
         return self._ranks[number]
 

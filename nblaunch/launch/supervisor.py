@@ -24,7 +24,8 @@ from nblaunch.errors import StartError
 from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.follower import Reading
-from nblaunch.launch.output.log_files import LaunchFiles, Spool, Tail
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.output.log_files import Spool, Tail
 from nblaunch.launch.output.metric_patterns import PrintedMetrics
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.rank_state import Rank

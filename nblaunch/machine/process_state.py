@@ -1,4 +1,4 @@
-"""The state of the notebook's process that ranks start from, besides the environment."""
+"""The state of the kernel process that ranks inherit, besides the environment."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _LIMITS = ("NOFILE", "CORE", "CPU", "FSIZE", "DATA", "STACK", "AS", "MEMLOCK", "
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The state of a process that ranks start from."""
+    """What ranks inherit from the kernel process, besides the environment."""
 
     cwd: str
     sys_path: tuple[str, ...]
     argv: tuple[str, ...]
     umask: int
     limits: tuple[tuple[int, int, int], ...]
+    """Resource, soft limit, hard limit; see `resource.setrlimit`."""
     cpus: tuple[int, ...]
-    """The CPU affinity; empty where the system has none."""
+    """The CPU affinity; empty if the platform has none."""
 
 
 def this_process() -> Process:
@@ -30,14 +31,14 @@ def this_process() -> Process:
     limits = tuple((kind, *resource.getrlimit(kind)) for kind in kinds)
     try:
         cwd = os.getcwd()
-    except FileNotFoundError:
+    except FileNotFoundError:  # the directory was removed
         cwd = os.path.abspath(os.sep)
     cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     return Process(cwd, tuple(map(str, sys.path)), tuple(sys.argv), _umask(), limits, cpus)
 
 
 def _umask() -> int:
-    """Read the umask without setting it, as another thread may be creating a file."""
+    """Return the umask without setting it: `os.umask` would race with other threads."""
     try:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("\nUmask:")[2].split()[0], 8)

@@ -45,9 +45,33 @@ PROGRESS_INTERVAL_S = 0.1
 # ------------------------------------------------------------------ launch: groups, tasks, stopping
 
 # ------------------------------------------------------------------ launch: plans, output, results
+STOP_GRACE_S = 30.0
+"""The default of ``stop_grace``: how long an interrupted rank has for ``finally`` blocks and checkpoints."""
 
 # ------------------------------------------------------------------ launch: views
+TEXT_EMIT_INTERVAL_S = 0.2
+"""Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""
+TEXT_MESSAGE_INTERVAL_S = 0.1
+"""Minimum pause of the text view for each message sent."""
+SIGNAL_CHECK_INTERVAL_S = 0.5
+"""Longest uninterrupted wait of a main thread. Python misses a signal that arrives as a wait begins, until it ends."""
 
 # ------------------------------------------------------------------ notebook
+PANEL_SHOW_DELAY_S = 0.1
+"""A launch that ends sooner shows only its record, if the record holds everything."""
+PANEL_SEND_INTERVAL_S = 0.125
+"""Pause between two messages to the page: with display updates they stay below ten a second."""
+PANEL_HEARTBEAT_INTERVAL_S = 2.0
+"""Longest silence to the page. After 5 s of silence, the page no longer interrupts the kernel for a click."""
+RESOURCE_SAMPLE_INTERVAL_S = 1.0
+"""Pause between two samples of the ranks' CPU, memory and GPU."""
+LOG_TIME_RESOLUTION_S = 0.2
+"""Bytes of a log that arrive within this time get one time."""
+SHELL_SERVE_INTERVAL_S = 0.1
+"""Pause between two looks at the kernel's shell channel while a cell waits for its launch."""
+BUSY_STATUS_INTERVAL_S = 1.0
+"""Pause between two "busy" statuses for a page that connects while a cell runs."""
+BUSY_STATUS_DURATION_S = 5.0
+"""How long a page that connects is sent "busy" statuses: the threads that answer it report "idle"."""
 
 # ------------------------------------------------------------------ training

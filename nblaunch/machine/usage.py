@@ -1,7 +1,7 @@
-"""What each rank takes of the machine: CPU, memory, GPU.
+"""CPU, memory and GPU usage of ranks.
 
-A rank leads a process group of its own, so its DataLoader workers are found by asking each process for its group.
-A process that ends while it is looked at, or that belongs to somebody else, counts as nothing.
+A rank leads its own process group, so its DataLoader workers are the processes of that group. A process that exits
+during a sample, or that is not accessible, counts as zero.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one rank takes, it and every process of its group."""
+    """Usage of one rank: of all processes of its group."""
 
     rank: int
     cpu: float
-    """Busy cores since the last sample: 1.0 is one of them; 0.0 in a rank's first sample."""
+    """Busy cores since the last sample; 0.0 in the first sample of a rank."""
     memory: int
-    """Bytes resident; a page that several of its processes share counts in each."""
+    """Resident bytes; a page that processes share counts once for each."""
     gpu: float | None
-    """How busy the rank's GPU is, 0 to 1, whoever keeps it so; None where that is not known."""
+    """Busy share of the rank's GPU, 0 to 1, by all processes; None if unknown."""
     gpu_memory: int | None
-    """Bytes that the rank holds on its GPU; what all hold there where the driver does not tell whose is what."""
+    """Bytes of the rank on its GPU; of all processes there if the driver does not list them; None if unknown."""
 
 
 class Sampler:
     """Samples the ranks of one launch, about once a second and from one thread.
 
     Args:
-        device: The launch's, ``"cpu"`` or ``"cuda"``: only for the latter is NVML asked.
-        environment: The ranks'. Default: this process's.
+        device: Device of the launch, ``"cpu"`` or ``"cuda"``. Only CUDA uses NVML.
+        environment: Environment of the ranks. Default: that of this process.
     """
 
     def __init__(self, device: str, environment: Mapping[str, str] = os.environ) -> None:
         self._gpus = _Gpus(environment.get("CUDA_VISIBLE_DEVICES")) if device.startswith("cuda") else None
         self._processes: dict[int, psutil.Process] = {}
         self._seconds: dict[int, float] = {}
-        """CPU seconds of each process when it was sampled last."""
+        """CPU seconds of each process at its last sample."""
         self._leaders: set[int] = set()
-        """The ranks' pids at the last sample."""
+        """Pids of the ranks at the last sample."""
         self._time = 0.0
 
     def sample(self, pids: Mapping[int, int]) -> list[Usage]:
-        """What each rank takes now.
+        """Return the current usage of each rank.
 
         Args:
-            pids: The ranks that live, and their pids.
+            pids: The pid of each live rank.
         """
         now = time.monotonic()
         elapsed, self._time = now - self._time, now
@@ -67,22 +67,22 @@ class Sampler:
         return usages
 
     def close(self) -> None:
-        """Let go of NVML."""
+        """Shut NVML down."""
         if self._gpus is not None:
             self._gpus.close()
 
     def _usage(self, rank: int, leader: int, members: list[int], elapsed: float) -> Usage:
         seconds, memory = 0.0, 0
         for pid in members:
-            spent, resident = self._look_at(pid)
+            spent, resident = self._sample_process(pid)
             seconds += spent
             memory += resident
         cpu = seconds / elapsed if leader in self._leaders and elapsed > 0 else 0.0
         gpu, gpu_memory = (None, None) if self._gpus is None else self._gpus.usage(rank, members)
         return Usage(rank, cpu, memory, gpu, gpu_memory)
 
-    def _look_at(self, pid: int) -> tuple[float, int]:
-        """The CPU seconds that a process has spent since its last sample, or its start, and its resident memory."""
+    def _sample_process(self, pid: int) -> tuple[float, int]:
+        """Return the CPU seconds of a process since its last sample, or its start, and its resident bytes."""
         try:
             process = self._processes.get(pid) or psutil.Process(pid)
             self._processes[pid] = process
@@ -101,7 +101,7 @@ class Sampler:
 
 
 def _groups(leaders: Collection[int]) -> dict[int, list[int]]:
-    """The processes of each leader's group."""
+    """Return the processes of each leader's group."""
     groups: dict[int, list[int]] = {leader: [] for leader in leaders}
     for pid in psutil.pids():
         with suppress(OSError):
@@ -113,21 +113,21 @@ def _groups(leaders: Collection[int]) -> dict[int, list[int]]:
 
 # ------------------------------------------------------------------ GPUs
 class _Gpus:
-    """NVML, which is asked for nothing before the first sample; where it fails there are no numbers."""
+    """NVML, initialized by the first sample. Values are None if it fails."""
 
     def __init__(self, visible: str | None) -> None:
         self._visible = visible
         self._nvml: Any = None
         self._handles: list[Any] | None = None
-        """The visible devices, in torch's order; None until they are looked up."""
+        """Visible devices in torch's order; None before the first sample."""
 
     def usage(self, rank: int, members: Collection[int]) -> tuple[float | None, int | None]:
-        """How busy a rank's GPU is, and the bytes that these processes hold on it."""
+        """Return the busy share of a rank's GPU, and the bytes that `members` hold on it."""
         if self._handles is None:
             self._handles = self._attempt(self._find) or []
         if not self._handles:
             return None, None
-        handle = self._handles[rank % len(self._handles)]  # as `Plan.device_of` has it
+        handle = self._handles[rank % len(self._handles)]  # as in `Plan.device_of`
         busy = self._attempt(lambda: self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         return busy, self._attempt(lambda: self._memory(handle, members))
 
@@ -137,11 +137,11 @@ class _Gpus:
             self._nvml, self._handles = None, []
 
     def _attempt(self, look: Callable[[], Any]) -> Any:
-        """What `look` brings; None where there is no NVML, or it refuses: no driver, a MIG slice, a lost device."""
+        """Call `look`; return None if NVML fails: no driver, a MIG slice, a lost device."""
         try:
             return look()
-        except Exception as error:  # noqa: BLE001  # NVML's own, and whatever an incomplete driver brings
-            _log.debug("no numbers of a GPU: %s: %s", type(error).__name__, error)
+        except Exception as error:  # noqa: BLE001  # NVML's errors, and those of an incomplete driver
+            _log.debug("GPU usage is not available: %s: %s", type(error).__name__, error)
             return None
 
     def _find(self) -> list[Any]:
@@ -156,7 +156,7 @@ class _Gpus:
             return every[entry]
         if entry.startswith("MIG-"):
             return self._nvml.nvmlDeviceGetHandleByUUID(entry)
-        (found,) = (handle for handle in every if self._uuid(handle).startswith(entry))  # CUDA takes a unique beginning
+        (found,) = (handle for handle in every if self._uuid(handle).startswith(entry))  # CUDA accepts a unique prefix
         return found
 
     def _uuid(self, handle: Any) -> str:
@@ -169,21 +169,21 @@ class _Gpus:
             for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             if process.usedGpuMemory is not None
         }
-        if any(map(psutil.pid_exists, known)):  # else those of another pid namespace, as in a container
+        if any(map(psutil.pid_exists, known)):  # else the pids are of another namespace, as in a container
             return sum(known.get(pid, 0) for pid in members)
         return int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 def visible_devices(variable: str | None, count: int) -> list[int | str]:
-    """The devices that ``CUDA_VISIBLE_DEVICES`` names, as CUDA and torch read it.
+    """Return the devices that ``CUDA_VISIBLE_DEVICES`` names, as CUDA and torch read it.
 
     Args:
-        variable: Its value; None where it is not set.
-        count: How many devices there are.
+        variable: Value of the variable; None if it is not set.
+        count: Number of devices.
 
     Returns:
-        Indices, or the names of devices (``GPU-…``) or of slices (``MIG-…``). The list ends before the first that
-        there is not, and is empty where one is named twice.
+        Indices, or UUIDs of devices (``GPU-…``) or slices (``MIG-…``). The list ends before the first unknown
+        device, and is empty if a device is named twice.
     """
     if variable is None:
         return list(range(count))
@@ -201,6 +201,6 @@ def visible_devices(variable: str | None, count: int) -> list[int | str]:
 
 
 def _index(word: str) -> int:
-    """The number that a word begins with, as strtoul reads it; -1 where it begins with none."""
+    """Return the number at the start of a word, as strtoul does; -1 if there is none."""
     digits = word[: len(word) - len(word.lstrip("0123456789"))]
     return int(digits) if digits else -1

@@ -1,4 +1,4 @@
-"""Lines with colours, as a terminal would show them, as HTML that any page may show."""
+"""Terminal lines with colour sequences, as HTML."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from html import escape
 from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, without_colours
 from nblaunch.notebook.charts import clean
 
-MOST_READ = 4500
-"""Characters of any text that are looked at, so that a huge one costs nothing."""
-_FIRST_READ, _LAST_READ = 100, 300
-"""Lines of a block, likewise."""
+MAX_INPUT_LENGTH = 4500
+"""Characters of any text that are read: a huge text costs little."""
+_MAX_FIRST_LINES, _MAX_LAST_LINES = 100, 300
+"""Lines of a block that are read."""
 _SGR = re.compile(r"\x1b\[([0-9;:]*)m")
 _PALETTE = (
     (110, 110, 110), (201, 68, 58), (46, 138, 79), (156, 118, 16), (63, 120, 214), (168, 84, 184), (24, 136, 150),
     (128, 128, 128),
 )  # fmt: skip
-"""Black to white as mid-tones: each can be read on white and on black."""
+"""Black to white as mid-tones, legible on white and on black."""
 
 
 def cut(text: str, most: int) -> str:
-    """The first characters of a text."""
+    """Return at most `most` characters of `text`."""
     return text if len(text) <= most else text[:most] + "…"
 
 
 def terminal_lines(lines: Iterable[str]) -> Iterator[str]:
-    """The lines as a terminal would show them, each with its own colours, whatever they hold."""
+    """Yield the lines as a terminal would show them, each with its own colours."""
     for line in lines:
-        data = line[:MOST_READ].replace("\n", " ").encode(errors="replace")
+        data = line[:MAX_INPUT_LENGTH].replace("\n", " ").encode(errors="replace")
         yield from LineAssembler().feed(data + b"\n")
 
 
 def block(lines: Sequence[str], size: int) -> str:
-    """Lines as HTML, without some in the middle where there are more than `size` bytes."""
+    """Return lines as at most `size` bytes of HTML; omit lines in the middle."""
     excerpt = Excerpt(size // 4, size * 3 // 4)
-    for line in terminal_lines(lines[:_FIRST_READ]):
+    for line in terminal_lines(lines[:_MAX_FIRST_LINES]):
         excerpt.add(coloured(line, 300))
-    rest = lines[_FIRST_READ:]
-    if len(rest) > _LAST_READ:
-        excerpt.skip(len(rest) - _LAST_READ, 1)
-    for line in terminal_lines(rest[-_LAST_READ:]):
+    rest = lines[_MAX_FIRST_LINES:]
+    if len(rest) > _MAX_LAST_LINES:
+        excerpt.skip(len(rest) - _MAX_LAST_LINES, 1)
+    for line in terminal_lines(rest[-_MAX_LAST_LINES:]):
         excerpt.add(coloured(line, 300))
-    return excerpt.text(f"… {excerpt.left_lines} lines left out …")
+    return excerpt.text(f"… {excerpt.left_lines} lines omitted …")
 
 
 def coloured(line: str, characters: int) -> str:
-    """A line as HTML of at most six bytes for each character: without its colours where these take more."""
+    """Return a line as HTML of at most six bytes a character; drop its colours if they take more."""
     parts, left = [], characters
     for colour, text in _runs(line):
         shown = escape(clean(cut(text, left)), quote=False)
@@ -62,7 +62,7 @@ def coloured(line: str, characters: int) -> str:
 
 
 def _runs(line: str) -> Iterator[tuple[str, str]]:
-    """Stretches of one style: it as CSS, and the text. Each colour sequence of a line says all that is in force."""
+    """Yield runs of one style: the CSS and the text. Each colour sequence of a line sets the whole style."""
     first, *rest = _SGR.split(line)
     for parameters, text in zip(["", *rest[::2]], [first, *rest[1::2]], strict=True):
         if text:
@@ -70,7 +70,7 @@ def _runs(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _css(parameters: str) -> str:
-    """What these SGR parameters (ECMA-48, 8.3.117, and xterm's colours) look like, as far as it matters here."""
+    """Return the CSS of SGR parameters (ECMA-48, 8.3.117, and xterm's colours)."""
     styles = {}
     codes = [int(code or 0) for code in re.split("[;:]", parameters)] if parameters else []
     while codes:
@@ -101,7 +101,7 @@ def _rgb(colour: tuple[int, int, int]) -> str:
 
 
 def _extended(codes: list[int]) -> tuple[int, int, int] | None:
-    """The colour that follows 38 or 48, taken off `codes`; None where there is none."""
+    """Take the colour after 38 or 48 off `codes`; None if there is none."""
     kind = codes.pop(0) if codes else 0
     if kind == 2 and len(codes) >= 3:
         red, green, blue = (min(255, codes.pop(0)) for _ in range(3))
@@ -118,7 +118,7 @@ def _extended(codes: list[int]) -> tuple[int, int, int] | None:
 
 
 def _mid_tone(colour: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The colour, darker or lighter where it could not be read on white or black: WCAG's contrast of 3 to both."""
+    """Return the colour, darker or lighter as legibility on white and black needs: WCAG contrast 3 to both."""
     parts = [(part / 255) ** 2.2 for part in colour]
     light = 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
     if light > 0.3:

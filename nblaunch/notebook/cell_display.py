@@ -1,4 +1,4 @@
-"""One display of the cell that launches, which is updated as long as the kernel lives."""
+"""One updatable display under the launching cell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class CellDisplay:
-    """What appears under the cell that made this, whatever cell runs later and whichever thread shows it.
+    """A display under the cell that constructs it, from any thread, also while later cells run.
 
     Args:
         shell: The notebook's shell.
@@ -28,7 +28,7 @@ class CellDisplay:
         self.shown = False
 
     def show(self, bundle: Mapping[str, Any]) -> None:
-        """Show this, in the place of what was shown before."""
+        """Show this bundle, in place of the previous one."""
         content = {"data": dict(bundle), "metadata": {}, "transient": {"display_id": self._id}}
         kind = "update_display_data" if self.shown else "display_data"
         self.shown = True
@@ -38,5 +38,5 @@ class CellDisplay:
         publisher.session.send(publisher.pub_socket, kind, content, parent=self._parent, ident=publisher.topic)
 
     def in_its_context(self, function: Callable[[], T]) -> T:
-        """Call a function as if from the cell, so that what the kernel sends belongs to it. One at a time."""
+        """Call `function` in the cell's context, so that the kernel's messages belong to it. Not reentrant."""
         return self._context.copy().run(function)

@@ -1,4 +1,4 @@
-"""What a launch measured, as numbers and as pictures that need no script: SVG in a data URI."""
+"""Metrics as numbers, and as charts that need no script: SVG in a data URI."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Literal
 Point = tuple[float, float]
 Direction = Literal["up", "down", ""]
 
-MOST_POINTS = 300
-"""Of one line in a chart: about one for each pixel."""
-MOST_LINES = 16
-"""Ranks with a line of their own in a chart; of more, the band that they lie in is drawn."""
+MAX_POINTS = 300
+"""Points of one line in a chart: about one a pixel."""
+MAX_LINES = 16
+"""Ranks drawn as lines; more ranks are drawn as a band."""
 COLOURS = ("#c2703d", "#2f8f6b", "#8a63c9", "#c2528b", "#7d8a2e", "#2f8aa8", "#b5555a", "#6b7fa8")
-"""Of the ranks' lines: mid-tones, that can be seen on white and on black."""
+"""Colours of the ranks' lines: mid-tones, visible on white and on black."""
 MEAN_COLOUR = "#3f7fe0"
 
 _UP = {"accuracy", "acc", "f1", "auc", "precision", "recall", "map", "iou", "bleu", "score"}
 _DOWN = {"loss", "error", "perplexity", "mae", "mse", "rmse"}
 _WORD = re.compile(r"f1|[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-"""What neither XML nor UTF-8 can hold, and controls that no reader can see."""
-_DRAWABLE = 1e300
-"""Beyond it the difference of two numbers may be infinite."""
-_TINY = 1e-280
-"""Below it parts of a difference may be zero."""
+"""Characters that XML or UTF-8 cannot hold, and invisible control characters."""
+_MAX_DRAWABLE = 1e300
+"""The difference of larger numbers may be infinite."""
+_MIN_RANGE = 1e-280
+"""Parts of a smaller range may be zero."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 8.0, 8.0, 18.0
 """The margins of a chart, in pixels."""
 
@@ -41,34 +41,34 @@ class Summary:
 
     name: str
     mean: tuple[Point, ...]
-    """Over the ranks, where half of them or more have a point at that x; empty where they never do."""
+    """Mean over the ranks at each x where at least half of them have a point."""
     latest: float
     best: float | None
-    """Of the mean; None where nobody knows whether more is better, or nothing is finite."""
+    """Best mean; None if the direction is unknown or no value is finite."""
     by_rank: Mapping[int, float]
     """The latest value of each rank."""
 
     @property
     def differs(self) -> bool:
-        """Whether the ranks' latest values are not all the same."""
+        """True if the latest values of the ranks differ."""
         return len({repr(value) for value in self.by_rank.values()}) > 1
 
 
 def clean(text: str) -> str:
-    """`text` without what a document cannot hold, such as control characters: these become U+FFFD."""
+    """Replace characters that a document cannot hold, such as control characters, by U+FFFD."""
     return _FORBIDDEN.sub("\ufffd", text)
 
 
 def summarise(metrics: Mapping[str, Mapping[int, Sequence[Point]]]) -> list[Summary]:
-    """Each metric that has a point: those like an accuracy first, then those like a loss, then the others by name."""
+    """Summarise each metric with points: accuracies first, then losses, then the others by name."""
     order: dict[Direction, int] = {"up": 0, "down": 1, "": 2}
     names = sorted(metrics, key=lambda name: (order[direction(name)], name.lower(), name))
     return [_summary(name, metrics[name]) for name in names if any(metrics[name].values())]
 
 
 def direction(name: str) -> Direction:
-    """Whether more of this metric is better ("up"), less ("down"), or nobody knows (""): by the words in its name."""
-    # "valLoss" has two words and "mAP" one: read it both ways. The last word says what it is.
+    """Return "up" or "down" for the better direction of a metric, judged by its name; "" if unknown."""
+    # Read names both ways: "valLoss" has two words, "mAP" has one. The last known word decides.
     for word in [*re.findall("f1|[a-z]+", name.lower()), *map(str.lower, _WORD.findall(name))][::-1]:
         if word in _UP:
             return "up"
@@ -78,7 +78,7 @@ def direction(name: str) -> Direction:
 
 
 def mean_of(series: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
-    """The mean over the ranks at each x at which half of them or more have a point, by x."""
+    """Return the mean over the ranks, by x, at each x where at least half of them have a point."""
     ranks = [{x: y for x, y in points if math.isfinite(x)} for points in series.values() if points]
     count = Counter(x for values in ranks for x in values)
     sums = dict.fromkeys((x for x in count if 2 * count[x] >= len(ranks)), 0.0)
@@ -100,8 +100,8 @@ def _summary(name: str, series: Mapping[int, Sequence[Point]]) -> Summary:
 
 
 # ------------------------------------------------------------------ fewer points
-def decimated(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most about `most` of these points: of each stretch the lowest, the highest and one that is not a number."""
+def decimated(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Return about `most` of the points: the lowest, the highest and one non-finite point of each stretch."""
     if len(points) <= most:
         return list(points)
     stretches = max(1, (most - 2) // 3)
@@ -117,13 +117,13 @@ def decimated(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def _is_drawable(point: Point) -> bool:
-    return abs(point[0]) < _DRAWABLE and abs(point[1]) < _DRAWABLE  # false for NaN too
+    return abs(point[0]) < _MAX_DRAWABLE and abs(point[1]) < _MAX_DRAWABLE  # False for NaN
 
 
 # ------------------------------------------------------------------ the picture
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -144,21 +144,21 @@ def line_chart(
     *,
     width: int = 340,
     height: int = 150,
-    most_points: int = MOST_POINTS,
+    most_points: int = MAX_POINTS,
 ) -> str:
-    """An SVG document: a thin line for each rank and a thick one for their mean, on a transparent ground.
+    """Draw an SVG document: a thin line for each rank and a thick one for their mean, on a transparent ground.
 
     Args:
-        series: The points of each rank. One that is not finite leaves a gap.
-        mean: The points of the mean; empty for none.
-        title: What a screen reader says.
+        series: The points of each rank; a non-finite point leaves a gap.
+        mean: The points of the mean, or none.
+        title: Title for screen readers.
         width: In pixels.
         height: In pixels.
-        most_points: Of one line; see `decimated`. With many ranks each has fewer.
+        most_points: Points of one line; see `decimated`. Many ranks get fewer each.
     """
     ranks = {rank: sorted(points, key=_by_x) for rank, points in sorted(series.items()) if points}
     known = [point for points in (*ranks.values(), mean) for point in points]
-    across = _span(x for x, _ in known if abs(x) < _DRAWABLE)  # to the end, also where y is NaN by then
+    across = _span(x for x, _ in known if abs(x) < _MAX_DRAWABLE)  # to the last x, even if its y is NaN
     scale = _Scale(across, _span(y for x, y in known if _is_drawable((x, y))), width, height)
     parts = [*_axes(scale), *_rank_lines(ranks, scale, most_points)]
     if mean:
@@ -172,7 +172,7 @@ def line_chart(
 
 
 def data_uri(svg: str) -> str:
-    """The document as the source of an ``<img>``."""
+    """Return the document as the source of an ``<img>``."""
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
@@ -181,18 +181,18 @@ def _by_x(point: Point) -> float:
 
 
 def _span(values: Iterable[float]) -> tuple[float, float]:
-    """The lowest and the highest, with some room where they are the same."""
+    """Return the lowest and the highest value, widened if they are equal."""
     known = list(values) or [0.0]
     low, high = min(known), max(known)
     largest = max(abs(low), abs(high))
-    if high - low > max(1e-9 * largest, _TINY):
+    if high - low > max(1e-9 * largest, _MIN_RANGE):
         return low, high
-    room = 0.1 * largest if largest > _TINY else 0.5
+    room = 0.1 * largest if largest > _MIN_RANGE else 0.5
     return low - room, high + room
 
 
 def _rank_lines(ranks: Mapping[int, Sequence[Point]], scale: _Scale, most_points: int) -> list[str]:
-    if len(ranks) > MOST_LINES:
+    if len(ranks) > MAX_LINES:
         return [_band(ranks, scale)]
     most = max(8, most_points // max(1, len(ranks) // 4))
     return [
@@ -201,7 +201,7 @@ def _rank_lines(ranks: Mapping[int, Sequence[Point]], scale: _Scale, most_points
 
 
 def colour_of(rank: int) -> str:
-    """The colour of a rank's line."""
+    """Return the colour of a rank's line."""
     return COLOURS[rank % len(COLOURS)]
 
 
@@ -217,13 +217,13 @@ def _line(points: Sequence[Point], scale: _Scale, colour: str, width: float, mor
 
 
 def _path(points: Sequence[Point], scale: _Scale) -> str:
-    """A stroke through these points; a dot where there is one alone, as round ends make it visible."""
+    """Return a path through these points. A single point becomes a dot, because line caps are round."""
     through = points if len(points) > 1 else [*points, *points]
     return "M" + "L".join(f"{scale.across(x):.1f} {scale.down(y):.1f}" for x, y in through)
 
 
 def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80) -> str:
-    """The area between the lowest and the highest of all ranks, in columns."""
+    """Return the area between the lowest and the highest of all ranks, in columns."""
     found: dict[int, list[Point]] = {}
     for points in ranks.values():
         for x, y in filter(_is_drawable, points):
@@ -253,7 +253,7 @@ def _axes(scale: _Scale) -> list[str]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Two to five round numbers between these."""
+    """Return two to five round numbers between these."""
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.999 * rough)

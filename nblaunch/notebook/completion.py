@@ -19,22 +19,19 @@ _VALUES = {
 
 @context_matcher()
 def complete_distributed(context: Any) -> dict[str, Any]:
-    """IPython's matcher: options, and the values of those that have few."""
+    """Complete options and their values, as an IPython matcher."""
     line = context.line_with_cursor
     magic = next((name for name in ("%%distributed", "%distributed") if line.startswith(name + " ")), None)
     if magic is None or context.cursor_line > 0:
         return {"completions": []}
     words = line[: context.cursor_position].split(" ")
     before, token = words[-2], words[-1]
-    choices = _VALUES.get(before) or (ACTIONS if magic == "%distributed" else _options())
+    actions = DistributedMagics.distributed.parser._actions
+    options = tuple(option for action in actions for option in action.option_strings if option.startswith("--"))
+    choices = _VALUES.get(before) or (ACTIONS if magic == "%distributed" else options)
     fitting = [choice for choice in choices if choice.startswith(token)]
     return {
         "completions": [SimpleCompletion(choice, type="option") for choice in fitting],
         "suppress": bool(fitting),
         "matched_fragment": token,
     }
-
-
-def _options() -> tuple[str, ...]:
-    parser = DistributedMagics.distributed.parser
-    return tuple(option for action in parser._actions for option in action.option_strings if option.startswith("--"))

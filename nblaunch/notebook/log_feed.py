@@ -1,7 +1,7 @@
-"""What of the ranks' logs goes to the panel, and when: the files themselves are the backlog, so memory stays bounded.
+"""The ranks' logs on their way to the panel. The files are the backlog, so memory stays bounded.
 
-A rank's log is known by its size over time. What is sent is the oldest that has not been, of the last 10,000 lines;
-of a flood, what lies before them is left out, and read when the reader asks for it.
+The feed knows a log by its size over time. It sends the oldest unsent bytes of the last 10,000 lines. A flood skips
+earlier lines: the page requests them when the reader scrolls up.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from nblaunch.launch.output.log_files import log_path
 from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares
-from nblaunch.launch.views.view import Stream
+from nblaunch.launch.views.events import Stream
+from nblaunch.machine import timeouts
 from nblaunch.notebook.record import RankTail
+from nblaunch.wire.launch_files import rank_file
 
-LINES = 10_000
-"""Lines of each log that the panel holds; older ones are in the file."""
-_MOST_BEHIND = 2 << 20
-"""Bytes, of all logs together, that a live panel may be behind: 8 seconds at its rate."""
-_MOST_LINES_BYTES = 4 << 20
-"""Bytes in which to look for the last 10,000 lines."""
-_LOOK_FOR_LINES = 128 << 10
-_BLOCK = 64 << 10
-_OLDER = 64 << 10
-"""Bytes of one answer to a reader who scrolls up."""
-_MOST_MARKS = 4096
-_MOST_HOLES = 1000
-_APART = 0.2
-"""Seconds between two marks that are told apart in what is sent."""
-_TAIL_BYTES = 32 << 10
+MAX_LINES = 10_000
+"""Lines of each log that the panel holds; the file has the others."""
+_MAX_BACKLOG_BYTES = 2 << 20
+"""Unsent bytes of all logs together while the launch runs: 8 seconds at the panel's rate."""
+_MAX_TAIL_BYTES = 4 << 20
+"""Bytes searched for the last 10,000 lines."""
+_MIN_SKIP_BYTES = 128 << 10
+"""Logs with fewer unsent bytes skip nothing."""
+_BLOCK_BYTES = 64 << 10
+_MAX_ANSWER_BYTES = 64 << 10
+"""One answer to a reader who scrolls up."""
+_MAX_MARKS = 4096
+_MAX_HOLES = 1000
+_RECORD_TAIL_BYTES = 32 << 10
 
 
 class Chunk(NamedTuple):
@@ -43,13 +43,13 @@ class Chunk(NamedTuple):
     stream: Stream
     offset: int
     time: float
-    """When it was printed, in seconds since the launch began."""
+    """Seconds from the beginning of the launch to the print."""
     data: bytes
 
 
 @dataclass(slots=True)
 class _Log:
-    """One file, and how much of it the page has been sent."""
+    """One log file, and how much of it has been sent."""
 
     path: Path
     attempt: int
@@ -58,28 +58,28 @@ class _Log:
     size: int = 0
     sent: int = 0
     sizes: list[int] = field(default_factory=list)
-    """The sizes that it was seen with, and when."""
+    """The sizes that were observed, and their times."""
     times: list[float] = field(default_factory=list)
     holes: list[tuple[int, int]] = field(default_factory=list)
-    """What was left out on the way."""
+    """Ranges (start, end) that were skipped."""
 
     def grew(self, size: int, now: float) -> None:
-        if size < self.size:  # the user has cut it
+        if size < self.size:  # the user has truncated the file
             self.sent = 0
             for past in (self.sizes, self.times, self.holes):
                 past.clear()
         self.size = size
         self.sizes.append(size)
         self.times.append(now)
-        if len(self.sizes) > _MOST_MARKS:  # the older, the coarser
+        if len(self.sizes) > _MAX_MARKS:  # thin the older marks
             del self.sizes[-3::-2], self.times[-3::-2]
 
     def spans(self, start: int, end: int) -> Iterator[tuple[int, int, float]]:
-        """The range in parts of one time each: (from, to, time)."""
+        """Yield the range in parts of one time each: (start, end, time)."""
         at = bisect.bisect_right(self.sizes, start)
         while start < end:
             last = at
-            while last + 1 < len(self.sizes) and self.times[last + 1] - self.times[at] < _APART:
+            while last + 1 < len(self.sizes) and self.times[last + 1] - self.times[at] < timeouts.LOG_TIME_RESOLUTION_S:
                 last += 1
             stop = min(end, self.sizes[last]) if last < len(self.sizes) else end
             yield start, stop, self.times[min(at, len(self.times) - 1)]
@@ -90,28 +90,28 @@ class _Log:
             with open(self.path, "rb", buffering=0) as file:
                 file.seek(start)
                 return file.read(end - start)
-        except OSError:  # pruned, or cut by the user
+        except OSError:  # pruned, or truncated by the user
             return b""
 
     def chunks(self, most: int) -> list[Chunk]:
-        """The next to send."""
+        """Take the next unsent bytes."""
         start, end = self.sent, min(self.size, self.sent + most)
         self.sent = end
         return _chunks(self, start, end)
 
-    def leave_out(self, most: int) -> None:
-        """Go on with the last lines, where more is waiting than `most` bytes or 10,000 lines."""
-        if self.size - self.sent > min(most, _LOOK_FOR_LINES):
+    def skip(self, most: int) -> None:
+        """Skip to the last lines if more than `most` bytes or 10,000 lines are unsent."""
+        if self.size - self.sent > min(most, _MIN_SKIP_BYTES):
             begin = max(self.sent, self.line_start(self.size - most))
-            begin = self.lines_start(LINES, begin)
+            begin = self.lines_start(MAX_LINES, begin)
             if begin > self.sent:
                 self.holes.append((self.sent, begin))
                 self.sent = begin
-                del self.holes[:-_MOST_HOLES]  # those are far before the last lines
+                del self.holes[:-_MAX_HOLES]  # the oldest holes lie far before the last lines
 
     def fill(self, most: int) -> tuple[int, int] | None:
-        """The last whole lines of a hole, of those that are among the last lines; None where there is no such hole."""
-        floor = self.lines_start(LINES, max(0, self.size - _MOST_LINES_BYTES)) if self.holes else 0
+        """Return the end of the latest hole as a range of whole lines; None if no hole is among the last lines."""
+        floor = self.lines_start(MAX_LINES, max(0, self.size - _MAX_TAIL_BYTES)) if self.holes else 0
         while self.holes:
             start, end = self.holes.pop()
             if end > floor:
@@ -122,22 +122,22 @@ class _Log:
         return None
 
     def part_start(self, start: int, end: int, most: int) -> int:
-        """Where whole lines begin that end at `end`, of at most `most` bytes and not before `start`; else in a line."""
+        """Return the start of at most `most` bytes of whole lines before `end`, or of part of one long line."""
         begin = max(start, self.line_start(end - most))
         return begin if begin < end else max(start, end - most)
 
     def line_start(self, at: int) -> int:
-        """Where the first line begins that does so at `at` or after it, within a block; else `at`."""
+        """Return the start of the first line at or after `at`; `at` if a block holds none."""
         if at <= 0:
             return 0
-        found = self.read(at - 1, min(at + _BLOCK, self.size)).find(b"\n")
+        found = self.read(at - 1, min(at + _BLOCK_BYTES, self.size)).find(b"\n")
         return at + max(0, found)
 
     def lines_start(self, count: int, floor: int) -> int:
-        """Where the last `count` lines begin; `floor` if that is before it."""
+        """Return the start of the last `count` lines, at least `floor`."""
         end = self.size
         while end > floor:
-            start = max(floor, end - _BLOCK)
+            start = max(floor, end - _BLOCK_BYTES)
             block = self.read(start, end)
             found = block.count(b"\n")
             if found > count:
@@ -151,57 +151,57 @@ class _Log:
 
 
 class LogFeed:
-    """The logs of a launch, on their way to the page. Safe to use from any thread."""
+    """The logs of a launch, on their way to the page. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._logs: dict[tuple[int, int, Stream], _Log] = {}
 
     def grew(self, attempt: int, directory: Path, rank: int, stream: Stream, size: int, now: float) -> None:
-        """A log has this size now."""
+        """Note the current size of a log."""
         with self._lock:
             key = attempt, rank, stream
             log = self._logs.get(key)
             if log is None:
-                log = self._logs[key] = _Log(log_path(directory, rank, stream), *key)
+                log = self._logs[key] = _Log(rank_file(directory, rank, stream), *key)
             log.grew(size, now)
 
     @property
     def waiting(self) -> int:
-        """Bytes that have not been sent."""
+        """Unsent bytes of all logs."""
         with self._lock:
             return sum(log.size - log.sent for log in self._logs.values())
 
     @property
     def has_more(self) -> bool:
-        """Whether something has not been sent, once nothing more will come."""
+        """True if bytes or holes are unsent."""
         with self._lock:
             return any(log.size > log.sent or log.holes for log in self._logs.values())
 
     def take(self, most: int, *, is_over: bool = False) -> list[Chunk]:
-        """The next to send: of each log its fair share of `most` bytes, in the order of time.
+        """Take the next unsent bytes: a fair share of each log, in order of time.
 
         Args:
-            most: How much.
-            is_over: Nothing more will come, so the last lines may take their time.
+            most: Bytes of all logs together.
+            is_over: The launch has ended: all last lines may be sent, however long that takes.
         """
         with self._lock:
             waiting = [log for log in self._logs.values() if log.sent < log.size]
             for log in waiting:
-                log.leave_out(_MOST_LINES_BYTES if is_over else _MOST_BEHIND // len(waiting))
+                log.skip(_MAX_TAIL_BYTES if is_over else _MAX_BACKLOG_BYTES // len(waiting))
             shares = fair_shares([log.size - log.sent for log in waiting], most)
             chunks = [chunk for log, share in zip(waiting, shares, strict=True) for chunk in log.chunks(share)]
         return sorted(chunks, key=lambda chunk: chunk.time)
 
     def rewind(self) -> None:
-        """Send the last lines again: a page has lost them."""
+        """Mark the last lines as unsent: a page has lost them."""
         with self._lock:
             for log in self._logs.values():
-                log.sent = min(log.sent, log.lines_start(LINES, max(0, log.size - _MOST_LINES_BYTES)))
+                log.sent = min(log.sent, log.lines_start(MAX_LINES, max(0, log.size - _MAX_TAIL_BYTES)))
                 log.holes.clear()
 
     def fill(self, most: int) -> list[Chunk]:
-        """A part that was left out, though it is among the last lines: whole lines. Nothing where there is none."""
+        """Take whole lines that were skipped though they are among the last lines; empty if there are none."""
         with self._lock:
             for log in self._logs.values():
                 part = log.fill(most)
@@ -210,16 +210,16 @@ class LogFeed:
         return []
 
     def older(self, attempt: int, rank: int, stream: Stream, start: int, end: int) -> list[Chunk]:
-        """The last whole lines of a part of a log that has not been sent; nothing where there is no such log."""
+        """Return the last whole lines of a part of a log; empty if there is no such log."""
         with self._lock:
             log = self._logs.get((attempt, rank, stream))
         if log is None:
             return []
         end = max(0, min(end, log.size))
-        return _chunks(log, log.part_start(min(end, max(0, start)), end, _OLDER), end)
+        return _chunks(log, log.part_start(min(end, max(0, start)), end, _MAX_ANSWER_BYTES), end)
 
     def tails(self, lines: int) -> list[RankTail]:
-        """The last lines of each rank in the last attempt, out and err in the order of time, for the record."""
+        """Return the last lines of each rank in the last attempt, stdout and stderr in order of time."""
         with self._lock:
             last = max((log.attempt for log in self._logs.values()), default=0)
             logs = [log for log in self._logs.values() if log.attempt == last]
@@ -239,13 +239,13 @@ def _tail(rank: int, logs: list[_Log], count: int) -> RankTail:
     timed: list[tuple[float, str]] = []
     more = False
     for log in logs:
-        start = log.line_start(log.size - _TAIL_BYTES)
+        start = log.line_start(log.size - _RECORD_TAIL_BYTES)
         assembler = LineAssembler()
         at = 0.0
         for a, b, at in log.spans(start, log.size):
             timed += [(at, line) for line in assembler.feed(log.read(a, b))]
         timed += [(at, line) for line in assembler.finish()]
         more = more or start > 0
-    timed.sort(key=lambda line: line[0])  # stable: lines of one time stay as they were printed
+    timed.sort(key=lambda line: line[0])  # stable: lines of one time keep their order
     lines = tuple(line for _, line in timed[-count:])
     return RankTail(rank, lines, more or len(timed) > count, str(logs[0].path))

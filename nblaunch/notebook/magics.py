@@ -1,4 +1,4 @@
-"""``%%distributed``: a cell over N ranks. ``%distributed``: what runs, and stopping it."""
+"""The magics: ``%%distributed`` runs a cell on N ranks; ``%distributed`` controls launches and servers."""
 
 from __future__ import annotations
 
@@ -18,34 +18,33 @@ from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.handle import Launch, live_launches
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook.cells import make_cell, names_used
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Payload
 
 ACTIONS = ("free", "preload", "stacks", "status", "stop")
-_LOOK_UP_EVERY = 0.5
-"""Seconds: Python does not see an interrupt that comes as it begins to wait, until the wait is over."""
 _OPTIONS = {"metric_patterns": "metric"}
-"""Arguments of the launcher that are an option of another name."""
+"""Arguments of the launcher whose option has another name."""
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
 _METRIC = re.compile(rf"(?<!\S)(--me[a-z]*)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
-"""The option, or a beginning of it, and its pattern: quoted as for a shell, but with each backslash as it is."""
+"""The option or an abbreviation, and its pattern: quoted as in a shell, with backslashes kept."""
 _NO_FRAME = 1 << 20
-"""So far up there is no frame: names are looked up in the notebook, and not in our functions."""
+"""Deeper than any stack: IPython then looks names up in the notebook, not in our frames."""
 
 
 @magics_class
 class DistributedMagics(Magics):
-    """Parses and delegates; the launcher does the work."""
+    """Parses the magics' lines, and delegates to the launcher."""
 
     @magic_arguments()
     @argument(
         "action",
         nargs="?",
-        help="without a cell: status (live launches, the fork server), stacks (what each rank is doing now), stop "
-        "(all launches), free (what is kept of the last launches' data, so that it need not be copied again) or "
-        "preload (import the modules that follow ahead of later launches)",
+        help="without a cell: status (live launches, the fork server), stacks (of all ranks), stop (all launches), "
+        "free (data of earlier launches, cached for the next ones) or preload (import the modules that follow ahead "
+        "of later launches)",
     )
     @argument("modules", nargs="*", help="of preload: names of modules, as in torchvision.transforms")
     @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU, without GPUs 2")
@@ -65,12 +64,23 @@ class DistributedMagics(Magics):
     @argument(
         "--backend", help=f"of the process group, one of {', '.join(BACKENDS)}; default: gloo on the CPU, nccl on GPUs"
     )
-    @argument("--start-method", help=f"one of {', '.join(START_METHODS)}; default auto: forkserver on Linux")
-    @argument("--threads-per-rank", type=int, help="CPU threads of each rank; default: usable CPUs divided by ranks")
+    @argument(
+        "--start-method",
+        help=f"one of {', '.join(START_METHODS)}; default auto: forkserver on Linux, spawn elsewhere; fork copies the "
+        "kernel, which can hang",
+    )
+    @argument(
+        "--threads-per-rank",
+        type=int,
+        help="CPU threads of each rank; default: your OMP_NUM_THREADS, else usable CPUs divided by ranks",
+    )
     @argument("--max-restarts", type=int, help="start all ranks again after a failure, this many times; default 0")
     @argument("--timeout", type=float, help="seconds that the launch may take; default: no limit")
     @argument("--stop-grace", type=float, help="seconds that interrupted ranks have for checkpoints; default 30")
-    @argument("--view", help="auto, text or none; default auto")
+    @argument(
+        "--view",
+        help="auto (the panel, or text where no page can show it), text or none; default: NBLAUNCH_VIEW, else auto",
+    )
     @argument(
         "--preload",
         action="append",
@@ -83,7 +93,8 @@ class DistributedMagics(Magics):
         dest="metric_patterns",
         metavar="PATTERN",
         help=r"read metrics out of printed lines, as in 'Accuracy: (?P<accuracy>[\d.]+)': a regular expression whose "
-        "named groups hold numbers (a group named step: the step); may be given several times",
+        "named groups hold numbers (a group named step: the step); each line's first 8 KB are searched, in the "
+        "notebook's process; may be given several times",
     )
     @line_cell_magic
     @no_var_expand
@@ -92,7 +103,7 @@ class DistributedMagics(Magics):
         """Run the cell on every rank, with the notebook's names in scope.
 
         The names rank, world_size, local_rank and device are defined in each rank, and the default process group
-        is ready. Names that the cell assigns stay in the ranks: bring values back as the cell's last expression.
+        is ready. Names that the cell assigns stay in the ranks: return values with the cell's last expression.
         Rank 0's value is displayed; -o binds every rank's.
 
             %%distributed -n 2 -o sums
@@ -115,10 +126,10 @@ class DistributedMagics(Magics):
         return self._run(cell, arguments)
 
     def _run(self, body: str, arguments: dict[str, Any]) -> Any:
-        __tracebackhide__ = True  # IPython leaves this frame out
+        __tracebackhide__ = True  # IPython omits this frame
         output, background = arguments.pop("output"), arguments.pop("background")
         if output is not None and not (output.isidentifier() and not keyword.iskeyword(output)):
-            raise UsageError(f"-o {output}: must be a name that Python allows")
+            raise UsageError(f"-o {output}: must be a valid Python name")
         ranks = _ranks(arguments.pop("ranks"))
         view = arguments.pop("view") or "auto"
         chosen = {name: value for name, value in arguments.items() if value is not None}
@@ -133,7 +144,7 @@ class DistributedMagics(Magics):
         return None if background else result[ranks[0] if ranks else 0]
 
     def _expand(self, text: str) -> str:
-        """IPython's replacing of ``$name`` and ``{name}``, which would take the ``{2}`` of a pattern for its own."""
+        """Expand ``$name`` and ``{name}`` as IPython does. Not for patterns: they contain ``{2}``."""
         assert self.shell is not None
         return str(self.shell.var_expand(text, depth=_NO_FRAME))
 
@@ -143,14 +154,14 @@ class DistributedMagics(Magics):
         return names
 
     def _prepare(self, body: str, ranks: tuple[int, ...] | None, view: str, chosen: dict[str, Any]) -> Launch:
-        __tracebackhide__ = True  # IPython leaves this frame out
+        __tracebackhide__ = True  # IPython omits this frame
         api.refuse_nested()
         cell = make_cell(self.shell, body, ranks)
         used = names_used(cell, self._names())
 
         def gather(world_size: int) -> Payload:
-            if ranks is not None:
-                _check_ranks(ranks, world_size)
+            if ranks is not None and not set(ranks) <= set(range(world_size)):
+                raise UsageError(f"--ranks {','.join(map(str, ranks))}: the ranks are 0 to {world_size - 1}")
             return payloads.for_cell(cell, used)
 
         try:
@@ -160,19 +171,16 @@ class DistributedMagics(Magics):
 
 
 def _words(line: str, expand: Callable[[str], str]) -> list[str]:
-    """The words of the magic's line: patterns as they were typed, the rest expanded."""
+    """Return the words of the magic's line: patterns as typed, the rest expanded."""
     first, *parts = _METRIC.split(line)
     try:
         words = arg_split(expand(first))
         for option, pattern, rest in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-            words += [f"{option}={_unquoted(pattern)}", *arg_split(expand(rest))]
+            unquoted = "".join(part[1:-1] if part[0] in "'\"" else part for part in re.findall(_QUOTED, pattern))
+            words += [f"{option}={unquoted}", *arg_split(expand(rest))]
     except ValueError:
-        raise UsageError(f"%%distributed {line}: a quote is not closed") from None
+        raise UsageError(f"%%distributed {line}: unclosed quote") from None
     return words
-
-
-def _unquoted(text: str) -> str:
-    return "".join(part[1:-1] if part[0] in "'\"" else part for part in re.findall(_QUOTED, text))
 
 
 def _ranks(text: str | None) -> tuple[int, ...] | None:
@@ -181,21 +189,16 @@ def _ranks(text: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--ranks {text}: must be numbers with commas between, as in --ranks 0,2") from None
-
-
-def _check_ranks(ranks: tuple[int, ...], world_size: int) -> None:
-    if not set(ranks) <= set(range(world_size)):
-        raise UsageError(f"--ranks {','.join(map(str, ranks))}: the ranks are 0 to {world_size - 1}")
+        raise UsageError(f"--ranks {text}: must be comma-separated numbers, as in --ranks 0,2") from None
 
 
 def _as_option(message: str) -> str:
-    """``num_processes=0: …`` as the magic's user wrote it: ``--num-processes 0: …``."""
+    """Rewrite ``num_processes=0: …`` as the magic's option: ``--num-processes 0: …``."""
     name, equals, rest = message.partition("=")
     if not equals or not name.isidentifier():
         return message
     if name == "metric_patterns":
-        rest = rest.replace(r"\\", "\\")  # in a cell nobody doubles a backslash
+        rest = rest.replace(r"\\", "\\")  # cells do not double backslashes
     return f"{_option(name)} {rest}"
 
 
@@ -205,19 +208,22 @@ def _option(name: str) -> str:
 
 def _act(action: str | None, modules: Sequence[str], options: Iterable[str]) -> None:
     for name in options:
-        raise UsageError(f"{_option(name)}: options are for a cell, under %%distributed")
+        raise UsageError(f"{_option(name)}: options need a cell: write them after %%distributed")
     if (action == "preload") != bool(modules):
         raise UsageError("%distributed preload NAME ...: names of modules, as in torchvision.transforms")
     if action == "preload":
-        _preload(modules)
+        try:
+            api.preload(modules)
+        except ArgumentError as error:
+            raise UsageError(f"%distributed {str(error).replace('=', ' ', 1)}") from None
     elif action == "stop":
         _stop_all()
     elif action == "status":
-        _tell_status()
+        _show_status()
     elif action == "stacks":
-        _tell_stacks()
+        _show_stacks()
     elif action == "free":
-        _free()
+        _show(f"freed {in_words(sent_data_cache.free())}")
     else:
         raise UsageError(
             f"%distributed {action or ''}: write %distributed status, %distributed stacks, %distributed stop, "
@@ -225,54 +231,41 @@ def _act(action: str | None, modules: Sequence[str], options: Iterable[str]) -> 
         )
 
 
-def _preload(modules: Sequence[str]) -> None:
-    try:
-        api.preload(modules)
-    except ArgumentError as error:
-        raise UsageError(f"%distributed {str(error).replace('=', ' ', 1)}") from None
-
-
-def _tell_status() -> None:
-    from IPython.display import display
-
-    kept = f"kept for the next launch: {in_words(sent_data_cache.size)} of what the last ones have sent"
+def _show_status() -> None:
+    kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
     lines = [*map(repr, live_launches()), *servers.status(), *([kept] if sent_data_cache.size else [])]
-    display({"text/plain": "\n".join(lines)}, raw=True)
+    _show("\n".join(lines))
 
 
-def _tell_stacks() -> None:
-    from IPython.display import display
-
+def _show_stacks() -> None:
     lines = []
     for launch in live_launches():
         lines.append(repr(launch))
         for rank, text in launch.stacks().items():
             lines += ["", f"rank {rank}", *(f"  {line}".rstrip() for line in text.splitlines())]
-    display({"text/plain": "\n".join(lines or ["no launch is running"])}, raw=True)
-
-
-def _free() -> None:
-    from IPython.display import display
-
-    display({"text/plain": f"freed {in_words(sent_data_cache.free())}"}, raw=True)
+    _show("\n".join(lines or ["no launch is running"]))
 
 
 def _stop_all() -> None:
-    from IPython.display import display
-
     launches = live_launches()
     for launch in launches:
         launch.stop()
     try:
         _wait_for(launches)
-    except KeyboardInterrupt:  # the second wish to end them
+    except KeyboardInterrupt:  # the second interrupt
         for launch in launches:
             launch.kill()
         _wait_for(launches)
-    display({"text/plain": f"stopped {len(launches)} launch{'' if len(launches) == 1 else 'es'}"}, raw=True)
+    _show(f"stopped {len(launches)} launch{'' if len(launches) == 1 else 'es'}")
 
 
 def _wait_for(launches: list[Launch]) -> None:
     for launch in launches:
-        while not launch.wait(_LOOK_UP_EVERY):
+        while not launch.wait(timeouts.SIGNAL_CHECK_INTERVAL_S):
             pass
+
+
+def _show(text: str) -> None:
+    from IPython.display import display
+
+    display({"text/plain": text}, raw=True)

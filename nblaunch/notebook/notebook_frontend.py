@@ -1,4 +1,4 @@
-"""What a launch asks of the notebook that it is called from."""
+"""The frontend of a launch in an IPython shell."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from ipykernel.iostream import OutStream
 from nblaunch.engines.generations import servers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch.frontend import view_choice, wait_in_steps
+from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
-from nblaunch.launch.views.view import NullView, View
+from nblaunch.machine import timeouts
 from nblaunch.notebook.panel import PanelView
 from nblaunch.notebook.shell_channel import ShellChannel
 
-_SERVE_EVERY_S = 0.1
 
-
-class NotebookHost:
-    """The host of launches inside an IPython shell, with a kernel or in a terminal."""
+class NotebookFrontend:
+    """An IPython shell, with a kernel or in a terminal."""
 
     def __init__(self, shell: Any) -> None:
         self.shell = shell
@@ -33,7 +32,7 @@ class NotebookHost:
         self._channel = ShellChannel(getattr(shell, "kernel", None))
 
     def view(self, choice: str) -> View:
-        """The one place that chooses what shows a launch."""
+        """Return a panel, text or nothing, by `choice` and what the notebook can show."""
         wanted = view_choice(choice)
         if wanted == "none":
             return NullView()
@@ -43,29 +42,29 @@ class NotebookHost:
         return TextView(plain_writer(), is_terminal=terminal, status=terminal)
 
     def cell_label(self, filename: str) -> str:
-        """``Cell In[3]`` for the file name of a cell's code."""
+        """Return ``Cell In[3]`` for the file name of a cell's code."""
         name = getattr(self.shell.compile, "format_code_name", lambda filename: None)(filename)
         return " ".join(name) if name else ""
 
     def cuda_cell(self) -> str:
-        """``cell [7]``, if that started CUDA in the notebook."""
+        """Return the cell that initialized CUDA, such as ``cell [7]``; empty if none did."""
         return self._cuda_cell
 
     def notebook_names(self) -> dict[str, Any] | None:
-        """The dict that is the globals of every cell."""
+        """Return the globals of every cell."""
         names: dict[str, Any] = self.shell.user_ns
         return names
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
-        """Wait until this is set; a page that is reloaded meanwhile gets its panels back, if a cell is what waits."""
+        """Wait for `over`. In a cell, answer pages that reload meanwhile, so that they get their panels back."""
         if threading.current_thread() is not threading.main_thread():
             return over.wait(timeout)
         with self._channel.answered(over):
-            return wait_in_steps(over, timeout, _SERVE_EVERY_S, self._channel.serve)
+            return wait_in_steps(over, timeout, timeouts.SHELL_SERVE_INTERVAL_S, self._channel.serve)
 
     def after_cell(self, result: Any) -> None:
-        """IPython's hook: notice which cell started CUDA in the notebook, and whether it has installed something."""
-        with contextlib.suppress(StartError):  # the next launch tries again, and says so
+        """Run after each cell: refresh the fork server, and note the cell that initialized CUDA."""
+        with contextlib.suppress(StartError):  # the next launch retries and reports it
             servers.refresh()
         torch = sys.modules.get("torch")
         if not self._cuda_cell and torch is not None and torch.cuda.is_initialized():
@@ -73,30 +72,30 @@ class NotebookHost:
 
 
 _widget_problem = ""
-"""Why the widget cannot be made; empty as far as is known."""
+"""Why the widget cannot be imported; empty if no import has failed."""
 
 
 def can_show_panels() -> bool:
-    """Whether the cell's output goes to a page, and not to ``%%capture``, and the widget can be made."""
+    """Return True if the cell's output goes to a page, not to ``%%capture``, and the widget can be imported."""
     has_page = isinstance(sys.stdout, OutStream)
     return has_page and not _widget_problem and importlib.util.find_spec("anywidget") is not None
 
 
 def import_widget() -> None:
-    """Import the widget ahead of the first panel. Where that fails, launches are shown as text."""
+    """Import the widget ahead of the first panel. If that fails, launches are shown as text."""
     global _widget_problem
     try:
         importlib.import_module("nblaunch.notebook.widget")
-    except Exception as error:  # noqa: BLE001  # an installation of another's that is broken
+    except Exception as error:  # noqa: BLE001  # a broken installation may raise anything
         _widget_problem = f"{type(error).__name__}: {error}"
-        warn(f"launches are shown as text, as anywidget cannot be imported: {_widget_problem}")
+        warn(f"anywidget cannot be imported ({_widget_problem}): launches are shown as text")
 
 
 def _cell_writer() -> Callable[[str, Literal["out", "err"]], None]:
-    """Write to the cell that is running now, also later and from other threads.
+    """Return a `write` that writes to the current cell, also later and from other threads.
 
-    ipykernel sends what a thread prints to the latest cell; so the message is sent here, with this cell as its
-    parent. Where something else stands in for stdout (``%%capture``), that gets the text.
+    ipykernel sends the output of a thread to the latest cell, so send the message directly, with this cell as its
+    parent. A replacement of stdout (``%%capture``) gets the text itself.
     """
     streams = {"out": sys.stdout, "err": sys.stderr}
     parents = {name: getattr(stream, "parent_header", None) for name, stream in streams.items()}

@@ -1,18 +1,10 @@
-"""The panel: a launch shown live under its cell, by a widget; and its record, which stays when the launch has ended.
+"""The panel: the live widget of a launch under its cell, replaced by its record when the launch ends.
 
-The supervisor's calls only note what has changed. A thread of the panel's own sends it: at most ten messages and
-256 KB a second, whatever the ranks print, also after the launch has ended, until the page has the logs' last lines.
+The supervisor's events only update the state. A thread of the panel sends the changes to the page: at most ten
+messages and 256 KB a second, also after the launch has ended, until the page has the last lines of the logs.
 
-Messages to the page (`nblaunch/notebook/static/panel.js` is what reads them) have a ``kind`` and a number ``seq``:
-
-* ``delta``: the parts of `PanelState` that have changed, and ``logs``: for each part of a log its attempt ``a``, rank
-  ``r``, stream ``s``, offset ``o``, length ``n`` and time ``t``; its bytes follow in the buffer, one after the other.
-* ``snapshot``: all parts; ``rewound`` where the logs' last lines follow as deltas.
-
-and without a number ``older`` (an earlier part of a log, as it was asked for) and ``ack`` (a click was heard).
-
-The page sends ``stop``, ``kill``, ``stacks``, ``resync`` (it has missed messages) and ``older``. They come
-in whatever thread the kernel has for them, at once or when the cell is over; nothing here ever waits for one.
+`nblaunch.notebook.page_messages` defines the messages. Those from the page arrive in any thread of the kernel, at once
+or after the cell; the panel never waits for one.
 """
 
 from __future__ import annotations
@@ -25,36 +17,63 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch.launch.output.log_files import LaunchFiles
-from nblaunch.launch.views.view import Controls, LaunchInfo, LogPiece, NullView, Outcome, RankStatus, Stream
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import (
+    Begun,
+    Controls,
+    Countdown,
+    Ended,
+    Event,
+    LaunchInfo,
+    LogPiece,
+    Logs,
+    Note,
+    Outcome,
+    RanksChanged,
+    Reports,
+    StacksShown,
+    Started,
+)
+from nblaunch.machine import timeouts
 from nblaunch.machine.usage import Sampler
 from nblaunch.notebook.cell_display import CellDisplay
 from nblaunch.notebook.log_feed import Chunk, LogFeed
+from nblaunch.notebook.page_messages import (
+    Acknowledged,
+    Delta,
+    LogPart,
+    OlderLines,
+    OlderRequest,
+    PanelInfo,
+    Request,
+    Resync,
+    Snapshot,
+    Span,
+    from_content,
+    to_content,
+)
 from nblaunch.notebook.panel_state import PanelState, thinned
-from nblaunch.notebook.record import Record, as_html, as_text
+from nblaunch.notebook.record import Record
+from nblaunch.notebook.record_html import as_html
+from nblaunch.notebook.record_text import as_text
 
 _log = logging.getLogger(__name__)
-_SHOW_AFTER = 0.1
-"""Seconds: a launch that is over before shows its record alone, if that says all."""
-_EVERY = 0.125
-"""Seconds between two messages: with those of its display they stay below ten a second."""
-_RATE = 200 << 10
-"""Bytes a second: with the record, which may be some more at the end, below 256 KB."""
-_MOST_AT_ONCE = int(_RATE * _EVERY)
-_LEAST_OF_LOGS = 2 << 10
-_SAMPLE_EVERY = 1.0
-_SIGN_OF_LIFE_EVERY = 2.0
-"""Seconds: a page interrupts the kernel for a click that is not heard, but only while it knows its launch to run."""
+_MAX_BYTES_PER_S = 200 << 10
+"""With the record, which may follow at the end, the panel stays below 256 KB a second."""
+_MIN_LOG_BYTES = 2 << 10
+_MAX_SHORT_LOG_BYTES = 1000
+"""A short launch with a longer log gets a panel."""
 _RECORD_POINTS = 300
-"""Points of a series in the record's charts."""
+"""Points of one series in the record's charts."""
 _TAIL_LINES = 20
-_MOST_PANELS = 20
-"""Panels that stay live after their launch has ended; of older ones the record is left."""
+_MAX_ENDED_PANELS = 20
+"""Ended launches whose panels stay live; older ones keep only their record."""
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
-class PanelView(NullView):
-    """Shows a launch by a widget, and ends as its record. Made in the thread that launches.
+class PanelView(View):
+    """Shows a launch with a widget, and finally with its record. Construct it in the launching thread.
 
     Args:
         shell: The notebook's shell.
@@ -66,86 +85,92 @@ class PanelView(NullView):
         self._display = CellDisplay(shell)
         self._feed = LogFeed()
         self._lock = threading.RLock()
-        """Held while the state or what is displayed changes; never while something is waited for."""
+        """Guards the state and the display. Never held during a wait."""
         self._state = PanelState(0)
         self._info: LaunchInfo | None = None
         self._files: list[LaunchFiles | None] = []
-        """Those of every attempt, which the page may ask for."""
+        """The files of every attempt: the page may request any of them."""
         self._controls: Controls | None = None
         self._blocking = False
         self._begun = time.monotonic()
         self._over = threading.Event()
         self._ended_at = 0.0
         self._widget: Any = None
-        self._is_missed = False
+        self._needs_snapshot = False
         """A page has missed messages."""
-        self._is_rewound = False
-        """And all lines of the logs: the last of them follow the snapshot."""
+        self._needs_rewind = False
+        """A page has no lines: the last lines of the logs must follow the snapshot."""
         self._sender: threading.Thread | None = None
-        self._credit = float(_MOST_AT_ONCE)
-        self._told_at = 0.0
+        self._credit = _bytes_per_message()
+        self._sent_at = 0.0
         self._is_retired = False
 
     # -------------------------------------------------------------- from the launch
-    def begun(self, controls: Controls, blocking: bool) -> None:
-        self._controls = controls
-        self._blocking = blocking and threading.current_thread() is threading.main_thread()
-        self._begun = time.monotonic()
+    def on(self, event: Event) -> None:
+        match event:
+            case Begun(controls, blocking):
+                self._controls = controls
+                self._blocking = blocking and threading.current_thread() is threading.main_thread()
+                self._begun = time.monotonic()
+            case Started(info):
+                self._start(info)
+            case Logs(pieces):
+                self._add_logs(pieces)
+            case Ended(outcome):
+                self._end(outcome)
+            case _:
+                with self._lock:
+                    self._update(event)
 
-    def started(self, info: LaunchInfo) -> None:
+    def _start(self, info: LaunchInfo) -> None:
         with self._lock:
             if self._info is None:
                 self._state = PanelState(info.world_size)
             self._info = info
             self._files.append(info.files)
-            self._state.started(info)
+            self._state.start(info)
             self._send_in_background()
 
-    def ranks(self, changed: Sequence[RankStatus]) -> None:
-        with self._lock:
-            self._state.ranks_stand(changed)
-
-    def logs(self, pieces: Sequence[LogPiece]) -> None:
+    def _add_logs(self, pieces: Sequence[LogPiece]) -> None:
         assert self._info is not None
         now = self._now()
         for log in pieces:
             self._feed.grew(self._info.attempt, self._info.log_dir, log.rank, log.stream, log.end, now)
 
-    def reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
-        with self._lock:
-            self._state.reported(rank, records)
+    def _update(self, event: Event) -> None:
+        match event:
+            case RanksChanged(ranks):
+                self._state.set_ranks(ranks)
+            case Reports(rank, records):
+                self._state.add_reports(rank, records)
+            case Note(text):
+                self._state.add_note(self._now(), text)
+            case Countdown(text):
+                self._state.set_countdown(text)
+            case StacksShown(texts):
+                self._state.set_stacks(self._now(), texts)
 
-    def note(self, text: str) -> None:
+    def _end(self, outcome: Outcome) -> None:
         with self._lock:
-            self._state.noted(self._now(), text)
-
-    def countdown(self, text: str) -> None:
-        with self._lock:
-            self._state.counts_down(text)
-
-    def stacks(self, texts: Mapping[int, str]) -> None:
-        with self._lock:
-            self._state.stacks_are(self._now(), texts)
-
-    def finished(self, outcome: Outcome) -> None:
-        with self._lock:
-            self._controls = None  # the launch has the result and the error, which are not the panel's to keep
-            self._state.ended(outcome)
+            self._controls = None  # drop the launch: it holds the result and the error
+            self._state.end(outcome)
             self._ended_at = time.time()
             self._over.set()
             self._show()
-        _keep(self)
+        _ended.append(self)
+        while len(_ended) > _MAX_ENDED_PANELS:
+            _ended.popleft().retire()
 
     def _now(self) -> float:
         return round(time.monotonic() - self._begun, 2)
 
-    # -------------------------------------------------------------- what is displayed
+    # -------------------------------------------------------------- the display
     def _show(self) -> None:
-        """Display how the launch stands; the lock is held.
+        """Display the current state. Requires the lock.
 
-        While it runs the widget is displayed. When it has ended its record is, alone: a notebook that is saved and
-        opened with another kernel would find no widget. In a page that has the widget, the panel's script puts the
-        live panel in the record's place.
+        The widget is displayed only while the launch runs. Afterwards the record stands alone, because a saved
+        notebook that is opened with another kernel has no widget. In a page that has the widget, the panel's script
+        puts the live panel in the record's place.
         """
         record = self._record()
         bundle: dict[str, Any] = {"text/plain": as_text(record), "text/html": as_html(record)}
@@ -157,9 +182,9 @@ class PanelView(NullView):
         state, info = self._state, self._info
         return Record(
             name=info.name if info else "the launch",
-            state=state.state["name"] if self._over.is_set() else "running",
-            seconds=state.state["seconds"] or self._now(),
-            message=state.state["message"],
+            state=state.state.name if self._over.is_set() else "running",
+            seconds=state.state.seconds or self._now(),
+            message=state.state.message,
             world_size=info.world_size if info else 0,
             device=info.device if info else "",
             ended_at=self._ended_at,
@@ -168,31 +193,31 @@ class PanelView(NullView):
                 for name, ranks in state.series.items()
             },
             tails=self._feed.tails(_TAIL_LINES) if self._over.is_set() else [],
-            notes=[text for _, text in state.notes],
+            notes=[note.text for note in state.notes],
             failure=state.failure,
             log_dir=str(info.log_dir) if info else "",
             launch_id=info.launch_id if info else "",
         )
 
-    def _says_all(self) -> bool:
-        """Whether the record holds all that a panel could show."""
-        is_long = self._feed.waiting > 1000 or any(tail.more for tail in self._feed.tails(_TAIL_LINES))
+    def _record_suffices(self) -> bool:
+        """Return True if the record shows everything that a panel could."""
+        is_long = self._feed.waiting > _MAX_SHORT_LOG_BYTES or any(tail.more for tail in self._feed.tails(_TAIL_LINES))
         return not (self._state.series or is_long)
 
     def _open(self) -> None:
-        """Make the widget, in the panel's thread: it takes a moment, the first time most of all."""
+        """Construct the widget, in the panel's thread: the first import of anywidget is slow."""
         from nblaunch.notebook.widget import PanelWidget
 
         assert self._info is not None
-        info = {
-            "launch": self._info.launch_id,
-            "name": self._info.name,
-            "world": self._info.world_size,
-            "device": self._info.device,
-            "method": self._info.start_method,
-            "blocking": self._blocking,
-        }
-        widget = PanelWidget(info, self._heard)
+        info = PanelInfo(
+            launch=self._info.launch_id,
+            name=self._info.name,
+            world_size=self._info.world_size,
+            device=self._info.device,
+            start_method=self._info.start_method,
+            blocking=self._blocking,
+        )
+        widget = PanelWidget(info, self._receive)
         with self._lock:
             self._widget = widget
             if not self._over.is_set():
@@ -202,7 +227,7 @@ class PanelView(NullView):
             self.retire()
 
     def retire(self) -> None:
-        """Let the widget go; the record stays."""
+        """Close the widget; the record stays."""
         with self._lock:
             self._is_retired = True
             widget, self._widget = self._widget, None
@@ -213,7 +238,7 @@ class PanelView(NullView):
 
     # -------------------------------------------------------------- to the page
     def _send_in_background(self) -> None:
-        """Have a thread send until there is nothing left; the lock is held."""
+        """Start the sender thread unless it runs. Requires the lock."""
         if self._sender is None:
             self._sender = threading.Thread(target=self._send_all, name="nblaunch-panel", daemon=True)
             self._sender.start()
@@ -221,15 +246,15 @@ class PanelView(NullView):
     def _send_all(self) -> None:
         try:
             self._display.in_its_context(self._send_until_over)
-        except Exception:  # noqa: BLE001  # whatever widgets raise; the launch goes on
-            _log.exception("the panel of %s shows no more; its logs and result are safe", self._record().name)
+        except Exception:  # noqa: BLE001  # widgets may raise anything; the launch continues
+            _log.exception("the panel of %s stopped; its logs and result are safe", self._record().name)
             with self._lock:
                 self._sender = None
 
     def _send_until_over(self) -> None:
         if self._widget is None:
-            self._over.wait(_SHOW_AFTER)
-            if not (self._over.is_set() and self._says_all()):
+            self._over.wait(timeouts.PANEL_SHOW_DELAY_S)
+            if not (self._over.is_set() and self._record_suffices()):
                 self._open()
         assert self._info is not None
         sampler = Sampler(self._info.device, self._info.env)
@@ -237,17 +262,17 @@ class PanelView(NullView):
             pause, due = threading.Event(), 0.0
             while self._has_more():
                 if time.monotonic() >= due and not self._over.is_set():
-                    due = time.monotonic() + _SAMPLE_EVERY
+                    due = time.monotonic() + timeouts.RESOURCE_SAMPLE_INTERVAL_S
                     self._sample(sampler)
                 self._send()
-                pause.wait(_EVERY) if self._over.is_set() else self._over.wait(_EVERY)
+                (pause if self._over.is_set() else self._over).wait(timeouts.PANEL_SEND_INTERVAL_S)
         finally:
             sampler.close()
 
     def _has_more(self) -> bool:
-        """Whether to go on sending; if not, the thread counts as ended from here on."""
+        """Return True if the sender must continue; False ends its thread."""
         with self._lock:
-            over = self._over.is_set() and not (self._state.is_changed or self._feed.has_more or self._is_missed)
+            over = self._over.is_set() and not (self._state.is_changed or self._feed.has_more or self._needs_snapshot)
             if self._widget is None or over:
                 self._sender = None
                 return False
@@ -258,120 +283,107 @@ class PanelView(NullView):
             pids = dict(self._state.pids)
         usages = sampler.sample(pids)
         with self._lock:
-            self._state.used(usages)
+            self._state.set_resources(usages)
 
     def _send(self) -> None:
-        """One message, if there is something to say and its time has come."""
-        self._credit = min(float(_MOST_AT_ONCE), self._credit + _MOST_AT_ONCE)
+        """Send at most one message, if the rate limit allows it."""
+        self._credit = min(_bytes_per_message(), self._credit + _bytes_per_message())
         if self._credit <= 0:
             return
         with self._lock:
             widget, is_over = self._widget, self._over.is_set()
-            kind = "snapshot" if self._is_missed else "delta"
-            parts = self._state.snapshot() if self._is_missed else self._state.delta()
-            if self._is_rewound:
-                self._feed.rewind()  # now: no message between may have some of the lines already
-                parts["rewound"] = True
-            self._is_missed = self._is_rewound = False
+            snapshot = None
+            if self._needs_snapshot:
+                snapshot = Snapshot(now=self._now(), changes=self._state.snapshot(), rewound=self._needs_rewind)
+                if self._needs_rewind:
+                    self._feed.rewind()  # under the lock: no message in between may carry the same lines
+                self._needs_snapshot = self._needs_rewind = False
+            changes = self._state.delta() if snapshot is None else None
         if widget is None:
             return
-        chunks: list[Chunk] = []
-        if kind == "delta":
-            size = len(json.dumps(parts))
-            chunks = self._feed.take(max(_LEAST_OF_LOGS, int(self._credit) - size), is_over=is_over)
-        is_quiet = not is_over and time.monotonic() - self._told_at > _SIGN_OF_LIFE_EVERY
-        if parts or chunks or is_quiet:
-            content = {"kind": kind, "now": self._now(), **parts}
-            if chunks:
-                content["logs"] = [_place(chunk) for chunk in chunks]
-            self._tell(widget, content, chunks)
+        if snapshot is not None:
+            self._tell(widget, snapshot)
+            return
+        delta = Delta(now=self._now(), changes=changes)
+        size = len(json.dumps(to_content(delta)))
+        chunks = self._feed.take(max(_MIN_LOG_BYTES, int(self._credit) - size), is_over=is_over)
+        needs_heartbeat = not is_over and time.monotonic() - self._sent_at > timeouts.PANEL_HEARTBEAT_INTERVAL_S
+        if changes or chunks or needs_heartbeat:
+            parts = [
+                LogPart(chunk.attempt, chunk.rank, chunk.stream, chunk.offset, len(chunk.data), chunk.time)
+                for chunk in chunks
+            ]
+            self._tell(widget, Delta(now=delta.now, changes=changes, logs=parts or None), _joined(chunks))
         elif is_over:
             self._fill(widget)
 
-    def _tell(self, widget: Any, content: dict[str, Any], chunks: Sequence[Chunk]) -> None:
-        data = b"".join(chunk.data for chunk in chunks)
-        self._told_at = time.monotonic()
-        self._credit -= len(json.dumps(content)) + len(data)
-        widget.tell(content, data)
+    def _tell(self, widget: Any, message: Delta | Snapshot, data: bytes = b"") -> None:
+        self._sent_at = time.monotonic()
+        self._credit -= widget.tell(message, data)
 
     def _fill(self, widget: Any) -> None:
-        """Send lines that were left out of a flood, though they are among the last."""
+        """Send recent lines that were skipped during a flood."""
         chunks = self._feed.fill(int(self._credit))
         if chunks:
             self._credit -= sum(len(chunk.data) for chunk in chunks)
             _send_older(widget, None, chunks)
 
     # -------------------------------------------------------------- from the page
-    def _heard(self, content: Mapping[str, Any]) -> None:
-        """A message from the page, in any thread. What it asks is noted, or answered from what is there."""
-        kind = content.get("kind")
-        if kind == "resync":
-            with self._lock:
-                self._is_missed = True
-                self._is_rewound |= not content.get("have")
-                self._send_in_background()
-        elif kind == "older":
-            self._answer(content)
-        elif kind in ("stop", "kill", "stacks"):
-            self._obey(kind, content.get("launch"))
+    def _receive(self, content: Mapping[str, Any]) -> None:
+        """Handle a message from the page, in any thread, without waiting."""
+        match from_content(content):
+            case Resync(has_lines=has_lines):
+                with self._lock:
+                    self._needs_snapshot = True
+                    self._needs_rewind |= not has_lines
+                    self._send_in_background()
+            case OlderRequest() as request:
+                self._answer(request)
+            case Request() as request:
+                self._obey(request)
 
-    def _obey(self, kind: str, launch: Any) -> None:
+    def _obey(self, request: Request) -> None:
         controls, info, widget = self._controls, self._info, self._widget
-        if info is None or widget is None or launch != info.launch_id:
+        if info is None or widget is None or request.launch != info.launch_id:
             return  # another launch's panel
         done = controls is None or controls.done
         if controls is not None and not done:
-            {"stop": controls.stop, "kill": controls.kill, "stacks": controls.ask_stacks}[kind]()
-        if kind != "stacks":
-            widget.send({"kind": "ack", "what": "done" if done else kind, "launch": launch})
+            {"stop": controls.stop, "kill": controls.kill, "stacks": controls.ask_stacks}[request.kind]()
+        if request.kind != "stacks":
+            action = "done" if done else request.kind
+            widget.send(to_content(Acknowledged(action=action, launch=request.launch)))
 
-    def _answer(self, content: Mapping[str, Any]) -> None:
-        """Send an earlier part of a log."""
-        try:
-            wanted = [int(content[key]) for key in ("a", "r", "from", "to")]
-        except (KeyError, TypeError, ValueError):
-            return  # not our page's
-        attempt, rank, start, end = wanted
-        stream: Stream = "err" if content.get("s") == "err" else "out"
-        chunks = self._feed.older(attempt, rank, stream, start, end)
+    def _answer(self, request: OlderRequest) -> None:
+        place = request.attempt, request.rank, request.stream
+        chunks = self._feed.older(*place, request.start, request.end)
         with self._lock:
             widget = self._widget
         if widget is not None:
-            _send_older(widget, content.get("id"), chunks or [Chunk(attempt, rank, stream, start, 0.0, b"")])
+            _send_older(widget, request.request, chunks or [Chunk(*place, request.start, 0.0, b"")])
 
 
-def _send_older(widget: Any, request: Any, chunks: Sequence[Chunk]) -> None:
-    """Send an earlier part of a log, as the answer to a request or, with None, unasked."""
-    first, data = chunks[0], b"".join(chunk.data for chunk in chunks)
-    content = {
-        "kind": "older",
-        "id": request,
-        "a": first.attempt,
-        "r": first.rank,
-        "s": first.stream,
-        "from": first.offset,
-        "to": first.offset + len(data),
-        "spans": [[len(chunk.data), chunk.time] for chunk in chunks if chunk.data],
-    }
-    widget.send(content, [data])
+def _bytes_per_message() -> float:
+    return _MAX_BYTES_PER_S * timeouts.PANEL_SEND_INTERVAL_S
 
 
-def _place(chunk: Chunk) -> dict[str, Any]:
-    return {
-        "a": chunk.attempt,
-        "r": chunk.rank,
-        "s": chunk.stream,
-        "o": chunk.offset,
-        "n": len(chunk.data),
-        "t": chunk.time,
-    }
+def _joined(chunks: Sequence[Chunk]) -> bytes:
+    return b"".join(chunk.data for chunk in chunks)
 
 
-_kept: deque[PanelView] = deque()
-"""Panels whose launch has ended, oldest first."""
+def _send_older(widget: Any, request: int | None, chunks: Sequence[Chunk]) -> None:
+    """Send an earlier part of a log: the answer to a request, or unrequested (None)."""
+    first, data = chunks[0], _joined(chunks)
+    message = OlderLines(
+        request=request,
+        attempt=first.attempt,
+        rank=first.rank,
+        stream=first.stream,
+        start=first.offset,
+        end=first.offset + len(data),
+        spans=[Span(len(chunk.data), chunk.time) for chunk in chunks if chunk.data],
+    )
+    widget.send(to_content(message), [data])
 
 
-def _keep(panel: PanelView) -> None:
-    _kept.append(panel)
-    while len(_kept) > _MOST_PANELS:
-        _kept.popleft().retire()
+_ended: deque[PanelView] = deque()
+"""Live panels whose launch has ended, oldest first."""

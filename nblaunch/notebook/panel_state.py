@@ -1,34 +1,49 @@
-"""How a launch stands, as the panel and the record show it; what has changed since the page was told last.
+"""The state of a launch as the panel and the record show it, and what of it has changed since the last message.
 
-Pure: plain values, and no thread, widget or clock. The names of the parts are those of the messages to the page; see
-`nblaunch.notebook.panel`.
+Pure: no thread, widget or clock.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
-from nblaunch.launch.views.view import Failure, LaunchInfo, Outcome, RankStatus
+from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.charts import Point
+from nblaunch.notebook.page_messages import (
+    Changes,
+    FailureEntry,
+    NoteEntry,
+    PointEntry,
+    ProgressEntry,
+    RankEntry,
+    ResourceEntry,
+    StackEntry,
+    StacksEntry,
+    StateEntry,
+)
 
-_MOST_POINTS = 2000
-"""Points of one series; a longer one is thinned, again and again."""
-_POINTS_AT_ONCE = 300
-_BEHIND = 10
-"""So many messages the points may be behind."""
-_POINTS_ANEW = 2000
-"""Points of all series together that a page gets which has missed some."""
-_MOST_METRICS = 100
-_MOST_NOTES = 200
-_BARS = 3
+_Part = Literal["state", "ranks", "progress", "metrics", "resources", "notes", "failure", "stacks"]
+_MAX_SERIES_POINTS = 2000
+"""A longer series is thinned, repeatedly."""
+_MAX_MESSAGE_POINTS = 300
+_MAX_QUEUED_MESSAGES = 10
+"""Messages that the unsent points of a series may fill; more points are thinned."""
+_MAX_SNAPSHOT_POINTS = 2000
+"""Points of all series together in a snapshot."""
+_MAX_METRICS = 100
+_MAX_NOTES = 200
+_MAX_BARS = 3
 """Progress bars of one rank: the latest."""
-_LONGEST = 20_000
-"""Characters of a text that is sent whole: a traceback, a note."""
+_MAX_TEXT_LENGTH = 20_000
+"""Characters of a traceback or a note."""
+_MAX_LINE_LENGTH = 400
+_MAX_OTHERS = 16
 
 
 class Series:
@@ -42,25 +57,25 @@ class Series:
 
     @property
     def points(self) -> list[Point]:
-        """What is kept, in the order in which it came."""
+        """The kept points, in order of arrival."""
         return list(zip(self._xs, self._ys, strict=True))
 
     def add(self, x: float | None, y: float) -> None:
-        """One more point; without x it is the number of the report."""
+        """Append a point; x defaults to the number of the report."""
         point = (float(self.count) if x is None else x, y)
         self._xs.append(point[0])
         self._ys.append(point[1])
         self.unsent.append(point)
         self.count += 1
-        if len(self._xs) > _MOST_POINTS:
-            kept = thinned(self.points, _MOST_POINTS // 2)
+        if len(self._xs) > _MAX_SERIES_POINTS:
+            kept = thinned(self.points, _MAX_SERIES_POINTS // 2)
             self._xs, self._ys = array("d", [x for x, _ in kept]), array("d", [y for _, y in kept])
-        if len(self.unsent) > _MOST_POINTS:
-            self.unsent = thinned(self.unsent, _MOST_POINTS // 2)
+        if len(self.unsent) > _MAX_SERIES_POINTS:
+            self.unsent = thinned(self.unsent, _MAX_SERIES_POINTS // 2)
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most so many of the points: the last, and where there is room the lowest and the highest of each stretch."""
+    """Return at most `most` of the points: the last, and the lowest and highest of each stretch."""
     if len(points) <= most:
         return list(points)
     stretches = (most - 1) // 2
@@ -80,102 +95,97 @@ def _extremes(stretch: Sequence[Point]) -> list[Point]:
 
 
 class PanelState:
-    """How a launch stands.
+    """The state of a launch.
 
     Args:
         world_size: The number of its ranks.
     """
 
     def __init__(self, world_size: int) -> None:
-        self.state: dict[str, Any] = {
-            "name": "starting",
-            "countdown": "",
-            "attempt": 0,
-            "log_dir": "",
-            "seconds": None,
-            "message": "",
-        }
-        self.ranks: dict[int, str] = dict.fromkeys(range(world_size), "starting")
+        self.state = StateEntry("starting", countdown="", attempt=0, log_dir="", seconds=None, message="")
+        self.ranks: dict[int, RankState] = dict.fromkeys(range(world_size), "starting")
         self.pids: dict[int, int] = {}
-        """The ranks that live, and their processes."""
-        self.progress: dict[int, dict[str, list[Any]]] = {}
+        """The processes of live ranks."""
+        self.progress: dict[int, dict[str, ProgressEntry]] = {}
         self.series: dict[str, dict[int, Series]] = {}
-        self.resources: dict[int, list[Any]] = {}
-        self.notes: list[tuple[float, str]] = []
+        self.resources: dict[int, ResourceEntry] = {}
+        self.notes: list[NoteEntry] = []
         self.failure: Failure | None = None
-        self.stacks: dict[str, Any] | None = None
-        self._left_out = False
-        self._changed: dict[str, set[int]] = {}
-        """Parts that have changed, with the ranks where the part has them."""
+        self.stacks: StacksEntry | None = None
+        self._has_noted_limit = False
+        self._changed: dict[_Part, set[int]] = {}
+        """Changed parts, each with its changed ranks (notes: indices)."""
 
     # -------------------------------------------------------------- taking in
-    def started(self, info: LaunchInfo) -> None:
-        """An attempt has begun."""
+    def start(self, info: LaunchInfo) -> None:
+        """Begin an attempt."""
         self.ranks = dict.fromkeys(range(info.world_size), "starting")
         self.progress.clear()
         self._mark("ranks", self.ranks)
         self._set(name="starting", attempt=info.attempt, log_dir=str(info.log_dir))
 
-    def ranks_stand(self, changed: Sequence[RankStatus]) -> None:
-        """Ranks stand elsewhere."""
+    def set_ranks(self, changed: Iterable[RankStatus]) -> None:
+        """Set the states of these ranks."""
         for status in changed:
             self.ranks[status.rank] = status.state
             self.pids[status.rank] = status.pid
             if status.state in ("returned", "failed", "ended"):
                 self.pids.pop(status.rank, None)
-        self._mark("ranks", (status.rank for status in changed))
-        if self.state["name"] == "starting" and "running" in self.ranks.values():
+            self._mark("ranks", [status.rank])
+        if self.state.name == "starting" and "running" in self.ranks.values():
             self._set(name="running")
 
-    def reported(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """A rank has reported metrics or progress."""
+    def add_reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Add metrics and progress of a rank."""
         for record in records:
             if "metrics" in record:
                 for name, value in record["metrics"].items():
                     self._add_point(name, rank, record.get("step"), value)
             elif "progress" in record:
-                bars = self.progress.setdefault(rank, {})
-                bars.pop(record["progress"], None)  # the latest are last
-                bars[record["progress"]] = [record.get("done"), _total(record.get("total")), record.get("seconds")]
-                while len(bars) > _BARS:
+                bars, name = self.progress.setdefault(rank, {}), record["progress"]
+                bars.pop(name, None)  # the latest are last
+                total = _total(record.get("total"))
+                bars[name] = ProgressEntry(rank, name, record.get("done"), total, record.get("seconds"))
+                while len(bars) > _MAX_BARS:
                     del bars[next(iter(bars))]
                 self._mark("progress", [rank])
 
     def _add_point(self, name: str, rank: int, step: int | None, value: float) -> None:
-        if name in self.series or len(self.series) < _MOST_METRICS:
+        if name in self.series or len(self.series) < _MAX_METRICS:
             self.series.setdefault(name, {}).setdefault(rank, Series()).add(step, value)
             self._mark("metrics", [rank])
-        elif not self._left_out:
-            self._left_out = True
-            self.noted(0.0, f"more than {_MOST_METRICS} metrics: the others are in the result's metrics alone")
+        elif not self._has_noted_limit:
+            self._has_noted_limit = True
+            self.add_note(0.0, f"more than {_MAX_METRICS} metrics: find the others in the result's metrics")
 
-    def used(self, usages: Iterable[Usage]) -> None:
-        """What ranks use of the machine."""
+    def set_resources(self, usages: Iterable[Usage]) -> None:
+        """Set the resource usage of ranks."""
         for usage in usages:
-            values = [round(usage.cpu, 2), usage.memory, usage.gpu, usage.gpu_memory]
-            if usage.memory and self.resources.get(usage.rank) != values:  # none: it has just ended
-                self.resources[usage.rank] = values
+            entry = ResourceEntry(usage.rank, round(usage.cpu, 2), usage.memory, usage.gpu, usage.gpu_memory)
+            if usage.memory and self.resources.get(usage.rank) != entry:  # 0: the rank has just ended
+                self.resources[usage.rank] = entry
                 self._mark("resources", [usage.rank])
 
-    def noted(self, now: float, text: str) -> None:
-        """What nblaunch itself says."""
-        self.notes.append((round(now, 2), text[:_LONGEST]))
+    def add_note(self, now: float, text: str) -> None:
+        """Add a message of nblaunch."""
+        self.notes.append(NoteEntry(round(now, 2), text[:_MAX_TEXT_LENGTH]))
         self._mark("notes", [len(self.notes) - 1])
 
-    def counts_down(self, text: str) -> None:
-        """Where the stopping stands."""
-        if self.state["name"] not in ("starting", "running", "stopping"):
+    def set_countdown(self, text: str) -> None:
+        """Set the progress of stopping."""
+        if self.state.name not in ("starting", "running", "stopping"):
             return
-        if text and (text != self.state["countdown"] or self.state["name"] != "stopping"):
+        if text and (text != self.state.countdown or self.state.name != "stopping"):
             self._set(countdown=text, name="stopping")
 
-    def stacks_are(self, now: float, texts: Mapping[int, str]) -> None:
-        """What ranks are doing."""
-        self.stacks = {"t": round(now, 2), "ranks": [[rank, text[:_LONGEST]] for rank, text in texts.items()]}
-        self._mark("stacks", [])
+    def set_stacks(self, now: float, texts: Mapping[int, str]) -> None:
+        """Set the stacks of ranks."""
+        entries = [StackEntry(rank, text[:_MAX_TEXT_LENGTH]) for rank, text in texts.items()]
+        self.stacks = StacksEntry(round(now, 2), entries)
+        self._mark("stacks")
 
-    def ended(self, outcome: Outcome) -> None:
-        """The launch is over."""
+    def end(self, outcome: Outcome) -> None:
+        """Set the outcome of the launch."""
         self.pids.clear()
         self.failure = outcome.failure
         for rank, state in self.ranks.items():
@@ -184,102 +194,104 @@ class PanelState:
         if outcome.failure is not None and outcome.failure.rank in self.ranks:
             self.ranks[outcome.failure.rank] = "failed"
         self._mark("ranks", self.ranks)
-        self._mark("failure", [])
+        self._mark("failure")
         self._set(name=outcome.state, seconds=round(outcome.seconds, 3), message=outcome.message, countdown="")
 
     def _set(self, **parts: Any) -> None:
-        self.state.update(parts)
-        self._mark("state", [])
+        self.state = dataclasses.replace(self.state, **parts)
+        self._mark("state")
 
-    def _mark(self, part: str, ranks: Iterable[int]) -> None:
+    def _mark(self, part: _Part, ranks: Iterable[int] = ()) -> None:
         self._changed.setdefault(part, set()).update(ranks)
 
     # -------------------------------------------------------------- giving out
     @property
     def is_changed(self) -> bool:
-        """Whether the page does not know all."""
+        """True if something has changed since the last `delta` or `snapshot`."""
         return bool(self._changed)
 
-    def delta(self) -> dict[str, Any]:
-        """What has changed since the last call."""
+    def delta(self) -> Changes | None:
+        """Return what has changed since the last call; None if nothing has."""
         changed, self._changed = self._changed, {}
-        return {part: value for part, ranks in changed.items() if (value := self._part(part, ranks)) is not None}
+        if not changed:
+            return None
+        return Changes(
+            state=self.state if "state" in changed else None,
+            ranks=self._rank_entries(changed["ranks"]) if "ranks" in changed else None,
+            progress=self._progress_entries(changed["progress"]) if "progress" in changed else None,
+            metrics=self._new_points() if "metrics" in changed else None,
+            resources=self._resource_entries(changed["resources"]) if "resources" in changed else None,
+            notes=[self.notes[at] for at in sorted(changed["notes"])[-_MAX_NOTES:]] if "notes" in changed else None,
+            failure=_failure_entry(self.failure) if "failure" in changed else None,
+            stacks=self.stacks if "stacks" in changed else None,
+        )
 
-    def snapshot(self) -> dict[str, Any]:
-        """All of it, for a page that has missed some."""
+    def snapshot(self) -> Changes:
+        """Return the whole state."""
         self._changed = {}
-        everything = {
-            "state": (),
-            "ranks": self.ranks,
-            "progress": self.progress,
-            "resources": self.resources,
-            "notes": range(len(self.notes)),
-            "failure": (),
-            "stacks": (),
-        }
-        parts = {part: self._part(part, ranks) for part, ranks in everything.items()}
-        parts["metrics"] = self._all_points()
-        return parts
+        return Changes(
+            state=self.state,
+            ranks=self._rank_entries(self.ranks),
+            progress=self._progress_entries(self.progress),
+            metrics=self._all_points(),
+            resources=self._resource_entries(self.resources),
+            notes=self.notes[-_MAX_NOTES:],
+            failure=_failure_entry(self.failure),
+            stacks=self.stacks,
+        )
 
-    def _part(self, part: str, keys: Iterable[int]) -> Any:
-        keys = sorted(keys)
-        if part == "ranks":
-            return [[rank, self.ranks[rank]] for rank in keys]
-        if part == "progress":
-            return [[rank, desc, *bar] for rank in keys for desc, bar in self.progress.get(rank, {}).items()]
-        if part == "resources":
-            return [[rank, *self.resources[rank]] for rank in keys]
-        if part == "notes":
-            return [self.notes[index] for index in keys[-_MOST_NOTES:]]
-        if part == "metrics":
-            return self._new_points()
-        if part == "failure":
-            return _failure_parts(self.failure)
-        return self.stacks if part == "stacks" else dict(self.state)
+    def _rank_entries(self, ranks: Iterable[int]) -> list[RankEntry]:
+        return [RankEntry(rank, self.ranks[rank]) for rank in sorted(ranks)]
 
-    def _new_points(self) -> list[list[Any]]:
-        """Points that have not been told, some of each series; where very many wait, they are thinned first."""
+    def _progress_entries(self, ranks: Iterable[int]) -> list[ProgressEntry]:
+        return [bar for rank in sorted(ranks) for bar in self.progress.get(rank, {}).values()]
+
+    def _resource_entries(self, ranks: Iterable[int]) -> list[ResourceEntry]:
+        return [self.resources[rank] for rank in sorted(ranks)]
+
+    def _new_points(self) -> list[PointEntry]:
+        """Return some unsent points of each series. Thin long queues first."""
         new = [(name, rank, s) for name, ranks in self.series.items() for rank, s in ranks.items() if s.unsent]
-        each = max(1, _POINTS_AT_ONCE // max(1, len(new)))
+        each = max(1, _MAX_MESSAGE_POINTS // max(1, len(new)))
         points = []
         for name, rank, series in new:
-            waiting = thinned(series.unsent, each * _BEHIND)
-            points += _points(name, rank, waiting[:each])
+            waiting = thinned(series.unsent, each * _MAX_QUEUED_MESSAGES)
+            points += _point_entries(name, rank, waiting[:each])
             series.unsent = waiting[each:]
             if series.unsent:
                 self._mark("metrics", [rank])
         return points
 
-    def _all_points(self) -> list[list[Any]]:
+    def _all_points(self) -> list[PointEntry]:
         count = sum(len(ranks) for ranks in self.series.values())
         points = []
         for name, ranks in self.series.items():
             for rank, series in ranks.items():
-                points += _points(name, rank, thinned(series.points, max(4, _POINTS_ANEW // count)))
+                points += _point_entries(name, rank, thinned(series.points, max(4, _MAX_SNAPSHOT_POINTS // count)))
                 series.unsent = []
         return points
 
 
-def _points(name: str, rank: int, points: Iterable[Point]) -> list[list[Any]]:
-    return [[name, rank, x, y if math.isfinite(y) else None] for x, y in points]
+def _point_entries(name: str, rank: int, points: Iterable[Point]) -> list[PointEntry]:
+    return [PointEntry(name, rank, x, y if math.isfinite(y) else None) for x, y in points]
 
 
 def _total(total: Any) -> int | float | None:
-    """The end of a progress bar, where it has one: users may give anything."""
-    fits = isinstance(total, (int, float)) and math.isfinite(total) and total > 0
-    return total if fits else None
+    """Return the end of a progress bar; None if the user's value is no positive number."""
+    is_valid = isinstance(total, (int, float)) and math.isfinite(total) and total > 0
+    return total if is_valid else None
 
 
-def _failure_parts(failure: Failure | None) -> dict[str, Any] | None:
+def _failure_entry(failure: Failure | None) -> FailureEntry | None:
     if failure is None:
         return None
-    return {
-        "rank": failure.rank,
-        "type": failure.type_name,
-        "message": failure.message[:_LONGEST],
-        "where": failure.where,
-        "source": failure.source[:400],
-        "traceback": failure.traceback[-_LONGEST:],
-        "others": [other[:400] for other in failure.others[:16]],
-        "log": failure.log,
-    }
+    return FailureEntry(
+        rank=failure.rank,
+        type_name=failure.type_name,
+        message=failure.message[:_MAX_TEXT_LENGTH],
+        where=failure.where,
+        source=failure.source[:_MAX_LINE_LENGTH],
+        traceback=failure.traceback[-_MAX_TEXT_LENGTH:],
+        others=[other[:_MAX_LINE_LENGTH] for other in failure.others[:_MAX_OTHERS]],
+        log=failure.log,
+    )

@@ -1,9 +1,9 @@
-"""The kernel's shell channel while its cell waits for a launch: a page that is reloaded gets its answers meanwhile.
+"""Answers to a page that reloads while the kernel's cell waits for a launch.
 
-A page that connects asks who the kernel is (``kernel_info_request``) and then for the state of all widgets, and shows
-no widget before it has both. The kernel handles one request of its shell at a time, so both would wait for the cell.
-Here such a request is answered as it arrives, and so are the messages to a launch's own panel. Everything else goes
-the kernel's own way, in its order: cells above all, and messages to other widgets, whose callbacks are the user's code.
+A page that connects sends ``kernel_info_request`` and asks for the state of all widgets. It shows no widget before both
+replies. The kernel handles one shell request at a time, so both would wait for the cell. This module answers them as
+they arrive, and passes on messages to the panels of launches. The kernel handles everything else in order: cells, and
+messages to other widgets, whose callbacks are user code.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from typing import Any
 import zmq
 from zmq.eventloop.zmqstream import ZMQStream
 
+from nblaunch.machine import timeouts
+
 _log = logging.getLogger(__name__)
 _CONTROL = "jupyter.widget.control"
-"""The target of the comm by which ipywidgets' page asks for the state of all widgets."""
-_BUSY_EVERY_S = 1.0
-_BUSY_FOR_S = 5.0
-"""How long a page that connects is told that the kernel is busy: the threads that answer it say that they are idle."""
+"""Target of the comm by which ipywidgets asks for the state of all widgets."""
 Handler = Callable[[list[bytes], dict[str, Any]], object]
 
 
 class ShellChannel:
-    """What arrives for a kernel's shell.
+    """The shell channel of a kernel.
 
     ipykernel 7 reads the channel in a thread of its own, which answers. ipykernel 6 reads it in the thread that runs
-    cells, which has to call `serve` while it waits.
+    cells, which must call `serve` while it waits.
 
     Args:
-        kernel: An ipykernel; None where there is none.
+        kernel: An ipykernel; None if there is none.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -44,19 +43,19 @@ class ShellChannel:
         stream = getattr(kernel, "shell_stream", None)
         self._stream: Any = stream if isinstance(stream, ZMQStream) and hasattr(stream, "_recv_callback") else None
         self._loop = getattr(getattr(kernel, "shell_channel_thread", None), "io_loop", None)
-        """Of the thread that reads the channel; None where that is the thread that runs cells."""
-        self._kernels_own: Callable[[Sequence[Any]], Any] | None = None
-        """What the kernel does with a message, while `_arrived` sees each first."""
+        """Loop of the thread that reads the channel; None if that thread runs the cells."""
+        self._kernel_handler: Callable[[Sequence[Any]], Any] | None = None
+        """The kernel's own handler, while `_arrived` replaces it."""
         self._cell: Any = None
-        """The request of the cell that waits."""
+        """The request of the waiting cell."""
         self._over = threading.Event()
         self._busy_at = self._busy_until = 0.0
         if self._stream is None:
-            _log.debug("this shell has no channel to read: a page that is reloaded shows its panels after the cell")
+            _log.debug("this shell has no channel to read: a reloaded page shows its panels after the cell")
 
     @contextlib.contextmanager
     def answered(self, over: threading.Event) -> Iterator[None]:
-        """Answer within this context: that of the thread that runs cells, while it waits in one until `over` is set."""
+        """Answer pages in this context, while a cell in the current thread waits for `over`."""
         if self._stream is None:
             yield
             return
@@ -68,73 +67,73 @@ class ShellChannel:
             self._in_its_thread(self._end)
 
     def serve(self) -> None:
-        """Do what is for the thread that waits: it calls this again and again."""
+        """Handle what the waiting thread must handle itself. Call it repeatedly."""
         if self._stream is None:
             return
         if self._loop is None:
-            with _interrupt_held():  # it could lose a cell that has been read and is not queued yet
+            with _interrupt_held():  # an interrupt could lose a cell that is read but not yet queued
                 self._stream.flush(zmq.POLLIN)
                 self._stream.flush(zmq.POLLOUT)
-        if self._busy_at + _BUSY_EVERY_S <= time.monotonic() < self._busy_until:
+        if self._busy_at + timeouts.BUSY_STATUS_INTERVAL_S <= time.monotonic() < self._busy_until:
             self._publish_busy()
 
     def _in_its_thread(self, act: Callable[[], None]) -> None:
-        """Call something where the channel is read: a ZMQStream is for one thread alone."""
+        """Call `act` in the thread that reads the channel: a ZMQStream is not thread-safe."""
         if self._loop is None:
             act()
         else:
             self._loop.add_callback(act)
 
     def _begin(self) -> None:
-        if self._kernels_own is None:
-            self._kernels_own = self._stream._recv_callback
+        if self._kernel_handler is None:
+            self._kernel_handler = self._stream._recv_callback
             self._stream.on_recv(self._arrived, copy=False)
 
     def _end(self) -> None:
-        if self._kernels_own is not None:
-            self._stream.on_recv(self._kernels_own, copy=False)
-            self._kernels_own = None
+        if self._kernel_handler is not None:
+            self._stream.on_recv(self._kernel_handler, copy=False)
+            self._kernel_handler = None
 
     def _arrived(self, frames: Sequence[Any]) -> Any:
-        kernels_own = self._kernels_own
-        assert kernels_own is not None
+        kernel_handler = self._kernel_handler
+        assert kernel_handler is not None
         if self._over.is_set():
-            self._end()  # here too: an interrupt may keep `answered` from its last line
+            self._end()  # an interrupt may have cut off the end of `answered`
         elif self._is_answered(frames):
             return None
-        return kernels_own(frames)
+        return kernel_handler(frames)
 
     def _is_answered(self, frames: Sequence[Any]) -> bool:
-        """Answer a message, if it need not wait for the cell; return whether it has been answered."""
+        """Answer a message that need not wait for the cell. Return True if it was answered."""
         session = self._kernel.session
         try:
             idents, parts = session.feed_identities(frames, copy=False)
-            # Not by `deserialize`: it remembers each signature, and the kernel would take the message for a replay.
+            # Not `deserialize`: it stores each signature, and the kernel would reject the message as a replay.
             header, content = (session.unpack(parts[number].bytes) for number in (1, 4))
             handler = None if header.get("subshell_id") else self._handler(header["msg_type"], content)
             if handler is None:
                 return False
             message = session.deserialize(parts, content=True, copy=False)
-        except Exception:  # noqa: BLE001  # no message of Jupyter's, or not signed with its key
-            _log.debug("a message that cannot be read is left to the kernel", exc_info=True)
+        except Exception:  # noqa: BLE001  # malformed, or not signed with the kernel's key
+            _log.debug("an unreadable message is left to the kernel", exc_info=True)
             return False
         self._publish("busy", message)
         try:
             handler(idents, message)
-        except Exception:  # noqa: BLE001  # whatever widgets raise: as in the kernel, it ends no cell
-            _log.exception("a %s was not answered", header["msg_type"])
+        except Exception:  # noqa: BLE001  # widgets may raise anything; the cell continues
+            _log.exception("answering a %s failed", header["msg_type"])
         self._publish("idle", message)
         if not self._over.is_set():
             self._publish_busy()
         return True
 
-    # -------------------------------------------------------------- what is answered
+    # -------------------------------------------------------------- answers
     def _handler(self, kind: str, content: Mapping[str, Any]) -> Handler | None:
-        """What answers such a message; None where the kernel is to handle it in its turn."""
+        """Return the handler of a message; None if the kernel must handle it in its turn."""
         if kind == "kernel_info_request":
-            return self._tell_kernel_info
+            return self._send_kernel_info
         if kind == "comm_info_request":
-            return self._tell_comms
+            return self._send_comms
         manager = self._kernel.comm_manager
         if kind == "comm_open" and content["target_name"] == _CONTROL:
             return functools.partial(manager.comm_open, self._stream)
@@ -143,11 +142,11 @@ class ShellChannel:
             return functools.partial(manager.comm_close, self._stream)
         return _callback(comm) if kind == "comm_msg" else None
 
-    def _tell_kernel_info(self, idents: list[bytes], message: dict[str, Any]) -> None:
-        self._busy_until = time.monotonic() + _BUSY_FOR_S
+    def _send_kernel_info(self, idents: list[bytes], message: dict[str, Any]) -> None:
+        self._busy_until = time.monotonic() + timeouts.BUSY_STATUS_DURATION_S
         self._reply(idents, message, self._kernel.kernel_info)
 
-    def _tell_comms(self, idents: list[bytes], message: dict[str, Any]) -> None:
+    def _send_comms(self, idents: list[bytes], message: dict[str, Any]) -> None:
         wanted = message["content"].get("target_name")
         targets = {key: comm.target_name for key, comm in list(self._kernel.comm_manager.comms.items())}
         comms = {key: {"target_name": target} for key, target in targets.items() if wanted in (None, target)}
@@ -157,9 +156,9 @@ class ShellChannel:
         kind = message["header"]["msg_type"].replace("_request", "_reply")
         self._kernel.session.send(self._stream, kind, {"status": "ok", **content}, parent=message, ident=idents)
 
-    # -------------------------------------------------------------- what pages show
+    # -------------------------------------------------------------- status
     def _publish_busy(self) -> None:
-        """Say that the cell goes on: a page shows the state that it heard last, whatever it was about."""
+        """Publish that the cell still runs: a page shows the latest status, whichever request it belongs to."""
         self._busy_at = time.monotonic()
         self._publish("busy", self._cell)
 
@@ -170,10 +169,9 @@ class ShellChannel:
 
 
 def _callback(comm: Any) -> Handler | None:
-    """What a comm's message is for, if that may be called now: the state of all widgets, or a launch's panel.
+    """Return the callback of a comm if it may run now: for the state of all widgets, or for a launch's panel.
 
-    Not by `comm.handle_msg`: that tells IPython that a cell begins and ends, which shows the real cell's unfinished
-    figures.
+    Not `comm.handle_msg`: it tells IPython that a cell begins and ends, which shows the real cell's unfinished figures.
     """
     callback = getattr(comm, "_msg_callback", None)
     if callback is None:
@@ -184,8 +182,8 @@ def _callback(comm: Any) -> Handler | None:
 
 @contextlib.contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Let an interrupt come at the end of this context, and not within."""
-    came: list[int] = []  # no Event: a second signal, within its lock, would wait for the first
+    """Defer an interrupt to the end of this context."""
+    came: list[int] = []  # not an Event: a signal that interrupts its lock would deadlock
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         yield

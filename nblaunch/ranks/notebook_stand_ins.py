@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nblaunch.ranks.report import current
+from nblaunch.wire.launch_files import figure_file
 
 _namespace: dict[str, Any] = {}
 _figures = itertools.count(1)
@@ -48,7 +49,7 @@ def save_figure(figure: Any) -> None:
     context = current()
     if context is None:
         return
-    path = f"{context.log_dir}/rank{context.rank}-figure{next(_figures)}.png"
+    path = figure_file(context.log_dir, context.rank, next(_figures))
     try:
         figure.savefig(path)
     except OSError as error:  # a full disk costs the picture, and not the training

@@ -19,10 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, Literal, NoReturn
 
 from nblaunch.machine import processes, timeouts
 from nblaunch.wire.channel import Channel
+from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     NewReaper,
     NotStarted,
@@ -309,6 +310,6 @@ def kill_descendants(
     return []
 
 
-def open_log(spec: RankSpec, stream: str) -> BinaryIO:
+def open_log(spec: RankSpec, stream: Literal["out", "err"]) -> BinaryIO:
     """Open the file that is a rank's fd 1 (``out``) or 2 (``err``), in append mode: its children write to it too."""
-    return open(processes.open_log(f"{spec.log_dir}/rank{spec.rank}.{stream}"), "wb", buffering=0)
+    return open(processes.open_log(str(rank_file(spec.log_dir, spec.rank, stream))), "wb", buffering=0)

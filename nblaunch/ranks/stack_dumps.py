@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 from nblaunch.machine import processes
+from nblaunch.wire.launch_files import rank_file, stacks_pipe
 from nblaunch.wire.messages import RankSpec
 
 _SIGNAL: int = getattr(signal, "SIGINFO", 0) or signal.SIGRTMIN + 13
@@ -42,8 +43,8 @@ def answer(spec: RankSpec) -> None:
     The file has its name only once all is in place: whoever finds it may send the signal, which would end a process
     without the handler.
     """
-    path = f"{spec.log_dir}/rank{spec.rank}.stacks"
-    pipe = f"{spec.scratch}/rank{spec.rank}.ask"
+    path = str(rank_file(spec.log_dir, spec.rank, "stacks"))
+    pipe = str(stacks_pipe(spec.scratch, spec.rank))
     with contextlib.suppress(OSError, RuntimeError):  # a rank that cannot be asked runs all the same
         dumps = processes.open_log(f"{path}.new")
         faulthandler.register(_SIGNAL, file=dumps, all_threads=True, chain=False)

@@ -41,6 +41,7 @@ from nblaunch.ranks.report import Context, enter
 from nblaunch.transfer import definitions
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.wire.channel import Channel
+from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     Done,
     Failed,
@@ -139,7 +140,7 @@ def _from_parcel(fds: list[int]) -> Payload:
 def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     """Run tasks until no more can come; the exit status."""
     faulthandler.enable(file=2)
-    spool = processes.open_log(f"{spec.log_dir}/rank{spec.rank}.spool")
+    spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
     voice = _Voice(channel, spec.rank)
     code = 0
     while (received := channel.receive()) is not None:

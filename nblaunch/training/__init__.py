@@ -1,13 +1,12 @@
 """The training toolkit: from the plain loop to a Trainer, with every sample counted once.
 
-In a launch, under torchrun or srun and in one process it works the same; nothing here needs a notebook. For other
-people's trainers, `nblaunch.training.peers` has what shows them in the panel.
+It works the same in a launch, under torchrun or srun, and in a single process; nothing here needs a notebook.
+`nblaunch.training.peers` shows the trainers of transformers and lightning in the panel. See README.md beside this file.
 """
 
 from __future__ import annotations
 
 from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.config import TrainConfig
 from nblaunch.training.data import (
     ClassBalancedBatchSampler,
     DistributedBatchSamplerWrapper,
@@ -22,8 +21,10 @@ from nblaunch.training.data import (
     shard,
     time_workers,
 )
-from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric, evaluate
+from nblaunch.training.evaluation import evaluate
+from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
 from nblaunch.training.seeding import seed_everything, seed_worker
+from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer import Trainer
 
 __all__ = [

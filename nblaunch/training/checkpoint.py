@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written whole or not at all, found again, and the random states that make a resume exact."""
+"""Checkpoint files: atomic writes, retention, training progress, and the random states for an exact resume."""
 
 from __future__ import annotations
 
@@ -21,67 +21,68 @@ _NAME = re.compile(r"step-(\d+)\.pt")
 
 
 @dataclass
-class Standing:
-    """How far a training is: what a checkpoint holds besides the states of its parts."""
+class TrainingProgress:
+    """The progress of a training run; in a checkpoint, besides the states of its parts."""
 
     epoch: int = 0
     step: int = 0
     """Optimizer steps done."""
     best: float = math.inf
+    """The lowest monitored value; negated if higher is better."""
     stale: int = 0
     """Epochs since the best."""
     ended: bool = False
     schedule_begin: int = 0
-    """The optimizer step that the schedule began with."""
+    """The optimizer step at which the schedule began."""
     schedule_end: int = 0
-    """The one that it ends with; 0 in a checkpoint of an earlier version, which does not say."""
+    """The optimizer step at which it ends; 0 in checkpoints of earlier versions."""
     seconds: float = 0.0
-    """That the present epoch has taken before it was broken off."""
+    """Time that the current epoch took before it was interrupted."""
     history: list[dict[str, float]] = field(default_factory=list)
 
-    def note(self, value: float) -> None:
-        """Take an epoch's figure, of which a lower one is better, and NaN is never."""
+    def monitor(self, value: float) -> None:
+        """Record an epoch's monitored value. Lower is better; NaN is never better."""
         if value < self.best:
             self.best, self.stale = value, 0
         else:
             self.stale += 1
 
 
-def as_numbers(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Figures that callbacks and metrics gave, such as NumPy's, as a checkpoint can hold them.
+def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """Convert the results of callbacks and metrics, such as NumPy's, to floats.
 
     Raises:
-        ArgumentError: One is no number.
+        ArgumentError: A result is not a number.
     """
     numbers = {}
-    for name, value in figures.items():
+    for name, value in results.items():
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError) as error:
-            raise ArgumentError(f"figures[{name!r}]={value!r:.80}: the figures of an epoch are numbers") from error
+            raise ArgumentError(f"results[{name!r}]={value!r:.80}: an epoch's results must be numbers") from error
     return numbers
 
 
 def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse to go on from another run's checkpoint.
+    """Refuse to resume from another run's checkpoint.
 
     Raises:
-        ArgumentError: One of the values differs; the message names it, with the fix.
+        ArgumentError: A value differs; the message names it, with the fix.
     """
     for name, value in own.items():
         if wrote[name] != value:
             raise ArgumentError(
                 f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, "
-                "another checkpoint_dir, or resume=False to train anew"
+                "another checkpoint_dir, or resume=False to train from the start"
             )
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
-    """Save so that a reader finds the whole file or none, and a write that is cut short leaves nothing.
+    """Write a file atomically: a failed write leaves the previous file and no temporary one.
 
     Args:
-        state: What ``torch.load(..., weights_only=True)`` reads: tensors, numbers, strings, and nests of them.
-        path: Where; its folder is made where it is missing.
+        state: What ``torch.load(..., weights_only=True)`` reads: tensors, numbers, strings, and pytrees of them.
+        path: The file; its folder is made if it is missing.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
@@ -97,77 +98,77 @@ def write(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Have the new name, too, outlast a loss of power."""
+    """Flush the folder, so that the new name survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # file systems that cannot: there the name is as safe as it gets
+        with contextlib.suppress(OSError):  # unsupported by some file systems
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` saved, on the CPU. Nothing in the file is executed.
+    """Read what `write` saved, to the CPU. Loading executes no code.
 
     Raises:
-        RuntimeError: The file was damaged since.
+        RuntimeError: The file is damaged.
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise RuntimeError(
-            f"{path} is damaged: remove it, and training goes on from the checkpoint before, if there is one; or use "
-            "resume=False to train anew"
+            f"{path} is damaged: remove it to resume from the checkpoint before, if there is one, or use "
+            "resume=False to train from the start"
         ) from error
     return state
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of an optimizer step belongs."""
+    """Return the path of an optimizer step's checkpoint."""
     return folder / f"step-{step}.pt"
 
 
-def found(folder: Path) -> list[Path]:
-    """A folder's checkpoints, the latest step last; empty where there is no such folder."""
+def find(folder: Path) -> list[Path]:
+    """Return a folder's checkpoints, the latest step last; empty if the folder does not exist."""
     steps = {int(match[1]): path for path in folder.glob("step-*.pt") if (match := _NAME.fullmatch(path.name))}
     return [steps[step] for step in sorted(steps)]
 
 
-class Folder:
-    """The checkpoints of one training: the latest few.
+class CheckpointFolder:
+    """The latest checkpoints of one training run.
 
     Args:
-        path: Where they are; made when the first is written.
-        keep: How many stay.
+        path: The folder; made with the first checkpoint.
+        keep: Number of checkpoints to keep.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int) -> None:
         self.path, self.keep = Path(path), keep
         self.own: list[Path] = []
-        """Those of this training, the latest last."""
+        """The checkpoints of this run, the latest last."""
 
     def begin(self, resume: bool) -> Path | None:
-        """The checkpoint to go on from, if there is one: then what is there is this training's own.
+        """Return the checkpoint to resume from, if any; then the existing checkpoints are this run's own.
 
-        What a write left that was killed in the middle is removed.
+        Removes temporary files of writes that were killed.
         """
         for scratch in self.path.glob(".step-*.pt.*"):
             scratch.unlink()
-        self.own = found(self.path) if resume else []
+        self.own = find(self.path) if resume else []
         return self.own[-1] if self.own else None
 
     def write(self, state: Mapping[str, Any], step: int) -> None:
-        """Add a checkpoint; then those go that are too many, and those of another training."""
+        """Write a checkpoint; then remove surplus ones and those of other runs."""
         path = path_of(self.path, step)
         write(state, path)
-        self.own = [*(one for one in self.own if one != path), path][-self.keep :]
-        for old in found(self.path):
+        self.own = [*(other for other in self.own if other != path), path][-self.keep :]
+        for old in find(self.path):
             if old not in self.own:
                 old.unlink()
 
 
 def random_states() -> dict[str, Any]:
-    """Where this rank's generators stand: torch's, its GPU's, Python's, and NumPy's where it is loaded."""
+    """Return the states of this rank's generators: torch's, its GPU's, Python's, and NumPy's if it is loaded."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -178,7 +179,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Put the generators where `random_states` found them."""
+    """Restore the states that `random_states` returned."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     if "cuda" in states and torch.cuda.is_available():

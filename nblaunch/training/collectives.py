@@ -1,7 +1,7 @@
-"""Nests of tensors over all ranks: gathered, reduced, sent.
+"""Collectives over pytrees: gather, reduce, broadcast, barrier.
 
-What the ranks bring is compared before it is combined: where it does not fit, every rank raises and none waits.
-Without other ranks each function gives the same types, and no collective runs.
+The ranks compare what they pass before they combine it: on a mismatch every rank raises and none hangs. Without other
+ranks each function returns the same types and runs no collective.
 """
 
 from __future__ import annotations
@@ -16,40 +16,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.agreement import agree, exchange_bytes, is_inexact
-from nblaunch.training.nests import children, is_container, map_nest
-from nblaunch.training.world import collective_device, ensure_group, exchange, world
+from nblaunch.machine.argument_checks import one_of
+from nblaunch.training.exchange import check_same, exchange, exchange_bytes, is_inexact
+from nblaunch.training.pytree import children, is_container, tree_map
+from nblaunch.training.topology import collective_device, ensure_group, world
 from nblaunch.transfer import pickling
 
 
 # ------------------------------------------------------------------ gather
-def gather(nest: Any, *, is_padding: bool = False) -> Any:
+def gather(tree: Any, *, is_padding: bool = False) -> Any:
     """See `Accelerator.gather`. A rank with `is_padding` contributes no rows."""
-    flat = {path: _rows(leaf, is_padding) for path, leaf in _flat(nest)}
+    flat = {path: _rows(leaf, is_padding) for path, leaf in _flatten(tree)}
     if not world().is_shared:
         _check_own(flat)
-        return _rebuilt(nest, flat)
-    return _gather(nest, flat, _exchanged(_surveyed(flat, _columns)))
+        return _unflatten(tree, flat)
+    return _gather(tree, flat, _exchange_parts(_describe_all(flat, _columns)))
 
 
-def gather_for_metrics(nest: Any, *, is_padding: bool, as_objects: bool) -> Any:
-    """See `Accelerator.gather_for_metrics`. Where one rank brings objects, such as an empty list, all send objects."""
-    flat = {path: _rows(leaf, is_padding) for path, leaf in _flat(nest)}
-    parts = flat.values()
+def gather_for_metrics(tree: Any, *, is_padding: bool, as_objects: bool) -> Any:
+    """See `Accelerator.gather_for_metrics`. If one rank passes objects, such as an empty list, all send objects."""
+    flat = {path: _rows(leaf, is_padding) for path, leaf in _flatten(tree)}
+    leaves = flat.values()
     own = None
-    if not as_objects and any(isinstance(leaf, Tensor) for leaf in parts):
-        own = None if any(not isinstance(leaf, (Tensor, type(None))) for leaf in parts) else _surveyed(flat, _columns)
-    by_rank = _exchanged(own) if world().is_shared else [own]
+    if not as_objects and any(isinstance(leaf, Tensor) for leaf in leaves):
+        own = (
+            None
+            if any(not isinstance(leaf, (Tensor, type(None))) for leaf in leaves)
+            else _describe_all(flat, _columns)
+        )
+    by_rank = _exchange_parts(own) if world().is_shared else [own]
     if any(parts is None for parts in by_rank):
-        return _gather_objects(nest, is_padding)
-    return _gather(nest, flat, by_rank) if world().is_shared else gather(nest, is_padding=is_padding)
+        return _gather_objects(tree, is_padding)
+    return _gather(tree, flat, by_rank) if world().is_shared else gather(tree, is_padding=is_padding)
 
 
-def _gather(nest: Any, flat: dict[str, Any], by_rank: list[Any]) -> Any:
-    _compare("gather", by_rank)
+def _gather(tree: Any, flat: dict[str, Any], by_rank: list[Any]) -> Any:
+    _check_parts("gather", by_rank)
     tensors = {path: flat[path] for path in sorted(flat) if flat[path] is not None}
-    gathered = _gathered(tensors, [{path: part[path].shape for path in tensors} for part in by_rank])
-    return _rebuilt(nest, gathered)
+    return _unflatten(
+        tree, _gather_tensors(tensors, [{path: part[path].shape for path in tensors} for part in by_rank])
+    )
 
 
 def _columns(tensor: Tensor) -> list[int]:
@@ -63,30 +69,30 @@ def _rows(leaf: Any, is_padding: bool) -> Any:
     return rows[:0] if is_padding else rows
 
 
-def _gathered(tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """All of them in one collective: their bytes one after the other, filled up to the longest rank's."""
+def _gather_tensors(tensors: dict[str, Tensor], shapes: list[dict[str, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """Gather all tensors in one collective: their bytes concatenated, padded to the longest rank's."""
     sizes = [
         {path: math.prod(shape[path]) * tensors[path].element_size() for path in tensors} for shape in shapes
-    ]  # sizes in bytes, by rank
+    ]  # bytes, by rank
     longest = max(sum(size.values()) for size in sizes)
-    if longest == 0:  # not one row anywhere
+    if longest == 0:  # no rank has a row
         return {path: torch.cat([own.new_empty(shape[path]) for shape in shapes]) for path, own in tensors.items()}
     device = _common_device(list(tensors.values()))
     buffer = torch.zeros(longest, dtype=torch.uint8, device=device)
-    own = torch.cat([_as_bytes(tensor).to(device) for tensor in tensors.values()])
+    own = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8).to(device) for tensor in tensors.values()])
     buffer[: len(own)] = own
     received = [torch.empty_like(buffer) for _ in sizes]
     dist.all_gather(received, buffer)
-    parts: dict[str, list[Tensor]] = {path: [] for path in tensors}
+    pieces: dict[str, list[Tensor]] = {path: [] for path in tensors}
     for data, size, shape in zip(received, sizes, shapes, strict=True):
         cut = torch.split(data, [*size.values(), longest - sum(size.values())])[:-1]
         for path, piece in zip(tensors, cut, strict=True):
-            parts[path].append(piece.clone().view(tensors[path].dtype).reshape(shape[path]))
-    return {path: torch.cat(pieces).to(tensors[path].device) for path, pieces in parts.items()}
+            pieces[path].append(piece.clone().view(tensors[path].dtype).reshape(shape[path]))
+    return {path: torch.cat(parts).to(tensors[path].device) for path, parts in pieces.items()}
 
 
 def _common_device(tensors: Sequence[Tensor]) -> torch.device:
-    """Where all of them are if the group can send from there, else where it can."""
+    """Return the tensors' own device if they share one and the group can send from it, else one where it can."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) == 1:
         device = devices.pop()
@@ -95,57 +101,48 @@ def _common_device(tensors: Sequence[Tensor]) -> torch.device:
     return collective_device()
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def _gather_objects(value: Any, is_padding: bool) -> list[Any]:
-    """Everybody's value by rank, or where they are lists or tuples their elements in one list; but for padding."""
-    kept = [one for one, is_repeat in exchange((value, is_padding)) if not is_repeat]
-    if kept and all(isinstance(one, (list, tuple)) for one in kept):
-        return [element for one in kept for element in one]
+    """Return every rank's value, or if all are lists or tuples their elements in one list; without padding."""
+    kept = [other for other, is_repeat in exchange((value, is_padding)) if not is_repeat]
+    if kept and all(isinstance(other, (list, tuple)) for other in kept):
+        return [element for other in kept for element in other]
     return kept
 
 
 # ------------------------------------------------------------------ reduce
-def reduce(nest: Any, reduction: str) -> Any:
+def reduce(tree: Any, reduction: str) -> Any:
     """See `Accelerator.reduce`."""
-    if reduction not in ("sum", "mean", "max", "none"):
-        raise ArgumentError(f'reduction={reduction!r}: must be "sum", "mean", "max" or "none"')
-    if reduction == "none":
-        return nest
-    flat = dict(_flat(nest))
+    if one_of("reduction", reduction, ("sum", "mean", "max", "none")) == "none":
+        return tree
+    flat = dict(_flatten(tree))
     if world().is_shared:
-        _compare("reduce", _exchanged(_surveyed(flat, lambda tensor: list(tensor.shape))))
+        _check_parts("reduce", _exchange_parts(_describe_all(flat, lambda tensor: list(tensor.shape))))
     else:
         _check_own(flat)
     tensors = {path: flat[path] for path in sorted(flat) if flat[path] is not None}
     for path, tensor in tensors.items():
         if reduction == "max" and tensor.is_complex():
             raise ArgumentError(f"reduction='max': {path} is complex, and complex numbers have no order")
-    return _rebuilt(nest, {path: _over_ranks(tensor, reduction) for path, tensor in tensors.items()})
+    return _unflatten(tree, {path: _reduce_tensor(tensor, reduction) for path, tensor in tensors.items()})
 
 
-def _over_ranks(tensor: Tensor, reduction: str) -> Tensor:
+def _reduce_tensor(tensor: Tensor, reduction: str) -> Tensor:
     dtype, is_exact = tensor.dtype, not is_inexact(tensor.dtype)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.int64 if is_exact else dtype
-    total = tensor.detach().to(device=_device_for(tensor), dtype=wide, copy=True).contiguous()
+    device = _common_device([tensor]) if world().is_shared else tensor.device
+    total = tensor.detach().to(device=device, dtype=wide, copy=True).contiguous()
     if world().is_shared:
         op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
         dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, op)
     if reduction == "mean":
         total = total.double() / world().size if is_exact else total / world().size
-    is_kept = not is_exact or reduction == "max" or (reduction == "sum" and dtype != torch.bool)
-    return total.to(tensor.device, dtype if is_kept else total.dtype)
-
-
-def _device_for(tensor: Tensor) -> torch.device:
-    return _common_device([tensor]) if world().is_shared else tensor.device
+    keeps_dtype = not is_exact or reduction == "max" or (reduction == "sum" and dtype != torch.bool)
+    return total.to(tensor.device, dtype if keeps_dtype else total.dtype)
 
 
 # ------------------------------------------------------------------ broadcast
-class _FromGpu:
-    """A tensor that was on the sender's GPU: it goes to the receiver's own device."""
+class _CudaTensor:
+    """A tensor from the sender's GPU, sent through the CPU. The receiver puts it on its own device."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -159,27 +156,29 @@ def broadcast(value: Any, src: Any, device: torch.device) -> Any:
     if not place.is_shared:
         return value
     ensure_group()
-    box: list[Any] = [_sendable(value) if place.rank == src else None]
-    dist.broadcast_object_list(box, src, device=collective_device())
-    data, trouble = box[0]
-    if trouble:
-        raise ArgumentError(f"broadcast: rank {src}'s value cannot be sent: {trouble}")
+    message: list[Any] = [_serialize(value) if place.rank == src else None]
+    dist.broadcast_object_list(message, src, device=collective_device())
+    data, error = message[0]
+    if error:
+        raise ArgumentError(f"broadcast: rank {src}'s value cannot be sent: {error}")
     if place.rank == src:
         return value
-    return map_nest(lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _FromGpu) else leaf, pickling.loads(data))
+    return tree_map(
+        lambda leaf: leaf.tensor.to(device) if isinstance(leaf, _CudaTensor) else leaf, pickling.loads(data)
+    )
 
 
-def _sendable(value: Any) -> tuple[bytes, str]:
-    """The value as bytes; or why there are none, which every rank must hear of."""
-    packed = map_nest(lambda leaf: _FromGpu(leaf.detach().cpu()) if getattr(leaf, "is_cuda", False) else leaf, value)
+def _serialize(value: Any) -> tuple[bytes, str]:
+    """Return the value's bytes, or the error text, which every rank must receive."""
+    packed = tree_map(lambda leaf: _CudaTensor(leaf.detach().cpu()) if getattr(leaf, "is_cuda", False) else leaf, value)
     try:
         return pickling.dump(lambda found: packed), ""
     except Exception as error:  # noqa: BLE001  # whatever a user's __reduce__ raises
         return b"", f"{type(error).__name__}: {error}"
 
 
-# ------------------------------------------------------------------ waiting
-def wait() -> None:
+# ------------------------------------------------------------------ barrier
+def barrier() -> None:
     """See `Accelerator.wait_for_everyone`."""
     if world().is_shared:
         ensure_group()
@@ -187,64 +186,61 @@ def wait() -> None:
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
-# ------------------------------------------------------------------ what a rank brings
+# ------------------------------------------------------------------ what each rank passes
 class _Part(NamedTuple):
-    """What a rank says of one leaf of its nest."""
+    """Description of one leaf, sent to the other ranks."""
 
     kind: str
     shape: tuple[int, ...]
     is_wrong: bool
 
 
-def _surveyed(flat: dict[str, Any], compared: Callable[[Tensor], list[int]]) -> dict[str, _Part]:
-    """What this rank brings, with the sizes that must be the same on all."""
-    return {path: _described(leaf, compared) for path, leaf in flat.items()}
+def _describe_all(flat: dict[str, Any], compared: Callable[[Tensor], list[int]]) -> dict[str, _Part]:
+    """Describe this rank's leaves; `compared` returns the sizes that must be equal on all ranks."""
+    return {path: _describe(leaf, compared) for path, leaf in flat.items()}
 
 
-def _exchanged(own: dict[str, _Part] | None) -> list[Any]:
+def _exchange_parts(own: dict[str, _Part] | None) -> list[Any]:
     return [pickle.loads(data) for data in exchange_bytes(pickle.dumps(own, protocol=5))]
 
 
-def _compare(name: str, by_rank: Sequence[dict[str, _Part]]) -> None:
-    """Raise on every rank, unless what they bring fits."""
+def _check_parts(name: str, by_rank: Sequence[dict[str, _Part]]) -> None:
+    """Raise on every rank unless the ranks' leaves match."""
     for rank, parts in enumerate(by_rank):
         for path, part in parts.items():
             if part.is_wrong:
                 raise ArgumentError(f"{name}: {path} on rank {rank} is {part.kind}: make it a tensor")
-    agree(name, [{path: part.kind for path, part in parts.items()} for parts in by_rank])
+    check_same(name, [{path: part.kind for path, part in parts.items()} for parts in by_rank])
 
 
-def _described(leaf: Any, compared: Callable[[Tensor], list[int]]) -> _Part:
+def _describe(leaf: Any, compared: Callable[[Tensor], list[int]]) -> _Part:
     if leaf is None:
         return _Part("None", (), False)
     if not isinstance(leaf, Tensor):
         return _Part(f"a {type(leaf).__name__}", (), True)
     if leaf.layout != torch.strided:
         return _Part(f"a tensor of layout {leaf.layout}", (), True)
-    name = str(leaf.dtype).removeprefix("torch.")
-    return _Part(f"a {name} tensor of shape {_shape(compared(leaf), leaf.dim())}", tuple(leaf.shape), False)
-
-
-def _shape(sizes: list[int], dims: int) -> str:
-    return f"[{', '.join(['*'] * (dims - len(sizes)) + [str(size) for size in sizes])}]"
+    name, sizes = str(leaf.dtype).removeprefix("torch."), compared(leaf)
+    shape = ", ".join(["*"] * (leaf.dim() - len(sizes)) + [str(size) for size in sizes])
+    return _Part(f"a {name} tensor of shape [{shape}]", tuple(leaf.shape), False)
 
 
 def _check_own(flat: dict[str, Any]) -> None:
     for path, leaf in flat.items():
-        part = _described(leaf, lambda tensor: list(tensor.shape))
+        part = _describe(leaf, lambda tensor: list(tensor.shape))
         if part.is_wrong:
             raise ArgumentError(f"{path} is {part.kind}: make it a tensor")
 
 
-def _flat(nest: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
-    """The leaves with their paths, in the order in which `map_nest` meets them."""
-    if not is_container(nest):
-        yield path, nest
+def _flatten(tree: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves with their paths, in the order of `tree_map`."""
+    if not is_container(tree):
+        yield path, tree
         return
-    for key, part in children(nest):
-        yield from _flat(part, f"{path}[{key!r}]")
+    for key, part in children(tree):
+        yield from _flatten(part, f"{path}[{key!r}]")
 
 
-def _rebuilt(nest: Any, results: dict[str, Any]) -> Any:
-    paths = iter([path for path, _ in _flat(nest)])
-    return map_nest(lambda leaf: results.get(next(paths), leaf), nest)
+def _unflatten(tree: Any, results: dict[str, Any]) -> Any:
+    paths = iter([path for path, _ in _flatten(tree)])
+    return tree_map(lambda leaf: results.get(next(paths), leaf), tree)

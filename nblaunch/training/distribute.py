@@ -1,6 +1,6 @@
-"""`Accelerator.distribute`: a function that runs over ranks when it is called from a notebook.
+"""`Accelerator.distribute`: a function that runs over ranks when a notebook calls it.
 
-What it trains comes back: the states of rank 0's modules, optimizers and schedules are loaded into the notebook's own.
+The states of rank 0's modules, optimizers and schedulers come back and are loaded into the notebook's objects.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,28 +19,27 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.ranks.report import current
-from nblaunch.training.nests import children, is_container, to_device
-from nblaunch.training.world import has_group, world
+from nblaunch.training.accelerator_settings import AcceleratorSettings
+from nblaunch.training.pytree import children, is_container, to_device
+from nblaunch.training.topology import has_group, world
 from nblaunch.transfer import parameters, pickling
 
-if TYPE_CHECKING:
-    from nblaunch import LaunchResult
-    from nblaunch.training.accelerator import Accelerator
-
 _DEVICES = {"auto": "auto", "cpu": "cpu", "gpu": "cuda"}
-_MOST = 1_000
-"""Elements of a container that are looked at; a hundred times as many things in all."""
-_LEVELS = 2
-"""How deep plain objects are gone into, each an attribute of the one before."""
-_SIMPLE = (str, bytes, int, float, types.NoneType)
+_MAX_ELEMENTS = 1_000
+"""Elements searched per container; 100 times as many objects in all."""
+_MAX_OBJECT_DEPTH = 2
+"""Nesting of plain objects that is searched, each an attribute of the one before."""
+_ATOMIC_TYPES = (str, bytes, int, float, types.NoneType)
 
 Path = tuple[Any, ...]
-"""How to get from a call to one of its parts: the same in the notebook and in a rank."""
-_Step = tuple[Path, Any, int]
-"""A thing, where it was found, and how many plain objects deep."""
+"""The keys from a call to one of its parts: the same in the notebook and in a rank."""
+_Visit = tuple[Path, Any, int]
+"""Path, object, and nesting depth of plain objects."""
 
 
-def distributed(accelerator: Accelerator, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+def distributed(
+    settings: AcceleratorSettings, function: Callable[..., Any], options: Mapping[str, Any]
+) -> Callable[..., Any]:
     """See `Accelerator.distribute`."""
     if not callable(function):
         raise ArgumentError(f"fun={function!r:.80}: must be a function")
@@ -53,37 +52,38 @@ def distributed(accelerator: Accelerator, function: Callable[..., Any], options:
         try:
             parameters.check(function, args, kwargs)
         except TypeError as error:
-            raise ArgumentError(f"the arguments do not fit {_name(function)}: {error}") from None
-        return _launch(accelerator, _Task(function, args, kwargs), options)
+            raise ArgumentError(f"the arguments do not fit {_name_of(function)}: {error}") from None
+        return _launch(settings, _Call(function, args, kwargs), options)
 
     return call
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank already, of a launch, under torchrun or srun, or of a group of the user's own."""
+    """Return True if this process is a rank: of a launch, under torchrun or srun, or of the user's own group."""
     return current() is not None or has_group() or world().is_shared
 
 
-def _launch(accelerator: Accelerator, task: _Task, options: Mapping[str, Any]) -> LaunchResult:
+def _launch(settings: AcceleratorSettings, call: _Call, options: Mapping[str, Any]) -> Any:
+    """Launch the call and return its `LaunchResult`."""
     __tracebackhide__ = True  # IPython leaves this frame out
     from nblaunch import LaunchResult, notebook_launcher
 
-    own = dict(_trained_parts(task.function, task.args, task.kwargs))
+    own = dict(_find_trainable(call.function, call.args, call.kwargs))
     arguments = {
-        "num_processes": accelerator.nprocs,
-        "device": _DEVICES[accelerator.compute_setup],
-        "backend": accelerator.backend,
-        "mixed_precision": accelerator.mixed_precision,
+        "num_processes": settings.nprocs,
+        "device": _DEVICES[settings.compute_setup],
+        "backend": settings.backend,
+        "mixed_precision": settings.mixed_precision,
         **options,
     }
-    result: Any = notebook_launcher(task, **arguments)
-    _take_over(own, result[0].states)
-    values = [one.value for one in result]
+    result: Any = notebook_launcher(call, **arguments)
+    _load_states(own, result[0].states)
+    values = [returned.value for returned in result]
     return LaunchResult(result.name, values, result.metrics, result.logs, result.duration, result.payload)
 
 
-def _take_over(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
-    """Load what rank 0 trained; `load_state_dict` brings it to the notebook's devices and types."""
+def _load_states(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
+    """Load rank 0's states; `load_state_dict` moves them to the notebook's devices and types."""
     for path, part in own.items():
         if path not in states:
             continue
@@ -91,76 +91,76 @@ def _take_over(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
             part.load_state_dict(states[path])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             warn(
-                f"the state of the {type(part).__name__} that was trained does not fit the notebook's own, which stays "
-                f"as it was: {error}. Return what the function changed the shape of"
+                f"the trained state of the {type(part).__name__} does not fit the notebook's object, which is "
+                f"unchanged: {error}. If the function changes its shape, return the new one from the function"
             )
 
 
 # ------------------------------------------------------------------ in the ranks
-class _Brought:
-    """What a rank gives back."""
+class _Returned:
+    """A rank's return value, and on rank 0 the trained states."""
 
     def __init__(self, value: Any, states: dict[Path, Any]) -> None:
         self.value = value
-        self.states = states  # of rank 0; on the CPU
+        self.states = states  # on the CPU
 
 
-class _Task:
-    """A call, which rank by rank is made in place of the function: it brings the trained states along."""
+class _Call:
+    """A call of the user's function, launched in its place: the ranks send the trained states back."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
-        self.__qualname__ = _name(function)
+        self.__qualname__ = _name_of(function)
         filled = parameters.left_out(function, args, kwargs)
         kind = inspect.Parameter.KEYWORD_ONLY
         self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in filled])
 
     @property
-    def __code__(self) -> types.CodeType | None:  # where the launch looks for the cell that it came from
+    def __code__(self) -> types.CodeType | None:  # the launch reads the function's cell from it
         function = getattr(self.function, "__func__", self.function)
         return getattr(function, "__code__", None)
 
-    def __call__(self, **filled: Any) -> _Brought:
-        parts = dict(_trained_parts(self.function, self.args, self.kwargs))  # before the function rearranges anything
+    def __call__(self, **filled: Any) -> _Returned:
+        parts = dict(_find_trainable(self.function, self.args, self.kwargs))  # before the function moves anything
         value = self.function(*self.args, **self.kwargs, **filled)
         if world().rank != 0:
-            return _Brought(value, {})
-        return _Brought(value, {path: to_device(part.state_dict(), "cpu") for path, part in parts.items()})
+            return _Returned(value, {})
+        return _Returned(value, {path: to_device(part.state_dict(), "cpu") for path, part in parts.items()})
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name_of(function: Callable[..., Any]) -> str:
     function = getattr(function, "func", function)  # of a partial
     return str(getattr(function, "__qualname__", type(function).__name__))
 
 
-# ------------------------------------------------------------------ what may be trained
-def _trained_parts(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Every module, optimizer and schedule that a call can reach, once, with its path; what is nearest comes first.
+# ------------------------------------------------------------------ search
+def _find_trainable(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
+    """Yield every module, optimizer and scheduler that a call can reach, once, with its path; nearest first.
 
-    That is: in its arguments, in the object that a method is bound to, in the variables that a function of the notebook
-    names, and those that the notebook's functions among them name; in nests of them, and in attributes of plain
-    objects among them, and of plain objects among those.
+    Searched: the arguments, a bound method's object, and the variables that the notebook's functions name; in each,
+    pytrees and the attributes of plain objects.
     """
-    seen: dict[int, Any] = {}  # the things too, or another could come to have an id of theirs
-    waiting: deque[_Step] = deque([(("function",), function, 0), (("args",), args, 0), (("kwargs",), kwargs, 0)])
-    while waiting and len(seen) < 100 * _MOST:
-        path, value, level = waiting.popleft()
+    seen: dict[int, Any] = {}  # holds the objects too: an id may be reused once its object is gone
+    queue: deque[_Visit] = deque([(("function",), function, 0), (("args",), args, 0), (("kwargs",), kwargs, 0)])
+    while queue and len(seen) < 100 * _MAX_ELEMENTS:
+        path, value, depth = queue.popleft()
         if id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, (nn.Module, Optimizer, LRScheduler)):
             yield path, value
             continue
-        is_object = not _is_callable(value) and not is_container(value)
-        if not is_object or (level < _LEVELS and _is_plain(value)):
+        is_function = isinstance(value, (types.MethodType, types.FunctionType, functools.partial))
+        is_object = not is_function and not is_container(value)
+        if not is_object or (depth < _MAX_OBJECT_DEPTH and _is_plain(value)):
             parts = vars(value).items() if is_object else _parts(value)
-            waiting.extend(
-                ((*path, key), part, level + is_object) for key, part in parts if not isinstance(part, _SIMPLE)
+            queue.extend(
+                ((*path, key), part, depth + is_object) for key, part in parts if not isinstance(part, _ATOMIC_TYPES)
             )
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What a function or a nest holds, with keys that are the same in the notebook and in a rank."""
+    """Yield the parts of a function or container, with keys that are the same in the notebook and in a rank."""
     if isinstance(value, types.MethodType):
         yield from (("self", value.__self__), ("function", value.__func__))
     elif isinstance(value, functools.partial):
@@ -168,16 +168,12 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, types.FunctionType):
         yield from pickling.names_of(value).items() if pickling.is_sent_by_value(value) else ()
     else:
-        for index, (key, part) in enumerate(islice(children(value), _MOST)):
+        for index, (key, part) in enumerate(islice(children(value), _MAX_ELEMENTS)):
             yield (key if isinstance(key, (str, int)) else index), part
 
 
-def _is_callable(value: Any) -> bool:
-    return isinstance(value, (types.MethodType, types.FunctionType, functools.partial))
-
-
 def _is_plain(value: Any) -> bool:
-    """Whether it is an object of a class of the user's, or of nblaunch's, with attributes."""
+    """Return True for an object with attributes whose class is the user's or nblaunch's."""
     if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
     return type(value).__module__.partition(".")[0] not in ("torch", "builtins", "functools", "collections")

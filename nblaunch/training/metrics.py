@@ -1,288 +1,268 @@
-"""`evaluate`: metrics of a model over every sample once; and the metrics themselves, from `counting`."""
+"""Metrics over every sample of every rank: exact, and the same for any number of ranks.
+
+Counts and sums are integers until the final division. So neither the order of batches nor their distribution over
+ranks can change a digit, and a rank without samples is no special case.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
 
 from nblaunch.errors import ArgumentError
-from nblaunch.ranks.report import progress, report
-from nblaunch.training.counting import Accuracy, FromTorchmetrics, Mean, Metric
-from nblaunch.training.data.loader import ShardedLoader
-from nblaunch.training.data.orders import samplers_of, shards
-from nblaunch.training.data.prefetch import Prefetcher
-from nblaunch.training.data.sharding import shard
-from nblaunch.training.nests import samples_in, to_device
-from nblaunch.training.unwrap import unwrapped
-from nblaunch.training.world import collective_device, ensure_group, exchange, own_device, world
+from nblaunch.machine.argument_checks import whole_number
+from nblaunch.training.exchange import exchange
+from nblaunch.training.pytree import tensors_in, to_device
 
-__all__ = ["Accuracy", "FromTorchmetrics", "Mean", "Metric", "evaluate", "split"]
-
-TARGETS = ("labels", "label", "target")
-"""Where a batch that is a dict may hold its target."""
+_UNIT_BITS = 1074
+"""Every float64 is an integer multiple of 2 ** -1074, the smallest positive one."""
 
 
-def evaluate(
-    model: nn.Module,
-    loader: Iterable[Any],
-    *,
-    metrics: Metric | Mapping[str, Metric] | None = None,
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
-    step: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
-    size: Callable[[Any], int] | None = None,
-    device: torch.device | str | None = None,
-    desc: str = "evaluating",
-    prefix: str = "",
-    at: int | None = None,
-) -> dict[str, float]:
-    """Metrics of a model over every sample once, whatever the number of ranks. A collective; alone it works too.
+@runtime_checkable
+class Metric(Protocol):
+    """A metric that `evaluate` can compute."""
 
-    Each rank takes its part of the data, and runs the module itself, without DistributedDataParallel or torch.compile
-    around it: ranks with fewer batches, or none, keep nobody waiting. It runs in eval mode, without gradients, and
-    with rank 0's buffers (running means of batch norm differ between ranks); every submodule is then trained or not as
-    before. Rank 0 reports the figures to the notebook.
-
-    Args:
-        model: Alike on every rank, on its device.
-        loader: A DataLoader, sharded here where it is not yet (but not inside a `Prefetcher`). Another iterable is
-            taken for this rank's own part.
-        metrics: By name; one alone is named after its class. They are reset first. Default: accuracy.
-        loss_fn: ``(output, target) -> loss``, a mean over the batch, for the figure ``loss``: the batches' losses,
-            weighted by size. It is as good as `loss_fn` computes it in the model's dtype, batch by batch.
-        step: ``(model, batch) -> (output, target)``. Default: for a batch ``(inputs, target)`` or a dict, see `split`.
-        size: The number of samples in a batch. Default: the length of its target, else of its first tensor.
-        device: Where batches go. Default: where the model's parameters are.
-        desc: The word before the progress bar.
-        prefix: Put before every name, such as ``"valid_"``.
-        at: The step that the figures are reported with. Default: none.
-
-    Returns:
-        Figures by name, the same on every rank.
-
-    Raises:
-        ArgumentError: The loader was prepared by accelerate, is an undivided one in a `Prefetcher`, or has a sampler
-            that repeats samples, as torch's ``DistributedSampler`` does; metrics or batches are not as above.
-        RuntimeError: The samples counted over all ranks are not as many as the loader has.
-    """
-    taken = _Taken(named(metrics), loss_fn, step or forward, size)
-    divided = _divided(loader)
-    module = unwrapped(model)
-    where = device if device is not None else _device_of(module)
-    with _in_eval_mode(module), torch.no_grad():  # a tensor made in inference mode could not serve training later
-        _share_buffers(module)
-        for batch in _real_batches(divided, desc):
-            taken.take(module, to_device(batch, where))
-    _check(sum(exchange(taken.samples)), getattr(divided, "total", None))
-    figures = {f"{prefix}{name}": value for name, value in taken.figures().items()}
-    if world().rank == 0:
-        report(at, **figures)
-    return figures
-
-
-def split(batch: Any) -> tuple[Any, Any]:
-    """A batch's inputs and its target.
-
-    Args:
-        batch: ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
-
-    Returns:
-        Of a dict with one other entry its value as the inputs, with several a dict of them.
-
-    Raises:
-        ArgumentError: It is something else.
-    """
-    if isinstance(batch, Mapping):
-        name = next((name for name in TARGETS if name in batch), None)
-        if name is not None:
-            others = {key: value for key, value in batch.items() if key != name}
-            return (next(iter(others.values())) if len(others) == 1 else others), batch[name]
-        found = f"a dict with {sorted(map(str, batch))}"
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    else:
-        found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-    raise ArgumentError(
-        f"the batch is {found}, neither (inputs, target) nor a dict with one of {', '.join(TARGETS)}: "
-        "give evaluate a step, such as step=lambda model, batch: (model(batch[0]), batch[1]); for a Trainer override "
-        "compute_loss(self, model, batch), and for its metrics return (loss, output, target)"
-    )
-
-
-def forward(module: nn.Module, batch: Any) -> tuple[Any, Any]:
-    """The module's output for a batch, and the batch's target; several inputs by name go in by name."""
-    inputs, target = split(batch)
-    return (module(**inputs) if isinstance(inputs, Mapping) else module(inputs)), target
-
-
-def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Metrics by name; accuracy where there are none.
-
-    Raises:
-        ArgumentError: One is no metric, or has a name that is taken.
-    """
-    if metrics is None:
-        return {"accuracy": Accuracy()}
-    if isinstance(metrics, Mapping):
-        named = dict(metrics)
-    else:
-        named = {getattr(metrics, "name", type(metrics).__name__.lower()): metrics}
-    for name, metric in named.items():
-        if not _is_metric(metric):
-            raise ArgumentError(
-                f"metrics: {name!r} is {metric!r:.80}: use Accuracy() or another with update(output, target)"
-            )
-        if name in ("loss", "step"):
-            raise ArgumentError(f"metrics: a metric cannot be called {name!r}: choose another name")
-    return named
-
-
-def _is_metric(thing: object) -> bool:
-    return isinstance(thing, Metric) and not isinstance(thing, (Mean, type))  # a Mean takes no outputs and targets
-
-
-class OfOutput:
-    """A metric of the output, where a Trainer's ``compute_loss`` gives (loss, output)."""
-
-    def __init__(self, metric: Metric) -> None:
-        self.metric = metric
-
-    def update(self, computed: tuple[Tensor, Any], target: Any) -> None:
-        if computed[1] is None:
-            raise ArgumentError("metrics need the output: let compute_loss return (loss, output)")
-        self.metric.update(computed[1], target)
+    def update(self, output: Any, target: Any, /) -> None:
+        """Add a batch of this rank."""
 
     def compute(self) -> float:
-        return self.metric.compute()
+        """Return the value over all ranks, the same on each. A collective, also for a rank without samples."""
 
     def reset(self) -> None:
+        """Discard all batches."""
+
+
+class Mean:
+    """The mean of values such as losses, correctly rounded for any split over ranks and calls.
+
+    The sum is an integer multiple of 2 ** -1074, as in Kulisch's accumulator ("Computer Arithmetic and Validity",
+    2013): additions do not round, only the final division does. An update takes about a microsecond per value.
+
+    Attributes:
+        count: Number of values on all ranks, at the last `compute`.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def update(self, value: SupportsFloat | Tensor, count: int = 1) -> None:
+        """Add a value of this rank.
+
+        Args:
+            value: A number, or a tensor, whose elements are the values.
+            count: Number of samples that each value stands for: the batch's size for a loss that is a mean over the
+                batch. With 0 nothing is added, not even a NaN.
+
+        Raises:
+            ArgumentError: `count` is not a whole number, or is negative.
+        """
+        count = whole_number("count", count, least=0)
+        if count == 0:
+            return
+        numbers = value.detach().double().flatten().tolist() if isinstance(value, Tensor) else [float(value)]
+        for number in numbers:
+            self._count += count
+            if math.isfinite(number):
+                above, below = number.as_integer_ratio()  # `below` is a power of two
+                self._sum += (above * count) << (_UNIT_BITS + 1 - below.bit_length())
+            else:
+                self._nonfinite += number
+
+    def compute(self) -> float:
+        """Return the mean over all ranks, the same on each; NaN if no rank has a value. A collective.
+
+        A NaN among the values makes it NaN, as do infinities of both signs; infinities of one sign make it infinite.
+        """
+        sums, nonfinite, counts = zip(*exchange((self._sum, self._nonfinite, self._count)), strict=True)
+        self.count = sum(counts)
+        if self.count == 0 or sum(nonfinite) != 0.0:
+            return sum(nonfinite) if self.count else math.nan
+        mean: float = sum(sums) / (self.count << _UNIT_BITS)  # Python rounds the quotient of integers correctly
+        return mean
+
+    def reset(self) -> None:
+        """Discard all values."""
+        self._sum, self._nonfinite, self._count = 0, 0.0, 0
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's values, for a checkpoint."""
+        return {"sum": hex(self._sum), "beyond": self._nonfinite, "count": self._count}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._sum, self._nonfinite, self._count = int(state["sum"], 16), state["beyond"], state["count"]
+
+
+class Accuracy:
+    """The share of correct predictions: two integers, summed over all ranks, and one division.
+
+    Args:
+        top_k: A prediction is correct if the target is among the `top_k` classes with the highest scores.
+        threshold: For binary outputs (of the target's shape, floating): a value above it is a 1. Use 0.5 for
+            probabilities and 0 for logits. Default: none; such outputs are refused, because they may be either.
+        ignore_index: Targets with this value are not counted. Default: all count.
+
+    Attributes:
+        correct: Number of correct predictions on all ranks, at the last `compute`.
+        count: Number of predictions on all ranks, at the last `compute`.
+
+    Raises:
+        ArgumentError: `top_k` is less than 1, or more than 1 along with a `threshold`.
+    """
+
+    def __init__(self, top_k: int = 1, threshold: float | None = None, ignore_index: int | None = None) -> None:
+        whole_number("top_k", top_k, least=1)
+        if top_k > 1 and threshold is not None:
+            raise ArgumentError(f"top_k={top_k} with threshold={threshold}: a binary output has no {top_k} best")
+        self.top_k, self.threshold, self.ignore_index = top_k, threshold, ignore_index
+        self._correct: Tensor | int = 0
+        self._counted: Tensor | int = 0
+        self.reset()
+
+    def update(self, output: Tensor, target: Tensor) -> None:
+        """Add a batch of this rank.
+
+        Args:
+            output: Scores of C classes, (N, C) or (N, C, ...); or predicted labels (integers) in the target's shape; or
+                binary outputs (floats, with a `threshold`) in the target's shape, or with one column more.
+            target: Labels, (N,) or (N, ...).
+
+        Raises:
+            ArgumentError: The shapes do not match, or one is not a tensor; the message names both.
+        """
+        given: tuple[object, ...] = (output, target)
+        if not all(isinstance(value, Tensor) for value in given):
+            raise ArgumentError(
+                f"output is a {type(output).__name__} and target a {type(target).__name__}: Accuracy takes tensors. "
+                "If the model returns more than its scores, give evaluate step=lambda model, batch: (scores, target)"
+            )
+        target = target.detach().to(output.device)
+        is_correct = self._is_correct(output.detach(), target)
+        counted = torch.ones_like(is_correct) if self.ignore_index is None else target != self.ignore_index
+        self._correct = self._correct + (is_correct & counted).sum()  # stays on the GPU: reading would synchronize
+        self._counted = self._counted + counted.sum()
+
+    def compute(self) -> float:
+        """Return the accuracy over all ranks, from 0 to 1; NaN if no rank has a target. A collective."""
+        corrects, counts = zip(*exchange((int(self._correct), int(self._counted))), strict=True)
+        self.correct, self.count = sum(corrects), sum(counts)
+        return self.correct / self.count if self.count else math.nan
+
+    def reset(self) -> None:
+        """Discard all batches."""
+        self._correct = self._counted = 0
+        self.correct = self.count = 0
+
+    def _is_correct(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return for each target whether the prediction is correct, in the target's shape."""
+        if self.threshold is not None:
+            output = output.squeeze(-1) if output.shape == (*target.shape, 1) else output
+            if output.shape == target.shape:
+                return (output > self.threshold) == target
+        elif output.shape == target.shape:
+            if not output.is_floating_point() and self.top_k == 1:
+                return output == target
+        elif _has_classes(output, target, at_least=max(self.top_k, 2)):
+            if self.top_k == 1:
+                return output.argmax(dim=1) == target
+            return (output.topk(self.top_k, dim=1).indices == target.unsqueeze(1)).any(dim=1)
+        raise ArgumentError(
+            f"output has the shape {tuple(output.shape)} ({output.dtype}) and target {tuple(target.shape)}: "
+            + self._advice(output, target)
+        )
+
+    def _advice(self, output: Tensor, target: Tensor) -> str:
+        """Return what to do about shapes that do not match."""
+        if self.threshold is not None:
+            return f"with threshold={self.threshold} they must be equal"
+        if self.top_k > 1:
+            return f"top_k={self.top_k} takes scores of at least {self.top_k} classes, (N, C) with (N,)"
+        if output.shape in (target.shape, (*target.shape, 1)):
+            return "give Accuracy(threshold=0.5) for probabilities of a binary output, threshold=0 for its logits"
+        return "give scores (N, C) with labels (N,), scores (N, C, ...) with (N, ...), or labels of one shape"
+
+
+class FromTorchmetrics:
+    """Adapts a torchmetrics metric. It computes on a copy, so updates may continue after `compute`.
+
+    `compute` exchanges the states of all ranks once; torchmetrics then reduces them by the metric's
+    ``dist_reduce_fx``. torchmetrics' own sync runs one collective per state, and per item of some lists, so ranks with
+    unequal numbers of batches, or none, can hang (https://github.com/Lightning-AI/torchmetrics/issues/813). Sums are
+    as exact as the metric's own dtype.
+
+    Args:
+        metric: A ``torchmetrics.Metric`` whose value is one number. For per-class values choose an ``average``.
+
+    Raises:
+        ArgumentError: `metric` is something else, such as a MetricCollection: use a dict of metrics.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        if not all(hasattr(metric, name) for name in ("update", "compute", "metric_state", "distributed_available_fn")):
+            raise ArgumentError(f"metric={metric!r:.80}: give one torchmetrics.Metric; for several, a dict of them")
+        self.metric = metric
+        self.name = type(metric).__name__.lower()
+
+    def update(self, output: Any, target: Any) -> None:
+        """Call the metric's own ``update`` with a batch of this rank."""
+        device = next(iter(tensors_in(output)), torch.empty(0)).device
+        self.metric.to(device).update(output, target)
+
+    def compute(self) -> float:
+        """Return the metric over all ranks, the same on each; NaN if no rank has a batch. A collective.
+
+        Raises:
+            ArgumentError: The metric's value is not one number.
+        """
+        parts = _parts(self.metric)
+        has_batch = any(part.update_called for part in parts if part.metric_state)  # a composition has no state
+        by_rank = exchange((has_batch, to_device([part.metric_state for part in parts], "cpu")))
+        if not any(updated for updated, _ in by_rank):
+            return math.nan
+        whole = self.metric.clone()
+        for part, states in zip(_parts(whole), zip(*(states for _, states in by_rank), strict=True), strict=True):
+            _set_states(part, states)
+        with warnings.catch_warnings():  # this rank may have no batch of its own
+            warnings.filterwarnings("ignore", r"The ``compute`` method of metric .* was called before the ``update``")
+            value = whole.compute()
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise ArgumentError(f"{type(whole).__name__} gives {value!r:.80}, not one number: set its average=")
+        return float(value)
+
+    def reset(self) -> None:
+        """Discard all batches."""
         self.metric.reset()
 
 
-class _Taken:
-    """What the batches of this rank have come to."""
-
-    def __init__(self, metrics: dict[str, Metric], loss_fn: Any, step: Any, size: Any) -> None:
-        self.samples = 0
-        self._metrics, self._loss_fn, self._step, self._size = metrics, loss_fn, step, size
-        self._losses: list[tuple[Tensor, int]] = []  # read at the end, as a GPU would have to be waited for
-        for metric in metrics.values():
-            metric.reset()
-
-    def take(self, module: nn.Module, batch: Any) -> None:
-        output, target = self._step(module, batch)
-        samples = self._size(batch) if self._size is not None else _size(target, batch)
-        self.samples += samples
-        for metric in self._metrics.values():
-            metric.update(output, target)
-        if self._loss_fn is not None:
-            self._losses.append((self._loss_fn(output, target).detach(), samples))
-
-    def figures(self) -> dict[str, float]:
-        """Over all ranks; a collective."""
-        figures = {name: metric.compute() for name, metric in self._metrics.items()}
-        return figures if self._loss_fn is None else {**figures, "loss": self._loss()}
-
-    def _loss(self) -> float:
-        mean = Mean()
-        for loss, samples in self._losses:
-            mean.update(loss, samples if loss.numel() == 1 else 1)
-        return mean.compute()
+def _has_classes(output: Tensor, target: Tensor, at_least: int) -> bool:
+    """Return True if the output has the target's shape plus a dimension of classes after the first."""
+    if output.dim() != target.dim() + 1 or output.dim() < 2:
+        return False
+    return (output.shape[0], *output.shape[2:]) == target.shape and output.shape[1] >= at_least
 
 
-# ------------------------------------------------------------------ the loader
-def _divided(loader: Iterable[Any]) -> Iterable[Any]:
-    """The loader, of which this rank gets its part, and all ranks together no sample twice."""
-    inner = _innermost(loader)
-    if isinstance(inner, Dataset):
-        raise ArgumentError(f"loader={inner!r:.80}: is a dataset: give DataLoader(dataset, batch_size=...)")
-    if not isinstance(inner, DataLoader) or (inner is not loader and not world().is_shared):
-        return loader
-    sharded = shard(inner)
-    if inner is loader:
-        loader = sharded
-    elif sharded is not inner and not any(map(shards, samplers_of(inner))):
-        raise ArgumentError(
-            f"loader: the Prefetcher's {type(inner).__name__} is not divided among the {world().size} ranks, so that "
-            "each would count every sample: give Prefetcher(shard(loader), device), or the loader itself"
-        )
-    _refuse_repeats(sharded)
-    return loader
+def _parts(metric: Any) -> list[Any]:
+    """Return a torchmetrics metric and its components, in the same order on every rank."""
+    return [part for part in metric.modules() if hasattr(part, "metric_state")]
 
 
-def _innermost(loader: Iterable[Any]) -> Iterable[Any]:
-    return _innermost(loader.loader) if isinstance(loader, Prefetcher) else loader
+def _set_states(part: Any, by_rank: Sequence[dict[str, Any]]) -> None:
+    """Have the sync in `part`'s ``compute`` use these states instead of exchanging any.
 
-
-def _refuse_repeats(loader: ShardedLoader[Any]) -> None:
-    own = loader.given_out()
-    if own is None or not hasattr(loader.dataset, "__len__"):
-        return
-    given, size = sum(exchange(own)), len(loader.dataset)
-    if given > size:
-        sampler = next(type(one).__name__ for one in samplers_of(loader) if shards(one))
-        raise ArgumentError(
-            f"loader: its {sampler} gives the ranks {given} samples of a dataset of {size}, so it repeats "
-            f"{given - size} samples, which would count twice: leave it out, as shard(loader) divides exactly, or use "
-            "ExactDistributedSampler, or a sampler with drop_last=True where some samples may be missing"
-        )
-
-
-def _real_batches(loader: Iterable[Any], desc: str) -> Iterator[Any]:
-    """The batches, without those that repeat a sample so that every rank has as many."""
-    for batch in progress(loader, desc=desc):
-        if not getattr(loader, "is_padding", False):
-            yield batch
-
-
-def _size(target: Any, batch: Any) -> int:
-    samples = samples_in(target, batch)
-    if samples is None:
-        raise ArgumentError("the batch holds no tensor whose length tells its number of samples: give size=")
-    return samples
-
-
-def _check(counted: int, total: int | None) -> None:
-    if total is not None and counted != total:
-        raise RuntimeError(
-            f"evaluate counted {counted} samples over all ranks, but the loader has {total}. If a batch's first "
-            "dimension is not its samples, give size=lambda batch: ...; else the loader lost or repeated some"
-        )
-
-
-# ------------------------------------------------------------------ the module
-def _device_of(module: nn.Module) -> torch.device:
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return own_device()
-
-
-@contextmanager
-def _in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Eval mode, and afterwards for each submodule what it was: some are frozen in eval mode on purpose."""
-    before = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in before:
-            part.training = training
-
-
-def _share_buffers(module: nn.Module) -> None:
-    """Give every rank rank 0's buffers, byte by byte so that any dtype will do.
-
-    As DistributedDataParallel does before a forward pass; after the last one of training they have drifted apart.
+    Its list states become the concatenation of all ranks' lists; for a tensor state its sync returns each rank's.
     """
-    if not world().is_shared:
-        return
-    ensure_group()
-    for buffer in module.buffers():
-        data = buffer.detach().reshape(-1).contiguous().view(torch.uint8).to(collective_device(), copy=True)
-        dist.broadcast(data, src=0)
-        buffer.copy_(data.to(buffer.device).view(buffer.dtype).view(buffer.shape))
+    received: dict[int, list[Tensor]] = {}
+    for name, own in part.metric_state.items():
+        states = [to_device(state[name], part.device) for state in by_rank]
+        if isinstance(own, Tensor):
+            received[id(own)] = states
+        else:
+            setattr(part, name, [item for state in states for item in state])
+    part.dist_sync_fn = lambda tensor, group=None: received.get(id(tensor), [tensor])
+    part.distributed_available_fn = lambda: True

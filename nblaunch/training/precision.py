@@ -1,4 +1,4 @@
-"""Mixed precision: which one, the context to compute in, and a module's forward that does so by itself."""
+"""Mixed precision: the choice of a precision, autocast, and modules whose forward runs in autocast."""
 
 from __future__ import annotations
 
@@ -12,41 +12,40 @@ import torch
 from torch import nn
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.nests import map_nest
+from nblaunch.training.pytree import tree_map
 
 _TYPES = {"no": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 _VARIABLE = "ACCELERATE_MIXED_PRECISION"
-"""What ``mixed_precision=`` of the launcher sets in the ranks, and ``accelerate launch`` in its own."""
+"""Set in the ranks by the launcher's ``mixed_precision=``, and by ``accelerate launch``."""
 
 
-def precision_of(asked: str | None) -> str:
-    """``"no"``, ``"fp16"`` or ``"bf16"``: what is asked for, else what the launch set, else no.
+def precision_of(requested: str | None) -> str:
+    """Return ``"no"``, ``"fp16"`` or ``"bf16"``: the requested precision, else the launch's, else ``"no"``.
 
     Raises:
         ArgumentError: It is none of the three.
     """
-    name = asked if asked is not None else os.environ.get(_VARIABLE, "no")
+    name = requested if requested is not None else os.environ.get(_VARIABLE, "no")
     if name not in _TYPES:
-        raise ArgumentError(f'mixed_precision={name!r}: an Accelerator knows "no", "fp16" and "bf16"')
+        raise ArgumentError(f'mixed_precision={name!r}: an Accelerator supports "no", "fp16" and "bf16"')
     return name
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
-    """The context in which operations run in `precision`."""
+    """Return the context in which operations run in `precision`."""
     dtype = _TYPES[precision]
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def scaler_for(device: torch.device, precision: str) -> torch.amp.GradScaler | None:
-    """What keeps small gradients from vanishing: float16 alone needs it."""
+    """Return a gradient scaler for float16; None for the other precisions, which need none."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 def cast_forward(module: nn.Module, device: torch.device, precision: str) -> None:
-    """Have the module's forward run in autocast, and give its half-precision outputs as float32.
+    """Run the module's forward in autocast, and return its half-precision outputs as float32.
 
-    Done on the instance by what pickles and deep-copies along with it; a second time changes nothing.
-    `plain_forward` undoes it.
+    Patches the instance, in a way that survives pickling and deepcopy. Idempotent; `plain_forward` undoes it.
     """
     if precision == "no" or _is_cast(module):
         return
@@ -73,9 +72,9 @@ def _cast(
 ) -> Any:
     with torch.autocast(device, _TYPES[precision]):
         output = type(module).forward(module, *args, **kwargs) if earlier is None else earlier(*args, **kwargs)
-    return map_nest(_full, output)
+    return tree_map(_to_float32, output)
 
 
-def _full(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_half else value

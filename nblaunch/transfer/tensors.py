@@ -52,7 +52,7 @@ class BufferSink(Protocol):
         """
 
     def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
-        """Return a buffer in place of which the receiver gets a descriptor; keep its owner alive until then."""
+        """Return a buffer that the receiver gets as a descriptor; keep its owner alive until then."""
 
     def count_from_gpu(self, size: int) -> None:
         """Count bytes that were copied from a GPU."""

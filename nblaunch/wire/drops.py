@@ -17,6 +17,7 @@ from typing import Literal
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.segments import in_words
+from nblaunch.wire.launch_files import drop_counters
 
 Kind = Literal["out", "err", "reports"]
 _ROW = struct.Struct("=qqqq")
@@ -64,7 +65,7 @@ class Table:
     """
 
     def __init__(self, scratch: str, ranks: int) -> None:
-        self._file = open(_path(scratch), "xb+", buffering=0)  # kept open: the folder is removed with the last rank
+        self._file = open(drop_counters(scratch), "xb+", buffering=0)  # the folder goes before this table is read last
         self._file.write(bytes(ranks * _BLOCK))
 
     def read(self, rank: int) -> Dropped:
@@ -82,7 +83,7 @@ class Counter:
     """The counters of one rank; for the rank and its forked children, which add to them."""
 
     def __init__(self, scratch: str, rank: int) -> None:
-        self._path = _path(scratch)
+        self._path = drop_counters(scratch)
         self._block = rank * _BLOCK
         self._renew()
         os.register_at_fork(after_in_child=self._renew)
@@ -103,10 +104,6 @@ class Counter:
                 os.pwrite(table, _ROW.pack(*row), at)
             finally:
                 os.close(table)
-
-
-def _path(scratch: str) -> str:
-    return f"{scratch}/drops"
 
 
 def log_limit(env: Mapping[str, str]) -> int | None:

@@ -3,7 +3,8 @@
 Launches, data and results, printed lines, growth with the number of ranks, training, and one day in a notebook; each
 way in a real kernel of its own. Medians, with ratios; of many printed lines and of the day one run each.
 
-Usage: python -m tests.benchmarks [--only launch,data,...] [--rounds 11] [--quick] [--json FILE] [--plots FOLDER]
+Usage: python -m tests.benchmarks [--only launch,data,...] [--rounds 11] [--quick] [--write] [--json FILE]
+                                  [--plots FOLDER]
 
 Where the time of a launch of two ranks goes, on 2 cores (by time stamps in a copy of the package): checking, packing
 and asking the fork server 5 ms, each rank's own start 5, meeting by gloo 12 (a bare fork and gloo, the floor, take 40
@@ -16,20 +17,26 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
+import math
 import os
 import platform
+import queue
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import data, plots, scale, scenario, streaming, training
-from tests.benchmarks.contenders import BASELINE, CONTENDERS
+from tests.benchmarks.contenders import BASELINE, CONTENDERS, Contender
+from tests.benchmarks.patience import seconds_of, shown
+from tests.conftest import LONG
 from tests.kernel.harness import Kernel, running_kernel
 
 MEASURES = {
@@ -38,14 +45,25 @@ MEASURES = {
     "a rank's death, as an error": "timed(die, 2)",
 }
 Times = dict[str, dict[str, list[float]]]
+Part = tuple[dict[str, Any], str]
+"""Figures for the JSON file, and tables."""
+README = Path(__file__).with_name("README.md")
 
 
 def main() -> None:
-    """Measure, print the tables, write the JSON, draw the plots."""
+    """Measure, print or write the tables, write the JSON, draw the plots."""
     options = _options()
     figures: dict[str, Any] = {"machine": machine()}
     for part in options.only:
-        figures |= PARTS[part](options)
+        try:
+            found, text = PARTS[part](options)
+        except queue.Empty:
+            print(f"\n{part}: no table, as a kernel gave no answer in time")
+            continue
+        figures |= found
+        print("", text, sep="\n")
+        if options.write:
+            README.write_text(replaced(README.read_text(), part, f"{text}\n\n({_measured()})"))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
     if options.plots:
@@ -58,6 +76,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=11, help="measurements of each launch; the median counts")
     parser.add_argument("--lines", type=int, default=100_000, help="lines that each of two ranks prints")
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it runs, not how fast")
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {README.name} beside this file")
     parser.add_argument("--json", type=Path, help="write every measurement here")
     parser.add_argument("--plots", type=Path, help="draw figures into this folder")
     return parser.parse_args()
@@ -70,48 +89,58 @@ def _parts(text: str) -> list[str]:
     return named
 
 
-def _launch(options: argparse.Namespace) -> dict[str, Any]:
+def replaced(text: str, part: str, tables: str) -> str:
+    """The text with these tables between the markers of a part.
+
+    Raises:
+        ValueError: The text has no such markers.
+    """
+    begin, end = f"<!-- {part} -->\n", f"<!-- end of {part} -->\n"
+    if not (begin in text and end in text):
+        raise ValueError(f"no line {begin.strip()} and {end.strip()}")
+    return re.sub(f"(?s){begin}.*{end}", lambda _: f"{begin}{tables}\n{end}", text)
+
+
+def _measured() -> str:
+    return f"Measured on {datetime.date.today()}: {machine()}"
+
+
+def _launch(options: argparse.Namespace) -> Part:
     times = measure(1 if options.quick else options.rounds)
     loading = import_time()
-    print(table(times, loading))
-    return {"seconds": times, "import": loading}
+    return {"seconds": times, "import": loading}, table(times, loading)
 
 
-def _lines(options: argparse.Namespace) -> dict[str, Any]:
+def _lines(options: argparse.Namespace) -> Part:
     lines = 1000 if options.quick else options.lines
     streamed = streaming.measure(lines)
-    print("", streaming.table(streamed, lines), sep="\n")
-    return {"lines": [asdict(s) for s in streamed]}
+    return {"lines": [asdict(s) for s in streamed]}, streaming.table(streamed, lines)
 
 
-def _data(options: argparse.Namespace) -> dict[str, Any]:
+def _data(options: argparse.Namespace) -> Part:
     figures = data.measure(64 << 20, 2, 1) if options.quick else data.measure(2 << 30, 4, 3)
-    print("", data.table(figures), sep="\n")
-    return {"data": figures.as_json()}
+    return {"data": figures.as_json()}, data.table(figures)
 
 
-def _scale(options: argparse.Namespace) -> dict[str, Any]:
+def _scale(options: argparse.Namespace) -> Part:
     if options.quick:
         figures = scale.measure((2, 4), 1, 20_000, (2,))
     else:
         figures = scale.measure((2, 4, 8, 16, 32, 64), 5, 1_000_000, (16,))
-    print("", scale.table(figures), sep="\n")
-    return {"scale": figures.as_json()}
+    return {"scale": figures.as_json()}, scale.table(figures)
 
 
-def _day(options: argparse.Namespace) -> dict[str, Any]:
+def _day(options: argparse.Namespace) -> Part:
     figures = scenario.measure(16 << 20, 400, 0.2) if options.quick else scenario.measure(1 << 30, 20_000, 3.0)
-    print("", scenario.table(figures), sep="\n")
-    return {"day": figures.as_json()}
+    return {"day": figures.as_json()}, scenario.table(figures)
 
 
-def _training(options: argparse.Namespace) -> dict[str, Any]:
+def _training(options: argparse.Namespace) -> Part:
     figures = training.measure(options.quick)
-    print("", training.table(figures), "", f"({machine()})", sep="\n")
-    return {"training": figures.as_json()}
+    return {"training": figures.as_json()}, training.table(figures)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "launch": _launch,
     "data": _data,
     "scale": _scale,
@@ -121,21 +150,32 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
-def measure(rounds: int) -> Times:
-    """Seconds of each measure and contender, taken in turn so that a slow minute hits all of them."""
-    times: Times = {measure: {c.name: [] for c in CONTENDERS} for measure in MEASURES}
+def measure(rounds: int, contenders: Sequence[Contender] = CONTENDERS, limit: float = LONG) -> Times:
+    """Seconds of each measure and contender, taken in turn so that a slow minute hits all of them.
+
+    A contender that does not answer within `limit` seconds is given up: its seconds are infinite from then on.
+    """
+    times: Times = {measure: {c.name: [] for c in contenders} for measure in MEASURES}
+    hung: set[str] = set()
     with contextlib.ExitStack() as stack:
         kernels: dict[str, Kernel] = {}
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        for contender in CONTENDERS:
+
+        def timed(contender: str, expression: str) -> float:
+            seconds = math.inf if contender in hung else seconds_of(kernels[contender], expression, limit)
+            if seconds == math.inf:
+                hung.add(contender)
+            return seconds
+
+        folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        for contender in contenders:
             # accelerate leaves files of torch's elastic agent among the temporary ones: they go with the folder
             kernels[contender.name] = stack.enter_context(running_kernel(BENCHMARK_FOLDER=folder, TMPDIR=folder))
             kernels[contender.name].run(contender.cells).check()
-            kernels[contender.name].run("timed(train, 2)").check()  # the first pays for imports, everywhere
+            timed(contender.name, "timed(train, 2)")  # the first pays for imports, everywhere
         for name, expression in MEASURES.items():
             for _ in range(rounds):
-                for launcher, kernel in kernels.items():
-                    times[name][launcher].append(float(kernel.ask(expression)))
+                for launcher in kernels:
+                    times[name][launcher].append(timed(launcher, expression))
     return times
 
 
@@ -158,15 +198,16 @@ def machine() -> str:
 
 def table(times: Times, loading: float) -> str:
     """The medians as a Markdown table, with the ratio to accelerate of each."""
-    lines = [f"| median of {_rounds(times)}, seconds | {' | '.join(c.name for c in CONTENDERS)} |"]
-    lines.append("|---" * (len(CONTENDERS) + 1) + "|")
+    contenders = list(next(iter(times.values())))
+    lines = [f"| median of {_rounds(times)}, seconds | {' | '.join(contenders)} |"]
+    lines.append("|---" * (len(contenders) + 1) + "|")
     for measure, by_contender in times.items():
-        base = statistics.median(by_contender[BASELINE])
-        cells = [f"{(m := statistics.median(values)):.3f} ({m / base:.2f})" for values in by_contender.values()]
+        base = statistics.median(by_contender.get(BASELINE, [math.inf]))
+        cells = [shown(statistics.median(values), 3, base) for values in by_contender.values()]
         lines.append(f"| {measure} | {' | '.join(cells)} |")
     two, eight = (statistics.median(times[m]["nblaunch"]) for m in list(MEASURES)[:2])
     growth = f"nblaunch, 8 ranks / 2 ranks: {eight / two:.2f}. import nblaunch: {loading * 1000:.1f} ms."
-    return "\n".join([*lines, "", f"({machine()}; in brackets: the ratio to {BASELINE}.)", growth])
+    return "\n".join([*lines, "", f"In brackets: the ratio to {BASELINE}. {growth}"])
 
 
 def _rounds(times: Times) -> int:

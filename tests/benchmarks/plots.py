@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,6 +50,7 @@ def _bars(measures: Bars, path: Path) -> None:
 
     figure, axes = plt.subplots(1, len(measures), figsize=(4 * len(measures), 3), layout="constrained", squeeze=False)
     for place, (measure, ways) in zip(axes[0], measures.items(), strict=True):
+        ways = {way: seconds for way, seconds in ways.items() if math.isfinite(seconds)}  # not of one that hangs
         bars = place.barh(list(ways), list(ways.values()))
         place.bar_label(bars, fmt="%.2f", padding=3)
         place.set(title=measure, xlabel="seconds", xscale="log")

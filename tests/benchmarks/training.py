@@ -30,8 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from nblaunch import notebook_launcher
-from nblaunch.training import Accelerator
-from nblaunch.training.metrics import evaluate
+from nblaunch.training import Accelerator, evaluate
 from tests.kernel.harness import running_kernel
 
 RANKS = 2

@@ -1,19 +1,29 @@
-"""One JupyterLab for all tests of a module; each has a page and kernels of its own.
+"""One Chromium for all tests and one server for each configuration; each test has a page and kernels of its own.
 
 With NBLAUNCH_PICTURES set to a folder, the pictures of the README and of the panel are kept there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page
+from playwright.sync_api import Browser, Locator, Page
 
-from tests.browser.lab import end_kernels, open_notebook, open_page, run_all, running_lab, write_notebook
+from tests.browser.lab import (
+    end_kernels,
+    open_notebook,
+    open_page,
+    run_all,
+    running_chromium,
+    running_lab,
+    write_notebook,
+)
+from tests.conftest import LONG
 
 SETUP = "%load_ext nblaunch\nfrom nblaunch import notebook_launcher, progress, report"
 
@@ -39,7 +49,7 @@ class Lab:
         write_notebook(self.folder / f"{name}.ipynb", SETUP, *cells)
         open_notebook(self.page, self.url, f"{name}.ipynb", self.app)
         run_all(self.page)
-        self.panel.wait_for(timeout=60_000)
+        self.panel.wait_for()
         return self.panel
 
     @property
@@ -51,13 +61,13 @@ class Lab:
         """What the panel's pill says."""
         return self.panel.locator(".nbl-pill").inner_text().strip().lower()
 
-    def wait_for_state(self, state: str, seconds: float = 30) -> None:
+    def wait_for_state(self, state: str, seconds: float = LONG) -> None:
         self.panel.locator(f'.nbl-pill[data-state="{state}"]').wait_for(timeout=seconds * 1000)
 
     def button(self, name: str) -> Locator:
         return self.panel.get_by_role("button", name=name)
 
-    def log_says(self, text: str, seconds: float = 60) -> None:
+    def log_says(self, text: str, seconds: float = LONG) -> None:
         """Wait until the panel's log shows this."""
         self.panel.locator(".nbl-log", has_text=text).wait_for(timeout=seconds * 1000)
 
@@ -66,15 +76,19 @@ class Lab:
         field = self.panel.get_by_role("searchbox")
         field.fill(text)
         field.press("Enter")
-        self.panel.locator(".nbl-line", has_text=text).first.wait_for(timeout=20_000)
+        self.panel.locator(".nbl-line", has_text=text).first.wait_for()
 
     def output(self, text: str) -> Locator:
         return self.page.locator(".jp-RenderedText", has_text=text)
 
-    def save_and_reload(self) -> None:
-        """Reload the page, which then shows the notebook as it is now."""
+    def save(self) -> None:
+        """Save the notebook, and wait until its file is written."""
         self.page.keyboard.press("Control+s")
         self.page.wait_for_function("() => !window.jupyterapp.shell.currentWidget.model.dirty")
+
+    def save_and_reload(self) -> None:
+        """Reload the page, which then shows the notebook as it is now."""
+        self.save()
         self.page.reload()
 
     def run_cell(self, number: int) -> None:
@@ -99,15 +113,39 @@ DARK = Served(settings=(("@jupyterlab/apputils-extension/themes", (("theme", "Ju
 NOTEBOOK = Served(app="notebook")
 
 
-@pytest.fixture(scope="module")
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, str]]:
-    """A server for the tests of a module; ``parametrize("server", [...], indirect=True)`` says which."""
-    served: Served = getattr(request, "param", LAB)
-    folder = tmp_path_factory.mktemp("served") / "notebooks"
-    folder.mkdir()
-    settings = {plugin: dict(values) for plugin, values in served.settings}
-    with running_lab(folder, served.app, settings) as url:
-        yield url, folder, served.app
+Server = tuple[str, Path, str]
+"""Address, folder and app."""
+
+
+@pytest.fixture(scope="package")
+def chromium(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """The browser of all tests."""
+    with running_chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="package")
+def _servers(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Served], Server]]:
+    """Start a server for each configuration that a test asks for, and keep it for the next."""
+    started: dict[Served, Server] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(served: Served) -> Server:
+            if served not in started:
+                folder = tmp_path_factory.mktemp("served") / "notebooks"
+                folder.mkdir()
+                settings = {plugin: dict(values) for plugin, values in served.settings}
+                url = stack.enter_context(running_lab(folder, served.app, settings))
+                started[served] = url, folder, served.app
+            return started[served]
+
+        yield start
+
+
+@pytest.fixture(scope="package")
+def server(request: pytest.FixtureRequest, _servers: Callable[[Served], Server]) -> Server:
+    """A running server; ``parametrize("server", [...], indirect=True)`` says which."""
+    return _servers(getattr(request, "param", LAB))
 
 
 @pytest.fixture
@@ -117,11 +155,11 @@ def size() -> tuple[int, int]:
 
 
 @pytest.fixture
-def lab(server: tuple[str, Path, str], size: tuple[int, int]) -> Iterator[Lab]:
+def lab(chromium: Browser, server: Server, size: tuple[int, int]) -> Iterator[Lab]:
     """A page in the server; its kernels are ended with the test."""
     url, folder, app = server
     try:
-        with open_page(url, *size) as page:
+        with open_page(chromium, url, *size) as page:
             yield Lab(url, folder, app, page)
     finally:
         end_kernels(url)  # the page has gone: it asks for no more of them

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
-_UP_WITHIN = 60.0
+from tests.conftest import LONG, MARK
+
 _CHROMIUM_OPTIONS = [
     "--no-sandbox",
     "--disable-gpu",
@@ -81,7 +82,7 @@ def _settings(folder: Path, chosen: Mapping[str, Any]) -> Path:
 
 def _address(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> str:
     """Wait for the file in which the server says where it listens."""
-    deadline = time.monotonic() + _UP_WITHIN
+    deadline = time.monotonic() + LONG
     while server.poll() is None and time.monotonic() < deadline:
         for file in runtime.glob("jpserver-*.json"):
             try:
@@ -94,16 +95,32 @@ def _address(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> str:
 
 
 @contextmanager
-def open_page(url: str, width: int = 1200, height: int = 1000) -> Iterator[Page]:
-    """A page in Chromium."""
+def running_chromium(temporary: Path) -> Iterator[Browser]:
+    """Start Chromium, with its temporary files in this folder.
+
+    It runs without this worker's mark: its processes come and go by its own rules and are no leak of a test.
+    """
+    env: dict[str, str | float | bool] = {**os.environ, "TMPDIR": str(temporary)}
+    del env[MARK]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=_CHROMIUM_OPTIONS)
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=_CHROMIUM_OPTIONS, env=env)
         try:
-            page = browser.new_page(viewport={"width": width, "height": height})
-            page.goto(url)
-            yield page
+            yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def open_page(browser: Browser, url: str, width: int = 1200, height: int = 1000) -> Iterator[Page]:
+    """Open a page with storage of its own, which waits LONG for whatever it is told to wait for."""
+    context = browser.new_context(viewport={"width": width, "height": height})
+    context.set_default_timeout(LONG * 1000)
+    try:
+        page = context.new_page()
+        page.goto(url)
+        yield page
+    finally:
+        context.close()
 
 
 def open_notebook(page: Page, url: str, name: str, app: str = "jupyterlab") -> None:
@@ -115,8 +132,8 @@ def open_notebook(page: Page, url: str, name: str, app: str = "jupyterlab") -> N
 
 def wait_until_idle(page: Page) -> None:
     """Wait until the notebook is there, with a kernel that has nothing to do."""
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    page.wait_for_function(_KERNEL_IS_IDLE, timeout=60_000)
+    page.wait_for_selector(".jp-Notebook .jp-Cell")
+    page.wait_for_function(_KERNEL_IS_IDLE)
 
 
 def write_notebook(path: Path, *cells: str) -> None:

@@ -15,6 +15,8 @@ from tests.browser.conftest import DARK, LAB, NO_SUBSHELLS, NOTEBOOK, Lab, keep_
 from tests.browser.lab import end_kernels, wait_until_idle
 from tests.conftest import eventually, marked_processes
 
+pytestmark = pytest.mark.alone
+
 TRAINS = """
 def train(rank, steps=10_000):
     import math, time
@@ -58,7 +60,6 @@ notebook_launcher(train, num_processes=8)
 DEAF = "from nblaunch.launch.frontend import host; host()._channel._stream = None  # as with another ipykernel"
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("server", "kernel", "raised"),
     [
@@ -73,30 +74,28 @@ DEAF = "from nblaunch.launch.frontend import host; host()._channel._stream = Non
 def test_stop_ends_the_ranks_of_a_cell_that_blocks(lab: Lab, kernel: str, raised: str) -> None:
     lab.run(f"{kernel}\n{TRAINS}notebook_launcher(train, num_processes=2)", "40 + 2")
     lab.log_says("begun")
-    lab.panel.locator(".nbl-card").first.wait_for(timeout=30_000)
+    lab.panel.locator(".nbl-card").first.wait_for()
     assert lab.state() == "running"
     assert lab.page.locator('.jp-Notebook-ExecutionIndicator[data-status="busy"]').count() == 1
     lab.button("Stop").click()
     lab.wait_for_state("stopped", 10)
     lab.output(raised).wait_for(timeout=10_000)
     lab.run_cell(2)
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for(timeout=10_000)
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
 
 
-@pytest.mark.timeout(180)
 def test_a_checkpoint_is_finished_with_the_countdown_shown_and_a_second_click_would_kill(lab: Lab) -> None:
     lab.run(SAVES)
     lab.log_says("step 5")
     lab.button("Stop").click()
     lab.log_says("saving a checkpoint", 10)
-    lab.panel.get_by_text(re.compile(r"\d+ s left for checkpoints")).wait_for(timeout=10_000)
+    lab.panel.get_by_text(re.compile(r"\d+ s left for checkpoints")).wait_for()
     keep_picture(lab.page, "panel-stopping.png")
     lab.button("Kill").wait_for(timeout=5_000)
     lab.wait_for_state("stopped", 15)
     lab.log_says("saved")
 
 
-@pytest.mark.timeout(180)
 def test_a_second_click_kills_ranks_that_do_not_obey(lab: Lab) -> None:
     ignores = """
 import time
@@ -117,7 +116,6 @@ notebook_launcher(ignores, num_processes=2)
     lab.wait_for_state("stopped", 10)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("server", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
 def test_restart_ends_everything_with_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
     lab.run(
@@ -130,15 +128,14 @@ def test_restart_ends_everything_with_two_clicks_and_the_next_launch_works(lab: 
     lab.button("Click again").click()
     eventually(lambda: not ranks & marked_processes(), 10)
     assert lab.page.locator(".jp-Dialog").count() == 0
-    lab.panel.locator('.nbl-pill[data-state="gone"]').wait_for(timeout=20_000)
+    lab.panel.locator('.nbl-pill[data-state="gone"]').wait_for()
     wait_until_idle(lab.page)
     lab.run_cell(0)
     lab.run_cell(2)
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="anew").wait_for(timeout=60_000)
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="anew").wait_for()
     assert lab.button("Stop").count() == 0 or not lab.button("Stop").is_visible()
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("server", [NO_SUBSHELLS], ids=["without subshells"], indirect=True)
 def test_stop_ends_ranks_that_have_long_been_silent(lab: Lab) -> None:
     silent = """
@@ -155,25 +152,23 @@ notebook_launcher(stops_itself, num_processes=2)
     lab.wait_for_state("stopped", 15)
 
 
-@pytest.mark.timeout(180)
 def test_the_end_of_a_launch_leaves_the_reader_where_he_is(lab: Lab) -> None:
     lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 400}, num_processes=2)")
     lab.log_says("step 60")
     lab.panel.get_by_role("tab", name="rank 1").click()
     lab.find("begun")
-    lab.wait_for_state("finished", 60)
+    lab.wait_for_state("finished")
     lab.page.wait_for_function("() => document.querySelectorAll('.nbl-root').length === 1")
     assert lab.panel.get_by_role("tab", name="rank 1").get_attribute("aria-selected") == "true"
     assert lab.panel.get_by_role("searchbox").input_value() == "begun"
     lab.panel.locator(".nbl-line", has_text="begun").first.wait_for(timeout=5_000)
 
 
-@pytest.mark.timeout(180)
 def test_a_log_that_leaves_the_page_while_it_scrolls_goes_on_at_the_end(lab: Lab) -> None:
     lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 400}, num_processes=2)")
     lab.log_says("step 240")  # more lines than are in sight
     lab.page.evaluate(_SCROLLED_AND_HIDDEN)
-    lab.wait_for_state("finished", 60)
+    lab.wait_for_state("finished")
     lab.log_says("step 380", 10)
     assert lab.button("Pause").is_visible()
 
@@ -188,25 +183,22 @@ _SCROLLED_AND_HIDDEN = """async () => {
 }"""
 
 
-@pytest.mark.timeout(180)
 def test_a_background_launch_is_followed_and_stopped_with_the_kernel_free(lab: Lab) -> None:
     lab.run(TRAINS + "launch = notebook_launcher(train, num_processes=2, block=False)", "40 + 2")
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for(timeout=30_000)
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
     lab.log_says("step 40")
     lab.button("Stop").click()
     lab.wait_for_state("stopped", 10)
 
 
-@pytest.mark.timeout(180)
 def test_stacks_show_what_ranks_do_while_the_cell_blocks(lab: Lab) -> None:
     lab.run(TRAINS + "notebook_launcher(train, num_processes=2)")
     lab.log_says("begun")
     lab.button("Stacks").click()
-    lab.panel.locator(".nbl-stacks", has_text="time.sleep(0.02)").wait_for(timeout=10_000)
+    lab.panel.locator(".nbl-stacks", has_text="time.sleep(0.02)").wait_for()
     keep_picture(lab.page, "panel-stacks.png")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     "server", [LAB, NO_SUBSHELLS, NOTEBOOK], ids=["lab", "without subshells", "notebook"], indirect=True
 )
@@ -223,11 +215,11 @@ def test_after_a_reload_the_panel_is_back_whole_while_its_cell_still_blocks(lab:
 
     lab.page.on("websocket", connects)
     lab.save_and_reload()
-    lab.panel.wait_for(timeout=90_000)
+    lab.panel.wait_for()
     assert time.monotonic() - connected[-1] < BACK_WITHIN
     lab.wait_for_state("running", 10)
     cards = lab.panel.locator(".nbl-card .nbl-metric-name")
-    cards.first.wait_for(timeout=10_000)
+    cards.first.wait_for()
     assert cards.all_inner_texts() == ["accuracy", "loss"]
     for rank in range(2):
         lab.panel.get_by_role("tab", name=f"rank {rank}").click()
@@ -236,24 +228,23 @@ def test_after_a_reload_the_panel_is_back_whole_while_its_cell_still_blocks(lab:
     lab.button("Stop").click()
     lab.wait_for_state("stopped", 10)
     lab.run_cell(5)
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="['stopped', 0, 1, 2]").wait_for(timeout=30_000)
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="['stopped', 0, 1, 2]").wait_for()
 
 
 BACK_WITHIN = 4.0
 """Seconds from the page's connection to the kernel; alone it takes under one. ipywidgets gives up a request after 4."""
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("ended", [False, True], ids=["runs in the background", "has ended"])
 def test_after_a_reload_the_panel_of_a_launch_comes_back_whole_with_the_kernel_free(lab: Lab, ended: bool) -> None:
     steps = 60 if ended else 10_000
     lab.run(TRAINS + f"launch = notebook_launcher(train, [], 2, kwargs={{'steps': {steps}}}, block={ended})")
     lab.log_says("step 40")
     if ended:
-        lab.wait_for_state("finished", 60)
+        lab.wait_for_state("finished")
     lab.save_and_reload()
-    lab.panel.wait_for(timeout=90_000)
-    lab.panel.locator(".nbl-card").first.wait_for(timeout=30_000)
+    lab.panel.wait_for()
+    lab.panel.locator(".nbl-card").first.wait_for()
     lab.log_says("step ")
     lab.find("begun")
     if ended:
@@ -265,14 +256,13 @@ def test_after_a_reload_the_panel_of_a_launch_comes_back_whole_with_the_kernel_f
         lab.wait_for_state("stopped", 10)
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("kernel", ["python3", "gone"], ids=["another kernel", "no kernel"])
 def test_a_saved_notebook_shows_the_record_also_untrusted(lab: Lab, kernel: str) -> None:
     lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 60}, num_processes=2)")
-    lab.wait_for_state("finished", 60)
+    lab.wait_for_state("finished")
     lab.page.keyboard.press("Control+s")
     path = lab.folder / "test.ipynb"
-    eventually(lambda: "finished in" in path.read_text(), 20)
+    eventually(lambda: "finished in" in path.read_text())
     end_kernels(lab.url)
     notebook = nbformat.read(path, as_version=4)
     notebook.cells[0].source += "  # changed elsewhere: this notebook is not trusted"
@@ -282,9 +272,9 @@ def test_a_saved_notebook_shows_the_record_also_untrusted(lab: Lab, kernel: str)
     nbformat.write(notebook, lab.folder / "saved.ipynb")
     lab.page.goto(f"{lab.url}doc/workspaces/nblaunch-saved-{kernel}/tree/saved.ipynb?reset")
     record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in")
-    record.wait_for(timeout=60_000)
+    record.wait_for()
     if kernel == "gone":  # not by name, nor another one of its language: JupyterLab asks, and starts none
-        lab.page.locator(".jp-Dialog", has_text="Select Kernel").wait_for(timeout=60_000)
+        lab.page.locator(".jp-Dialog", has_text="Select Kernel").wait_for()
     else:
         wait_until_idle(lab.page)
         keep_picture(lab.page, "record.png")
@@ -296,12 +286,11 @@ def test_a_saved_notebook_shows_the_record_also_untrusted(lab: Lab, kernel: str)
     assert "accuracy" in (chart.get_attribute("alt") or "")
 
 
-@pytest.mark.timeout(180)
 def test_the_panel_stays_alive_in_the_place_of_the_record(lab: Lab) -> None:
     lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 60}, num_processes=2)", "notebook_launcher(int)")
-    lab.wait_for_state("finished", 60)
+    lab.wait_for_state("finished")
     record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in").first
-    record.wait_for(state="hidden", timeout=20_000)
+    record.wait_for(state="hidden")
     assert lab.panel.get_by_role("tab").count() == 3
     box, cell = lab.panel.bounding_box(), lab.page.locator(".jp-CodeCell .jp-InputArea-editor").nth(1).bounding_box()
     assert box
@@ -309,10 +298,9 @@ def test_the_panel_stays_alive_in_the_place_of_the_record(lab: Lab) -> None:
     assert abs(box["width"] - cell["width"]) < 40  # it fills the cell
     keep_picture(lab.page, "panel-at-the-end.png")
     end_kernels(lab.url)
-    lab.panel.wait_for(timeout=10_000)
+    lab.panel.wait_for()
 
 
-@pytest.mark.timeout(240)
 def test_two_hundred_thousand_lines_leave_the_page_quick(lab: Lab) -> None:
     prints = """
 def prints(rank):
@@ -321,8 +309,8 @@ def prints(rank):
 result = notebook_launcher(prints, num_processes=2)
 """
     lab.run(prints)
-    lab.wait_for_state("finished", 120)
-    lab.log_says("line 099999 of rank", 60)  # of the rank that printed last
+    lab.wait_for_state("finished")
+    lab.log_says("line 099999 of rank")  # of the rank that printed last
     slowest = lab.page.evaluate(_SCROLLED)
     assert lab.page.locator(".nbl-line").count() < 500  # only what is seen is in the page
     lab.panel.get_by_role("tab", name="rank 1").click()
@@ -345,7 +333,6 @@ _SCROLLED = """async () => {
 }"""
 
 
-@pytest.mark.timeout(180)
 def test_nothing_that_a_rank_says_becomes_html(lab: Lab) -> None:
     hostile = """
 evil = '<img src=x onerror="window.hacked = true"><script>window.hacked = true</script>"><b>bold'
@@ -361,21 +348,20 @@ notebook_launcher(train, num_processes=2)
 """
     lab.page.on("dialog", lambda dialog: pytest.fail(dialog.message))
     lab.run(hostile)
-    lab.wait_for_state("failed", 30)
+    lab.wait_for_state("failed")
     lab.log_says("<img src=x onerror")
     assert lab.page.evaluate("() => window.hacked === undefined")
     assert lab.panel.locator("img, script, [onerror]").count() == 0
     assert lab.panel.locator(".nbl-failure", has_text="<script>window.hacked").count() == 1
     lab.page.keyboard.press("Control+s")
     path = lab.folder / "test.ipynb"
-    eventually(lambda: "failed after" in path.read_text(), 20)
+    eventually(lambda: "failed after" in path.read_text())
     saved = json.loads(path.read_text())
     html = "".join("".join(output.get("data", {}).get("text/html", "")) for output in saved["cells"][1]["outputs"])
     assert "&lt;script&gt;" in html
     assert "<script" not in html
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("name", "server", "size"),
     [("light", LAB, (1200, 1000)), ("narrow", LAB, (520, 1000)), ("dark", DARK, (1200, 1000))],
@@ -383,7 +369,7 @@ notebook_launcher(train, num_processes=2)
 )
 def test_the_rank_that_failed_first_is_on_top_among_eight_noisy_ones(lab: Lab, name: str) -> None:
     lab.run(FAILS)
-    lab.wait_for_state("failed", 60)
+    lab.wait_for_state("failed")
     failure = lab.panel.locator(".nbl-failure")
     box, panel = failure.bounding_box(), lab.panel.bounding_box()
     assert box
@@ -401,7 +387,6 @@ def test_the_rank_that_failed_first_is_on_top_among_eight_noisy_ones(lab: Lab, n
     keep_picture(lab.page, "failed.png" if name == "light" else f"panel-failed-{name}.png")
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("name", "server"), [("light", LAB), ("dark", DARK)], indirect=["server"])
 @pytest.mark.parametrize("size", [(1200, 1300)])
 def test_eight_ranks_that_go_well_show_their_progress_and_metrics(lab: Lab, name: str) -> None:
@@ -412,14 +397,13 @@ def test_eight_ranks_that_go_well_show_their_progress_and_metrics(lab: Lab, name
     assert cards == ["accuracy", "loss"]
     lab.panel.scroll_into_view_if_needed()
     keep_picture(lab.page, f"panel-running-{name}.png")
-    lab.wait_for_state("finished", 60)
+    lab.wait_for_state("finished")
     keep_picture(lab.page, f"panel-finished-{name}.png")
 
 
-@pytest.mark.timeout(180)
 def test_everything_is_reached_by_the_keyboard_and_has_a_name(lab: Lab) -> None:
     lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 100}, num_processes=2)")
-    lab.wait_for_state("finished", 60)
+    lab.wait_for_state("finished")
     nameless = lab.panel.locator("button, input, [role=tab], [role=progressbar]").evaluate_all(
         """all => all.filter(e => !e.hidden && !(e.ariaLabel || e.textContent.trim() || e.title || e.placeholder))
                      .map(e => e.outerHTML)"""

@@ -13,7 +13,8 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 from jupyter_core.utils import ensure_event_loop
 
-CELL_LIMIT = 90.0
+from tests.conftest import LONG
+
 ensure_event_loop()  # jupyter_client makes one loop for the whole process: not a leak of the test that came first
 
 
@@ -59,11 +60,11 @@ class Kernel:
         self.cells[request] = Cell()
         return request
 
-    def run(self, code: str, limit: float = CELL_LIMIT) -> Cell:
+    def run(self, code: str, limit: float = LONG) -> Cell:
         """Run a cell to its end."""
         return self.finish_cell(self.start_cell(code), limit)
 
-    def finish_cell(self, request: str, limit: float = CELL_LIMIT, until: str = "") -> Cell:
+    def finish_cell(self, request: str, limit: float = LONG, until: str = "") -> Cell:
         """Collect messages until a cell is idle, or until it has printed `until`."""
         cell = self.cells[request]
         begin = time.monotonic()
@@ -76,7 +77,7 @@ class Kernel:
         cell.seconds += time.monotonic() - begin
         return cell
 
-    def follow_cell(self, request: str, until: str, limit: float = CELL_LIMIT) -> Cell:
+    def follow_cell(self, request: str, until: str, limit: float = LONG) -> Cell:
         """Go on collecting what comes to a cell, idle or not, until it holds `until`."""
         cell = self.cells[request]
         deadline = time.monotonic() + limit
@@ -94,7 +95,7 @@ class Kernel:
     def complete(self, code: str) -> list[str]:
         """What the tab key offers at the end of `code`."""
         self.client.complete(code)
-        return list(self.client.get_shell_msg(timeout=CELL_LIMIT)["content"]["matches"])
+        return list(self.client.get_shell_msg(timeout=LONG)["content"]["matches"])
 
     @contextmanager
     def another_client(self) -> Iterator[Kernel]:
@@ -109,7 +110,7 @@ class Kernel:
     def restart(self) -> None:
         """As the notebook's button does: SIGKILL, and a fresh process."""
         self.manager.restart_kernel(now=True)
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=LONG)
 
     def ask(self, expression: str) -> Any:
         """The value of an expression in the kernel, by its repr."""
@@ -148,7 +149,7 @@ def running_kernel(**env: str) -> Iterator[Kernel]:
     client = manager.blocking_client()
     client.start_channels()
     try:
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=LONG)
         yield Kernel(manager, client)
     finally:
         client.stop_channels()

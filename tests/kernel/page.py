@@ -1,4 +1,4 @@
-"""What a browser's page is to a panel: it opens, listens and clicks, over a real kernel's comms."""
+"""A page as a panel sees it: opens, listens and clicks, over the comms of a real kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.kernel.harness import CELL_LIMIT, Kernel
+from tests.conftest import LONG
+from tests.kernel.harness import Kernel
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -26,7 +27,7 @@ class Page:
     """The comm's id."""
     state: dict[str, Any] = field(default_factory=dict)
     messages: list[tuple[float, dict[str, Any], bytes]] = field(default_factory=list)
-    """When each came, its content and its buffer."""
+    """When the kernel sent each, its content and its buffer."""
     displays: list[dict[str, Any]] = field(default_factory=list)
     """Each bundle that was displayed."""
     idle: set[str] = field(default_factory=set)
@@ -35,7 +36,7 @@ class Page:
         """Send by a thread of the kernel's own from now on, as JupyterLab does."""
         client = self.kernel.client
         client.control_channel.send(client.session.msg("create_subshell_request", {}))
-        reply = client.control_channel.get_msg(timeout=CELL_LIMIT)
+        reply = client.control_channel.get_msg(timeout=LONG)
         self.subshell = reply["content"]["subshell_id"]
 
     def send(self, **content: Any) -> None:
@@ -46,7 +47,7 @@ class Page:
             message["header"]["subshell_id"] = self.subshell
         self.kernel.client.shell_channel.send(message)
 
-    def take(self, limit: float = CELL_LIMIT) -> None:
+    def take(self, limit: float = LONG) -> None:
         """Wait for one message of the kernel's, and keep it."""
         message = self.kernel.client.get_iopub_msg(timeout=limit)
         kind, content = message["msg_type"], message["content"]
@@ -54,13 +55,14 @@ class Page:
             self.panel, self.state = content["comm_id"], content["data"]["state"]
         elif kind == "comm_msg" and content["comm_id"] == self.panel and content["data"]["method"] == "custom":
             buffer = b"".join(bytes(part) for part in message["buffers"])
-            self.messages.append((time.monotonic(), content["data"]["content"], buffer))
+            sent = message["header"]["date"].timestamp()
+            self.messages.append((sent, content["data"]["content"], buffer))
         elif kind in ("display_data", "update_display_data"):
             self.displays.append(content["data"])
         elif kind == "status" and content["execution_state"] == "idle":
             self.idle.add(message["parent_header"].get("msg_id", ""))
 
-    def take_until(self, condition: Any, limit: float = CELL_LIMIT) -> None:
+    def take_until(self, condition: Any, limit: float = LONG) -> None:
         """Take messages until this comes true."""
         deadline = time.monotonic() + limit
         while not condition():
@@ -81,15 +83,16 @@ class Page:
 
     def part(self, name: str) -> Any:
         """The latest value of a part of the panel's state."""
-        return next((c[name] for _, c, _ in reversed(self.messages) if name in c), None)
+        changes = [content.get("changes", {}) for _, content, _ in self.messages]
+        return next((found[name] for found in reversed(changes) if name in found), None)
 
     def log(self, rank: int, stream: str = "out") -> dict[int, bytes]:
         """What the page has of a log, by offset."""
         parts: dict[int, bytes] = {}
         for _, content, data in self.messages:
             at = 0
-            for chunk in content.get("logs", []):
-                if (chunk["r"], chunk["s"]) == (rank, stream):
-                    parts[chunk["o"]] = data[at : at + chunk["n"]]
-                at += chunk["n"]
+            for part in content.get("logs", []):
+                if (part["rank"], part["stream"]) == (rank, stream):
+                    parts[part["offset"]] = data[at : at + part["size"]]
+                at += part["size"]
         return parts

@@ -28,7 +28,7 @@ def test_a_cells_data_is_sent_once_and_freed_when_asked(kernel: Kernel) -> None:
             [999999.0, 999999.0],
         )
     assert kernel.ask("float(data.sum())") == 1_000_000
-    assert "kept for the next launch: 4 MB of what the last ones have sent" in kernel.run("%distributed status").stdout
+    assert "cached for the next launch: 4 MB of data from earlier launches" in kernel.run("%distributed status").stdout
     assert kernel.run("%distributed free").check().stdout == "freed 4 MB\n"
     assert kernel.run("%distributed free").check().stdout == "freed 0 bytes\n"
     assert "kept" not in kernel.run("%distributed status").stdout

@@ -20,6 +20,7 @@ def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
 
 
 # ------------------------------------------------------------------ loading
+@pytest.mark.alone
 def test_load_ext_returns_at_once_and_imports_no_torch(tmp_path: Path) -> None:
     load = (
         "import sys, time\nbegin = time.perf_counter()\nget_ipython().run_line_magic('load_ext', 'nblaunch')\n"
@@ -32,6 +33,8 @@ def test_load_ext_returns_at_once_and_imports_no_torch(tmp_path: Path) -> None:
             seconds, imported = kernel.ask("seconds, 'torch' in sys.modules")
             best = min(best, seconds)
             assert not imported
+        if best < 0.3:
+            break
 
     assert best < 0.3
 
@@ -134,7 +137,7 @@ def test_accelerates_keywords_are_accepted_and_the_unneeded_named(kernel: Kernel
     ).check()
 
     assert cell.value == "'bf16'"
-    assert "use_port='29501' is not needed, and not used: each launch meets on a free loopback port" in cell.stderr
+    assert "use_port='29501' is ignored: each launch listens on a free loopback port" in cell.stderr
     assert "monitor_interval=5 is not needed" in cell.stderr
     assert cell.stderr.count("is not needed") == 2
 
@@ -302,15 +305,16 @@ def test_a_rank_cannot_launch(kernel: Kernel) -> None:
     assert cell.error.startswith("NestedLaunchError: this is rank 0 of a launch, and a rank cannot launch")
 
 
+@pytest.mark.alone
 def test_a_kernel_that_ends_takes_its_background_launch_along(fresh_kernel: Kernel, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
     fresh_kernel.run(
         f"import os, time, pathlib\nfrom nblaunch import notebook_launcher\npids = pathlib.Path({str(pids)!r})\n"
-        "def wait(rank):\n    (pids / str(os.getpid())).touch()\n    time.sleep(60)\n"
+        "def wait(rank):\n    (pids / str(os.getpid())).touch()\n    time.sleep(600)\n"
         "job = notebook_launcher(wait, num_processes=2, block=False)"
     ).check()
-    eventually(lambda: len(list(pids.iterdir())) == 2, 30.0)
+    eventually(lambda: len(list(pids.iterdir())) == 2)
 
     fresh_kernel.client.shutdown()
 

@@ -74,12 +74,12 @@ def test_names_of_the_notebook_are_put_in_before_and_after_a_pattern_but_not_in_
         ),
         (
             r"--metric 'epoch (?P<step>\d+)'",
-            r"--metric 'epoch (?P<step>\d+)': has a step, but no metric: name one more group, as in (?P<loss>[\d.]+)",
+            r"--metric 'epoch (?P<step>\d+)': has a step, but no metric: add a named group, as in (?P<loss>[\d.]+)",
         ),
         ("--metric ''", "--metric '': name the group that holds the number"),
         ("--metric -n 2", "argument --metric: expected one argument"),
-        (r"--metric 'loss: (?P<loss>.)", r"%%distributed --metric 'loss: (?P<loss>.): a quote is not closed"),
-        ("-o 'x", "%%distributed -o 'x: a quote is not closed"),
+        (r"--metric 'loss: (?P<loss>.)", r"%%distributed --metric 'loss: (?P<loss>.): unclosed quote"),
+        ("-o 'x", "%%distributed -o 'x: unclosed quote"),
     ],
 )
 def test_a_wrong_pattern_is_a_usage_error_in_the_magics_terms(kernel: Kernel, options: str, says: str) -> None:
@@ -92,7 +92,7 @@ def test_a_wrong_pattern_is_a_usage_error_in_the_magics_terms(kernel: Kernel, op
 
 def test_without_a_cell_the_option_is_refused_by_its_name(kernel: Kernel) -> None:
     cell = kernel.run("%distributed status --metric '(?P<x>.)'")
-    assert "UsageError: --metric: options are for a cell, under %%distributed" in cell.stderr
+    assert "UsageError: --metric: options need a cell: write them after %%distributed" in cell.stderr
 
 
 def test_tab_and_the_question_mark_know_the_option(kernel: Kernel) -> None:

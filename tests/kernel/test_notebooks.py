@@ -9,13 +9,20 @@ from pathlib import Path
 import headless
 import nbformat
 import pytest
+from nbformat import NotebookNode
 
 NOTEBOOKS = Path(headless.__file__).parent
 HELPERS = ("mnist_or_digits.py", "cifar_or_digits.py")
 
 
 def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, float]:
-    """Execute a copy; what its cells printed, and the test accuracy."""
+    """Execute a copy; return what its cells printed, and the test accuracy."""
+    notebook = execute(name, folder, monkeypatch)
+    return headless.printed(notebook), headless.accuracy(notebook)
+
+
+def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> NotebookNode:
+    """Execute a copy and check that every cell ran without an error."""
     monkeypatch.setenv("NBLAUNCH_QUICKSTART_DATA", "digits")  # the same images with and without a network
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it for an optimiser
     monkeypatch.setenv("HF_HOME", str(folder / "huggingface"))
@@ -27,10 +34,9 @@ def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, 
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
     assert not [output for cell in code for output in cell.outputs if output.output_type == "error"]
-    return headless.printed(notebook), headless.accuracy(notebook)
+    return notebook
 
 
-@pytest.mark.timeout(300)  # on a busy machine too
 def test_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("ddp", tmp_path, monkeypatch)
 
@@ -40,7 +46,6 @@ def test_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 1 raised IndexError: Target 11 is out of bounds" in printed
 
 
-@pytest.mark.timeout(300)
 def test_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("accelerator", tmp_path, monkeypatch)
 
@@ -51,7 +56,6 @@ def test_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gathered in the data set's order: True" in printed
 
 
-@pytest.mark.timeout(300)
 def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("trainer", tmp_path, monkeypatch)
 
@@ -61,7 +65,6 @@ def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "8 of 8 weights are equal to the last bit" in printed
 
 
-@pytest.mark.timeout(300)
 def test_data_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("data_loading", tmp_path, monkeypatch)
 
@@ -73,7 +76,6 @@ def test_data_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(found[2]) > float(found[1])
 
 
-@pytest.mark.timeout(300)
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("peers", tmp_path, monkeypatch)
 
@@ -84,6 +86,23 @@ def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert re.search(f"^{line}$", printed, flags=re.MULTILINE)
     assert accuracy >= 0.85
+
+
+@pytest.mark.timeout(300)
+def test_large_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = headless.printed(execute("large_data", tmp_path, monkeypatch))
+
+    found = re.search(r"^4 ranks read 246 MB each; together they grew by (\d+) MB$", printed, flags=re.MULTILINE)
+    assert found
+    assert int(found[1]) < 2 * 246  # and not four copies
+    assert "unchanged: 0 MB copied" in printed
+    assert "changed:   246 MB copied" in printed
+    assert "the notebook sees zeros in: []" in printed
+    assert "views are still tied: [True, True]" in printed
+    assert "sum: 10,000,000; rows by rank, in the notebook: [2500, 2500, 2500, 2500]" in printed
+    assert "sent 40 MB, copied 0 MB" in printed
+    assert "4 ranks returned 246 MB" in printed
+    assert "after %distributed free: 246 MB copied" in printed
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

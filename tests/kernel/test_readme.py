@@ -5,27 +5,53 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+from nblaunch import training
 from tests.kernel.harness import running_kernel
 
 README = Path(__file__).parents[2] / "README.md"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.DOTALL | re.MULTILINE)
+def blocks(language: str, readme: Path = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", readme.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.timeout(240)  # a kernel, three launches and torchmetrics
+def test_every_python_block_of_the_training_readme_runs() -> None:
+    cells = blocks("python", README.parent / "nblaunch/training/README.md")
+    examples = "\n".join(cells)
+    assert [name for name in training.__all__ if not re.search(rf"\b{name}\b", examples)] == []
+    with running_kernel() as kernel:
+        for cell in cells:
+            kernel.run(cell).check()
+        kernel.run("import shutil; shutil.rmtree(folder)").check()
 
 
 def test_every_python_block_of_the_readme_runs() -> None:
     cells = blocks("python")
-    assert len(cells) > 5
+    assert len(cells) >= 5
     with running_kernel() as kernel:
         shown = [kernel.run(cell).check() for cell in cells]
+        sums = kernel.run("list(sums), sums.metrics.last").check().value
     printed = "\n".join(cell.stdout for cell in shown)
     assert "[rank 1] 1 of 2 has 1.0" in printed
     assert "rank 1: no such class: 11" in printed
     assert shown[1].value == "1.0"
+    assert sums == "([3.0, 3.0], {'total': 3.0})"
 
 
 def test_the_commands_of_the_readme_exist() -> None:
     (commands,) = blocks("bash")
     for script in re.findall(r"^bash (\S+)", commands, flags=re.MULTILINE):
         assert (README.parent / script).is_file()
+
+
+def test_the_readme_links_to_files_that_exist() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README.read_text())
+    assert links
+    assert [link for link in links if not (README.parent / link).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 195

@@ -54,7 +54,7 @@ def _start(page: Page, newcomer: Page, wait: str = BLOCKS) -> str:
 
 def _stop(page: Page, newcomer: Page) -> None:
     newcomer.send(kind="stop", launch=page.state["info"]["launch"])
-    newcomer.take_until(lambda: newcomer.of("ack"), ANSWER_LIMIT)
+    newcomer.take_until(lambda: newcomer.of("acknowledged"), ANSWER_LIMIT)
 
 
 def _states(kernel: Kernel) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_a_page_that_connects_while_a_cell_waits_gets_the_panel_and_stops_the_la
     comms = client.comm_info("jupyter.widget", reply=True, timeout=ANSWER_LIMIT)["content"]["comms"]
     assert comms[page.panel] == {"target_name": "jupyter.widget"}
     assert _states(newcomer.kernel)[page.panel]["state"]["info"] == page.state["info"]
-    newcomer.send(kind="resync", seq=0, have=False)
+    newcomer.send(kind="resync", seq=0, has_lines=False)
     newcomer.take_until(lambda: newcomer.of("snapshot") and newcomer.log(0) and newcomer.log(1), ANSWER_LIMIT)
     assert request not in newcomer.idle
     _stop(page, newcomer)
@@ -157,7 +157,7 @@ def test_unfinished_figures_of_the_cell_are_not_shown_by_a_page_that_connects(pa
     page.kernel.run("show = lambda: order.append('shown'); get_ipython().events.register('post_execute', show)").check()
     request = _start(page, newcomer, "order.clear(); " + BLOCKS)
     _states(newcomer.kernel)
-    newcomer.send(kind="resync", seq=0, have=False)
+    newcomer.send(kind="resync", seq=0, has_lines=False)
     newcomer.take_until(lambda: newcomer.of("snapshot"), ANSWER_LIMIT)
     _stop(page, newcomer)
     page.kernel.finish_cell(request)

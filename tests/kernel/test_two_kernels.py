@@ -2,11 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.kernel.harness import running_kernel
 
-LAUNCHES = 50
+LAUNCHES = 20
 CELL = f"""
 import torch, torch.distributed as dist
 from nblaunch import notebook_launcher
@@ -22,12 +20,11 @@ wrong
 """
 
 
-@pytest.mark.timeout(300)  # a hundred launches, on a busy machine too
 def test_two_kernels_that_launch_at_once_do_not_clash(tmp_path: Path) -> None:
     """They share the machine's ports, the state directory and the folder for temporary files."""
     environment = {"NBLAUNCH_STATE_DIR": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""}
     with running_kernel(**environment) as one, running_kernel(**environment) as other:
         requests = [(kernel, kernel.start_cell(CELL)) for kernel in (one, other)]
-        cells = [kernel.finish_cell(request, 250.0).check() for kernel, request in requests]
+        cells = [kernel.finish_cell(request).check() for kernel, request in requests]
 
     assert [cell.value for cell in cells] == ["[]", "[]"]

@@ -9,7 +9,7 @@ import mnist_or_digits
 import pytest
 
 from nblaunch import notebook_launcher
-from tests.processes.conftest import Launcher, _libuv_met  # noqa: F401  # a fixture that pytest finds by its name
+from tests.processes.conftest import Launcher, _libuv_met, _warm  # noqa: F401  # fixtures that pytest finds by name
 
 TRAINING_IMAGES = 960
 TEST_IMAGES = 199

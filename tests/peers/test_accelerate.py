@@ -49,7 +49,7 @@ def evaluated_exactly() -> tuple[int, str]:
     """`evaluate` of a module that accelerate has wrapped, over the loader from before; and over the prepared one."""
     from accelerate import Accelerator
 
-    from nblaunch.training.metrics import Accuracy, evaluate
+    from nblaunch.training import Accuracy, evaluate
 
     loader = DataLoader(TensorDataset(torch.eye(7), torch.arange(7)), batch_size=2)
     model, prepared = Accelerator().prepare(torch.nn.Linear(7, 7), loader)
@@ -106,9 +106,8 @@ def test_a_schedule_that_counts_ranks_is_accelerates(
         assert len(set(ours)) > 2
 
 
-@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
-def test_accelerate_finds_the_group_or_makes_one(start_method: str, launch: Launcher) -> None:
-    for rank, found in enumerate(launch(places, start_method=start_method)):
+def test_accelerate_finds_the_group_or_makes_one(launch: Launcher) -> None:
+    for rank, found in enumerate(launch(places)):
         as_found, made_by_the_document, made_by_accelerate = found
         assert as_found == (rank, 2, True, [0, 1])
         assert made_by_the_document == (rank, 2, True, [0, 1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Metric, evaluate
+from nblaunch.training import Accuracy, FromTorchmetrics, Metric, evaluate
 from tests.processes.conftest import Launcher
 
 SIZE = 61

@@ -16,7 +16,7 @@ from tests.processes.conftest import Launcher
 
 def trained_by_transformers() -> dict[str, Any]:
     """The document's, with our callback; its model's accuracy is ours to count, for the program prints none."""
-    from nblaunch.training.metrics import evaluate
+    from nblaunch.training import evaluate
     from nblaunch.training.peers import PanelCallback
 
     group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""What tests with real ranks share: a launch over each start method, and ports that nobody uses."""
+"""What tests with real ranks share: a launch over the test's start method, and free ports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from nblaunch import notebook_launcher
+from nblaunch.engines.generations import servers
 from nblaunch.launch.rendezvous import Rendezvous
 
 Launcher = Callable[..., Any]
@@ -20,6 +21,12 @@ def _libuv_met() -> None:
     """From its first loop on libuv keeps a pipe in this process, which is no leak of the test that comes first."""
     with Rendezvous(1):
         pass
+
+
+@pytest.fixture
+def _warm() -> None:
+    """Start this process's fork server, so that it is no leak of the test that comes first."""
+    servers.warm_up()
 
 
 @pytest.fixture

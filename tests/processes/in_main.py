@@ -30,10 +30,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from nblaunch import Launch, notebook_launcher
 from nblaunch.training import Accelerator
+from tests.conftest import LONG
 
 SCALE = 2.0
 FACTOR = 2
-LONG = 60.0
 Item = TypeVar("Item")
 
 
@@ -202,7 +202,7 @@ def _process(method: str) -> None:
     queue = context.Queue()
     process = context.Process(target=put_square, args=(3, queue))
     process.start()
-    assert queue.get(timeout=60) == 9
+    assert queue.get(timeout=LONG) == 9
     process.join(60)
     assert process.exitcode == 0
 

@@ -95,7 +95,7 @@ def test_collectives(launch: Launcher) -> None:
         assert accelerator.all_reduce_dict(mixed, "sum") == {"loss": 3.0, "n": 4}
         assert repr(accelerator.all_reduce_dict(mixed, "min")) == "{'loss': 0.0, 'n': 0}"
 
-        # --- what does not fit is said on every rank, and nobody waits
+        # --- a mismatch raises on every rank, and no rank hangs
         said = [message_of(lambda: accelerator.all_reduce_dict({"a": 1} if rank == 1 else {"a": 1, "b": 2.0}))]
         said.append(message_of(lambda: accelerator.all_reduce_dict({"a": torch.ones(rank + 1)})))
         said.append(message_of(lambda: accelerator.all_reduce_dict({"a": "text" if rank == 2 else 1.0})))
@@ -172,7 +172,7 @@ class Net(nn.Module):
 
 
 def trained(every: int, batch_size: int, precision: str = "no") -> dict[str, torch.Tensor]:
-    """Two passes over 24 samples; the same for every number of ranks and of batches to a step."""
+    """Two passes over 24 samples; the same for every number of ranks and batches per step."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

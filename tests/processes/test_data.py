@@ -1,4 +1,4 @@
-"""Data among real ranks: exact whoever reads it, and no rank waits for another that has finished."""
+"""Data among real ranks: exact for any reader, and no rank waits for another that has finished."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from nblaunch.training.data import ClassBalancedBatchSampler, ExactDistributedSampler, ShardedLoader, shard
+from nblaunch.training.exchange import exchange
 from nblaunch.training.seeding import seed_everything
-from nblaunch.training.world import exchange
 from tests.processes.conftest import Launcher
 
 DATA: Any = list(range(67))
@@ -94,7 +94,7 @@ def check_streams_out_of_step() -> None:
         if dist.get_rank() == 0:
             next(second)
             continue
-        with pytest.raises(RuntimeError, match=r"is at batch \d of its pass \d .* Iterate it on every rank alike"):
+        with pytest.raises(RuntimeError, match=r"is at batch \d of its pass \d .* Iterate it equally on every rank"):
             next(second)
 
 

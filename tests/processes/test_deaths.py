@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.engines.generations import servers
 from nblaunch.errors import RankDiedError, RankLostError
-from tests.conftest import eventually, settled_server
+from tests.conftest import LONG, conformance, eventually, settled_server
 
+pytestmark = pytest.mark.alone  # of the 3 s that are promised, no other test takes a part
 SURVIVES_AT_MOST = 3.0
-LONG = 60.0
 KINDS = ("rank", "worker", "subprocess", "session", "daemon")
 """What `with_offspring` starts, besides its rank itself."""
 
@@ -145,7 +145,7 @@ def begin(family: Family, start_method: str) -> Launch:
         view="none",
     )
     assert isinstance(launch, Launch)
-    eventually(lambda: family.complete() or launch.done, LONG)
+    eventually(lambda: family.complete() or launch.done)
     assert not launch.done, launch.result()
     assert len(family.living()) == len(family.pids())
     return launch
@@ -168,7 +168,7 @@ def assert_next_launch_works(start_method: str) -> None:
     assert list(result) == ["hello from 0", "hello from 1"]
 
 
-@pytest.fixture(params=[False, True], ids=["alone", "beside a worker of the notebook"])
+@pytest.fixture
 def _beside_a_worker(request: pytest.FixtureRequest) -> Iterator[None]:
     """A DataLoader worker of the notebook's own, alive, with copies of the notebook's descriptors."""
     if not request.param:
@@ -181,6 +181,18 @@ def _beside_a_worker(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # ------------------------------------------------------------------ one victim each
+WHERE = pytest.mark.parametrize(
+    ("start_method", "_beside_a_worker"),
+    [
+        pytest.param("forkserver", False, id="forkserver"),
+        pytest.param("forkserver", True, id="forkserver, beside a worker of the notebook"),
+        pytest.param("spawn", False, id="spawn"),
+    ],
+    indirect=True,
+)
+
+
+@WHERE
 @pytest.mark.usefixtures("_beside_a_worker")
 def test_nothing_survives_the_fork_server(start_method: str, family: Family) -> None:
     launch = begin(family, start_method)
@@ -205,6 +217,7 @@ def test_a_fork_server_that_was_killed_while_idle_is_replaced(start_method: str)
     assert not alive(server.process.pid)
 
 
+@WHERE
 @pytest.mark.usefixtures("_beside_a_worker")
 def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, family: Family, other: Family) -> None:
     launch, other_launch = begin(family, start_method), begin(other, start_method)
@@ -223,6 +236,7 @@ def test_nothing_survives_a_reaper_but_the_other_launch(start_method: str, famil
     assert other_launch.wait(LONG)
 
 
+@conformance("forkserver", "spawn")
 def test_nothing_survives_a_rank_in_a_collective(start_method: str, family: Family) -> None:
     launch = begin(family, start_method)
 
@@ -234,6 +248,7 @@ def test_nothing_survives_a_rank_in_a_collective(start_method: str, family: Fami
     assert_next_launch_works(start_method)
 
 
+@conformance("forkserver", "spawn")
 def test_nothing_survives_the_end_of_a_launch(start_method: str, family: Family) -> None:
     launch = begin(family, start_method)
 
@@ -257,7 +272,7 @@ def test_a_launch_outlives_the_generation_of_its_fork_server(family: Family, mon
     assert family.living() == list(family.pids())
     launch.kill()
     assert launch.wait(LONG)
-    eventually(lambda: not old.alive(), LONG)
+    eventually(lambda: not old.alive())
 
 
 # ------------------------------------------------------------------ the kernel itself
@@ -278,7 +293,7 @@ def be_a_kernel(start_method: str, folders: list[str], with_worker: bool) -> Non
     del workers
 
 
-@pytest.fixture(params=[False, True], ids=["alone", "with a worker of its own"])
+@pytest.fixture
 def kernel(
     request: pytest.FixtureRequest, start_method: str, family: Family, other: Family
 ) -> Iterator[subprocess.Popen[bytes]]:
@@ -293,8 +308,17 @@ def kernel(
     process.wait()
 
 
+@pytest.mark.parametrize(
+    ("start_method", "kernel"),
+    [
+        pytest.param("forkserver", False, id="forkserver"),
+        pytest.param("forkserver", True, id="forkserver, with a worker of its own"),
+        pytest.param("spawn", False, id="spawn"),
+    ],
+    indirect=True,
+)
 def test_nothing_survives_the_kernel(kernel: subprocess.Popen[bytes], family: Family, other: Family) -> None:
-    eventually(lambda: family.complete() and other.complete(), LONG)
+    eventually(lambda: family.complete() and other.complete())
 
     killed = kill(kernel.pid)
 

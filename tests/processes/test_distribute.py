@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import LaunchResult
 from nblaunch.errors import ArgumentError, NestedLaunchError, PayloadError, RankError
 from nblaunch.training.accelerator import Accelerator
+from tests.conftest import LONG
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ def test_what_does_not_fit_any_more_is_said_and_the_results_come(options: dict[s
         model[0] = nn.Linear(3, 3)
         return 7
 
-    with pytest.warns(UserWarning, match="the state of the Sequential that was trained does not fit"):
+    with pytest.warns(UserWarning, match="the trained state of the Sequential does not fit"):
         result = Accelerator(2, "cpu").distribute(widen, **options)()
     assert list(result) == [7, 7]
     assert model[0].weight.item() == before
@@ -211,6 +212,7 @@ SCRIPT = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from nblaunch.training.accelerator import Accelerator
+from tests.conftest import LONG
 
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
     torch.manual_seed(accelerator.rank)
@@ -246,7 +248,7 @@ def test_it_works_under_torchrun_without_a_launch(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(SCRIPT))
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(saved)]
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=100, env=env)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=LONG, env=env)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "2 True {'rank': 1, 'local': 1}"
@@ -270,7 +272,7 @@ def test_tasks_of_a_slurm_step_on_two_nodes_are_ranks(tmp_path: Path, free_port:
         for rank in range(2)
     ]
     try:
-        said = [task.communicate(timeout=100) for task in tasks]
+        said = [task.communicate(timeout=LONG) for task in tasks]
     finally:
         for task in tasks:
             task.kill()

@@ -22,7 +22,7 @@ from nblaunch import notebook_launcher
 from nblaunch.engines import generations as all_servers
 from nblaunch.engines.generations import servers
 from nblaunch.machine.limits import usable_cpus
-from tests.conftest import eventually, marked_processes, settled_server
+from tests.conftest import conformance, eventually, marked_processes, settled_server
 from tests.processes.conftest import Launcher
 
 
@@ -124,6 +124,7 @@ def server_pid() -> int:
 
 
 # ------------------------------------------------------------------ torchrun's variables
+@conformance("forkserver", "spawn", "fork")
 def test_ranks_have_the_variables_that_torchrun_sets(launch: Launcher) -> None:
     for rank, env in enumerate(launch(environment, num_processes=3)):
         expected = {
@@ -174,6 +175,7 @@ def test_a_hostile_inherited_environment_changes_nothing(launch: Launcher, monke
 
 
 # ------------------------------------------------------------------ the notebook as it is now
+@conformance("forkserver", "spawn")
 def test_variables_are_the_notebooks_of_now_and_a_deleted_one_is_gone(
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +187,7 @@ def test_variables_are_the_notebooks_of_now_and_a_deleted_one_is_gone(
     assert all("NBTEST_A" not in env for env in launch(environment))
 
 
+@conformance("forkserver", "spawn")
 def test_a_variable_that_torch_reads_at_import_counts_in_the_next_launch(
     launch: Launcher, start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +197,7 @@ def test_a_variable_that_torch_reads_at_import_counts_in_the_next_launch(
     assert list(launch(jit_is_on)) == [False, False]
     assert servers._warm is not None
     assert (servers._warm.process.pid != before) == (start_method == "forkserver")  # what is spawned reads it itself
-    eventually(lambda: (before in marked_processes()) == (start_method == "spawn"), 10)
+    eventually(lambda: (before in marked_processes()) == (start_method == "spawn"))
 
 
 def debug_level() -> str:
@@ -283,6 +286,7 @@ def _own_process_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
 
 
+@conformance("forkserver", "spawn")
 @pytest.mark.usefixtures("_own_process_settings")
 def test_folder_path_arguments_umask_limits_and_cpus_are_the_notebooks_of_now(launch: Launcher) -> None:
     here = process()
@@ -330,6 +334,7 @@ def test_what_the_notebook_ran_before_harms_no_rank(first: Callable[[], Any], la
     assert list(launch(train_on_many_threads)) == [True, True]
 
 
+@conformance("forkserver", "spawn")
 def test_ranks_are_offered_to_the_out_of_memory_killer_before_the_notebook(launch: Launcher) -> None:
     own = oom_score()
     assert list(launch(oom_score)) == [min(1000, own + 500)] * 2
@@ -363,6 +368,7 @@ def test_ranks_share_the_usable_cpus_as_threads(ranks: int, launch: Launcher) ->
     assert list(launch(threads, num_processes=ranks)) == [(share, {share}, str(share))] * ranks
 
 
+@conformance("forkserver", "spawn")
 @pytest.mark.usefixtures("_no_threads_chosen")
 def test_the_calls_number_of_threads_counts(launch: Launcher) -> None:
     assert list(launch(threads, threads_per_rank=3)) == [(3, {3}, "3")] * 2
@@ -377,6 +383,7 @@ def test_the_users_own_omp_num_threads_counts_and_the_call_goes_before_it(
 
 
 # ------------------------------------------------------------------ restarts
+@conformance("forkserver", "spawn")
 def test_all_ranks_are_started_again_after_a_failure_and_that_is_said(
     launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

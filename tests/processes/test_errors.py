@@ -30,10 +30,10 @@ from nblaunch.errors import (
     ResultError,
 )
 from nblaunch.launch.failures import RankTraceback
-from tests.conftest import eventually
+from tests.conftest import LONG, conformance, eventually
 from tests.processes.conftest import Launcher
 
-SOON = 10.0
+SOON = 25.0
 """Seconds; half a minute and more pass where something waits for what is stuck."""
 
 
@@ -153,7 +153,7 @@ def die_after_returning_before_the_other_returns(rank: int) -> int:
     if rank == 1:
         atexit.register(os.abort)
         return rank
-    eventually(lambda: not Path(f"/proc/{pids[1]}").exists(), 60.0)
+    eventually(lambda: not Path(f"/proc/{pids[1]}").exists())
     time.sleep(0.5)  # longer than it takes to stop a rank
     return rank
 
@@ -180,7 +180,7 @@ def fail_once_the_other_returned(fail: Callable[[], Any], rank: int) -> str:
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if rank == 0:
-        eventually(lambda: not Path(f"/proc/{pids[1]}").exists(), 60.0)
+        eventually(lambda: not Path(f"/proc/{pids[1]}").exists())
         fail()
     return f"value of {rank}"
 
@@ -191,7 +191,7 @@ def _raise(error: BaseException) -> None:
 
 def _kill_the_reaper_and_wait() -> None:
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(600)
 
 
 def finish_early(rank: int) -> str:
@@ -209,7 +209,7 @@ def return_unsendable(rank: int) -> Any:
     dist.all_gather_object(pids, os.getpid())
     if rank == 1:
         return {"model": [1, threading.Lock()]}
-    eventually(lambda: not Path(f"/proc/{pids[1]}").exists(), 60.0)
+    eventually(lambda: not Path(f"/proc/{pids[1]}").exists())
     return f"value of {rank}"
 
 
@@ -250,7 +250,7 @@ def return_a_lock_with_a_stuck_exit_function(rank: int) -> Any:
 def raise_while_the_other_is_busy(rank: int) -> None:
     if rank == 1:
         raise ValueError("early")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LONG
     while time.monotonic() < deadline:
         pass
 
@@ -272,6 +272,7 @@ def _raised_by(launch: Launcher, *args: Any, **kwargs: Any) -> BaseException:
 
 
 # ------------------------------------------------------------------ the user's exception
+@conformance("forkserver", "spawn", "fork")
 def test_the_users_exception_comes_up_as_itself_with_its_rank_and_traceback(launch: Launcher) -> None:
     with pytest.raises(WithDetailsError, match=r"^learning rate is NaN$") as caught:
         launch(raise_on_rank_1, (lambda: WithDetailsError("learning rate is NaN", {"step": 7}),))
@@ -296,10 +297,8 @@ def test_the_chain_of_an_exception_is_in_its_traceback(launch: Launcher) -> None
     assert "The above exception was the direct cause" in told
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
-def test_the_rank_that_raised_is_named_fifty_times_out_of_fifty(launch: Launcher) -> None:
-    for attempt in range(50):
+def test_the_rank_that_raised_is_named_ten_times_out_of_ten(launch: Launcher) -> None:
+    for attempt in range(10):
         with pytest.raises(WithDetailsError, match=f"^attempt {attempt}$") as caught:
             launch(raise_on_rank_1, (lambda attempt=attempt: WithDetailsError(f"attempt {attempt}"),))
         assert getattr(caught.value, "rank", None) == 1
@@ -312,12 +311,14 @@ def test_the_rank_that_raised_is_named_among_four(launch: Launcher) -> None:
         assert getattr(caught.value, "rank", None) == 1
 
 
+@conformance("forkserver", "spawn")
 def test_an_echo_that_user_code_has_wrapped_does_not_hide_the_first_failure(launch: Launcher) -> None:
     with pytest.raises(LookupError, match=r"^the first to fail$") as caught:
         launch(catch_the_echo_and_raise)
     assert getattr(caught.value, "rank", None) == 1
 
 
+@conformance("forkserver", "spawn")
 def test_ranks_that_are_busy_are_stopped_when_one_fails(launch: Launcher) -> None:
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"^early$"):
@@ -410,6 +411,7 @@ def test_a_dead_ranks_last_lines_are_shown(way: str, launch: Launcher) -> None:
         launch(die, (way,))
 
 
+@conformance("forkserver", "spawn")
 def test_a_crash_in_c_shows_what_c_said_and_the_users_frames(launch: Launcher) -> None:
     with pytest.raises(RankDiedError, match="rank 1 was killed by SIGSEGV") as caught:
         launch(die, ("SIGSEGV",))
@@ -456,6 +458,7 @@ def test_a_crash_that_is_an_error_by_the_warning_filters_carries_the_results(lau
     assert getattr(raised.value, "results", None) == {0: 0, 1: 1}
 
 
+@conformance("forkserver", "spawn")
 def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launcher) -> None:
     with pytest.warns(UserWarning, match="rank 1 was killed by SIGABRT after"):
         result = launch(die_after_returning_before_the_other_returns)
@@ -471,14 +474,14 @@ def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launch
         (_kill_the_reaper_and_wait, RankLostError),
         (lambda: sys.exit(3), RankDiedError),
         (lambda: dist.all_reduce(torch.ones(1)), CollectiveError),
-        (lambda: time.sleep(60), LaunchTimeoutError),
+        (lambda: time.sleep(600), LaunchTimeoutError),
     ],
     ids=["exception", "takes-no-attributes", "killed", "reaper-killed", "sys.exit", "collective", "timeout"],
 )
 def test_what_the_other_ranks_returned_is_on_the_error(
-    fail: Callable[[], Any], error: type[Exception], launch: Launcher, start_method: str
+    fail: Callable[[], Any], error: type[Exception], launch: Launcher
 ) -> None:
-    timeout = None if error is not LaunchTimeoutError else {"forkserver": 4.0, "spawn": 15.0}[start_method]
+    timeout = None if error is not LaunchTimeoutError else 4.0
     with pytest.raises(error) as caught:
         launch(fail_once_the_other_returned, (fail,), timeout=timeout)
     assert getattr(caught.value, "results", None) == {1: "value of 1"}
@@ -497,6 +500,7 @@ def test_an_exception_that_takes_no_results_comes_up_all_the_same(launch: Launch
 
 
 # ------------------------------------------------------------------ no primary failure
+@conformance("forkserver", "spawn")
 def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher) -> None:
     message = "rank 0 finished while rank 1 waited in all_reduce: every rank must make the same collective calls"
     with pytest.raises(CollectiveError, match=message) as caught:
@@ -506,6 +510,7 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher
 
 
 # ------------------------------------------------------------------ results that cannot come back
+@conformance("forkserver", "spawn")
 def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_survive(
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,10 +23,10 @@ from nblaunch.engines.import_environment import Where
 from nblaunch.engines.server_client import ForkServer
 from nblaunch.errors import StartError
 from nblaunch.machine.packages import installed_path
-from nblaunch.notebook.notebook_frontend import NotebookHost
+from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import Hello, Method
-from tests.conftest import eventually, marked_processes
+from tests.conftest import LONG, eventually, marked_processes
 
 IN_ITS_IMPORT = {
     "dies": "import os, sys; sys.stderr.write('no licence'); sys.stderr.flush(); os._exit(3)",
@@ -67,7 +67,7 @@ def test_a_fork_server_that_does_not_get_ready_is_ended_and_ranks_are_spawned(
     with pytest.warns(UserWarning, match=message) as said:
         assert own.usable("forkserver") == "spawn"
     assert [warning.filename for warning in said] == [__file__]
-    eventually(lambda: marked_processes() <= before, 5.0)
+    eventually(lambda: marked_processes() <= before)
     monkeypatch.setattr(all_servers, "ForkServer", _not_again)
     with pytest.warns(UserWarning, match=r"reload_ext nblaunch tries again"):
         assert own.usable("forkserver") == "spawn"
@@ -98,7 +98,7 @@ def test_a_fork_server_whose_end_is_not_told_yet_is_replaced(
     assert server is not None
     server.ready()
     server.process.kill()
-    server.process.wait(20.0)
+    server.process.wait(LONG)
     with monkeypatch.context() as context:
         context.setattr(server, "alive", lambda: True)  # as in the moment between its last breath and the news
         own.reaper(method, "launch", 2).channel.close()
@@ -215,10 +215,10 @@ def test_launches_in_several_environments_at_once_leave_each_other_their_servers
     with ThreadPoolExecutor(len(environments)) as threads:
         launches = [threads.submit(launch, number) for number in environments]
         try:
-            eventually(lambda: len(list(tmp_path.glob("begun*"))) == len(environments), 60.0)
+            eventually(lambda: len(list(tmp_path.glob("begun*"))) == len(environments))
         finally:
             (tmp_path / "go_on").touch()
-        assert [each.result(60.0) for each in launches] == ["forkserver"] * len(environments)
+        assert [each.result(LONG) for each in launches] == ["forkserver"] * len(environments)
     own.usable("forkserver", own._others[-1].where)
     assert len(own._others) == all_servers._MOST_OTHERS
 
@@ -265,7 +265,7 @@ def test_a_server_that_is_retired_as_it_gets_ready_is_closed(monkeypatch: pytest
     monkeypatch.setattr(server, "_wait_for_hello", retired_then)
     assert server.ready().problem == ""
     assert server.channel.fileno() == -1
-    eventually(lambda: not server.alive(), 20.0)
+    eventually(lambda: not server.alive())
 
 
 def test_a_server_that_is_stopped_ends_once_it_is_given_up(own: Servers) -> None:
@@ -275,7 +275,7 @@ def test_a_server_that_is_stopped_ends_once_it_is_given_up(own: Servers) -> None
     server.ready()
     server.process.send_signal(signal.SIGSTOP)
     own.give_up(server)
-    eventually(lambda: not server.alive(), 20.0)
+    eventually(lambda: not server.alive())
 
 
 def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_the_next_launch_starts_one(
@@ -291,7 +291,7 @@ def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_t
     with monkeypatch.context() as context:
         context.setenv("OMP_DISPLAY_ENV", "false")
         context.setattr(all_servers, "ForkServer", refuse)
-        NotebookHost(None).after_cell(None)
+        NotebookFrontend(None).after_cell(None)
         assert own.status() == ["fork server: not running; the next launch starts it"]
         with pytest.raises(StartError, match="no more processes"):
             own.reaper("forkserver", "launch", 2)

@@ -18,10 +18,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from nblaunch.ranks import fork_guard
+from tests.conftest import LONG
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a rank waits for its threads on Linux alone")
-ONE_METHOD = pytest.mark.parametrize("start_method", ["forkserver"], indirect=True)
 FORKS = 60
 """Without the wait some 6 of them hang."""
 CALLS = 50_000
@@ -104,14 +104,12 @@ def of_loader(passes: int) -> int:
     return count
 
 
-@ONE_METHOD
 def test_no_child_of_a_rank_hangs_whatever_c_threads_do(launch: Launcher) -> None:
     assert launch(hung, num_processes=1, timeout=240)[0] == 0
 
 
-@ONE_METHOD
 def test_workers_that_are_forked_within_a_burst_bring_their_batches(launch: Launcher) -> None:
-    assert launch(of_loader, (5,), num_processes=1, timeout=120)[0] == 10
+    assert launch(of_loader, (5,), num_processes=1, timeout=LONG)[0] == 10
 
 
 NEEDED = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python re-creates the lock in the child")
@@ -121,7 +119,7 @@ NEEDED = pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python re-creat
 def test_a_child_of_another_process_does_hang() -> None:
     """What the tests above would not notice, were their bursts too short or their threads too quiet."""
     code = "from tests.processes.test_forks import by_os, burst\nwhile True:\n burst()\n if not by_os(): break"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=LONG)
 
 
 # ------------------------------------------------------------------ the wait
@@ -184,5 +182,5 @@ def test_an_interrupt_within_the_wait_comes_after_the_fork() -> None:
         except KeyboardInterrupt:
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG)
     assert (done.stdout, done.stderr) == ("7\n", "")

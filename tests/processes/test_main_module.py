@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG
 from tests.kernel.harness import Kernel, running_kernel
 from tests.processes import in_main
-
-LIMIT = 110
 
 
 @functools.cache
@@ -26,7 +25,7 @@ def outcomes(start_method: str, checks: tuple[Callable[..., None], ...], state: 
         env={**os.environ, "NBLAUNCH_STATE_DIR": state, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=LIMIT,
+        timeout=LONG,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -48,6 +47,22 @@ def test_what_a_script_defines_works_on_ranks(check: str, start_method: str, sta
 @pytest.mark.parametrize("check", [check.__name__ for check in in_main.AT_HOME])
 def test_what_a_script_defines_comes_back_as_its_own(check: str, start_method: str, state: str) -> None:
     came = outcomes(start_method, in_main.AT_HOME, state)[check]
+    assert came == "ok", came
+
+
+SPAWNED = (
+    in_main.pickles_by_name,
+    in_main.main_has_the_names_it_was_sent,
+    in_main.globals_are_one_and_the_same,
+    in_main.pool_by_fork,
+    in_main.objects_come_back_as_this_processs_own,
+    in_main.its_own_exception_can_be_caught,
+)
+
+
+@pytest.mark.parametrize("check", [check.__name__ for check in SPAWNED])
+def test_what_a_script_defines_works_on_spawned_ranks_too(check: str, state: str) -> None:
+    came = outcomes("spawn", SPAWNED, state)[check]
     assert came == "ok", came
 
 

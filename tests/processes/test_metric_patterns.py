@@ -6,18 +6,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tqdm import tqdm
 
 import nblaunch
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.frontend import ScriptHost
-from nblaunch.launch.views.view import Controls, NullView, RankStatus
-from tests.conftest import eventually
+from nblaunch.launch.frontend import ScriptFrontend
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import Begun, Event, Note, RanksChanged, Reports
+from tests.conftest import LONG, conformance, eventually
 from tests.processes.conftest import Launcher
 
 EPOCH = r"epoch (?P<step>\d+): loss (?P<loss>[\d.]+)"
@@ -66,27 +65,25 @@ def never_runs(folder: Path) -> None:
     (folder / "ran").touch()
 
 
-class Impatient(NullView):
-    """Counts what it is told, and kills the launch once the ranks have returned."""
+class Impatient(View):
+    """Counts the records that it is shown, and kills the launch once the ranks have returned."""
 
     def __init__(self) -> None:
         self.count = 0
         self.notes: list[str] = []
         self._returned: set[int] = set()
 
-    def begun(self, controls: Controls, blocking: bool) -> None:
-        self._controls = controls
-
-    def ranks(self, changed: Sequence[RankStatus]) -> None:
-        self._returned |= {status.rank for status in changed if status.state == "returned"}
-        if len(self._returned) == 2:
-            self._controls.kill()
-
-    def reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
-        self.count += len(records)
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def on(self, event: Event) -> None:
+        if isinstance(event, Begun):
+            self._controls = event.controls
+        elif isinstance(event, RanksChanged):
+            self._returned |= {status.rank for status in event.ranks if status.state == "returned"}
+            if len(self._returned) == 2:
+                self._controls.kill()
+        elif isinstance(event, Reports):
+            self.count += len(event.records)
+        elif isinstance(event, Note):
+            self.notes.append(event.text)
 
 
 # ------------------------------------------------------------------ metrics
@@ -129,8 +126,8 @@ def test_who_kills_a_launch_does_not_wait_for_the_end_of_the_search(
 ) -> None:
     view = Impatient()
     with monkeypatch.context() as only_here:  # a view refers to its launch, and so to its logs
-        only_here.setattr(ScriptHost, "view", lambda host, choice: view)
-        assert launch(flood, metric_patterns=EPOCH, block=False).wait(60.0)
+        only_here.setattr(ScriptFrontend, "view", lambda host, choice: view)
+        assert launch(flood, metric_patterns=EPOCH, block=False).wait(LONG)
     assert view.notes == ["the logs were not searched for metrics to their end, as you interrupted it"]
     assert 0 < view.count < 2 * LINES
 
@@ -151,6 +148,7 @@ def test_they_are_shown_while_the_ranks_run(
     assert len(running.result().metrics) == 2
 
 
+@conformance("forkserver", "spawn")
 def test_of_restarts_the_last_attempt_counts(launch: Launcher) -> None:
     metrics = launch(print_and_fail_once, metric_patterns=ACCURACY, max_restarts=1).metrics
     assert sorted((report.rank, report.values["accuracy"]) for report in metrics) == [(0, 0.1), (1, 0.1)]

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training import Accuracy, Mean, evaluate
 from nblaunch.training.data import ExactDistributedSampler, Prefetcher, shard
-from nblaunch.training.metrics import Accuracy, Mean, evaluate
 from tests.processes.conftest import Launcher
 
 TEST_SET = 10_000
@@ -88,7 +88,7 @@ class Untouched(nn.Module):
 
 
 def refusals() -> list[str]:
-    """Of loaders of which the ranks together would count samples twice."""
+    """The errors for loaders that would count samples twice."""
     data = samples(100)
     padded: DataLoader[Any] = DataLoader(data, 8, sampler=DistributedSampler(data))
     refused = [padded, shard(padded), Prefetcher(padded, "cpu"), Prefetcher(DataLoader(data, 8), "cpu")]
@@ -159,7 +159,7 @@ def test_figures_are_those_of_one_process(launch: Launcher) -> None:
         assert all(
             "DistributedSampler gives the ranks 102 samples of a dataset of 100, so it repeats 2" in r for r in repeats
         )
-        assert "DataLoader is not divided among the 3 ranks" in undivided
+        assert "DataLoader is not sharded among the 3 ranks" in undivided
         assert all(math.isnan(value) for value in came["nothing"])
     reported = [report for report in result.metrics if report.values.get("accuracy") == alone[0][0]["accuracy"]]
     assert {report.rank for report in reported} == {0}

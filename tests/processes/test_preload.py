@@ -22,9 +22,8 @@ from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.machine import processes
 from nblaunch.machine.packages import KNOWN_SAFE
-from tests.conftest import eventually
+from tests.conftest import LONG, eventually
 
-LONG = 100.0
 TELLS = "import os\nWHO, SETTING = os.getpid(), os.environ.get('A_SETTING')\n"
 """A package that tells who imported it, and what it saw."""
 PACKAGES = dict.fromkeys(("tells", "another", "hidden", "upgraded"), TELLS) | {
@@ -85,7 +84,7 @@ def own(site: Path) -> Iterator[Servers]:
         patch.setattr(all_servers, "_QUIET", 0.02)
         yield servers
         servers.stop()
-        eventually(lambda: servers._builder is None, LONG)
+        eventually(lambda: servers._builder is None)
 
 
 def use(name: str) -> tuple[int, int, Any]:
@@ -131,7 +130,7 @@ def test_what_is_named_later_joins_what_is_there(own: Servers) -> None:
     first = had(own, "tells")
     second = had(own, "another")
     assert second is not first
-    eventually(lambda: not first.alive(), LONG)
+    eventually(lambda: not first.alive())
     assert not imported_by_ranks(launched("tells"))
     assert not imported_by_ranks(launched("another"))
 
@@ -226,7 +225,7 @@ def test_a_change_of_what_is_installed_begins_a_generation(own: Servers, site: P
     assert [setting for _, _, setting in launched("upgraded")] == ["version 2"] * 2
     assert own._warm is not before
     assert before is not None
-    eventually(lambda: not before.alive(), LONG)
+    eventually(lambda: not before.alive())
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -274,7 +273,7 @@ def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_pa
     own.preload(["leaves"])
     had(own, "tells")
     pid, folder = (tmp_path / "left").read_text().split()
-    eventually(lambda: not processes.alive(int(pid)), LONG)
+    eventually(lambda: not processes.alive(int(pid)))
     assert not Path(folder).exists()
 
 

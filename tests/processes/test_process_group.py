@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nblaunch.errors import LaunchStoppedError
-from tests.conftest import eventually
+from tests.conftest import conformance, eventually
 from tests.processes.conftest import Launcher
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -92,7 +92,7 @@ def alone_in_a_collective(rank: int, world_size: int, folder: str) -> str:
     over = Path(folder) / "over"
     dist.init_process_group("gloo", timeout=timedelta(seconds=1))
     if rank == 1:
-        eventually(over.exists, 60)
+        eventually(over.exists)
         return ""
     try:
         summed()
@@ -107,7 +107,7 @@ def one_rank_late(late: int, rank: int, make: Callable[..., float], port: int, f
     """Rank `late` begins a second after the other has begun."""
     begun = Path(folder) / "begun"
     if rank == late:
-        eventually(begun.exists, 60)
+        eventually(begun.exists)
         time.sleep(1)  # the second that the other rank has to wait
     else:
         begun.touch()
@@ -162,15 +162,17 @@ def wait_for(folder: str, port: int, rank: int, world_size: int) -> float:
     total = summed()
     (Path(folder) / f"ready{rank}").touch()
     go = Path(folder) / "go"
-    eventually(go.exists, 60)
+    eventually(go.exists)
     return total
 
 
 # ------------------------------------------------------------------ the group that is ready
+@conformance("forkserver", "spawn", "fork")
 def test_the_default_group_is_ready(launch: Launcher) -> None:
     assert list(launch(group_as_found)) == [(True, "gloo", rank, 2, 3.0) for rank in range(2)]
 
 
+@conformance("forkserver", "spawn")
 def test_one_rank_alone_has_a_group_too(launch: Launcher) -> None:
     assert list(launch(group_as_found, num_processes=1)) == [(True, "gloo", 0, 1, 1.0)]
 
@@ -285,7 +287,7 @@ def test_nothing_listens_beyond_loopback_while_a_launch_runs(
 ) -> None:
     arguments: dict[str, Any] = {"folder": str(tmp_path), "port": free_port if own_port else 0}
     running = launch(wait_for, kwargs=arguments, block=False)
-    eventually(lambda: running.done or all((tmp_path / f"ready{rank}").exists() for rank in range(2)), 60)
+    eventually(lambda: running.done or all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     heard, beyond = listeners(), listeners_beyond_loopback()
     (tmp_path / "go").touch()
     assert list(running.result()) == [3.0, 3.0]
@@ -294,9 +296,10 @@ def test_nothing_listens_beyond_loopback_while_a_launch_runs(
     assert beyond == set()
 
 
+@conformance("forkserver", "spawn")
 def test_a_launch_that_is_stopped_frees_the_users_own_port(launch: Launcher, free_port: int, tmp_path: Path) -> None:
     running = launch(wait_for, kwargs={"folder": str(tmp_path), "port": free_port}, block=False, stop_grace=1.0)
-    eventually(lambda: running.done or all((tmp_path / f"ready{rank}").exists() for rank in range(2)), 60)
+    eventually(lambda: running.done or all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     running.stop()
     with pytest.raises(LaunchStoppedError, match="wait_for was stopped after"):
         running.result()

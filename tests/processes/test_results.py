@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nblaunch import LaunchResult, notebook_launcher
+from tests.conftest import conformance
 from tests.processes.conftest import Launcher
 
 
@@ -118,6 +119,7 @@ def train_and_return(net: nn.Module) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ results and arguments
+@conformance("forkserver", "spawn", "fork")
 def test_each_ranks_value_comes_back_in_the_order_of_ranks(launch: Launcher) -> None:
     result = launch(where, num_processes=3)
     assert isinstance(result, LaunchResult)
@@ -128,16 +130,18 @@ def test_each_ranks_value_comes_back_in_the_order_of_ranks(launch: Launcher) -> 
     assert [rank for rank, *_ in result[1:]] == [1, 2]
     with pytest.raises(IndexError, match="out of range"):
         result[3]
-    assert 0 < result.duration < 60
+    assert result.duration > 0
     assert re.fullmatch(r"<LaunchResult of where: 3 ranks, \d+\.\d\d s>", repr(result))
     assert [log.out.name for log in result.logs] == ["rank0.out", "rank1.out", "rank2.out"]
 
 
+@conformance("forkserver", "spawn")
 def test_arguments_and_keyword_arguments_reach_every_rank(launch: Launcher) -> None:
     args, kwargs = (1, "two", [3.0], {"four": (4,)}), {"lr": 0.1, "name": "é"}
     assert list(launch(echo, args, kwargs=kwargs)) == [(args, kwargs)] * 2
 
 
+@conformance("forkserver", "spawn", "fork")
 def test_parameters_that_the_call_leaves_out_are_filled_in_and_its_own_are_kept(launch: Launcher) -> None:
     assert list(launch(tell_apart, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
     assert list(launch(tell_apart, (7, "mine"), kwargs={"factor": 10})) == [(70, "mine"), (70, "mine")]
@@ -193,6 +197,7 @@ def test_a_function_that_does_not_tell_its_signature_can_be_launched(launch: Lau
     assert list(launch(max, (3, 8))) == [8, 8]
 
 
+@conformance("forkserver", "spawn")
 def test_tensors_models_and_arrays_come_back_as_they_were(launch: Launcher) -> None:
     for back in launch(tensors):
         expected = tensors()
@@ -276,6 +281,7 @@ def _not_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nblaunch.launch.handle._told_of", set())
 
 
+@conformance("forkserver", "spawn")
 @pytest.mark.usefixtures("_not_told_yet")
 def test_what_ranks_changed_and_did_not_return_is_told_once_with_the_fix(
     launch: Launcher, capsys: pytest.CaptureFixture[str]
@@ -315,6 +321,7 @@ def _settings_restored() -> Iterator[None]:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
+@conformance("forkserver", "spawn")
 def test_ranks_draw_what_the_notebook_would_draw_next_and_leave_it_where_it_was(launch: Launcher) -> None:
     torch.manual_seed(11)
     np.random.seed(12)
@@ -332,6 +339,7 @@ def test_ranks_draw_on_when_the_notebook_has_drawn(launch: Launcher) -> None:
     assert launch(draws)[0][2] != first[2]
 
 
+@conformance("forkserver", "spawn")
 @pytest.mark.usefixtures("_settings_restored")
 def test_ranks_start_from_the_notebooks_dtype_precision_and_determinism(launch: Launcher) -> None:
     usual = torch_settings()
@@ -345,6 +353,7 @@ def test_ranks_start_from_the_notebooks_dtype_precision_and_determinism(launch: 
     assert list(launch(torch_settings)) == [changed, changed]
 
 
+@conformance("forkserver", "spawn")
 @pytest.mark.parametrize(("action", "outcome"), [("error", "raised FutureWarning"), ("ignore", "went on")])
 def test_ranks_filter_warnings_as_the_notebook_does(action: Any, outcome: str, launch: Launcher) -> None:
     with warnings.catch_warnings():
@@ -356,7 +365,7 @@ def test_ranks_filter_warnings_as_the_notebook_does(action: Any, outcome: str, l
 
 # ------------------------------------------------------------------ coming from accelerate
 def test_a_call_written_for_accelerate_runs_and_says_what_it_does_not_need(start_method: str) -> None:
-    with pytest.warns(UserWarning, match="is not needed, and not used") as said:
+    with pytest.warns(UserWarning, match="is ignored: ") as said:
         result: Any = notebook_launcher(
             where, (), 2, "bf16", "29501", "127.0.0.1", 0, 1, "c10d", "localhost:0", None, "job", 0, 0.5, "",
             start_method=start_method, view="none",

@@ -25,10 +25,8 @@ from nblaunch.machine.processes import descendants
 from nblaunch.ranks.worker import _Voice
 from nblaunch.wire.channel import Channel, channel_pair
 from nblaunch.wire.messages import Interrupted
-from tests.conftest import eventually
+from tests.conftest import LONG, conformance, eventually
 
-LONG = 60.0
-"""Seconds that nothing here waits to the end of."""
 STOP_LIMIT = 5.0
 """Within so many seconds a rank that does not cooperate has ended."""
 
@@ -127,7 +125,7 @@ def return_or_wait(rank: int, folder: Path) -> str:
 def fail_while_the_other_works(rank: int, folder: Path) -> None:
     if rank == 1:
         write_checkpoint(rank, folder, 1.0)
-    eventually(lambda: (folder / "ready1").exists(), LONG)
+    eventually(lambda: (folder / "ready1").exists())
     raise ValueError("rank 0 gives up")
 
 
@@ -153,7 +151,7 @@ class BlocksInC(io.BytesIO):
 def fail_while_the_other_saves(rank: int, folder: Path) -> None:
     """Rank 1 is in the middle of a write, in C, for a second after its interrupt, and writes a file in `finally`."""
     if rank == 0:
-        eventually(lambda: (folder / "ready1").exists(), LONG)
+        eventually(lambda: (folder / "ready1").exists())
         raise ValueError("rank 0 gives up")
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -176,13 +174,13 @@ def fail_while_the_other_saves(rank: int, folder: Path) -> None:
 def fail_while_the_other_finishes(rank: int, folder: Path) -> None:
     """Rank 1 saves in `finally`, and ends when it is allowed to."""
     if rank == 0:
-        eventually(lambda: (folder / "ready1").exists(), LONG)
+        eventually(lambda: (folder / "ready1").exists())
         raise ValueError("rank 0 gives up")
     try:
         note(folder, "ready", rank)
         time.sleep(LONG)
     finally:
-        eventually(lambda: (folder / "leave").exists(), LONG)
+        eventually(lambda: (folder / "leave").exists())
         torch.save({"weights": torch.ones(1000)}, folder / "checkpoint.pt")
 
 
@@ -190,7 +188,7 @@ def fail_while_others_wait_and_save(rank: int, folder: Path) -> None:
     """Rank 1 waits for rank 2 in a collective, which is no more than interrupted: it saves until rank 1 has ended."""
     note(folder, "pid", rank, os.getpid())
     if rank == 0:
-        eventually(lambda: noted(folder, "pid", 3) and (folder / "waits1").exists(), LONG)
+        eventually(lambda: noted(folder, "pid", 3) and (folder / "waits1").exists())
         raise ValueError("rank 0 gives up")
     if rank == 1:
         note(folder, "waits", rank)
@@ -270,17 +268,18 @@ def seconds_to_end(launch: Launch, begun: float) -> float:
 
 
 # ------------------------------------------------------------------ exactly once
+@conformance("forkserver", "spawn", "fork")
 def test_each_rank_sees_one_keyboard_interrupt_however_many_sigints_come(start_method: str, tmp_path: Path) -> None:
     launch = begin(count_interrupts, tmp_path, start_method)
-    eventually(lambda: noted(tmp_path, "beat", 2), LONG)
+    eventually(lambda: noted(tmp_path, "beat", 2))
     pids = [read(tmp_path, "pid", rank) for rank in range(2)]
 
     send_often(signal.SIGINT, pids)  # as editors do, to every descendant of the kernel
     launch.stop()
-    eventually(lambda: noted(tmp_path, "seen", 2), LONG)
+    eventually(lambda: noted(tmp_path, "seen", 2))
     send_often(signal.SIGINT, pids)
     beats = [read(tmp_path, "beat", rank) for rank in range(2)]
-    eventually(lambda: all(read(tmp_path, "beat", rank) > beats[rank] + 2 for rank in range(2)), LONG)
+    eventually(lambda: all(read(tmp_path, "beat", rank) > beats[rank] + 2 for rank in range(2)))
     (tmp_path / "leave").touch()
 
     assert list(launch.result()) == [1, 1]
@@ -288,7 +287,7 @@ def test_each_rank_sees_one_keyboard_interrupt_however_many_sigints_come(start_m
 
 def test_sigints_to_loader_workers_too_give_the_rank_one_interrupt(start_method: str, tmp_path: Path) -> None:
     launch = begin(load_in_workers, tmp_path, start_method, ranks=1)
-    eventually(lambda: noted(tmp_path, "ready", 1), LONG)
+    eventually(lambda: noted(tmp_path, "ready", 1))
     pid = read(tmp_path, "pid", 0)
 
     send_often(signal.SIGINT, [pid, *descendants(pid)])
@@ -299,9 +298,10 @@ def test_sigints_to_loader_workers_too_give_the_rank_one_interrupt(start_method:
 
 
 # ------------------------------------------------------------------ time to finish
+@conformance("forkserver", "spawn", "fork")
 def test_a_checkpoint_in_finally_is_written_whole(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_second, tmp_path, start_method)
-    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+    eventually(lambda: noted(tmp_path, "ready", 2))
 
     launch.stop()
 
@@ -313,7 +313,7 @@ def test_a_checkpoint_in_finally_is_written_whole(start_method: str, tmp_path: P
 def test_an_error_while_a_launch_stops_is_in_the_log(start_method: str, tmp_path: Path) -> None:
     """The notebook raises the stop instead."""
     launch = begin(fail_in_the_checkpoint, tmp_path, start_method)
-    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+    eventually(lambda: noted(tmp_path, "ready", 2))
 
     launch.stop()
 
@@ -384,9 +384,11 @@ def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
     assert heard_by(kernel) == [Interrupted(0)]
 
 
+@pytest.mark.alone
+@conformance("forkserver", "spawn")
 def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method, stop_grace=1.0)
-    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+    eventually(lambda: noted(tmp_path, "ready", 2))
     begun = time.monotonic()
 
     launch.stop()
@@ -397,20 +399,22 @@ def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: 
 
 
 def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp_path: Path) -> None:
-    timeout = {"forkserver": 3.0, "spawn": 15.0}[start_method]  # it must have begun by then
+    timeout = 3.0  # the ranks must have begun by then
     launch = begin(checkpoint_for_a_second, tmp_path, start_method, timeout=timeout)
-    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+    eventually(lambda: noted(tmp_path, "ready", 2))
 
     with pytest.raises(LaunchTimeoutError, match=rf"checkpoint_for_a_second took longer than timeout={timeout:g} s"):
         launch.result()
     assert noted(tmp_path, "checkpoint", 2)
 
 
+@pytest.mark.alone
+@conformance("forkserver", "spawn", "fork")
 def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method)
-    eventually(lambda: noted(tmp_path, "ready", 2), LONG)
+    eventually(lambda: noted(tmp_path, "ready", 2))
     launch.stop()
-    eventually(lambda: noted(tmp_path, "part", 2), LONG)
+    eventually(lambda: noted(tmp_path, "part", 2))
     begun = time.monotonic()
 
     launch.kill()
@@ -419,6 +423,7 @@ def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_pa
     assert not (tmp_path / "checkpoint0").exists()
 
 
+@conformance("forkserver", "spawn")
 def test_survivors_of_a_failing_rank_get_their_finally(start_method: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 0 gives up"):
         begin(fail_while_the_other_works, tmp_path, start_method).result()
@@ -446,7 +451,7 @@ def test_a_failure_is_shown_while_others_still_save(
         shown += capsys.readouterr().out
         return "rank 0: ValueError: rank 0 gives up" in shown
 
-    eventually(is_shown, LONG)
+    eventually(is_shown)
     assert not launch.done
     (tmp_path / "leave").touch()
 
@@ -465,11 +470,12 @@ def test_a_rank_that_waits_in_a_collective_is_ended_before_one_that_saves(start_
 
 
 # ------------------------------------------------------------------ those that do not answer
+@pytest.mark.alone
 def test_ranks_that_cannot_be_interrupted_end_within_five_seconds(start_method: str, tmp_path: Path) -> None:
     """Signals ignored, in C with and without the GIL, under SIGSTOP, in a collective: one rank each."""
     launch = begin(be_obstinate, tmp_path, start_method, ranks=5)
-    eventually(lambda: noted(tmp_path, "pid", 5), LONG)
-    eventually(lambda: state_of(read(tmp_path, "pid", 3)) == "T", LONG)
+    eventually(lambda: noted(tmp_path, "pid", 5))
+    eventually(lambda: state_of(read(tmp_path, "pid", 3)) == "T")
     begun = time.monotonic()
 
     launch.stop()
@@ -480,10 +486,11 @@ def test_ranks_that_cannot_be_interrupted_end_within_five_seconds(start_method: 
     assert stopped.value.results == {}
 
 
+@pytest.mark.alone
 def test_a_child_does_not_answer_for_its_rank(start_method: str, tmp_path: Path) -> None:
     """A child has its rank's handlers: its answer to an editor's SIGINT would win a stuck rank 30 s."""
     launch = begin(stick_beside_a_child, tmp_path, start_method, ranks=1)
-    eventually(lambda: noted(tmp_path, "child", 1), LONG)
+    eventually(lambda: noted(tmp_path, "child", 1))
     begun = time.monotonic()
 
     launch.stop()
@@ -492,6 +499,8 @@ def test_a_child_does_not_answer_for_its_rank(start_method: str, tmp_path: Path)
     assert seconds_to_end(launch, begun) < STOP_LIMIT
 
 
+@pytest.mark.alone
+@conformance("forkserver", "spawn")
 def test_a_launch_that_is_stopped_as_it_starts_ends_at_once(start_method: str, tmp_path: Path) -> None:
     begun = time.monotonic()
     launch = begin(checkpoint_for_a_minute, tmp_path, start_method)
@@ -503,6 +512,7 @@ def test_a_launch_that_is_stopped_as_it_starts_ends_at_once(start_method: str, t
         launch.result()
 
 
+@conformance("forkserver", "spawn")
 def test_an_interrupt_in_the_moment_of_the_start_leaves_no_launch(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,10 +530,11 @@ def test_an_interrupt_in_the_moment_of_the_start_leaves_no_launch(
 
 
 # ------------------------------------------------------------------ what is known afterwards
+@conformance("forkserver", "spawn")
 def test_what_ranks_returned_before_the_stop_is_kept(start_method: str, tmp_path: Path) -> None:
     launch = begin(return_or_wait, tmp_path, start_method)
-    eventually(lambda: noted(tmp_path, "pid", 2), LONG)
-    eventually(lambda: not state_of(read(tmp_path, "pid", 0)), LONG)
+    eventually(lambda: noted(tmp_path, "pid", 2))
+    eventually(lambda: not state_of(read(tmp_path, "pid", 0)))
 
     launch.stop()
 

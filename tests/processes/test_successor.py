@@ -32,11 +32,10 @@ from nblaunch.machine.processes import descendants
 from nblaunch.ranks import reaper
 from nblaunch.wire.channel import Channel, channel_pair, readable
 from nblaunch.wire.messages import NewReaper
-from tests.conftest import eventually, is_spare
+from tests.conftest import LONG, eventually, is_spare
 from tests.processes.conftest import Launcher
 from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
 
-LONG = 100.0
 HANGS = "import time\ntime.sleep(600)\n"
 
 
@@ -49,7 +48,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     monkeypatch.setattr(all_servers, "_QUIET", 0.1)
     yield servers
     servers.stop()
-    eventually(lambda: servers._builder is None, LONG)
+    eventually(lambda: servers._builder is None)
 
 
 @pytest.fixture
@@ -112,10 +111,10 @@ def built(own: Servers) -> bool:
 def test_what_the_first_optimizer_of_a_process_imports_is_there_soon(own: Servers) -> None:
     assert [there for _, there in launched(reaper_and_modules, "torch", "torch._dynamo")] == [["torch"]] * 2
     first = own._warm
-    eventually(lambda: built(own), LONG)
+    eventually(lambda: built(own))
     assert own._warm is not first
     assert first is not None
-    eventually(lambda: not first.alive(), LONG)
+    eventually(lambda: not first.alive())
     there = [there for _, there in launched(reaper_and_modules, "torch", "torch._dynamo")]
     assert there == [["torch", "torch._dynamo"]] * 2
 
@@ -138,7 +137,7 @@ def test_what_it_imports_reads_the_environment_of_the_launch(own: Servers) -> No
 def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
     soon(HANGS)
     launched(os.getpid)
-    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    eventually(lambda: own._building is not None and own._building.process.pid)
     hanging, served = own._building, own._warm
     for _ in range(3):
         assert launched(os.getpid)
@@ -153,12 +152,12 @@ def test_a_server_that_is_being_built_stands_still_while_a_launch_starts(
 ) -> None:
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    eventually(lambda: own._building is not None and own._building.process.pid)
     assert own._building is not None
     pid = own._building.process.pid
     with own._launching():
-        eventually(lambda: state_of(pid) == "T", LONG)
-    eventually(lambda: state_of(pid) != "T", LONG)
+        eventually(lambda: state_of(pid) == "T")
+    eventually(lambda: state_of(pid) != "T")
 
 
 def test_a_build_that_hangs_costs_only_itself(
@@ -194,16 +193,16 @@ def test_a_launch_outlives_the_server_that_started_it(
         return "returned"
 
     running: Any = notebook_launcher(wait, (), 2, start_method="forkserver", view="none", block=False)
-    eventually(begun.exists, LONG)
+    eventually(begun.exists)
     first = own._warm
     go_on.touch()
-    eventually(lambda: own._warm is not first, LONG)
+    eventually(lambda: own._warm is not first)
     assert launched(os.getpid)
     assert first is not None
     assert first.alive()
     (tmp_path / "leave").touch()
     assert list(running.result()) == ["returned"] * 2
-    eventually(lambda: not first.alive(), LONG)
+    eventually(lambda: not first.alive())
     assert launched(os.getpid)
 
 
@@ -223,7 +222,7 @@ def test_a_launch_goes_on_while_the_servers_before_its_own_end(
         own.preload([name])
         eventually(lambda: own._stocked is not None and name in own._stocked.preload, LONG, own.status)
         launch: Any = notebook_launcher(wait, (name,), 2, start_method="forkserver", view="none", block=False)
-        eventually(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2, LONG)
+        eventually(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2)
         assert own._stocked is not None
         assert own._stocked.launches == 1
         return own._stocked, launch
@@ -235,7 +234,7 @@ def test_a_launch_goes_on_while_the_servers_before_its_own_end(
         server, launch = line[name]
         (tmp_path / f"{name}-leave").touch()
         assert list(launch.result()) == [name] * 2
-        eventually(lambda pid=server.process.pid: not processes.alive(pid), LONG)  # type: ignore[misc]
+        eventually(lambda pid=server.process.pid: not processes.alive(pid))  # type: ignore[misc]
     env = {"NOT_AS_THE_STOCKED_ONE": "has it"}
     notebook_launcher(os.getpid, (), 2, start_method="forkserver", view="none", env=env)
     server, launch = line[names[2]]
@@ -251,7 +250,7 @@ def test_a_kernel_with_more_than_a_thousand_open_files_launches(
     server = own._warm or own._bare
     assert server is not None
     assert server.channel.fileno() >= 1024
-    eventually(lambda: built(own), LONG)
+    eventually(lambda: built(own))
     assert len(launch(os.getpid)) == 2
 
 
@@ -276,18 +275,18 @@ def test_ranks_of_each_server_in_a_line_are_alike(own: Servers, monkeypatch: pyt
     def found_on(server: ForkServer | None) -> list[Any]:
         assert server is not None
         pid = server.process.pid
-        eventually(lambda: sum(map(is_spare, descendants(pid))) == 3, LONG)  # so that all ranks are of their like
+        eventually(lambda: sum(map(is_spare, descendants(pid))) == 3)  # so that all ranks are of their like
         before = server.launches
         found = launched(open_files_and_frames)
         assert server.launches == before + 1
         return found
 
     launched(os.getpid)
-    eventually(lambda: built(own), LONG)
+    eventually(lambda: built(own))
     found = [found_on(own._warm)]
     for name in ("colorsys", "wave"):
         own.preload([name])
-        eventually(lambda: built(own), LONG)
+        eventually(lambda: built(own))
         found.append(found_on(own._stocked))
     assert found == found[:1] * 3
 
@@ -319,18 +318,19 @@ def test_no_zombie_is_left_of_it_in_a_kernel_that_adopts_it(own: Servers, soon: 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LONG)
 
 
+@pytest.mark.alone
 def test_a_server_that_is_killed_while_it_builds_the_next_is_to_blame(
     own: Servers, soon: Callable[[str], None]
 ) -> None:
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    eventually(lambda: own._building is not None and own._building.process.pid)
     assert own._building is not None
     assert own._warm is not None
     hanging = own._building.process.pid
     os.kill(own._warm.process.pid, signal.SIGKILL)
     eventually(lambda: not alive(hanging), SURVIVES_AT_MOST)
-    eventually(lambda: built(own), LONG)
+    eventually(lambda: built(own))
     assert not own._left_out
     assert launched(os.getpid)
 
@@ -340,12 +340,12 @@ def test_a_server_that_serves_nobody_any_more_takes_its_builder_with_it(
 ) -> None:
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    eventually(lambda: own._building is not None and own._building.process.pid)
     assert own._building is not None
     hanging = own._building.process.pid
     monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
     own.refresh()
-    eventually(lambda: not alive(hanging), LONG)
+    eventually(lambda: not alive(hanging))
     assert not own._left_out
 
 
@@ -367,12 +367,12 @@ def test_the_next_generation_is_built_where_the_last_is_retired_while_it_builds(
             retiring.start()
             retiring.join()
             still_open.append(building.channel.fileno() >= 0)
-            eventually(lambda: not warm.alive(), LONG)
+            eventually(lambda: not warm.alive())
         return readable(source, seconds)
 
     monkeypatch.setattr(server_client, "readable", retired_meanwhile)
     own.warm_up()
-    eventually(lambda: built(own), LONG)
+    eventually(lambda: built(own))
     assert still_open == [True]
     assert isinstance(own._warm, Successor)
 
@@ -383,7 +383,7 @@ def test_no_launch_waits_for_a_builder_that_does_not_end(
     """As while it waits for a disk that does not answer."""
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    eventually(lambda: own._building is not None and own._building.process.pid)
     retired, may_end = threading.Event(), threading.Event()
     wait = Grandchild.wait
 
@@ -400,7 +400,7 @@ def test_no_launch_waits_for_a_builder_that_does_not_end(
     retiring = threading.Thread(target=refresh)
     retiring.start()
     try:
-        assert retired.wait(20.0)
+        assert retired.wait(LONG)
     finally:
         may_end.set()
         retiring.join()
@@ -411,7 +411,7 @@ def test_an_interrupt_as_a_launch_starts_leaves_no_builder_standing_still(
 ) -> None:
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid, LONG)
+    eventually(lambda: own._building is not None and own._building.process.pid)
     assert own._building is not None
     pid = own._building.process.pid
     heed = Successor.heed
@@ -425,8 +425,8 @@ def test_an_interrupt_as_a_launch_starts_leaves_no_builder_standing_still(
     monkeypatch.setattr(Successor, "heed", interrupted)
     with pytest.raises(KeyboardInterrupt), own._launching():
         pass
-    eventually(own._is_quiet, 20.0)
-    eventually(lambda: state_of(pid) != "T", 20.0)
+    eventually(own._is_quiet)
+    eventually(lambda: state_of(pid) != "T")
 
 
 # ------------------------------------------------------------------ spares
@@ -437,7 +437,7 @@ def test_processes_that_wait_for_a_launch_end_after_a_while_and_come_back(
     short = "from nblaunch.machine import timeouts; timeouts.SPARE_IDLE_TIMEOUT_S = 1.0; "
     monkeypatch.setattr(server_client, "_MAIN", short + server_client._MAIN)
     launched(os.getpid)
-    eventually(lambda: built(own), LONG)
+    eventually(lambda: built(own))
 
     def spares() -> list[int]:
         assert own._warm is not None
@@ -503,15 +503,15 @@ def be_a_kernel(stage: str, folder: str) -> None:
     assert first is not None
     pids = [first.process.pid]
     if stage != STAGES[0]:
-        eventually(lambda: servers._builder is None and not first.alive(), LONG)
+        eventually(lambda: servers._builder is None and not first.alive())
         servers.preload(["hangs" if stage == STAGES[2] else "fine"] if stage != STAGES[1] else [], Where.here())
     if stage in (STAGES[0], STAGES[2]):
-        eventually(lambda: servers._building is not None and servers._building.process.pid, LONG)
+        eventually(lambda: servers._building is not None and servers._building.process.pid)
     elif stage == STAGES[3]:
-        eventually(lambda: servers._stocked is not None, LONG)
+        eventually(lambda: servers._stocked is not None)
     launch: Any = notebook_launcher(time.sleep, (600,), 2, start_method="forkserver", view="none", block=False)
     assert not launch.done
-    eventually(lambda: any(is_spare(pid) for server in servers.all() for pid in descendants(server.process.pid)), LONG)
+    eventually(lambda: any(is_spare(pid) for server in servers.all() for pid in descendants(server.process.pid)))
     pids += [server.process.pid for server in servers.all()]
     pids += [pid for server in servers.all() for pid in descendants(server.process.pid)]
     Path(folder, "pids.tmp").write_text(json.dumps(sorted(set(pids))))
@@ -519,12 +519,13 @@ def be_a_kernel(stage: str, folder: str) -> None:
     threading.Event().wait()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_survives_the_kernel_at_any_stage(stage: str, tmp_path: Path) -> None:
     code = "import sys; from tests.processes.test_successor import be_a_kernel; be_a_kernel(sys.argv[1], sys.argv[2])"
     kernel = subprocess.Popen([sys.executable, "-c", code, stage, str(tmp_path)])
     try:
-        eventually(lambda: (tmp_path / "pids").exists() or kernel.poll() is not None, LONG)
+        eventually(lambda: (tmp_path / "pids").exists() or kernel.poll() is not None)
         pids = json.loads((tmp_path / "pids").read_text())
         living = [pid for pid in pids if alive(pid)]
         assert len(living) >= 5  # a server, a reaper, two ranks, and who waits for the next launch

@@ -71,7 +71,7 @@ class Breaks:
 
 
 class Waits:
-    """A callback that waits at one step until the test has seen it, and for ever if it is stopped there."""
+    """A callback that waits at one step until the test has seen it, or forever if it is stopped there."""
 
     def __init__(self, step: int, reached: Path, go_on: Path) -> None:
         self.step, self.reached, self.go_on = step, reached, go_on
@@ -313,7 +313,7 @@ def test_after_a_stop_too(tmp_path: Path, whole: tuple[Trainer, Figures], start_
         start_method=start_method,
     )
     assert isinstance(launch, Launch)
-    eventually(waits.reached.exists, 60)
+    eventually(waits.reached.exists)
     launch.stop()
     with pytest.raises(LaunchStoppedError):
         launch.result()
@@ -353,9 +353,9 @@ def test_another_number_of_ranks_cannot_go_on(tmp_path: Path) -> None:
         trainer(epochs=2, checkpoint_dir=tmp_path).fit(points(20))
 
 
-def test_training_anew_replaces_what_is_there(tmp_path: Path) -> None:
+def test_resume_false_replaces_the_checkpoints(tmp_path: Path) -> None:
     first = trainer(epochs=3, nprocs=1, checkpoint_dir=tmp_path / "c")
     first.fit(points(64))
-    anew = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "c", resume=False)
-    assert len(anew.fit(points(64))) == 1
+    restarted = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "c", resume=False)
+    assert len(restarted.fit(points(64))) == 1
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-4.pt"]

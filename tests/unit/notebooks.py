@@ -1,4 +1,4 @@
-"""A made-up notebook: names that are defined as cells define them, and the host that launches ask."""
+"""A fake notebook: cells that define names in one namespace, registered as the host of launches."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from nblaunch.launch.frontend import register, wait_in_steps
-from nblaunch.launch.views.view import NullView, View
+from nblaunch.launch.views.base import NullView, View
 
 
 class Notebook:
-    """A host whose cells share one dict of names, of a module called ``__main__``."""
+    """A host whose cells share the namespace of a module called ``__main__``."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__"}
         self.labels: dict[str, str] = {}
 
     def run(self, source: str) -> dict[str, Any]:
-        """Run a cell; the notebook's names."""
+        """Run a cell and return the notebook's names."""
         number = len(self.labels) + 1
         filename = f"<made-up cell {number}>"
         self.labels[filename] = f"Cell In[{number}]"
@@ -46,7 +46,7 @@ class Notebook:
 
 @contextmanager
 def open_notebook() -> Iterator[Notebook]:
-    """A notebook that launches are made from while it is open."""
+    """Register a fake notebook as the host of launches, until the context exits."""
     notebook = Notebook()
     register(notebook)
     try:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.data import Prefetcher, ShardedLoader, shard
-from nblaunch.training.distribute import _trained_parts
+from nblaunch.training.distribute import _find_trainable
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +50,14 @@ def parts(samples: int = 8, batch_size: int = 2) -> tuple[Net, torch.optim.Optim
     [
         ({"nprocs": 0}, r"nprocs=0: must be a whole number, at least 1"),
         ({"nprocs": True}, r"nprocs=True"),
-        ({"compute_setup": "cuda"}, r"compute_setup='cuda': must be one of auto, cpu, gpu"),
-        ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of cpu, auto"),
+        ({"compute_setup": "cuda"}, r"compute_setup='cuda': must be one of 'auto', 'cpu', 'gpu'"),
+        ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of 'cpu', 'auto'"),
         ({"dtype": torch.int64}, r"dtype=torch.int64: must be a floating-point or complex type"),
         ({"dtype": "float32"}, r"dtype='float32'"),
-        ({"backend": "glooo"}, r"backend='glooo': must be one of gloo, nccl"),
+        ({"backend": "glooo"}, r"backend='glooo': must be one of 'gloo', 'nccl'"),
         ({"seed": -1}, r"seed=-1"),
-        ({"schedule_steps": "batch"}, r"schedule_steps='batch': must be one of optimizer, rank"),
-        ({"mixed_precision": "fp8"}, r"mixed_precision='fp8': an Accelerator knows"),
+        ({"schedule_steps": "batch"}, r"schedule_steps='batch': must be one of 'optimizer', 'rank'"),
+        ({"mixed_precision": "fp8"}, r"mixed_precision='fp8': an Accelerator supports"),
         ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0: must be"),
     ],
 )
@@ -210,7 +210,7 @@ def test_two_small_batches_accumulated_are_one_large_batch() -> None:
         torch.testing.assert_close(now, then)
 
 
-def test_the_last_batch_of_a_loader_ends_a_step_and_the_next_pass_begins_anew() -> None:
+def test_the_last_batch_of_a_loader_ends_a_step_and_the_next_pass_begins_a_new_one() -> None:
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
     _, synced, schedule = train(accelerator, 10, 2, epochs=2)
     assert synced == [False, False, True, False, True] * 2
@@ -231,7 +231,7 @@ def test_the_last_steps_loss_is_divided_by_the_batches_that_it_has() -> None:
             net.zero_grad()
         assert shares == [0.25] * 8 + [0.5] * 2
     accelerator.backward(net(*batch)["out"].sum() * 2)
-    assert net.layer.bias.grad.item() == 1.0  # as the last, where nothing begins anew
+    assert net.layer.bias.grad.item() == 1.0  # as the last one: no new step began
 
 
 def test_of_a_stream_without_a_length_the_last_step_is_divided_like_all() -> None:
@@ -426,7 +426,7 @@ def test_alone_figures_have_the_types_that_they_have_in_company() -> None:
 
 def test_a_dict_of_figures_says_what_is_wrong_with_it() -> None:
     accelerator = Accelerator(compute_setup="cpu")
-    with pytest.raises(ArgumentError, match=r"op='avg': must be one of mean, sum, max, min"):
+    with pytest.raises(ArgumentError, match=r"op='avg': must be one of 'mean', 'sum', 'max', 'min'"):
         accelerator.all_reduce_dict({}, op="avg")
     with pytest.raises(
         ArgumentError, match=r"'name' on rank 0 is 'x' of type str: give a float, an int64, a bool or a tensor"
@@ -530,7 +530,7 @@ def test_what_a_call_can_reach_is_found_once_though_everything_leads_back() -> N
     def train(run: Plain) -> Any:
         return helper(3)
 
-    found = list(_trained_parts(train, (run,), {"again": [run, {"itself": train}]}))
+    found = list(_find_trainable(train, (run,), {"again": [run, {"itself": train}]}))
     assert dict(found) == {
         ("function", "helper", "named"): named,
         ("args", 0, "trainer", "model"): deep,

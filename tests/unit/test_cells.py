@@ -153,7 +153,7 @@ def test_a_cell_carries_the_notebooks_name_for_it_and_its_ranks() -> None:
     "body", ["await f()", "async with a: pass", "async for x in a: pass", "x = [y async for y in a]"]
 )
 def test_awaiting_at_the_top_is_refused_with_the_substitute(body: str) -> None:
-    with pytest.raises(UsageError, match=r"a rank has no event loop; use asyncio\.run\(\.\.\.\) in the cell"):
+    with pytest.raises(UsageError, match=r"ranks have no event loop; use asyncio\.run\(\.\.\.\)"):
         cell_of(body)
 
 

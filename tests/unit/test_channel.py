@@ -140,7 +140,7 @@ def test_half_a_message_from_a_side_that_died_is_no_message(ends: tuple[Channel,
     assert there.receive() is None
 
 
-def test_sending_to_nobody_is_an_os_error(ends: tuple[Channel, Channel]) -> None:
+def test_sending_to_a_closed_end_is_an_os_error(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     there.close()
     with pytest.raises(OSError, match="Broken pipe"):
@@ -190,7 +190,7 @@ def test_programs_that_users_start_do_not_inherit_what_travelled(ends: tuple[Cha
         os.close(fd)
 
 
-def test_closing_a_channel_closes_what_nobody_took(ends: tuple[Channel, Channel]) -> None:
+def test_closing_a_channel_closes_descriptors_not_taken(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     blob = write_blob(b"")
     here.send("blob", [blob])

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from nblaunch.launch.views.text_view import number
 from nblaunch.notebook.charts import (
+    MAX_LINES,
     MEAN_COLOUR,
-    MOST_LINES,
     Point,
     colour_of,
     data_uri,
@@ -185,7 +185,7 @@ def test_a_point_alone_is_a_dot() -> None:
 
 
 def test_of_many_ranks_the_band_is_drawn_that_they_lie_in() -> None:
-    series = {rank: [(float(x), float(rank)) for x in range(500)] for rank in range(MOST_LINES + 1)}
+    series = {rank: [(float(x), float(rank)) for x in range(500)] for rank in range(MAX_LINES + 1)}
     svg = chart(series)
     (band,) = [path for path in svg.iter(f"{SVG}path") if path.get("fill-opacity")]
     heights = {float(y) for _, y in re.findall(r"([\d.]+) ([\d.]+)", band.get("d") or "")}

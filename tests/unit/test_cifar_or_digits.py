@@ -32,7 +32,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """CIFAR-10's server refuses every connection: its port is bound, and nobody listens."""
+    """CIFAR-10's server refuses every connection: its port is bound, without a listener."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{bound.getsockname()[1]}/{CIFAR10.filename}")

@@ -152,7 +152,7 @@ def is_shared(data: Preprocessed) -> bool:
 
 
 @pytest.mark.parametrize("processes", [0, 1, 2])
-def test_results_are_in_order_whatever_their_nest_and_whoever_makes_them(processes: int) -> None:
+def test_results_are_in_order_for_any_pytree_and_any_processes(processes: int) -> None:
     def make(number: int) -> dict[str, Any]:
         pixels = torch.full((2, 3), float(number), requires_grad=True) * 2
         return {"both": (pixels, number), "array": [np.int16(number)], "noise": torch.rand(2), "more": np.random.rand()}
@@ -183,7 +183,7 @@ def test_the_work_is_shared_by_processes_and_not_more_than_there_is_work() -> No
     assert preprocess(DATA[:1], lambda _: os.getpid()).results.tolist() == [os.getpid()]
 
 
-def test_a_file_is_read_by_whoever_opens_it_and_sent_by_its_name(tmp_path: Path) -> None:
+def test_a_file_can_be_opened_anywhere_and_pickles_as_its_name(tmp_path: Path) -> None:
     path = tmp_path / "made" / "numbers.pt"
     preprocess(DATA, lambda number: 0, processes=0, path=path)
     made = preprocess(DATA, lambda number: (torch.ones(1000) * number, number), processes=2, path=path)
@@ -222,7 +222,7 @@ def stopping(number: int) -> torch.Tensor:
             r"index 37: (?s:.*)its result is \(4, torch.float32\), and",
         ),
         (lambda n: 0.5 if n == 37 else 1, r"index 37: (?s:.*)\(torch.float32,\), and that of index 0 \(torch.int64,\)"),
-        (lambda n: (n, n) if n == 37 else n, r"index 37: (?s:.*)make them alike"),
+        (lambda n: (n, n) if n == 37 else n, r"index 37: (?s:.*)return the same structure"),
         (lambda n: "text", r"^preprocess: index 0: .*'str'"),
         (lambda n: [], r"^preprocess: index 0: its result is \[\]: give at least one tensor"),
         (lambda n: Pair(n, n), r"^preprocess: index 0: (?s:.*)Pair"),

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.launch.output.log_files import log_path
-from nblaunch.launch.views.view import Stream
-from nblaunch.notebook.log_feed import LINES, LogFeed
+from nblaunch.launch.views.events import Stream
+from nblaunch.notebook.log_feed import MAX_LINES, LogFeed
+from nblaunch.wire.launch_files import rank_file
 
 
 class Logs:
@@ -22,7 +22,7 @@ class Logs:
 
     def write(self, data: bytes, rank: int = 0, stream: Stream = "out", attempt: int = 0, after: float = 1.0) -> None:
         self.now += after
-        with log_path(self.directory, rank, stream).open("ab") as file:
+        with rank_file(self.directory, rank, stream).open("ab") as file:
             file.write(data)
             size = file.tell()
         self.feed.grew(attempt, self.directory, rank, stream, size, self.now)
@@ -95,7 +95,7 @@ def test_of_a_flood_the_last_ten_thousand_lines_are_sent(logs: Logs) -> None:
     logs.write(b"".join(b"line %d\n" % number for number in range(100_000)))
     first = logs.take(1 << 22)[0]
     assert first[3].startswith(b"line 90000\n")
-    assert first[3].count(b"\n") == LINES
+    assert first[3].count(b"\n") == MAX_LINES
     assert first[2] > 0  # its offset tells the page what is missing
 
 
@@ -127,7 +127,7 @@ def test_what_was_left_out_of_the_last_lines_follows_when_the_launch_is_over(log
 def test_a_log_that_the_user_cuts_goes_on_from_its_beginning(logs: Logs) -> None:
     logs.write(b"x" * 1000)
     logs.take()
-    log_path(logs.directory, 0, "out").write_bytes(b"")
+    rank_file(logs.directory, 0, "out").write_bytes(b"")
     logs.write(b"new\n")
     assert logs.take() == [(0, "out", 0, b"new\n")]
     assert logs.feed.waiting == 0
@@ -173,7 +173,7 @@ def test_an_earlier_part_of_no_log_is_nothing(logs: Logs, attempt: int, rank: in
 
 def test_a_log_that_has_gone_is_left_out(logs: Logs) -> None:
     logs.write(b"line\n")
-    log_path(logs.directory, 0, "out").unlink()
+    rank_file(logs.directory, 0, "out").unlink()
     assert logs.take() == []
     assert logs.feed.waiting == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import subprocess
@@ -249,8 +250,6 @@ def in_circle(name: str, imports: dict[str, set[str]]) -> bool:
 TOO_LONG = {
     "generations.py",
     "handle.py",
-    "loader.py",
-    "log_files.py",
     "record.py",
     "server_client.py",
     "stacks.py",
@@ -272,6 +271,33 @@ def test_the_package_does_not_print() -> None:
 
 def test_every_module_explains_itself() -> None:
     assert [module for module in MODULES if not ast.get_docstring(ast.parse(module.read_text()))] == []
+
+
+# ------------------------------------------------------------------ the documents
+ARCHITECTURE = PACKAGE / "ARCHITECTURE.md"
+
+
+def paths_named_in(text: str) -> list[str]:
+    """Paths between backticks: files by their ending, folders by their slash."""
+    return re.findall(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|js|mjs|css|md|ipynb|sh)|(?:[\w-]+/)+)`", text)
+
+
+def test_every_path_in_the_architecture_exists() -> None:
+    """Relative to the package, or to the repository for ``tests/`` and ``notebooks/``."""
+    named = paths_named_in(ARCHITECTURE.read_text())
+    assert len(named) > 30
+    assert [path for path in named if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()] == []
+
+
+def test_the_architecture_shows_every_room() -> None:
+    rooms = {path.rstrip("/") for path in paths_named_in(ARCHITECTURE.read_text()) if path.count("/") == 1}
+    assert set(BELOW) - {"errors"} <= rooms
+
+
+def test_the_launcher_documents_every_argument() -> None:
+    documented = (nblaunch.notebook_launcher.__doc__ or "").partition("Args:")[2].partition("Returns:")[0]
+    names = inspect.signature(nblaunch.notebook_launcher).parameters
+    assert [name for name in names if not re.search(rf"\b{name}\b[,:]", documented)] == []
 
 
 # ------------------------------------------------------------------ timeouts
@@ -331,7 +357,7 @@ BANNED = (
 )
 _BANNED = re.compile(rf"(?<![a-z])(?:{'|'.join(BANNED)})(?![a-z])".replace(" ", r"[\s_]+(?:# *)?"), re.IGNORECASE)
 WITH_BANNED = (
-    *("README.md", "notebooks", "tests"),
+    "tests",
     *(f"nblaunch/{room}" for room in ("engines", "launch", "notebook", "ranks", "training")),
     *(f"nblaunch/machine/{name}.py" for name in ("usage",)),
     *(f"nblaunch/wire/{name}.py" for name in ("messages",)),
@@ -353,7 +379,7 @@ def test_the_prose_uses_no_banned_word() -> None:
     for folder in ("nblaunch", "tests", "notebooks"):
         files += (
             file
-            for suffix in ("py", "js", "mjs", "css", "sh", "ipynb")
+            for suffix in ("py", "js", "mjs", "css", "sh", "md", "ipynb")
             for file in root.glob(f"{folder}/**/*.{suffix}")
         )
     names = {file.relative_to(root).as_posix(): file for file in files if file != Path(__file__)}
@@ -412,3 +438,41 @@ def test_an_error_of_a_rank_carries_the_rank_and_its_log(kind: type[errors.RankE
 def test_a_stopped_launch_carries_what_came_back() -> None:
     assert errors.LaunchStoppedError("stopped", {1: "one"}).results == {1: "one"}
     assert errors.LaunchStoppedError("stopped").results == {}
+
+
+# ------------------------------------------------------------------ import circles
+def modules_imported_by(module: Path) -> set[str]:
+    """The modules of the package that a module imports: at the top, inside functions, and for type checkers."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {_target(node.module or "", alias.name) for alias in node.names}
+    return {target for target in found if is_within(target, ("nblaunch",)) and target != "nblaunch"}
+
+
+def import_circles() -> list[list[str]]:
+    """The groups of modules that import each other, directly or through others. The package itself is left out."""
+    imports = {
+        ".".join(module.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): module
+        for module in MODULES
+    }
+    graph = {name: modules_imported_by(module) for name, module in imports.items() if name != "nblaunch"}
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        queue = [start]
+        while queue:
+            new = graph.get(queue.pop(), set()) - seen
+            seen |= new
+            queue += new
+        return seen
+
+    reach = {name: reachable(name) for name in graph}
+    circles = {tuple(sorted(other for other in reach[name] if name in reach.get(other, ()))) for name in graph}
+    return [list(circle) for circle in sorted(circles) if circle]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert import_circles() == []

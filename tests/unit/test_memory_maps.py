@@ -124,7 +124,7 @@ def test_parts_of_a_file_share_a_descriptor(file: Path) -> None:
 
 
 def test_few_files_are_mapped_and_the_others_left(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_maps, "_MOST_FILES", 1)
+    monkeypatch.setattr(memory_maps, "_MAX_FILES", 1)
     other = file.with_name("other")
     other.write_bytes(bytes(SIZE + 1))
     arrays = [np.memmap(file, np.uint8, "r"), np.memmap(other, np.uint8, "r")]

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import counting, metrics
-from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric, evaluate, split
+from nblaunch.training import evaluation, metrics
+from nblaunch.training.evaluation import evaluate, split
+from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -33,10 +34,10 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[Any]], float]:
             return [value]
 
         with monkeypatch.context() as patched:
-            patched.setattr(counting, "exchange", keep)
+            patched.setattr(metrics, "exchange", keep)
             for metric in ranks:
                 metric.compute()
-            patched.setattr(counting, "exchange", lambda value: sent)
+            patched.setattr(metrics, "exchange", lambda value: sent)
             computed = [metric.compute() for metric in ranks]
         assert len({repr(value) for value in computed}) == 1
         return float(computed[0])
@@ -74,9 +75,9 @@ def test_a_mean_is_the_same_for_any_split_over_ranks(
     parts = [Mean() for _ in range(ranks)]
     for value, count in order:
         parts[data.draw(st.integers(0, ranks - 1))].update(value, count)
-    sent: list[Any] = [(part._sum, part._beyond, part._count) for part in parts]
+    sent: list[Any] = [(part._sum, part._nonfinite, part._count) for part in parts]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(counting, "exchange", lambda value: sent)
+        patched.setattr(metrics, "exchange", lambda value: sent)
         assert repr([part.compute() for part in parts]) == repr([mean_of(*values)] * ranks)
         assert [part.count for part in parts] == [sum(count for _, count in values)] * ranks
 
@@ -115,7 +116,7 @@ def test_a_mean_of_nothing_and_of_what_is_not_finite(values: list[Any], mean: fl
 
 @pytest.mark.parametrize("count", [-1, 1.5, "two"])
 def test_a_count_is_a_number_of_samples(count: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"count={count!r}: give the number of samples, 0 or more"):
+    with pytest.raises(ArgumentError, match=f"count={count!r}: must be a whole number, at least 0"):
         Mean().update(1.0, count)
 
 
@@ -169,7 +170,7 @@ def test_accuracy_is_the_same_for_any_split_over_ranks(data: st.DataObject, size
     alone = accuracy_of(output, target)
     sent = [(int(part._correct), int(part._counted)) for part in parts]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(counting, "exchange", lambda value: sent)
+        patched.setattr(metrics, "exchange", lambda value: sent)
         assert {repr(part.compute()) for part in parts} == {repr(alone.compute())}
         assert {(part.correct, part.count) for part in parts} == {(alone.correct, size)}
 
@@ -193,7 +194,7 @@ def test_accuracy_is_the_same_for_any_split_over_ranks(data: st.DataObject, size
         (torch.rand(4, 1), torch.zeros(4), {}, r"give Accuracy\(threshold=0.5\) for probabilities"),
         (torch.rand(4, 3), torch.zeros(4), {"top_k": 4}, "top_k=4 takes scores of at least 4 classes"),
         (torch.zeros(4).long(), torch.zeros(4), {"top_k": 2}, "top_k=2 takes scores"),
-        (torch.rand(4, 3), torch.zeros(4), {"threshold": 0.5}, "with threshold=0.5 they must be alike"),
+        (torch.rand(4, 3), torch.zeros(4), {"threshold": 0.5}, "with threshold=0.5 they must be equal"),
         (torch.tensor(1.0), torch.tensor(1), {}, r"shape \(\) .* and target \(\): give Accuracy"),
         ([1, 2], torch.zeros(2), {}, "output is a list and target a Tensor: Accuracy takes tensors"),
     ],
@@ -207,7 +208,10 @@ def test_accuracy_names_both_shapes_where_they_do_not_fit(
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"top_k": 0}, "top_k=0: use 1 or more"), ({"top_k": 2, "threshold": 0.5}, "top_k=2 with threshold=0.5")],
+    [
+        ({"top_k": 0}, "top_k=0: must be a whole number, at least 1"),
+        ({"top_k": 2, "threshold": 0.5}, "top_k=2 with threshold=0.5"),
+    ],
 )
 def test_accuracy_refuses_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
@@ -399,7 +403,7 @@ def test_metrics_that_are_none_are_refused(given: Any, message: str) -> None:
 
 def test_figures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
-    monkeypatch.setattr(metrics, "report", lambda step=None, **values: told.append((step, values)))
+    monkeypatch.setattr(evaluation, "report", lambda step=None, **values: told.append((step, values)))
     evaluate(nn.Identity(), [(torch.eye(3), torch.arange(3))], prefix="valid_", at=7)
     assert told == [(7, {"valid_accuracy": 1.0})]
 

@@ -29,7 +29,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """MNIST's mirror refuses every connection: its port is bound, and nobody listens."""
+    """MNIST's mirror refuses every connection: its port is bound, without a listener."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         monkeypatch.setattr(MNIST, "mirrors", [f"http://127.0.0.1:{bound.getsockname()[1]}/"])

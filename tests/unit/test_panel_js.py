@@ -1,31 +1,23 @@
-"""The panel's JavaScript and style sheet: its own tests, run by Node, and what holds for the files as a whole."""
+"""The panel's JavaScript and style sheet: their own tests, run by Node, types, format, and the bundle."""
 
 from __future__ import annotations
 
 import base64
 import json
 import re
-import subprocess
 from pathlib import Path
 from random import Random
 
 import pytest
-from playwright._impl._driver import compute_driver_executable
 
 from nblaunch.launch.output.terminal_lines import LineAssembler
-from nblaunch.notebook import widget
+from nblaunch.notebook.page_script import STATIC, modules, script
+from tests.unit import page_types
+from tests.unit.node import HERE, node, tool
 
-STATIC = Path(widget.__file__).parent / "static"
-HERE = Path(__file__).parent / "js"
-NAMES = (STATIC / "order.txt").read_text().split()
-MODULES = [name for name in NAMES if name.endswith(".js")]
-IMPORT = re.compile(r'import \{ [\w, ]+ \} from "\./([\w.]+)";')
-
-
-def node(*arguments: str | Path, text: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the Node that Playwright brings."""
-    command = [compute_driver_executable()[0], *map(str, arguments)]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=100)
+MODULES = list(modules("panel.js"))
+TYPES = page_types.TARGET.name
+"""Typedefs alone: not sent to the page."""
 
 
 def source(name: str) -> str:
@@ -63,38 +55,49 @@ def test_its_lines_are_those_of_the_text_view() -> None:
 
 
 # ------------------------------------------------------------------ the files
-def test_all_of_it_is_small() -> None:
-    assert len(widget.script().encode()) + len(widget.style().encode()) < 120_000
-    assert sum(len(source(name).encode()) for name in NAMES) < 150_000  # with comments, which are not sent
+def test_the_script_is_small() -> None:
+    assert len(script().encode()) < 120_000
 
 
-def test_every_file_is_sent() -> None:
-    assert sorted(NAMES) == sorted(path.name for path in STATIC.iterdir() if path.suffix in (".js", ".css"))
+def test_every_module_is_sent() -> None:
+    assert sorted([*MODULES, TYPES]) == sorted(path.name for path in STATIC.glob("*.js"))
+
+
+def test_the_types_of_messages_are_current() -> None:
+    assert source(TYPES) == page_types.source(), "run python -m tests.unit.page_types"
+
+
+def test_types_are_checked() -> None:
+    done = node(tool("typescript/bin/tsc"), "--project", ".")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prettier_has_formatted_it() -> None:
+    done = node(
+        tool("prettier/bin/prettier.cjs"), "--config", ".prettierrc.json", "--check", f"{STATIC}/*.js", f"{HERE}/*.mjs"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_is_sent_is_one_module(tmp_path: Path) -> None:
     bundle = tmp_path / "panel.mjs"
-    bundle.write_text(widget.script(), encoding="utf-8")
+    bundle.write_text(script(), encoding="utf-8")
     done = node("--check", bundle)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(?:import|export).*$", widget.script(), re.MULTILINE) == [
-        "export default { initialize, render };"
-    ]
+    assert re.findall(r"^(?:import|export).*$", script(), re.MULTILINE) == ["export default { initialize, render };"]
 
 
 def test_what_is_sent_names_every_thing_once() -> None:
-    tops = re.findall(r"^(?:async )?(?:function|class|const|let) (\w+)", widget.script(), re.MULTILINE)
+    tops = re.findall(r"^(?:async )?(?:function|class|const|let) (\w+)", script(), re.MULTILINE)
     assert len(tops) > 50
     assert len(tops) == len(set(tops))
 
 
 def test_a_module_comes_after_those_that_it_imports() -> None:
     for place, name in enumerate(MODULES):
-        imports = [line for line in source(name).splitlines() if line.startswith("import ")]
-        for line in imports:
-            match = IMPORT.fullmatch(line)
-            assert match is not None, f"{name}: {line}"
-            assert match[1] in MODULES[:place], f"{name}: {line}"
+        imported = re.findall(r'^import [^;]*"\./([\w.]+)";', source(name), re.MULTILINE)
+        assert source(name).count("\nimport ") + source(name).startswith("import ") == len(imported), name
+        assert set(imported) <= set(MODULES[:place]), name
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -104,7 +107,7 @@ def test_no_module_reaches_out_or_makes_markup_of_text(name: str) -> None:
     assert not re.search(r"https?:|//\w+\.\w", code)
     assert not re.search(r"\b(?:innerHTML|outerHTML|insertAdjacentHTML|setHTMLUnsafe|srcdoc|DOMParser)\b", code)
     assert not re.search(r"\beval\b|\bnew Function\b|document\.write|\bfetch\b|XMLHttpRequest|\bconsole\b", code)
-    assert text.count("\n") < 310
+    assert text.count("\n") <= 400
 
 
 def selectors(css: str) -> list[str]:
@@ -123,7 +126,7 @@ def test_the_style_sheet_touches_nothing_else_on_the_page() -> None:
 
 
 def test_every_class_of_the_style_sheet_is_used() -> None:
-    script = widget.script()
+    sent = script()
     names = set(re.findall(r"\.(nbl-[a-z0-9-]+)", source("panel.css")))
     computed = re.compile(r"nbl-(?:fg|bg)-(?:\d+|ink|paper)|nbl-r\d")
-    assert [name for name in names if not (computed.fullmatch(name) or re.search(rf"\b{name}\b(?!-)", script))] == []
+    assert [name for name in names if not (computed.fullmatch(name) or re.search(rf"\b{name}\b(?!-)", sent))] == []

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nblaunch.launch.views.view import Failure, LaunchInfo, Outcome, RankStatus
+from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.panel_state import PanelState, Series, thinned
 
@@ -25,13 +25,19 @@ FAILURE = Failure(
 @pytest.fixture
 def state() -> PanelState:
     state = PanelState(2)
-    state.started(INFO)
+    state.start(INFO)
     state.delta()
     return state
 
 
 def report(state: PanelState, rank: int, /, step: int | None = None, **metrics: Any) -> None:
-    state.reported(rank, [{"time": 0.0, "step": step, "metrics": metrics}])
+    state.add_reports(rank, [{"time": 0.0, "step": step, "metrics": metrics}])
+
+
+def changes_of(state: PanelState) -> Any:
+    changes = state.delta()
+    assert changes is not None
+    return changes
 
 
 def bar(desc: str, done: int, total: int | None = 10) -> dict[str, Any]:
@@ -39,18 +45,18 @@ def bar(desc: str, done: int, total: int | None = 10) -> dict[str, Any]:
 
 
 def test_only_what_has_changed_is_told_and_once(state: PanelState) -> None:
-    assert state.delta() == {}
-    state.ranks_stand([RankStatus(1, "running", 77)])
-    delta = state.delta()
-    assert delta["ranks"] == [[1, "running"]]
-    assert delta["state"]["name"] == "running"
+    assert state.delta() is None
+    state.set_ranks([RankStatus(1, "running", 77)])
+    delta = changes_of(state)
+    assert delta.ranks == [(1, "running")]
+    assert delta.state.name == "running"
     assert not state.is_changed
-    assert state.delta() == {}
+    assert state.delta() is None
 
 
 def test_the_processes_of_ranks_that_live_are_known(state: PanelState) -> None:
-    state.ranks_stand([RankStatus(0, "running", 70), RankStatus(1, "running", 71)])
-    state.ranks_stand([RankStatus(0, "returned", 70)])
+    state.set_ranks([RankStatus(0, "running", 70), RankStatus(1, "running", 71)])
+    state.set_ranks([RankStatus(0, "returned", 70)])
     assert state.pids == {1: 71}
 
 
@@ -58,16 +64,16 @@ def test_metrics_are_points_by_step_or_by_their_number(state: PanelState) -> Non
     report(state, 0, step=5, loss=0.5)
     report(state, 0, loss=0.25)
     report(state, 1, loss=math.nan)
-    assert state.delta()["metrics"] == [["loss", 0, 5.0, 0.5], ["loss", 0, 1.0, 0.25], ["loss", 1, 0.0, None]]
+    assert changes_of(state).metrics == [("loss", 0, 5.0, 0.5), ("loss", 0, 1.0, 0.25), ("loss", 1, 0.0, None)]
 
 
 def test_a_burst_of_points_is_told_whole(state: PanelState) -> None:
     for step in range(30):
         for rank in (0, 1):
             report(state, rank, step=step, a=1.0, b=2.0, c=3.0, d=4.0)
-    points = state.delta()["metrics"]
+    points = changes_of(state).metrics
     while state.is_changed:
-        points += state.delta()["metrics"]
+        points += changes_of(state).metrics
     assert len(points) == 30 * 2 * 4
     assert [x for name, rank, x, _ in points if (name, rank) == ("c", 1)] == list(range(30))
 
@@ -77,7 +83,7 @@ def test_of_very_many_points_at_once_some_are_told_and_the_ends(state: PanelStat
         report(state, 0, step=step, loss=1.0 / (step + 1))
     messages = []
     while state.is_changed:
-        messages.append(state.delta()["metrics"])
+        messages.append(changes_of(state).metrics)
     assert max(map(len, messages)) <= 300
     points = [point for message in messages for point in message]
     assert len(points) <= 3000
@@ -131,74 +137,74 @@ def test_thinned_points_are_some_of_them_in_order_and_the_last(values: list[floa
 
 def test_a_rank_has_its_latest_bars(state: PanelState) -> None:
     for desc in ("one", "two", "three", "four"):
-        state.reported(0, [bar(desc, 1)])
-    state.reported(0, [bar("two", 2)])
-    assert state.delta()["progress"] == [
-        [0, "three", 1, 10, 1.0],
-        [0, "four", 1, 10, 1.0],
-        [0, "two", 2, 10, 1.0],
+        state.add_reports(0, [bar(desc, 1)])
+    state.add_reports(0, [bar("two", 2)])
+    assert changes_of(state).progress == [
+        (0, "three", 1, 10, 1.0),
+        (0, "four", 1, 10, 1.0),
+        (0, "two", 2, 10, 1.0),
     ]
 
 
 def test_resources_that_stay_the_same_are_told_once(state: PanelState) -> None:
-    state.used([Usage(0, 0.501, 1000, None, None)])
-    assert state.delta()["resources"] == [[0, 0.5, 1000, None, None]]
-    state.used([Usage(0, 0.499, 1000, None, None)])
+    state.set_resources([Usage(0, 0.501, 1000, None, None)])
+    assert changes_of(state).resources == [(0, 0.5, 1000, None, None)]
+    state.set_resources([Usage(0, 0.499, 1000, None, None)])
     assert not state.is_changed
 
 
 def test_the_countdown_shows_that_it_is_stopping(state: PanelState) -> None:
-    state.counts_down("stopping: 29 s left")
-    told = state.delta()["state"]
-    assert (told["name"], told["countdown"]) == ("stopping", "stopping: 29 s left")
-    state.counts_down("stopping: 29 s left")
+    state.set_countdown("stopping: 29 s left")
+    told = changes_of(state).state
+    assert (told.name, told.countdown) == ("stopping", "stopping: 29 s left")
+    state.set_countdown("stopping: 29 s left")
     assert not state.is_changed
-    state.ended(Outcome("stopped", 3.0, "stopped"))
-    state.counts_down("stopping: 28 s left")
-    assert (state.state["name"], state.state["countdown"]) == ("stopped", "")
+    state.end(Outcome("stopped", 3.0, "stopped"))
+    state.set_countdown("stopping: 28 s left")
+    assert (state.state.name, state.state.countdown) == ("stopped", "")
 
 
 def test_the_end_brings_the_root_cause_and_marks_its_rank(state: PanelState) -> None:
-    state.ranks_stand([RankStatus(0, "running", 70), RankStatus(1, "running", 71)])
-    state.ended(Outcome("failed", 3.2109, "rank 1: ValueError: no", FAILURE))
-    delta = state.delta()
-    assert delta["ranks"] == [[0, "ended"], [1, "failed"]]
-    assert delta["failure"]["where"] == "Cell In[3], line 4"
-    assert delta["state"]["seconds"] == 3.211
+    state.set_ranks([RankStatus(0, "running", 70), RankStatus(1, "running", 71)])
+    state.end(Outcome("failed", 3.2109, "rank 1: ValueError: no", FAILURE))
+    delta = changes_of(state)
+    assert delta.ranks == [(0, "ended"), (1, "failed")]
+    assert delta.failure.where == "Cell In[3], line 4"
+    assert delta.state.seconds == 3.211
     assert state.pids == {}
 
 
 def test_another_attempt_begins_anew_but_keeps_what_was_reported(state: PanelState) -> None:
     report(state, 0, loss=1.0)
-    state.reported(0, [bar("", 3)])
-    state.ranks_stand([RankStatus(0, "failed", 70)])
-    state.started(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again"), 1))
-    delta = state.delta()
-    assert delta["ranks"] == [[0, "starting"], [1, "starting"]]
-    assert (delta["state"]["attempt"], delta["state"]["log_dir"]) == (1, "/again")
+    state.add_reports(0, [bar("", 3)])
+    state.set_ranks([RankStatus(0, "failed", 70)])
+    state.start(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again"), 1))
+    delta = changes_of(state)
+    assert delta.ranks == [(0, "starting"), (1, "starting")]
+    assert (delta.state.attempt, delta.state.log_dir) == (1, "/again")
     assert state.series["loss"][0].count == 1
 
 
 def test_a_snapshot_is_all_of_it(state: PanelState) -> None:
     report(state, 0, step=1, loss=1.0)
-    state.reported(1, [bar("epoch", 3)])
-    state.noted(1.5, "restarting")
-    state.stacks_are(2.0, {0: "in train"})
+    state.add_reports(1, [bar("epoch", 3)])
+    state.add_note(1.5, "restarting")
+    state.set_stacks(2.0, {0: "in train"})
     state.delta()
-    whole = state.snapshot()
-    assert whole["metrics"] == [["loss", 0, 1.0, 1.0]]
-    assert whole["progress"] == [[1, "epoch", 3, 10, 1.0]]
-    assert whole["notes"] == [(1.5, "restarting")]
-    assert whole["stacks"]["ranks"] == [[0, "in train"]]
-    assert whole["failure"] is None
-    assert len(whole["ranks"]) == 2
-    assert state.delta() == {}
+    whole: Any = state.snapshot()
+    assert whole.metrics == [("loss", 0, 1.0, 1.0)]
+    assert whole.progress == [(1, "epoch", 3, 10, 1.0)]
+    assert whole.notes == [(1.5, "restarting")]
+    assert whole.stacks.ranks == [(0, "in train")]
+    assert whole.failure is None
+    assert len(whole.ranks) == 2
+    assert state.delta() is None
 
 
 @pytest.mark.parametrize("total", [math.inf, math.nan, "10", -3, 0, None])
 def test_a_bar_whose_end_is_no_number_has_none(state: PanelState, total: Any) -> None:
-    state.reported(0, [bar("x", 1, total)])
-    assert state.delta()["progress"] == [[0, "x", 1, None, 1.0]]
+    state.add_reports(0, [bar("x", 1, total)])
+    assert changes_of(state).progress == [(0, "x", 1, None, 1.0)]
 
 
 def test_a_page_that_comes_anew_gets_a_bounded_number_of_points(state: PanelState) -> None:
@@ -206,7 +212,7 @@ def test_a_page_that_comes_anew_gets_a_bounded_number_of_points(state: PanelStat
         for rank in (0, 1):
             for step in range(1000):
                 report(state, rank, step, **{f"m{number}": float(step == 500)})
-    points = state.snapshot()["metrics"]
+    points = state.snapshot().metrics or []
     assert len(points) <= 2000
     assert len({(name, rank) for name, rank, _, _ in points}) == 80
     assert sum(y == 1.0 for _, _, _, y in points) == 80  # each series' best
@@ -218,4 +224,4 @@ def test_a_user_who_invents_metrics_without_end_does_not_fill_the_memory(state: 
         report(state, 0, None, **{f"m{number}": 1.0})
     assert len(state.series) == 100
     assert len(state.notes) == 1
-    assert "more than 100 metrics" in state.notes[0][1]
+    assert "more than 100 metrics" in state.notes[0].text

@@ -31,9 +31,9 @@ from nblaunch.machine.segments import NoRoomError, Region
 from nblaunch.transfer import tensors
 from nblaunch.transfer.outgoing import Outgoing
 from nblaunch.transfer.parcel import Parcel, UncachedStore, pack, unpack
+from tests.conftest import LONG
 
 MB = 1 << 20
-LONG = 60.0
 LARGE = 8 * tensors.MIN_BUFFER_BYTES
 """Elements of a tensor or array that stands outside the pickle, whatever its dtype."""
 
@@ -380,7 +380,7 @@ def test_bytes_arrive_as_they_were(kind: type, size: int) -> None:
 
 # ------------------------------------------------------------------ views of what is not sent itself
 BIG = 16 * MB
-"""Elements of which few are seen."""
+"""Elements of an array that is seen in small part."""
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_shared_tensors_stay_shared_both_ways() -> None:
 
 
 def test_what_a_loaders_workers_have_shared_is_copied() -> None:
-    """Nobody asked for it; and each batch takes a descriptor."""
+    """The user did not ask for it, and each batch takes a descriptor."""
     batches = [batch for (batch,) in DataLoader(TensorDataset(torch.arange(12)), batch_size=4, num_workers=1)]
     outgoing = packed(batches)
     assert len(outgoing.fds) == 1
@@ -655,7 +655,7 @@ def test_what_was_on_a_gpu_travels_by_the_host(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ------------------------------------------------------------------ sealed, and nothing left
-def test_nobody_can_change_what_was_sent() -> None:
+def test_what_was_sent_cannot_be_changed() -> None:
     outgoing = packed(large())
     for fd in outgoing.fds:
         with pytest.raises(PermissionError, match="Operation not permitted"):

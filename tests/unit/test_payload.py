@@ -28,7 +28,7 @@ from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.messages import Cell, Payload, Settings, Source
 from tests.unit.notebooks import Notebook, open_notebook
 
-FIX = ": create it inside the function, or send what it is made from"
+FIX = ": create it inside the function, or send the data to create it from"
 LOCK = "import threading; lock = threading.Lock()\n"
 
 
@@ -58,10 +58,10 @@ def train(data: object, rank: int) -> None: ...
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (None, "function=None: must be a function, and this is a NoneType"),
-        ("train", "function='train': must be a function, and this is a str"),
-        (3, "function=3: must be a function, and this is an int"),
-        ([train], "must be a function, and this is a list"),
+        (None, "function=None: must be a function, not a NoneType"),
+        ("train", "function='train': must be a function, not a str"),
+        (3, "function=3: must be a function, not an int"),
+        ([train], "must be a function, not a list"),
     ],
 )
 def test_what_cannot_be_called_is_refused(function: Any, message: str) -> None:
@@ -77,7 +77,7 @@ def test_args_must_be_a_tuple_or_list(args: Any) -> None:
 
 @pytest.mark.parametrize("kwargs", [5, [("data", 1)], {1: 2}, "data"])
 def test_kwargs_must_be_names_and_values(kwargs: Any) -> None:
-    with pytest.raises(ArgumentError, match=f"^{re.escape(f'kwargs={kwargs!r}: must be a dict of names and values')}$"):
+    with pytest.raises(ArgumentError, match=f"^{re.escape(f'kwargs={kwargs!r}: must be a dict with string keys')}$"):
         for_function(train, (), kwargs)
 
 
@@ -469,7 +469,7 @@ def test_torchs_settings_travel(torchs_settings_restored: None) -> None:
     assert settings.torch_seed == 12
 
 
-def test_a_seed_that_nobody_set_is_not_set_in_the_ranks(torchs_settings_restored: None) -> None:
+def test_a_seed_that_was_not_set_is_not_set_in_the_ranks(torchs_settings_restored: None) -> None:
     torch.default_generator.manual_seed(67280421310721)
     assert settings_now().torch_seed is None
 

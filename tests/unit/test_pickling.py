@@ -135,7 +135,7 @@ def test_tensors_and_parameters_travel() -> None:
 
 
 class InteractiveShell:
-    """By its name IPython's, of which an instance would be one for the whole test run."""
+    """Has the name of IPython's, whose instance would be one for the whole test run."""
 
     def get_ipython(self) -> None: ...
 

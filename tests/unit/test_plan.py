@@ -1,4 +1,4 @@
-"""What a launch is to be, on made-up machines."""
+"""The plan of a launch, on made-up machines."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_a_wrong_argument_is_named_with_its_value(name: str, value: Any, says: s
         ({"BATCH": 32}, "env={'BATCH': 32}: names and values must be strings"),
         ({"BATCH": None}, "env={'BATCH': None}: names and values must be strings"),
         ({5: "a"}, "env={5: 'a'}: names and values must be strings"),
-        ({"": "a"}, "env={'': 'a'}: the system allows no such variable (empty, = or NUL)"),
-        ({"A=B": "a"}, "env={'A=B': 'a'}: the system allows no such variable"),
-        ({"A\0": "a"}, r"env={'A\x00': 'a'}: the system allows no such variable"),
-        ({"A": "a\0"}, r"env={'A': 'a\x00'}: the system allows no such variable"),
-        ({"RANK": "3"}, "env={'RANK': '3'}: nblaunch sets this one for each rank"),
-        ({"MASTER_PORT": "1"}, "env={'MASTER_PORT': '1'}: nblaunch sets this one for each rank"),
-        ({"TORCHELASTIC_RUN_ID": "x"}, "env={'TORCHELASTIC_RUN_ID': 'x'}: nblaunch sets this one for each rank"),
+        ({"": "a"}, "env={'': 'a'}: not a valid variable name or value ('=', NUL or empty)"),
+        ({"A=B": "a"}, "env={'A=B': 'a'}: not a valid variable name or value"),
+        ({"A\0": "a"}, r"env={'A\x00': 'a'}: not a valid variable name or value"),
+        ({"A": "a\0"}, r"env={'A': 'a\x00'}: not a valid variable name or value"),
+        ({"RANK": "3"}, "env={'RANK': '3'}: nblaunch sets this variable for each rank"),
+        ({"MASTER_PORT": "1"}, "env={'MASTER_PORT': '1'}: nblaunch sets this variable for each rank"),
+        ({"TORCHELASTIC_RUN_ID": "x"}, "env={'TORCHELASTIC_RUN_ID': 'x'}: nblaunch sets this variable for each rank"),
     ],
 )
 def test_an_environment_that_cannot_be_is_named_by_the_variable(env: dict[Any, Any], message: str) -> None:
@@ -114,24 +114,24 @@ def test_ranks_devices_and_backend_follow_the_gpus(
     assert [plan.device_of(rank) for rank in range(ranks)] == devices
 
 
-def test_more_ranks_than_open_files_are_refused() -> None:
-    small = Machine(0, 8, "linux", {}, open_files=1024)
+def test_more_ranks_than_free_descriptors_are_refused() -> None:
+    small = Machine(0, 8, "linux", {}, free_descriptors=1024)
     assert planned(small, num_processes=142).world_size == 142
     with pytest.raises(
         ArgumentError,
-        match=r"^num_processes=143 opens about 1,031 files in the notebook, which may open 1,024 more \(ulimit -n\): ",
+        match=r"^num_processes=143 needs about 1,031 file descriptors in the kernel, which may open 1,024 more \(ulim",
     ):
         planned(small, num_processes=143)
 
 
-def test_this_machines_limit_of_open_files_is_the_one_that_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_soft_limit_of_descriptors_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_NOFILE: (512, 4096)}[kind])
-    before = this_machine().open_files
+    before = this_machine().free_descriptors
     assert 0 < before < 510
     with open(os.devnull):
-        assert this_machine().open_files == before - 1
+        assert this_machine().free_descriptors == before - 1
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert this_machine().open_files == 1 << 20
+    assert this_machine().free_descriptors == 1 << 20
 
 
 def test_a_machines_own_gpu_backend_stands_in_for_nccl() -> None:
@@ -149,9 +149,13 @@ def test_a_machines_own_gpu_backend_stands_in_for_nccl() -> None:
         ),
         (2, {"num_processes": 3, "device": "cuda"}, "num_processes=3, but 2 GPUs are visible: use num_processes=2, or"),
         (1, {"num_processes": 2, "backend": "nccl"}, "num_processes=2, but 1 GPU is visible"),
-        (0, {"device": "cuda"}, "device='cuda', but no GPU is visible (CUDA_VISIBLE_DEVICES?): use device='cpu'"),
-        (0, {"backend": "nccl"}, "backend='nccl' needs GPUs, and the device is 'cpu': use backend='gloo'"),
-        (4, {"backend": "nccl", "device": "cpu"}, "backend='nccl' needs GPUs, and the device is 'cpu'"),
+        (
+            0,
+            {"device": "cuda"},
+            "device='cuda', but no GPU is visible: check CUDA_VISIBLE_DEVICES, or",
+        ),
+        (0, {"backend": "nccl"}, "backend='nccl' needs GPUs, but the device is 'cpu': use backend='gloo'"),
+        (4, {"backend": "nccl", "device": "cpu"}, "backend='nccl' needs GPUs, but the device is 'cpu'"),
     ],
 )
 def test_what_the_gpus_do_not_allow_is_refused_with_the_ways_out(

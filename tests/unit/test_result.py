@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch import LaunchResult
-from nblaunch.launch.output.log_files import RankLogs
+from nblaunch.launch.output.log_directory import RankLogs
 from nblaunch.launch.output.report_columns import Report, ReportColumns
 from nblaunch.launch.result import Metrics
 

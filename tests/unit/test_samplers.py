@@ -288,7 +288,7 @@ def test_every_batch_has_as_many_of_each_class(
     assert rounds == [sorted(batch) for batch in single[0]]
 
 
-def test_a_short_class_repeats_shuffled_anew_or_ends_the_pass() -> None:
+def test_a_short_class_repeats_reshuffled_or_ends_the_pass() -> None:
     labels = ["cat"] * 12 + ["dog"] * 3
     repeat = list(ClassBalancedBatchSampler(labels, 4, num_replicas=1, rank=0))
     stop = list(ClassBalancedBatchSampler(labels, 4, short="stop", num_replicas=1, rank=0))
@@ -319,7 +319,7 @@ def test_a_batch_that_the_classes_do_not_divide_is_refused(size: int, fix: str) 
     message = rf"^batch_size={size}: must be a multiple of the 3 classes in labels.*{fix}$"
     with pytest.raises(ArgumentError, match=message):
         ClassBalancedBatchSampler([0, 1, 2], size)
-    with pytest.raises(ArgumentError, match=r'^short=.never.: must be "repeat" or "stop"'):
+    with pytest.raises(ArgumentError, match=r"^short=.never.: must be one of .repeat., .stop."):
         ClassBalancedBatchSampler([0, 1, 2], 3, short="never")  # type: ignore[arg-type]
 
 

@@ -115,7 +115,7 @@ def test_what_exceeds_the_budget_is_sent_and_not_kept(kept: SentDataCache, monke
     assert kept.size == 0
 
 
-def test_freed_segments_are_gone_but_for_launches_that_run(kept: SentDataCache) -> None:
+def test_freed_segments_stay_for_launches_that_run(kept: SentDataCache) -> None:
     data = Data(ALONE, 1)
     before = len(os.listdir("/proc/self/fd"))
     running = placed(kept, data)
@@ -133,8 +133,8 @@ def test_when_memory_gets_short_they_go_by_themselves(kept: SentDataCache, monke
     placed(kept, Data(ALONE, 1))
     assert kept.size >= ALONE
     monkeypatch.setattr(sent_data, "free_memory", lambda: ALONE)
-    eventually(lambda: kept.size == 0, 10)
-    eventually(lambda: "nblaunch-memory" not in [thread.name for thread in threading.enumerate()], 10)
+    eventually(lambda: kept.size == 0)
+    eventually(lambda: "nblaunch-memory" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
@@ -154,7 +154,7 @@ def test_memory_that_cannot_be_looked_at_now_is_looked_at_again(
     monkeypatch.setattr(timeouts, "MEMORY_CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr(sent_data, "free_memory", free_memory)
     placed(kept, Data(ALONE, 1))
-    eventually(lambda: kept.size == 0, 10)
+    eventually(lambda: kept.size == 0)
     assert len(looks) > 5
 
 
@@ -164,7 +164,7 @@ def test_free_memory_is_not_read_again_once_all_is_freed(kept: SentDataCache, mo
     placed(kept, Data(ALONE, 1))
     monkeypatch.setattr(sent_data, "budget", looks.append)
     kept.free()
-    eventually(lambda: kept._watch is None, 10)
+    eventually(lambda: kept._watch is None)
     assert looks == []
 
 
@@ -222,7 +222,7 @@ def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: SentDataCache)
         placed(kept, data)
         kept.free()
         placed(kept, data)
-    eventually(lambda: not kept._wake.is_set(), 10)
+    eventually(lambda: not kept._wake.is_set())
 
 
 def test_what_is_kept_gives_way_to_a_launch_that_needs_the_memory(

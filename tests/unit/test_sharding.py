@@ -36,9 +36,9 @@ from nblaunch.training.data import (
     ShardedLoader,
     shard,
 )
-from nblaunch.training.data.batches import deal, deal_batches, rounds
+from nblaunch.training.data.batch_partition import partition_batches, partition_samples, round_count
 from nblaunch.training.seeding import seed_worker
-from nblaunch.training.world import World
+from nblaunch.training.topology import World
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 PRIMES = (2, 3, 5, 7, 11, 13, 31, 61, 97)
@@ -58,7 +58,7 @@ class Standing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place = World(0, 0, 1)
-        for module in ("loader", "samplers"):
+        for module in ("sharded_loader", "samplers"):
             monkeypatch.setattr(f"nblaunch.training.data.{module}.world", lambda: self.place)
 
     def at(self, rank: int, ranks: int) -> None:
@@ -121,11 +121,11 @@ def check_exact(found: list[Pass], samples: int) -> None:
 @given(cuts())
 def test_dealing_gives_each_sample_once_and_each_rank_as_many_batches(cut: tuple[int, int, int]) -> None:
     samples, size, ranks = cut
-    dealt = list(deal(range(samples), size, ranks))
+    dealt = list(partition_samples(range(samples), size, ranks))
     assert [item for shares in dealt for share in shares if not share.is_padding for item in share.items] == list(
         range(samples)
     )
-    assert len(dealt) == rounds(samples, size, ranks)
+    assert len(dealt) == round_count(samples, size, ranks)
     assert all(len(shares) == ranks and 1 <= len(share.items) <= size for shares in dealt for share in shares)
     if size >= 2 and samples >= ranks:
         assert not any(share.is_padding for shares in dealt for share in shares)
@@ -137,16 +137,16 @@ def test_dealing_gives_each_sample_once_and_each_rank_as_many_batches(cut: tuple
 @given(cuts())
 def test_drop_last_deals_whole_rounds_alone(cut: tuple[int, int, int]) -> None:
     samples, size, ranks = cut
-    dealt = list(deal(range(samples), size, ranks, drop_last=True))
+    dealt = list(partition_samples(range(samples), size, ranks, drop_last=True))
     assert [len(share.items) for shares in dealt for share in shares] == [size] * (samples // (size * ranks) * ranks)
-    assert len(dealt) == rounds(samples, size, ranks, drop_last=True)
+    assert len(dealt) == round_count(samples, size, ranks, drop_last=True)
 
 
 @FAST
 @given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 5), st.booleans())
 def test_dealt_batches_stay_whole_but_for_the_last_round(lengths: list[int], ranks: int, drop_last: bool) -> None:
     batches = [[(place, item) for item in range(length)] for place, length in enumerate(lengths)]
-    dealt = list(deal_batches(batches, ranks, drop_last=drop_last))
+    dealt = list(partition_batches(batches, ranks, drop_last=drop_last))
     whole = len(batches) - len(batches) % ranks
     assert [share.items for shares in dealt[: whole // ranks] for share in shares] == batches[:whole]
     last = [share for shares in dealt[whole // ranks :] for share in shares]
@@ -173,7 +173,7 @@ def test_a_loader_is_divided_exactly(standing: Standing, shuffled: bool) -> None
         check_exact(found, samples)
         assert {one.total for one in found} == {samples}
         alone = passes(standing, lambda: shard(DataLoader(data, size, shuffle), seed=seed), 1, epoch)
-        assert order_of(found) == order_of(alone)  # the same order, whoever reads it
+        assert order_of(found) == order_of(alone)  # the same order with workers
         assert shuffle or order_of(found) == data
 
     holds()
@@ -645,7 +645,7 @@ class Own(DataLoader[Any]):
 
 
 def test_a_loader_that_iterates_in_its_own_way_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match="Own iterates in its own way, which a sharded loader does not use"):
+    with pytest.warns(UserWarning, match="Own overrides __iter__, which a sharded loader does not use"):
         assert len(list(shard(Own(DATA[:2])))) == 2
 
 
@@ -712,16 +712,16 @@ def test_what_a_sampler_gives_out_is_counted_with_what_it_repeats(standing: Stan
             standing.at(rank, 3)
             sampler: DistributedSampler[int] = DistributedSampler(data, 3, rank, drop_last=options.pop("drops", False))
             loader = shard(DataLoader(data, sampler=sampler, **options))
-            given, total = given + (loader.given_out() or 0), loader.total
+            given, total = given + (loader.own_sampler_size() or 0), loader.total
             assert loader.epoch == 0
         return given, total
 
     assert counts(0, 1, 2, batch_size=4) == counts(0, 1, 2, batch_size=None) == (54, 52)
     assert counts(0, batch_size=4, drops=True) == (17, 51)
     assert counts(0, 1, 2, batch_size=4, drop_last=True) == (48, None)
-    assert shard(DataLoader(data, 4)).given_out() is None
+    assert shard(DataLoader(data, 4)).own_sampler_size() is None
     batches = shard(DataLoader(data, batch_sampler=DistributedBatchSamplerWrapper(Buckets())))
-    assert batches.given_out() == sum(map(len, Pass(batches).batches))
+    assert batches.own_sampler_size() == sum(map(len, Pass(batches).batches))
 
 
 def test_an_epoch_set_on_the_users_own_sampler_wins(standing: Standing) -> None:

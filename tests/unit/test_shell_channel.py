@@ -23,7 +23,7 @@ ANSWER_LIMIT_MS = 5000
 
 @dataclass
 class Kernel:
-    """As much of a kernel as its shell channel has to do with."""
+    """The parts of a kernel that its shell channel uses."""
 
     shell_stream: ZMQStream
     session: Session

@@ -15,9 +15,10 @@ import pytest
 import nblaunch
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.stacks import Frame, Stack, Stacks, Teller, parse, waits_in_collective
-from nblaunch.launch.views.view import NullView
+from nblaunch.launch.views.base import NullView
 from nblaunch.ranks.stack_dumps import BEGIN, WHOLE, dump
 from nblaunch.wire.messages import Source
+from tests.conftest import LONG
 
 RANKS = str(Path(nblaunch.__file__).parent / "ranks")
 LIBRARY = f"{sysconfig.get_path('stdlib')}/site-packages/torch/distributed/distributed_c10d.py"
@@ -304,7 +305,7 @@ def test_what_a_rank_says_of_itself_is_read_as_faulthandlers_words_are() -> None
 
     thread = threading.Thread(target=grüße, args=(200,), name="a ∇ [loader]")
     thread.start()
-    assert ready.wait(60.0)
+    assert ready.wait(LONG)
     pool = ThreadPoolExecutor(1)  # in a rank another thread than the main one answers
     text = pool.submit(dump).result().encode("ascii", "backslashreplace").decode()
     leave.set()

@@ -22,17 +22,17 @@ from nblaunch.training import Accuracy, Mean, TrainConfig, Trainer, checkpoint, 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"epochs": -1}, r"epochs=-1: use a whole number of at least 0"),
-        ({"batch_size": 2.5}, r"batch_size=2\.5: use a whole number of at least 1"),
-        ({"nprocs": 0}, r"nprocs=0: use a whole number of at least 1"),
-        ({"nprocs": "two"}, r"nprocs='two': use a whole number"),
-        ({"checkpoint_every": True}, r"checkpoint_every=True: use a whole number"),
-        ({"accumulation": None}, r"accumulation=None: use a whole number"),
+        ({"epochs": -1}, r"epochs=-1: must be a whole number, at least 0"),
+        ({"batch_size": 2.5}, r"batch_size=2\.5: must be a whole number, at least 1"),
+        ({"nprocs": 0}, r"nprocs=0: must be a whole number, at least 1"),
+        ({"nprocs": "two"}, r"nprocs='two': must be a whole number"),
+        ({"checkpoint_every": True}, r"checkpoint_every=True: must be a whole number"),
+        ({"accumulation": None}, r"accumulation=None: must be a whole number"),
         ({"clip": 0.0}, r"clip=0\.0: use a norm above 0, or None"),
         ({"clip": math.nan}, r"clip=nan: use a norm above 0"),
         ({"schedule": "cosinus"}, r"schedule='cosinus': use one of linear, cosine, or a function"),
         ({"schedule": 3}, r"schedule=3: use one of linear, cosine, or a function"),
-        ({"extend_schedule": "more"}, r"extend_schedule='more': use \"stretch\", \"restart\" or None"),
+        ({"extend_schedule": "more"}, r"extend_schedule='more': must be one of 'stretch', 'restart'"),
         ({"seed": "a"}, r"seed='a'"),
         ({"resume": "yes"}, r"resume='yes': use True or False"),
         ({"higher_is_better": "max"}, r"higher_is_better='max': use True or False"),
@@ -67,7 +67,7 @@ def trainer(**config: Any) -> Trainer:
 
 def test_a_figure_that_no_epoch_has_is_named_before_anything_starts() -> None:
     one = trainer(early_stop=1, monitor="valid_accuracy")
-    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the figures of an epoch are step, loss, sec"):
+    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the results of an epoch are step, loss, sec"):
         one.fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
 
 
@@ -85,7 +85,7 @@ class Callback:
         ({"metrics": {"a": Accuracy}}, r"metrics: 'a' is <class .*Accuracy'>: use Accuracy\(\)"),
         ({"metrics": [Accuracy()]}, r"metrics: 'list' is \[<"),
         ({"callbacks": [Misspelt()]}, r"callbacks: <.*Misspelt object .* has none of the methods on_fit_begin, on_ep"),
-        ({"callbacks": [Callback]}, r"callbacks: Callback is a class: give an object of it, Callback\(\)"),
+        ({"callbacks": [Callback]}, r"callbacks: Callback is a class: give an instance, Callback\(\)"),
         ({"callbacks": 3}, r"callbacks=3: give a list of objects"),
     ],
 )
@@ -101,7 +101,7 @@ def test_what_would_never_be_called_is_named_before_anything_starts(wrong: dict[
 def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "step-3.pt"
     path.write_bytes(b"garbage")
-    with pytest.raises(RuntimeError, match=r"step-3\.pt is damaged: remove it, and training goes on from the checkpoi"):
+    with pytest.raises(RuntimeError, match=r"step-3\.pt is damaged: remove it to resume from the checkpoint before"):
         checkpoint.read(path)
 
 
@@ -120,7 +120,7 @@ def test_data_without_a_length_is_refused_before_anything_starts() -> None:
         trainer().fit(TensorDataset(torch.ones(0, 1)))
 
 
-def test_a_loader_of_the_users_own_begins_anew_and_keeps_its_seed() -> None:
+def test_a_loader_of_the_users_own_restarts_and_keeps_its_seed() -> None:
     own = shard(DataLoader(TensorDataset(torch.arange(8)), 2), seed=7)
     own.load_state_dict({"epoch": 3, "batches": 2, "seed": 7})
     assert trainer(seed=1)._loader(own, True) is own
@@ -135,7 +135,7 @@ def test_a_loader_of_the_users_own_begins_anew_and_keeps_its_seed() -> None:
 )
 def test_a_schedule_rises_and_falls(schedule: str, expected: list[float]) -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-    made = TrainConfig(schedule=schedule, warmup=2).make_schedule(optimizer, steps=6)
+    made = TrainConfig(schedule=schedule, warmup=2).make_scheduler(optimizer, steps=6)
     assert made is not None
     rates = []
     for _ in expected:
@@ -148,10 +148,10 @@ def test_a_schedule_rises_and_falls(schedule: str, expected: list[float]) -> Non
 def test_a_schedule_of_the_users_own_is_told_the_steps() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     config = TrainConfig(schedule=lambda opt, steps: torch.optim.lr_scheduler.StepLR(opt, steps // 3))
-    made = config.make_schedule(optimizer, steps=9)
+    made = config.make_scheduler(optimizer, steps=9)
     assert isinstance(made, torch.optim.lr_scheduler.StepLR)
     assert made.step_size == 3
-    assert TrainConfig().make_schedule(optimizer, 9) is None
+    assert TrainConfig().make_scheduler(optimizer, 9) is None
 
 
 class Rates:
@@ -224,12 +224,12 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
 def test_checkpoints_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     for name in ("step-9.pt", "step-100.pt", "step-10.pt", "best.pt", "step-x.pt"):
         (tmp_path / name).touch()
-    assert [path.name for path in checkpoint.found(tmp_path)] == ["step-9.pt", "step-10.pt", "step-100.pt"]
-    assert checkpoint.found(tmp_path / "missing") == []
+    assert [path.name for path in checkpoint.find(tmp_path)] == ["step-9.pt", "step-10.pt", "step-100.pt"]
+    assert checkpoint.find(tmp_path / "missing") == []
 
 
-def test_a_training_anew_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
-    folder = checkpoint.Folder(tmp_path, keep=2)
+def test_a_new_run_removes_the_checkpoints_of_the_last_one(tmp_path: Path) -> None:
+    folder = checkpoint.CheckpointFolder(tmp_path, keep=2)
     assert folder.begin(resume=False) is None
     for step in (9, 18):
         folder.write({}, step)
@@ -242,14 +242,14 @@ def test_figures_of_any_kind_of_number_can_be_read_again(tmp_path: Path) -> None
     figures = checkpoint.as_numbers({"a": np.float64(0.5), "b": torch.tensor(2), "c": True})
     checkpoint.write({"history": [figures]}, tmp_path / "step-1.pt")
     assert checkpoint.read(tmp_path / "step-1.pt") == {"history": [{"a": 0.5, "b": 2.0, "c": 1.0}]}
-    with pytest.raises(ArgumentError, match=r"figures\['worst'\]=\[3\]: the figures of an epoch are numbers"):
+    with pytest.raises(ArgumentError, match=r"results\['worst'\]=\[3\]: an epoch's results must be numbers"):
         checkpoint.as_numbers({"worst": [3]})
 
 
 def test_what_a_killed_write_left_is_swept(tmp_path: Path) -> None:
     for name in (".step-9.pt.123", "step-9.pt", ".hidden"):
         (tmp_path / name).touch()
-    assert checkpoint.Folder(tmp_path, keep=2).begin(resume=True) == tmp_path / "step-9.pt"
+    assert checkpoint.CheckpointFolder(tmp_path, keep=2).begin(resume=True) == tmp_path / "step-9.pt"
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-9.pt"]
 
 

@@ -1,4 +1,4 @@
-"""What a launch shows: text below Jupyter's limits, and the host that picks the view."""
+"""Views: text below Jupyter's limits, and the frontend that chooses the view."""
 
 from __future__ import annotations
 
@@ -14,10 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.frontend import Host, ScriptHost, host, register, view_choice
+from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, view_choice
 from nblaunch.launch.output.log_files import Piece
+from nblaunch.launch.views.base import NullView, ShieldedView, View
+from nblaunch.launch.views.events import (
+    Countdown,
+    Ended,
+    Event,
+    LaunchInfo,
+    LogPiece,
+    Logs,
+    Note,
+    Outcome,
+    Reports,
+    Started,
+    Tick,
+)
 from nblaunch.launch.views.text_view import TextView, plain_writer
-from nblaunch.launch.views.view import LaunchInfo, LogPiece, NullView, Outcome, View
 
 Stream = Literal["out", "err"]
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
@@ -31,7 +44,7 @@ class Cell:
         self.now = 100.0
         self.messages: list[tuple[float, Stream, str]] = []
         self.view = TextView(self._write, clock=lambda: self.now, **options)
-        self.view.started(INFO)
+        self.view.on(Started(INFO))
 
     def _write(self, text: str, stream: Stream) -> None:
         assert text
@@ -39,14 +52,14 @@ class Cell:
 
     def prints(self, text: str | bytes, rank: int = 0, stream: Stream = "out") -> None:
         data = text if isinstance(text, bytes) else text.encode()
-        self.view.logs([LogPiece(rank, stream, Piece(data))])
+        self.view.on(Logs([LogPiece(rank, stream, Piece(data))]))
 
     def reports(self, rank: int = 0, *, at: float = 0.0, step: int | None = None, **metrics: float) -> None:
-        self.view.reports(rank, [{"time": at, "step": step, "metrics": metrics}])
+        self.view.on(Reports(rank, [{"time": at, "step": step, "metrics": metrics}]))
 
     def passes(self, seconds: float = 0.4) -> None:
         self.now += seconds
-        self.view.tick()
+        self.view.on(Tick())
 
     def text(self, stream: Stream = "out") -> str:
         return "".join(text for _, at, text in self.messages if at == stream)
@@ -75,7 +88,7 @@ def test_the_first_output_is_shown_at_once_with_its_rank(cell: Cell) -> None:
 
 def test_nothing_is_written_before_there_is_something(cell: Cell) -> None:
     cell.passes()
-    cell.view.finished(FINISHED)
+    cell.view.on(Ended(FINISHED))
     assert cell.messages == []
 
 
@@ -90,19 +103,19 @@ def test_what_follows_is_gathered_and_shown_in_order(cell: Cell) -> None:
 
 
 def test_stderr_is_shown_as_stderr(cell: Cell) -> None:
-    cell.view.logs([LogPiece(0, "out", Piece(b"a\n")), LogPiece(0, "err", Piece(b"b\n"))])
+    cell.view.on(Logs([LogPiece(0, "out", Piece(b"a\n")), LogPiece(0, "err", Piece(b"b\n"))]))
     assert [(stream, text) for _, stream, text in cell.messages] == [("out", "[rank 0] a\n"), ("err", "[rank 0] b\n")]
 
 
 def test_stderr_is_shown_as_stdout_where_that_is_wanted() -> None:
     cell = Cell(show_err_as_err=False)
-    cell.view.logs([LogPiece(0, "err", Piece(b"b\n")), LogPiece(0, "out", Piece(b"a\n"))])
+    cell.view.on(Logs([LogPiece(0, "err", Piece(b"b\n")), LogPiece(0, "out", Piece(b"a\n"))]))
     assert cell.messages == [(100.0, "out", "[rank 0] b\n[rank 0] a\n")]
 
 
 def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
     cell.prints("<b>{x} %s [rank 9] \x1b]0;title\x07\x1b[2J \x1b[31mred\n")
-    cell.view.reports(0, [{"progress": "a\r\nb\x1b[2J", "done": 1, "total": 2, "seconds": 0}])
+    cell.view.on(Reports(0, [{"progress": "a\r\nb\x1b[2J", "done": 1, "total": 2, "seconds": 0}]))
     cell.passes()
     assert cell.screen() == [
         "[rank 0] <b>{x} %s [rank 9]  \x1b[31mred\x1b[0m",
@@ -112,21 +125,21 @@ def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
 
 def test_the_rest_of_a_line_is_shown_at_the_end(cell: Cell) -> None:
     cell.prints("no line end")
-    cell.view.finished(FINISHED)
+    cell.view.on(Ended(FINISHED))
     assert cell.screen() == ["[rank 0] no line end"]
 
 
 def test_another_attempt_begins_new_lines_and_new_logs(cell: Cell) -> None:
     cell.prints("cut off")
-    cell.view.note("restarting (1 of 3)")
-    cell.view.started(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again")))
+    cell.view.on(Note("restarting (1 of 3)"))
+    cell.view.on(Started(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again"))))
     cell.passes()
-    cell.view.logs([LogPiece(0, "out", Piece(b"", 5, 50, b"end\n"))])
-    cell.view.finished(FINISHED)
+    cell.view.on(Logs([LogPiece(0, "out", Piece(b"", 5, 50, b"end\n"))]))
+    cell.view.on(Ended(FINISHED))
     assert cell.screen() == [
         "nblaunch: restarting (1 of 3)",
         "[rank 0] cut off",
-        "[rank 0] … 5 lines (50 bytes) left out here; all of it is in /again/rank0.out …",
+        "[rank 0] … 5 lines (50 bytes) omitted; see /again/rank0.out …",
         "[rank 0] end",
         "nblaunch: train finished after 3.2 s",
     ]
@@ -136,12 +149,12 @@ def test_another_attempt_begins_new_lines_and_new_logs(cell: Cell) -> None:
 def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) -> None:
     cell.prints("".join(f"line {number:06}\n" for number in range(100_000)), rank=1)
     lines = cell.screen()
-    at = next(index for index, line in enumerate(lines) if "left out" in line)
+    at = next(index for index, line in enumerate(lines) if "omitted" in line)
     left = 100_000 - len(lines) + 1
     assert lines[0] == "[rank 1] line 000000"
     assert lines[-1] == "[rank 1] line 099999"
     size = f"{left * 12 / 1e6:.1f} MB"
-    assert lines[at] == f"[rank 1] … {left:,} lines ({size}) left out here; all of it is in /logs/rank1.out …"
+    assert lines[at] == f"[rank 1] … {left:,} lines ({size}) omitted; see /logs/rank1.out …"
     assert 100 < at < len(lines) - at
     assert len(cell.text().encode()) < 49 << 10
 
@@ -151,21 +164,21 @@ def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) 
     [(7, 1000, "7 lines (1.0 KB)"), (1, 20, "1 line (20 bytes)"), (-1, 1_234_567_890, "1.2 GB"), (0, 99, "99 bytes")],
 )
 def test_what_was_not_even_read_is_counted(cell: Cell, lines: int, size: int, told: str) -> None:
-    cell.view.logs([LogPiece(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))])
+    cell.view.on(Logs([LogPiece(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
     assert cell.screen("err") == [
         "[rank 0] first",
         "[rank 0] cut",
-        f"[rank 0] … {told} left out here; all of it is in /logs/rank0.err …",
+        f"[rank 0] … {told} omitted; see /logs/rank0.err …",
         "[rank 0] last",
     ]
 
 
 def test_a_flood_of_one_rank_does_not_hide_another(cell: Cell) -> None:
     flood = LogPiece(0, "out", Piece(b"noise\n" * 100_000))
-    cell.view.logs([flood, LogPiece(1, "out", Piece(b"signal\n")), flood, LogPiece(1, "err", Piece(b"trouble\n"))])
+    cell.view.on(Logs([flood, LogPiece(1, "out", Piece(b"signal\n")), flood, LogPiece(1, "err", Piece(b"trouble\n"))]))
     assert "[rank 1] signal\n" in cell.text()
     assert cell.text("err") == "[rank 1] trouble\n"
-    assert cell.text().count("left out here") == 1
+    assert cell.text().count("omitted; see") == 1
 
 
 def test_after_two_megabytes_it_counts_and_shows_the_end(cell: Cell) -> None:
@@ -180,12 +193,12 @@ def test_after_two_megabytes_it_counts_and_shows_the_end(cell: Cell) -> None:
         cell.prints(f"late {number}\n")
         cell.passes()
     told = cell.text()[written:]
-    assert re.fullmatch(r"nblaunch: 2.0 MB shown; from here on output goes to the logs in /logs alone\n", told)
-    cell.view.note("restarting")
-    cell.view.finished(FINISHED)
+    assert re.fullmatch(r"nblaunch: 2.0 MB shown; further output goes only to the logs in /logs\n", told)
+    cell.view.on(Note("restarting"))
+    cell.view.on(Ended(FINISHED))
     end = cell.screen()[-23:]
     assert end[0] == "nblaunch: restarting"
-    assert re.fullmatch(r"\[rank 0\] … [\d,]+ lines \(.+\) left out here; all of it is in /logs/rank0.out …", end[1])
+    assert re.fullmatch(r"\[rank 0\] … [\d,]+ lines \(.+\) omitted; see /logs/rank0.out …", end[1])
     assert end[2:] == [f"[rank 0] late {number}" for number in range(980, 1000)] + [
         "nblaunch: train finished after 3.2 s"
     ]
@@ -218,22 +231,22 @@ def test_it_stays_below_jupyters_limits_and_loses_no_line(
         printed[rank, stream] = before + count
         lines = [f"{number}{text}\n" for number in range(before, before + count)]
         cell.prints("".join(lines), rank, stream)
-        cell.view.countdown(f"{cell.now} s left" if partial else "")
+        cell.view.on(Countdown(f"{cell.now} s left" if partial else ""))
         cell.passes(pause)
     for begin, _, _ in cell.messages:
         second = [text for at, _, text in cell.messages if begin <= at < begin + 1]
         assert len(second) <= 10
         assert sum(len(text.encode()) for text in second) < 256_000
-    cell.view.finished(FINISHED)
+    cell.view.on(Ended(FINISHED))
     for (rank, stream), count in printed.items():
         lines = [line for line in cell.screen(stream) if line.startswith(f"[rank {rank}] ")]
-        left = [re.search(r"… ([\d,]+) line.* left out here; all of it is in /logs/rank", line) for line in lines]
+        left = [re.search(r"… ([\d,]+) line.* omitted; see /logs/rank", line) for line in lines]
         shown = [int(found[0]) for line in lines if (found := re.search(r"(?<=^\[rank .\] )\d+", line))]
         assert len(shown) + sum(int(found[1].replace(",", "")) for found in left if found) == count
         assert shown == sorted(set(shown))
 
 
-# ------------------------------------------------------------------ what is in flux
+# ------------------------------------------------------------------ the status line
 def test_a_partial_line_is_shown_below_and_redrawn(cell: Cell) -> None:
     cell.prints("done\n 10%|#")
     assert cell.screen() == ["[rank 0] done", "[rank 0] 10%|#"]
@@ -255,11 +268,11 @@ def test_the_status_is_cleared_in_the_message_that_brings_lines(cell: Cell) -> N
 
 
 def test_a_shorter_status_covers_a_longer_one(cell: Cell) -> None:
-    cell.view.countdown("a long text")
+    cell.view.on(Countdown("a long text"))
     cell.passes()
-    cell.view.countdown("short")
+    cell.view.on(Countdown("short"))
     cell.passes()
-    cell.view.countdown("")
+    cell.view.on(Countdown(""))
     assert [text for _, _, text in cell.messages] == ["\ra long text", "\rshort      ", "\r     \r"]
 
 
@@ -291,19 +304,19 @@ def test_stderr_lines_come_between_the_old_status_and_the_new(cell: Cell) -> Non
     ],
 )
 def test_progress_is_shown_below(cell: Cell, record: dict[str, Any], text: str) -> None:
-    cell.view.reports(0, [record])
+    cell.view.on(Reports(0, [record]))
     assert cell.screen() == [f"[rank 0] {text}"]
 
 
-def test_progress_that_is_complete_is_no_longer_in_flux(cell: Cell) -> None:
+def test_complete_progress_leaves_the_status(cell: Cell) -> None:
     for done in (1, 2):
-        cell.view.reports(0, [{"progress": "", "done": done, "total": 2, "seconds": 1.0}])
+        cell.view.on(Reports(0, [{"progress": "", "done": done, "total": 2, "seconds": 1.0}]))
         cell.passes()
     assert cell.screen() == []
 
 
 def test_of_many_ranks_three_are_shown(cell: Cell) -> None:
-    cell.view.logs([LogPiece(rank, "out", Piece(f"{rank}".encode() * 60)) for rank in range(8)])
+    cell.view.on(Logs([LogPiece(rank, "out", Piece(f"{rank}".encode() * 60)) for rank in range(8)]))
     (status,) = cell.screen()
     assert status.endswith("…  … and 5 more")
     assert re.findall(r"\[rank \d\]", status) == ["[rank 0]", "[rank 1]", "[rank 2]"]
@@ -312,14 +325,14 @@ def test_of_many_ranks_three_are_shown(cell: Cell) -> None:
 
 def test_one_ranks_status_shows_all_that_moves(cell: Cell) -> None:
     cell.prints("bar", stream="err")
-    cell.view.reports(0, [{"progress": "epoch", "done": 1, "total": 2, "seconds": 0}])
+    cell.view.on(Reports(0, [{"progress": "epoch", "done": 1, "total": 2, "seconds": 0}]))
     cell.passes()
     assert cell.screen() == ["[rank 0] bar · epoch: 1/2 50%"]
 
 
 def test_the_countdown_takes_the_place_of_the_rest(cell: Cell) -> None:
     cell.prints("bar")
-    cell.view.countdown("stopping: 27 s left for checkpoints; interrupt again to kill now")
+    cell.view.on(Countdown("stopping: 27 s left for checkpoints; interrupt again to kill now"))
     cell.passes()
     assert cell.screen() == ["stopping: 27 s left for checkpoints; interrupt again to kill now"]
 
@@ -334,9 +347,9 @@ def test_in_a_terminal_the_status_fits_its_width(monkeypatch: pytest.MonkeyPatch
 def test_without_a_status_only_lines_are_written() -> None:
     cell = Cell(status=False)
     cell.prints("done\n 10%|#")
-    cell.view.countdown("stopping")
+    cell.view.on(Countdown("stopping"))
     cell.passes()
-    cell.view.finished(FINISHED)
+    cell.view.on(Ended(FINISHED))
     assert cell.text() == "[rank 0] done\n[rank 0]  10%|#\n"
 
 
@@ -360,7 +373,7 @@ def test_a_flood_of_reports_goes_to_the_status(cell: Cell) -> None:
     cell.passes()
     assert cell.screen()[10:] == ["[rank 0] step 1000: loss 0.5"]
     assert cell.text().endswith("\n")
-    cell.view.finished(FINISHED)
+    cell.view.on(Ended(FINISHED))
     assert cell.screen()[11:] == ["[rank 0] loss 0.5 (1,001 reports)"]
 
 
@@ -368,7 +381,7 @@ def test_each_ranks_last_metrics_are_shown_at_the_end(cell: Cell) -> None:
     cell.reports(1, loss=0.5)
     cell.reports(0, step=1, loss=0.25)
     cell.reports(0, accuracy=0.9711, samples=1_000_000, big=12345.678, tiny=1e-5, nan=float("nan"))
-    cell.view.finished(FINISHED)
+    cell.view.on(Ended(FINISHED))
     assert cell.screen()[-2:] == [
         "[rank 0] loss 0.25, accuracy 0.9711, samples 1,000,000, big 12,345.7, tiny 1e-05, nan nan (2 reports)",
         "[rank 1] loss 0.5 (1 report)",
@@ -379,26 +392,37 @@ def test_each_ranks_last_metrics_are_shown_at_the_end(cell: Cell) -> None:
 @pytest.mark.parametrize("state", ["stopped", "failed"])
 def test_a_launch_that_does_not_finish_says_so_in_one_line(cell: Cell, state: Literal["stopped", "failed"]) -> None:
     cell.prints("bar")
-    cell.view.countdown("stopping")
-    cell.view.finished(Outcome(state, 3.21, "ValueError: no"))
+    cell.view.on(Countdown("stopping"))
+    cell.view.on(Ended(Outcome(state, 3.21, "ValueError: no")))
     assert cell.screen() == ["[rank 0] bar", f"nblaunch: train {state} after 3.2 s"]
 
 
 def test_the_null_view_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     view: View = NullView()
-    view.started(INFO)
-    view.logs([LogPiece(0, "out", Piece(b"a\n"))])
-    view.reports(0, [])
-    view.note("note")
-    view.countdown("stopping")
-    view.tick()
-    view.finished(FINISHED)
+    view.on(Started(INFO))
+    view.on(Logs([LogPiece(0, "out", Piece(b"a\n"))]))
+    view.on(Reports(0, []))
+    view.on(Note("note"))
+    view.on(Countdown("stopping"))
+    view.on(Tick())
+    view.on(Ended(FINISHED))
     assert capsys.readouterr() == ("", "")
 
 
-# ------------------------------------------------------------------ writers and hosts
+def test_a_view_that_fails_is_replaced_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Fails(View):
+        def on(self, event: Event) -> None:
+            raise ValueError("closed")
+
+    view = ShieldedView(Fails())
+    view.on(Tick())
+    view.on(Tick())
+    assert caplog.messages == ["the launch continues, but its display stopped: ValueError: closed"]
+
+
+# ------------------------------------------------------------------ writers and frontends
 @pytest.fixture
-def no_host() -> Iterator[None]:
+def script_frontend() -> Iterator[None]:
     register(None)
     yield
     register(None)
@@ -427,14 +451,14 @@ def test_the_plain_writer_manages_a_terminal_that_is_not_utf8(monkeypatch: pytes
 def test_a_script_gets_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NBLAUNCH_VIEW", raising=False)
     for choice in ("auto", "text"):
-        view = ScriptHost().view(choice)
-        view.logs([LogPiece(0, "out", Piece(b"line\npartial"))])
+        view = ScriptFrontend().view(choice)
+        view.on(Logs([LogPiece(0, "out", Piece(b"line\npartial"))]))
         assert capsys.readouterr().out == "[rank 0] line\n"
-    assert isinstance(ScriptHost().view("none"), NullView)
+    assert isinstance(ScriptFrontend().view("none"), NullView)
 
 
 def test_a_script_has_no_cells() -> None:
-    script = ScriptHost()
+    script = ScriptFrontend()
     assert (script.cell_label("script.py"), script.cuda_cell(), script.notebook_names()) == ("", "", None)
 
 
@@ -452,15 +476,15 @@ def test_the_variable_overrides_auto_alone(
 def test_an_unknown_view_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_VIEW", "loud")
     with pytest.raises(ArgumentError, match='view=\'panels\': use "auto", "text" or "none"'):
-        ScriptHost().view("panels")
+        ScriptFrontend().view("panels")
     with pytest.raises(ArgumentError, match="NBLAUNCH_VIEW='loud': use"):
-        ScriptHost().view("auto")
+        ScriptFrontend().view("auto")
 
 
-@pytest.mark.usefixtures("no_host")
-def test_a_host_can_be_registered() -> None:
-    assert isinstance(host(), ScriptHost)
-    mine: Host = ScriptHost()
+@pytest.mark.usefixtures("script_frontend")
+def test_a_frontend_can_be_registered() -> None:
+    assert isinstance(host(), ScriptFrontend)
+    mine: Frontend = ScriptFrontend()
     register(mine)
     assert host() is mine
     register(None)

@@ -1,8 +1,7 @@
-r"""Metrics of code that only prints: read out of the lines of its log, by patterns such as ``loss: (?P<loss>[\d.]+)``.
+r"""Metrics extracted from printed lines, by patterns such as ``loss: (?P<loss>[\d.]+)``.
 
-Runs in a launch's supervisor thread. Python's ``re`` cannot be interrupted and lets no other thread run while it
-searches, so what a slow pattern can cost is bounded by the length of the lines that it sees; one that takes
-exponential time, such as ``(?P<x>\d+)+y``, is the writer's own affair.
+Runs in a launch's supervisor thread. Python's ``re`` holds the GIL and cannot be interrupted, so only the beginning of
+a long line is searched. A pattern that takes exponential time, such as ``(?P<x>\d+)+y``, still blocks the kernel.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from nblaunch.launch.output.log_files import Tail
 from nblaunch.launch.output.terminal_lines import LineAssembler, without_colours
 
 STEP = "step"
-"""The group that holds no metric, but where training stands."""
-_MOST_PATTERNS = 100
+"""The group of the training step, which is no metric."""
+_MAX_PATTERNS = 100
 _HINT = r"as in (?P<loss>[\d.]+)"
-_LONGEST = 1 << 13
-"""Bytes of a line that are searched: ``[\\d.]+ loss`` takes 0.4 s for so many digits, and 30 s for 64 KB of them."""
-_BLOCK = 1 << 16
-_BLOCKS = 8
-"""Read of one log at one look: 1 MB for both of a rank."""
+_MAX_LINE_BYTES = 1 << 13
+"""Searched of each line: ``[\\d.]+ loss`` takes 0.4 s on 8 KB of digits, and 30 s on 64 KB."""
+_BLOCK_BYTES = 1 << 16
+_MAX_BLOCKS = 8
+"""Per log and call of `PrintedMetrics.read`: 1 MB for the two logs of a rank."""
 _SPECIAL = re.compile(rb"[\x00-\x08\x0b-\x1f\x7f]")
 _SPECIAL_TEXT = re.compile(_SPECIAL.pattern.decode("latin-1"))
 _COMMAS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -35,23 +34,23 @@ _WHOLE = re.compile(r"[+-]?\d{1,18}")
 
 
 def compile_patterns(value: Any) -> tuple[re.Pattern[str], ...]:
-    """The patterns of ``metric_patterns=value``: None, a string, a compiled pattern, or a sequence of the two.
+    """Compile ``metric_patterns=value``: None, a string, a compiled pattern, or a sequence of them.
 
     Raises:
-        ArgumentError: One of them can find no metric; the message names it.
+        ArgumentError: A pattern is invalid or has no named group for a metric; the message names it.
     """
     if value is None:
         return ()
     given = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)) else [value]
-    if len(given) > _MOST_PATTERNS:
-        raise ArgumentError(f"metric_patterns=<{len(given)} patterns>: at most {_MOST_PATTERNS}")
+    if len(given) > _MAX_PATTERNS:
+        raise ArgumentError(f"metric_patterns=<{len(given)} patterns>: at most {_MAX_PATTERNS}")
     return tuple(map(_compiled, given))
 
 
 def _compiled(given: Any) -> re.Pattern[str]:
     text = given.pattern if isinstance(given, re.Pattern) else given
     if isinstance(text, (bytes, bytearray)):
-        raise ArgumentError(f"metric_patterns={text!r}: must be text, not bytes")
+        raise ArgumentError(f"metric_patterns={text!r}: must be str, not bytes")
     if not isinstance(text, str):
         raise ArgumentError(f"metric_patterns={text!r}: must be a string, a compiled pattern, or a list of them")
     try:
@@ -61,19 +60,19 @@ def _compiled(given: Any) -> re.Pattern[str]:
     if not pattern.groupindex:
         raise ArgumentError(f"metric_patterns={text!r}: name the group that holds the number, {_HINT}")
     if set(pattern.groupindex) == {STEP}:
-        raise ArgumentError(f"metric_patterns={text!r}: has a step, but no metric: name one more group, {_HINT}")
+        raise ArgumentError(f"metric_patterns={text!r}: has a step, but no metric: add a named group, {_HINT}")
     return pattern
 
 
 # ------------------------------------------------------------------ one line
 def search(line: str, patterns: Sequence[re.Pattern[str]]) -> dict[str, Any] | None:
-    """The ``step`` and ``metrics`` of a line, or None where it has no metric. What two patterns find, the first has."""
+    """Return the ``step`` and ``metrics`` of a line, or None without a metric. For a name, the first pattern wins."""
     metrics: dict[str, float] = {}
     step: int | None = None
     for pattern in patterns:
         match = pattern.search(line)
         for name, text in match.groupdict().items() if match else ():
-            if text is None:  # this group took no part
+            if text is None:  # the group did not participate
                 continue
             if name == STEP:
                 step = _whole(text) if step is None else step
@@ -93,7 +92,7 @@ def _whole(text: str) -> int | None:
 
 
 def _bare(text: str) -> str:
-    """A number's text without thousands separators, and without what may follow it: a percent sign, a full stop."""
+    """Strip thousands separators, a trailing percent sign and trailing punctuation."""
     text = text.strip().rstrip(".,;:").removesuffix("%").rstrip(" .")
     commas = _COMMAS.match(text)
     return commas[0].replace(",", "") + text[commas.end() :] if commas else text
@@ -101,19 +100,19 @@ def _bare(text: str) -> str:
 
 # ------------------------------------------------------------------ a log
 class _Lines:
-    """The lines of a stream for searching: as a terminal shows them, without colours, and of a long one the beginning.
+    """Splits a stream into lines to search: as a terminal shows them, without colours, cut to `_MAX_LINE_BYTES`.
 
-    Unlike a `LineAssembler` it looks at a line's characters one by one only where the cursor moves in it.
+    Faster than a `LineAssembler`, which it uses only for lines in which the cursor moves.
     """
 
     def __init__(self) -> None:
         self._start = b""
-        """Of the line that has not ended."""
+        """The unfinished line."""
         self._redrawn: LineAssembler | None = None
-        """Holds that line instead, where it is long because it is drawn again and again, as tqdm's are."""
+        """Holds the unfinished line instead if it is long because it is redrawn, as progress bars are."""
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes."""
+        """Return the lines that `data` completes."""
         first, *others = data.split(b"\n")
         if not others:
             self._add(first)
@@ -123,19 +122,19 @@ class _Lines:
         return lines
 
     def finish(self) -> list[str]:
-        """The line that never ended, if there is one."""
+        """Return the unfinished line."""
         return [self._end(b"")]
 
     def _add(self, part: bytes) -> None:
         if self._redrawn is not None:
             self._redrawn.feed(part)
-        elif len(self._start) + len(part) <= _LONGEST:
+        elif len(self._start) + len(part) <= _MAX_LINE_BYTES:
             self._start += part
         elif b"\r" in self._start or b"\r" in part:
             self._redrawn = LineAssembler()
             self._redrawn.feed(self._start + part)
         else:
-            self._start = (self._start + part)[:_LONGEST]
+            self._start = (self._start + part)[:_MAX_LINE_BYTES]
 
     def _end(self, part: bytes) -> str:
         start, self._start = self._start, b""
@@ -144,43 +143,43 @@ class _Lines:
 
 
 def _shown(line: bytes) -> str:
-    """A whole line as a terminal shows it."""
+    """Return a complete line as a terminal shows it."""
     if not _SPECIAL.search(line):
-        return line[:_LONGEST].decode(errors="replace")
+        return line[:_MAX_LINE_BYTES].decode(errors="replace")
     text = without_colours(line.removesuffix(b"\r").decode(errors="replace"))
     if _SPECIAL_TEXT.search(text):
         text = without_colours(LineAssembler().feed(line + b"\n")[0])
-    return text[:_LONGEST]
+    return text[:_MAX_LINE_BYTES]
 
 
 class _Log(Tail):
-    """A log that is read whole, block by block, however fast it grows."""
+    """A log that is read completely, block by block, however fast it grows."""
 
     is_behind = False
-    """There was more than the last block."""
+    """True if the last block was not the end."""
     last = sys.maxsize
-    """Where to end."""
+    """The offset to stop at."""
 
     def block(self) -> bytes:
-        """What comes next."""
+        """Return the next block."""
         start, end = self._appended()
         end = min(end, self.last)
-        self._offset = min(end, start + _BLOCK)
+        self._offset = min(end, start + _BLOCK_BYTES)
         self.is_behind = self._offset < end
         return self._between(start, self._offset)
 
     def end_here(self) -> None:
-        """Leave unread what is appended from now on."""
+        """Ignore what is appended after this call."""
         start, self.last = self._appended()
         self._offset = start
         self.is_behind = start < self.last
 
 
 class PrintedMetrics:
-    """The metrics that one rank prints. With no patterns it opens no file and does nothing.
+    """The metrics that one rank prints. Without patterns no file is opened.
 
     Args:
-        patterns: What to search each line for.
+        patterns: Each line is searched for these.
         paths: The rank's logs.
     """
 
@@ -190,31 +189,31 @@ class PrintedMetrics:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the last `read` left something for the next."""
+        """True if the last `read` did not reach the end of the logs."""
         return any(log.is_behind for log, _ in self._sources)
 
     def read(self, seconds: float) -> list[dict[str, Any]]:
-        """Records as `nblaunch.report` spools them, from lines printed since the last call: of about 1 MB at most.
+        """Search at most 1 MB of new lines, and return records in the format of `nblaunch.report`.
 
         Args:
-            seconds: How long to go on; at least one block of each log is read.
+            seconds: Stop after this time, but read at least one block of each log.
         """
         records: list[dict[str, Any]] = []
         for log, lines in self._sources:
             until = time.monotonic() + seconds / len(self._sources)
-            for _ in range(_BLOCKS):
+            for _ in range(_MAX_BLOCKS):
                 records += self._found(lines.feed(log.block()))
                 if not log.is_behind or time.monotonic() > until:
                     break
         return records
 
     def end_here(self) -> None:
-        """Leave out what is printed from now on: whatever outlives a rank must not be followed for ever."""
+        """Ignore what is printed after this call: a child process may outlive its rank and keep printing."""
         for log, _ in self._sources:
             log.end_here()
 
     def finish(self) -> list[dict[str, Any]]:
-        """Records from the lines that have not ended; the rank has."""
+        """Return the records of unfinished lines. Call it after the rank has exited."""
         return [record for _, lines in self._sources for record in self._found(lines.finish())]
 
     def _found(self, lines: Sequence[str]) -> list[dict[str, Any]]:
@@ -223,6 +222,6 @@ class PrintedMetrics:
         return [{"time": now, **record} for record in found if record is not None]
 
     def close(self) -> None:
-        """Close the logs; harmless when they are closed."""
+        """Close the logs. Idempotent."""
         for log, _ in self._sources:
             log.close()

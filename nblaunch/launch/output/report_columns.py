@@ -1,4 +1,4 @@
-"""The reports of a launch, in columns: a few dozen bytes for each, where objects of their own would take a thousand."""
+"""The reports of a launch in columns: a few dozen bytes per report, where an object would take a kilobyte."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import overload
 
 _NO_STEP = -(1 << 63)
-"""Stands for a step that is None, and for one that does not fit into 64 bits."""
+"""Marks a step that is None or does not fit into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Report:
 
 
 class ReportColumns(Sequence[Report]):
-    """Reports in the order in which they were added. A `Report` is made when it is asked for.
+    """Reports in the order of arrival; each access creates a `Report`.
 
-    Reports that have the same metrics share a table of values: a row is the number of a report in its table.
+    Reports with the same metric names share a table of values, in which each report is a row.
     """
 
     def __init__(self, reports: Sequence[Report] = ()) -> None:
@@ -36,7 +36,7 @@ class ReportColumns(Sequence[Report]):
         self._tables = array("I")
         self._rows = array("I")
         self._names: list[tuple[str, ...]] = []
-        """The metrics of each table."""
+        """The metric names of each table."""
         self._values: list[array[float]] = []
         self._by_names: dict[tuple[str, ...], int] = {}
         self._latest: dict[int, dict[str, tuple[float, float]]] = {}
@@ -44,7 +44,7 @@ class ReportColumns(Sequence[Report]):
             self.add(report.rank, report.time, report.step, report.values)
 
     def add(self, rank: int, time: float, step: int | None, values: Mapping[str, float]) -> None:
-        """One more report."""
+        """Append a report."""
         names = tuple(values)
         table = self._by_names.get(names)
         if table is None:
@@ -85,7 +85,7 @@ class ReportColumns(Sequence[Report]):
 
     @property
     def by_time(self) -> Sequence[int]:
-        """The numbers of the reports in the order of time; those of one moment in the order in which they came."""
+        """Return the indices of the reports sorted by time, then by arrival."""
         times = self._times
         if all(times[at - 1] <= times[at] for at in range(1, len(times))):
             return range(len(times))
@@ -93,7 +93,7 @@ class ReportColumns(Sequence[Report]):
 
     @property
     def last(self) -> dict[str, float]:
-        """The latest value of each metric: of the lowest rank that reported it."""
+        """Return the latest value of each metric, from the lowest rank that reported it."""
         values: dict[str, float] = {}
         for rank in sorted(self._latest, reverse=True):
             values.update((name, value) for name, (_, value) in self._latest[rank].items())

@@ -1,7 +1,7 @@
-"""From the bytes of one stream of one rank to the lines that a terminal would show.
+"""From the bytes of one stream to the lines that a terminal would show.
 
-Pure: no files, no clock. Not a terminal emulator: there is one line, the cursor moves within it, and what would
-leave it (cursor movement, titles, screen modes) is dropped.
+Not a terminal emulator: the cursor moves within one line. Sequences that move it elsewhere, set titles or switch modes
+are dropped.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
 
-_KEEP = 2000
-"""Characters kept at each end of a line that is too long."""
-_CHUNK = 2 * _KEEP
-_ESCAPE_REACH = 80
-"""No incomplete escape sequence is longer than this; see the repeat counts in the patterns."""
+_END_LENGTH = 2000
+"""Characters kept at each end of a long line."""
+_MAX_LENGTH = 2 * _END_LENGTH
+_MAX_ESCAPE_LENGTH = 80
+"""Bounds an incomplete escape sequence; see the repeat counts in the patterns."""
 
 _SPECIAL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _SGR = re.compile(r"\x1b\[([0-9;:]*)m")
@@ -29,7 +29,7 @@ _TOKEN = re.compile(
     r"|\x1b\[(?P<colour>[0-9;:]{0,64})m"
     r"|\x1b\[(?P<erase>[02]?)K"
     r"|\x1b\[[0-?]{0,64}[ -/]{0,8}[@-~]"
-    r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|(?=\x1b)|(?P<string>\Z))"  # a title, or other text that is not shown
+    r"|\x1b[\]PX^_][^\x07\x1b]*(?:\x07|(?=\x1b)|(?P<string>\Z))"  # a title or other hidden text
     r"|\x1b[ -/]{0,8}[0-~]"
     r"|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]+|."
 )
@@ -46,11 +46,11 @@ _SWITCHED_OFF_BY = {
 
 
 class LineAssembler:
-    """Completed lines of text from bytes, however these are split over calls.
+    """Assembles lines of text from bytes that arrive in arbitrary pieces.
 
-    Bytes that are not UTF-8 become U+FFFD, control characters are dropped, carriage return, backspace and the erasing
-    of a line do what they do on a terminal, and colours are kept: every line carries its own and ends without. A long
-    line keeps its first and last 2,000 characters, in bounded memory.
+    Invalid UTF-8 becomes U+FFFD. Carriage return, backspace and erase-in-line work as on a terminal; other control
+    characters are dropped. Colours are kept: each line sets its own and resets them at its end. A long line keeps its
+    first and last 2,000 characters, in bounded memory.
     """
 
     def __init__(self) -> None:
@@ -61,16 +61,16 @@ class LineAssembler:
         self._line = _Line()
         self._colour = ""
         self._pending = ""
-        """The beginning of an escape sequence whose end has not come yet."""
+        """An incomplete escape sequence."""
         self._in_string = False
 
     @property
     def partial(self) -> str:
-        """The line that has not ended yet, as a terminal would show it."""
+        """The unfinished line, as a terminal would show it."""
         return self._line.render()
 
     def feed(self, data: bytes) -> list[str]:
-        """The lines that `data` completes, without their line ends."""
+        """Return the lines that `data` completes, without line ends."""
         text = self._pending + self._decoder.decode(data)
         *ended, rest = text.replace("\r\n", "\n").split("\n")
         self._pending = ""
@@ -79,18 +79,18 @@ class LineAssembler:
         return lines
 
     def finish(self) -> list[str]:
-        """The rest, now that the stream has ended or been cut; none where a terminal would show nothing."""
+        """End the stream, and return the remaining lines; none if a terminal would show nothing."""
         lines = self.feed(self._decoder.decode(b"", final=True).encode())
         rest = self.partial
-        self._reset()  # no state may leak over a cut
+        self._reset()  # the next data may follow a gap
         return [*lines, rest] if rest.strip() else lines
 
     def _whole_line(self, text: str) -> str:
-        """Finish the line with `text`; the two usual cases need no cells."""
+        """Finish the line with `text`. The two common cases need no cells."""
         if not (self._line.cells or self._in_string):
             if not self._colour and not _SPECIAL.search(text):
-                return text if len(text) <= _CHUNK else shorten(text)
-            if len(text) <= _CHUNK and _ONLY_COLOURS.fullmatch(text):
+                return text if len(text) <= _MAX_LENGTH else shorten(text)
+            if len(text) <= _MAX_LENGTH and _ONLY_COLOURS.fullmatch(text):
                 return self._coloured(text)
         self._interpret(text)
         return self._end_line()
@@ -106,11 +106,11 @@ class LineAssembler:
     def _end_line(self) -> str:
         line = self._line.render()
         self._line = _Line()
-        self._in_string = False  # a title that never ended must not swallow the lines that follow
+        self._in_string = False  # an unterminated title must not swallow the next lines
         return line
 
     def _hold_back(self, rest: str) -> str:
-        at = rest.rfind("\x1b", max(0, len(rest) - _ESCAPE_REACH))
+        at = rest.rfind("\x1b", max(0, len(rest) - _MAX_ESCAPE_LENGTH))
         if at < 0 or not _INCOMPLETE.fullmatch(rest, at):
             return rest
         self._pending = rest[at:]
@@ -140,9 +140,10 @@ class LineAssembler:
 
 
 class _Line:
-    """The line that the cursor is on: a cell for each character, with its colour before it.
+    """The line of the cursor: a cell per character, prefixed with its colour.
 
-    Of a long line the middle is gone: ``cells`` holds columns 0 to ``_KEEP``, then those from ``_KEEP + left_out`` on.
+    The middle of a long line is dropped: ``cells`` has columns 0 to ``_END_LENGTH``, then columns from
+    ``_END_LENGTH + left_out``.
     """
 
     __slots__ = ("cells", "cursor", "left_out")
@@ -153,56 +154,64 @@ class _Line:
         self.left_out = 0
 
     def write(self, text: str, colour: str) -> None:
-        """Put `text` at the cursor, over what is there."""
-        for at in range(0, len(text), _CHUNK):
-            chunk = text[at : at + _CHUNK]
+        """Overwrite the line with `text` at the cursor."""
+        for at in range(0, len(text), _MAX_LENGTH):
+            chunk = text[at : at + _MAX_LENGTH]
             self._put([colour + character for character in chunk] if colour else chunk)
 
     def _put(self, cells: str | list[str]) -> None:
-        start, after_gap = self.cursor, _KEEP + self.left_out
+        start, after_gap = self.cursor, _END_LENGTH + self.left_out
         self.cursor += len(cells)
         if self.left_out and start < after_gap:
-            before = cells[: max(0, _KEEP - start)]
+            before = cells[: max(0, _END_LENGTH - start)]
             self.cells[start : start + len(before)] = before
             cells = cells[after_gap - start :]
             start = after_gap
         if cells:
             start -= self.left_out
             self.cells[start : start + len(cells)] = cells
-        if len(self.cells) > 2 * _CHUNK:  # at twice what is kept, so that cutting costs little for each character
-            excess = len(self.cells) - _CHUNK
-            del self.cells[_KEEP : _KEEP + excess]
+        if len(self.cells) > 2 * _MAX_LENGTH:  # twice the limit, so that cutting is amortized
+            excess = len(self.cells) - _MAX_LENGTH
+            del self.cells[_END_LENGTH : _END_LENGTH + excess]
             self.left_out += excess
 
     def erase(self, everything: bool) -> None:
-        """Erase from the cursor on, or everything: the cursor goes to the start then, as programs do right after."""
+        """Erase from the cursor to the end, or everything.
+
+        Everything also moves the cursor to the start, which programs do next anyway.
+        """
         if everything:
             self.cursor = 0
-        if self.cursor < _KEEP:
+        if self.cursor < _END_LENGTH:
             del self.cells[self.cursor :]
             self.left_out = 0
-        elif self.cursor < _KEEP + self.left_out:
-            del self.cells[_KEEP:]
-            self.left_out = self.cursor - _KEEP
+        elif self.cursor < _END_LENGTH + self.left_out:
+            del self.cells[_END_LENGTH:]
+            self.left_out = self.cursor - _END_LENGTH
         else:
             del self.cells[self.cursor - self.left_out :]
 
     def render(self) -> str:
-        if len(self.cells) <= _CHUNK and not self.left_out:
+        if len(self.cells) <= _MAX_LENGTH and not self.left_out:
             return _picture(self.cells)
-        tail = self.cells[max(_KEEP, len(self.cells) - _KEEP) :]
-        left_out = self.left_out + len(self.cells) - _KEEP - len(tail)
-        return _picture(self.cells[:_KEEP]) + _gap(left_out) + _picture(tail)
+        tail = self.cells[max(_END_LENGTH, len(self.cells) - _END_LENGTH) :]
+        left_out = self.left_out + len(self.cells) - _END_LENGTH - len(tail)
+        return _picture(self.cells[:_END_LENGTH]) + _gap(left_out) + _picture(tail)
 
 
 class Excerpt:
-    """The first and last lines of a burst, and how much is left out between them.
+    """The first and last lines of a burst of output, and the size of the gap between them.
 
     Args:
-        head_bytes: How much of the beginning to keep.
-        tail_bytes: How much of the end.
-        tail_lines: How many lines of the end. Default: as many as fit.
-        prefix: Goes before each line, and counts for what is kept but not for what is left out. Default: none.
+        head_bytes: The maximum size of the first lines.
+        tail_bytes: The maximum size of the last lines.
+        tail_lines: The maximum number of last lines. Default: None, no limit.
+        prefix: Precedes each line. It counts towards the limits, but not towards the gap.
+
+    Attributes:
+        left_lines: The number of lines in the gap.
+        left_bytes: The size of the gap.
+        uncounted: True if `left_lines` is incomplete.
     """
 
     def __init__(self, head_bytes: int, tail_bytes: int, tail_lines: int | None = None, prefix: str = "") -> None:
@@ -211,23 +220,22 @@ class Excerpt:
         self.left_lines = 0
         self.left_bytes = 0
         self.uncounted = False
-        """Nobody counted the lines of some part that is left out."""
         self._head_size = self._tail_size = 0
         self._most = (head_bytes, tail_bytes, tail_lines)
         self._prefix = prefix
 
     @property
     def size(self) -> int:
-        """Bytes of the lines that are kept."""
+        """The bytes of the kept lines."""
         return self._head_size + self._tail_size
 
     def text(self, gap: str) -> str:
-        """The lines that are kept, with `gap` as a line where some are left out."""
+        """Return the kept lines, with the line `gap` in place of the gap."""
         gaps = [gap] if self.left_bytes and gap else []
         return "".join(f"{self._prefix}{line}\n" for line in (*self.head, *gaps, *self.tail))
 
     def add(self, line: str) -> None:
-        """One more line."""
+        """Append a line."""
         head_bytes, tail_bytes, tail_lines = self._most
         size = self._cost(line)
         if not (self.tail or self.left_bytes) and self._head_size + size <= head_bytes:
@@ -240,18 +248,18 @@ class Excerpt:
             self._leave_out_of_tail()
 
     def skip(self, lines: int, size: int) -> None:
-        """So many lines (-1: nobody counted them) and bytes follow that are left out, with what lies just before."""
+        """Extend the gap by the current last lines, then by these lines (-1: not counted) and bytes."""
         while self.tail:
             self._leave_out_of_tail()
         self.left_bytes += size
         self.left_lines += max(0, lines)
         self.uncounted = self.uncounted or lines < 0
 
-    def cut(self, most: int) -> None:
-        """Leave out more, until not more than `most` bytes are kept: a quarter of it from the beginning."""
-        if self.size <= most:
+    def cut(self, max_bytes: int) -> None:
+        """Extend the gap until at most `max_bytes` are kept, a quarter of them first lines."""
+        if self.size <= max_bytes:
             return
-        while self.head and self._head_size > most // 4:
+        while self.head and self._head_size > max_bytes // 4:
             line = self.head.pop()
             self._head_size -= self._cost(line)
             if self.left_bytes:
@@ -259,7 +267,7 @@ class Excerpt:
             else:
                 self.tail.appendleft(line)
                 self._tail_size += self._cost(line)
-        while self.tail and self.size > most:
+        while self.tail and self.size > max_bytes:
             self._leave_out_of_tail()
 
     def _leave_out_of_tail(self) -> None:
@@ -275,13 +283,13 @@ class Excerpt:
         return len(self._prefix) + _byte_count(line)
 
 
-def fair_shares(wanted: Sequence[int], most: int) -> list[int]:
-    """Of `most`, what each gets who wants so much: all of it, or the same as others who do not get all."""
+def fair_shares(wanted: Sequence[int], total: int) -> list[int]:
+    """Split `total` fairly: each gets what it wants, or the same share as all others that want more."""
     shares = [0] * len(wanted)
     smallest_first = sorted(range(len(wanted)), key=wanted.__getitem__)
     for served, index in enumerate(smallest_first):
-        shares[index] = min(wanted[index], most // (len(wanted) - served))
-        most -= shares[index]
+        shares[index] = min(wanted[index], total // (len(wanted) - served))
+        total -= shares[index]
     return shares
 
 
@@ -290,14 +298,14 @@ def _byte_count(line: str) -> int:
 
 
 def shorten(line: str) -> str:
-    """A line of plain text with the middle left out where it is longer than 4,000 characters."""
-    if len(line) <= _CHUNK:
+    """Return a plain line without its middle if it is longer than 4,000 characters."""
+    if len(line) <= _MAX_LENGTH:
         return line
-    return line[:_KEEP] + _gap(len(line) - _CHUNK) + line[-_KEEP:]
+    return line[:_END_LENGTH] + _gap(len(line) - _MAX_LENGTH) + line[-_END_LENGTH:]
 
 
 def without_colours(text: str) -> str:
-    """`text` without its colour sequences."""
+    """Return `text` without colour sequences."""
     return _SGR.sub("", text) if "\x1b" in text else text
 
 
@@ -311,14 +319,14 @@ def _picture(cells: list[str]) -> str:
 
 
 def _join(runs: list[tuple[str, str]]) -> str:
-    """The text of (colour, text) pairs, each stretch of one colour in that colour and reset after it."""
+    """Join (colour, text) pairs: each run of one colour is set once and reset at its end."""
     stretches = ((colour, "".join(text for _, text in run)) for colour, run in groupby(runs, itemgetter(0)))
     return "".join(f"{colour}{text}\x1b[0m" if colour else text for colour, text in stretches)
 
 
 @lru_cache(maxsize=1024)
 def _colour_after(colour: str, parameters: str) -> str:
-    """The SGR parameters in force after `parameters`, if those of `colour` were: ECMA-48, 8.3.117, and xterm's."""
+    """Return the SGR parameters in effect after `colour`, then `parameters`: ECMA-48 8.3.117 and xterm's colours."""
     active: dict[int, str] = {}
     for code in _CODE.findall(f"{colour};{parameters}" if colour else parameters):
         number = int(re.split("[;:]", code)[0] or 0)
@@ -334,7 +342,7 @@ def _colour_after(colour: str, parameters: str) -> str:
 
 
 def _slot(number: int) -> int | None:
-    """What a code sets: 30 stands for the foreground, 40 for the background, others for themselves."""
+    """Return the attribute that a code sets: 30 for the foreground, 40 for the background, or the code itself."""
     if 30 <= number <= 38 or 90 <= number <= 97:
         return 30
     if 40 <= number <= 48 or 100 <= number <= 107:

@@ -1,4 +1,4 @@
-"""A launch as plain text: what is shown in notebooks without the panel, in terminals and in scripts."""
+"""The plain-text view of a launch: for terminals, scripts, and notebooks without the panel."""
 
 from __future__ import annotations
 
@@ -7,38 +7,50 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from nblaunch.launch.output.log_files import log_path
 from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, fair_shares, without_colours
-from nblaunch.launch.views.view import LaunchInfo, LogPiece, NullView, Outcome, Stream
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import (
+    Countdown,
+    Ended,
+    Event,
+    LaunchInfo,
+    LogPiece,
+    Logs,
+    Note,
+    Outcome,
+    Reports,
+    Started,
+    Stream,
+    Tick,
+)
+from nblaunch.machine import timeouts
+from nblaunch.wire.launch_files import rank_file
 
-_EVERY = 0.2
-"""Seconds between two emissions, of at most two messages each: Jupyter drops output beyond its limits."""
-_MESSAGE_EVERY = 0.1
-_MOST_AT_ONCE = 40 << 10
-"""Bytes in one emission: with the last, which does not wait, six in a second are below 256 KB."""
-_MOST_IN_ALL = 2_000_000
-"""Bytes of text in one launch: a notebook with more is slow to open. From there on output is only counted."""
-_MOST_AT_END = 256 << 10
-_LAST_LINES = 20
-_WIDTH = 120
-_RANKS_IN_STATUS = 3
-_REPORTS_AT_ONCE = 10.0
-"""So many reports in a row are lines of their own, and then one a second."""
-_FLOOD_LEVEL = 15.0
+_MAX_EMISSION_BYTES = 40 << 10
+"""Six emissions in a second, the unthrottled last one included, stay below 256 KB."""
+_MAX_LAUNCH_BYTES = 2_000_000
+"""A notebook with more text opens slowly. Beyond this, only the last lines are shown, at the end."""
+_MAX_END_BYTES = 256 << 10
+_TAIL_LINES = 20
+_STATUS_WIDTH = 120
+_MAX_STATUS_RANKS = 3
+_REPORT_BURST = 10.0
+"""Reports in a row that are lines of their own; after them, one a second."""
+_REPORT_BUCKET_SIZE = 15.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 
 
 class _Source(NamedTuple):
-    """Where lines come from: a rank's log, its reports, or (rank -1) nblaunch itself."""
+    """The source of a line: the log of a rank, its reports, or (rank -1) nblaunch."""
 
     rank: int
     stream: Literal["out", "err", "report"]
     where: str
-    """What holds all of them."""
+    """The file or attribute that holds every line."""
 
     @property
     def prefix(self) -> str:
@@ -49,32 +61,32 @@ _NBLAUNCH = _Source(-1, "report", "")
 
 
 @dataclass(slots=True)
-class _Reported:
-    """What one rank has reported so far."""
+class _RankReports:
+    """The reports of one rank so far."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     count: int = 0
     level: float = 0.0
     time: float = 0.0
 
-    def floods(self, now: float) -> bool:
-        """Count a report; whether they come too often for lines: a bucket that leaks one a second."""
-        leaked = max(0.0, now - self.time) if self.count else 0.0
-        self.level = min(max(0.0, self.level - leaked) + 1.0, _FLOOD_LEVEL)
+    def add(self, now: float) -> bool:
+        """Count a report. Return True if it fits a leaky bucket that drains one report a second."""
+        drained = max(0.0, now - self.time) if self.count else 0.0
+        self.level = min(max(0.0, self.level - drained) + 1.0, _REPORT_BUCKET_SIZE)
         self.time = now
         self.count += 1
-        return self.level > _REPORTS_AT_ONCE
+        return self.level <= _REPORT_BURST
 
 
-class TextView(NullView):
-    """Shows a launch as text: ranks' lines with ``[rank 1]`` before each, and below them what is in flux.
+class TextView(View):
+    """Shows a launch as text: the lines of each rank after a ``[rank 1]`` prefix, and a status line below them.
 
     Args:
         write: Sends one message of text to "out" or "err".
-        show_err_as_err: Send ranks' stderr to "err". Default: True.
-        is_terminal: The lines must fit the terminal, or clearing the status would miss a part. Default: False.
-        clock: Seconds. Default: ``time.monotonic``.
-        status: Show what is in flux, which needs a place where a carriage return works. Default: True.
+        show_err_as_err: Send stderr of ranks to "err". Default: True.
+        is_terminal: Fit the status to the terminal's width, because a wrapped line cannot be cleared. Default: False.
+        clock: Returns seconds. Default: ``time.monotonic``.
+        status: Show the status line. Requires an output that honours carriage returns. Default: True.
     """
 
     wants_text = True
@@ -94,53 +106,73 @@ class TextView(NullView):
         self._status = _Status(is_terminal) if status else None
         self._info: LaunchInfo | None = None
         self._assemblers: dict[_Source, LineAssembler] = {}
-        self._reported: dict[int, _Reported] = {}
+        self._reported: dict[int, _RankReports] = {}
         self._blocks: list[tuple[_Source, Excerpt]] = []
-        """What is to be shown next, in order: stretches of lines from one source."""
+        """Pending blocks of lines, each from one source, in display order."""
         self._late: dict[_Source, Excerpt] | None = None
-        """Once enough has been shown: the last lines of each source, for the end."""
+        """The last lines of each source, for the end. None until the launch has shown `_MAX_LAUNCH_BYTES`."""
         self._due = -math.inf
-        self._shown = 0
+        self._shown_bytes = 0
         self._noted = False
 
-    def started(self, info: LaunchInfo) -> None:
-        self._finish_lines()
-        self._info = info
+    def on(self, event: Event) -> None:
+        match event:
+            case Started(info):
+                self._finish_lines()
+                self._info = info
+            case Logs(pieces):
+                self._add_logs(pieces)
+                self._emit_if_due()
+            case Reports(rank, records):
+                for record in records:
+                    if "metrics" in record:
+                        self._add_metrics(rank, record)
+                    elif "progress" in record:
+                        self._set_status(rank, "progress", _progress_text(record))
+                self._emit_if_due()
+            case Note(text):
+                self._noted = True
+                self._add(_NBLAUNCH, [f"nblaunch: {line}" for line in text.splitlines()])
+                self._emit_if_due()
+            case Countdown(text):
+                if self._status is not None:
+                    self._status.countdown = _one_line(text)
+                self._emit_if_due()
+            case Tick():
+                self._emit_if_due()
+            case Ended(outcome):
+                self._end(outcome)
 
-    def logs(self, pieces: Sequence[LogPiece]) -> None:
+    # -------------------------------------------------------------- taking in
+    def _add_logs(self, pieces: Iterable[LogPiece]) -> None:
         for log in pieces:
-            source = _Source(log.rank, log.stream, self._where(log.rank, log.stream))
+            where = str(rank_file(self._info.log_dir, log.rank, log.stream)) if self._info else "its log"
+            source = _Source(log.rank, log.stream, where)
             assembler = self._assemblers.setdefault(source, LineAssembler())
             self._add(source, assembler.feed(log.piece.head))
             if log.piece.skipped_bytes:
                 self._add(source, assembler.finish())
                 self._block(source).skip(log.piece.skipped_lines, log.piece.skipped_bytes)
                 self._add(source, assembler.feed(log.piece.tail))
-            self._in_flux(log.rank, log.stream, assembler.partial)
-        self._emit_if_due()
+            self._set_status(log.rank, log.stream, assembler.partial)
 
-    def reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
-        for record in records:
-            if "metrics" in record:
-                self._metrics(rank, record)
-            elif "progress" in record:
-                self._in_flux(rank, "progress", _progress_text(record))
-        self._emit_if_due()
+    def _add_metrics(self, rank: int, record: Mapping[str, Any]) -> None:
+        reported = self._reported.setdefault(rank, _RankReports())
+        fits = reported.add(float(record.get("time") or 0.0))
+        reported.metrics.update(record["metrics"])
+        step = "" if record.get("step") is None else f"step {record['step']}: "
+        text = step + _metrics_text(record["metrics"])
+        if fits and self._late is None:
+            self._set_status(rank, "metrics", "")
+            self._add(_Source(rank, "report", "the result's metrics"), [text])
+        else:
+            self._set_status(rank, "metrics", text)
 
-    def note(self, text: str) -> None:
-        self._noted = True
-        self._add(_NBLAUNCH, [f"nblaunch: {line}" for line in text.splitlines()])
-        self._emit_if_due()
-
-    def countdown(self, text: str) -> None:
+    def _set_status(self, rank: int, kind: str, text: str) -> None:
         if self._status is not None:
-            self._status.countdown = _one_line(text)
-        self._emit_if_due()
+            self._status.set(rank, kind, _one_line(text))
 
-    def tick(self) -> None:
-        self._emit_if_due()
-
-    def finished(self, outcome: Outcome) -> None:
+    def _end(self, outcome: Outcome) -> None:
         self._finish_lines()
         self._blocks += (self._late or {}).items()
         closing = [_summary(rank, reported) for rank, reported in sorted(self._reported.items())]
@@ -148,34 +180,14 @@ class TextView(NullView):
             name = self._info.name if self._info else "the launch"
             closing.append(f"nblaunch: {name} {outcome.state} after {outcome.seconds:.1f} s")
         self._add(_NBLAUNCH, closing)
-        self._emit(_MOST_AT_END if self._late else _MOST_AT_ONCE)
-
-    # -------------------------------------------------------------- taking in
-    def _where(self, rank: int, stream: Stream) -> str:
-        return str(log_path(self._info.log_dir, rank, stream)) if self._info else "its log"
-
-    def _metrics(self, rank: int, record: Mapping[str, Any]) -> None:
-        reported = self._reported.setdefault(rank, _Reported())
-        floods = reported.floods(float(record.get("time") or 0.0))
-        reported.metrics.update(record["metrics"])
-        step = "" if record.get("step") is None else f"step {record['step']}: "
-        text = step + _metrics_text(record["metrics"])
-        if floods or self._late is not None:
-            self._in_flux(rank, "metrics", text)
-        else:
-            self._in_flux(rank, "metrics", "")
-            self._add(_Source(rank, "report", "the result's metrics"), [text])
-
-    def _in_flux(self, rank: int, kind: str, text: str) -> None:
-        if self._status is not None:
-            self._status.put(rank, kind, _one_line(text))
+        self._emit(_MAX_END_BYTES if self._late else _MAX_EMISSION_BYTES)
 
     def _finish_lines(self) -> None:
         for source, assembler in self._assemblers.items():
             self._add(source, assembler.finish())
         self._assemblers.clear()
         if self._status is not None:
-            self._status.calm()
+            self._status.clear()
 
     def _add(self, source: _Source, lines: Sequence[str]) -> None:
         if lines:
@@ -185,42 +197,42 @@ class TextView(NullView):
 
     def _block(self, source: _Source) -> Excerpt:
         if self._late is not None and source != _NBLAUNCH:
-            return self._late.setdefault(source, Excerpt(0, _MOST_AT_ONCE, _LAST_LINES, source.prefix))
-        # A new block where another source came between; but in a flood each source gets one, with one gap.
-        full = sum(excerpt.size for _, excerpt in self._blocks) > _MOST_AT_ONCE
+            return self._late.setdefault(source, Excerpt(0, _MAX_EMISSION_BYTES, _TAIL_LINES, source.prefix))
+        # A block ends where another source prints. In a flood, each source has one block, with one gap.
+        full = sum(excerpt.size for _, excerpt in self._blocks) > _MAX_EMISSION_BYTES
         for known, excerpt in reversed(self._blocks):
             if known == source:
                 return excerpt
             if not full:
                 break
-        excerpt = Excerpt(_MOST_AT_ONCE // 4, _MOST_AT_ONCE * 3 // 4, prefix=source.prefix)
+        excerpt = Excerpt(_MAX_EMISSION_BYTES // 4, _MAX_EMISSION_BYTES * 3 // 4, prefix=source.prefix)
         self._blocks.append((source, excerpt))
         return excerpt
 
     # -------------------------------------------------------------- showing
     def _emit_if_due(self) -> None:
         if self._clock() >= self._due:
-            self._emit(_MOST_AT_ONCE)
+            self._emit(_MAX_EMISSION_BYTES)
 
-    def _emit(self, most: int) -> None:
+    def _emit(self, max_bytes: int) -> None:
         text: dict[Stream, str] = {"out": "", "err": ""}
         blocks, self._blocks = self._blocks, []
-        shares = fair_shares([excerpt.size for _, excerpt in blocks], most)
+        shares = fair_shares([excerpt.size for _, excerpt in blocks], max_bytes)
         for (source, excerpt), share in zip(blocks, shares, strict=True):
             excerpt.cut(share)
             shown = excerpt.text(_gap_text(source, excerpt))
             text["err" if source.stream == "err" and self._show_err_as_err else "out"] += shown
-            self._shown += len(shown.encode(errors="replace"))
+            self._shown_bytes += len(shown.encode(errors="replace"))
         sent = self._send(text["out"], text["err"])
         if sent:
-            self._due = self._clock() + max(_EVERY, _MESSAGE_EVERY * sent)
-        if self._shown > _MOST_IN_ALL and self._late is None:
+            self._due = self._clock() + max(timeouts.TEXT_EMIT_INTERVAL_S, timeouts.TEXT_MESSAGE_INTERVAL_S * sent)
+        if self._shown_bytes > _MAX_LAUNCH_BYTES and self._late is None:
             self._late = {}
             logs = f"the logs in {self._info.log_dir}" if self._info else "the logs"
-            self._add(_NBLAUNCH, [f"nblaunch: {_human(self._shown)} shown; from here on output goes to {logs} alone"])
+            self._add(_NBLAUNCH, [f"nblaunch: {_human(self._shown_bytes)} shown; further output goes only to {logs}"])
 
     def _send(self, out: str, err: str) -> int:
-        """Send what there is, in at most three messages: the status line must be last, and there is one "out"."""
+        """Send pending text, the status line last. Return the number of messages: at most three."""
         after = ""
         if self._status is not None:
             if out or err:
@@ -236,34 +248,34 @@ class TextView(NullView):
 
 
 class _Status:
-    """The line below the others, redrawn in place."""
+    """The status line, redrawn in place."""
 
     def __init__(self, is_terminal: bool) -> None:
         self.countdown = ""
         self._is_terminal = is_terminal
-        self._flux: dict[int, dict[str, str]] = {}
+        self._texts: dict[int, dict[str, str]] = {}
         self._drawn = ""
 
-    def put(self, rank: int, kind: str, text: str) -> None:
-        """Something in flux of this rank; empty when it no longer is."""
+    def set(self, rank: int, kind: str, text: str) -> None:
+        """Set one part of a rank's status; an empty text removes it."""
         if text:
-            self._flux.setdefault(rank, {})[kind] = text
-        elif rank in self._flux:
-            self._flux[rank].pop(kind, None)
+            self._texts.setdefault(rank, {})[kind] = text
+        elif rank in self._texts:
+            self._texts[rank].pop(kind, None)
 
-    def calm(self) -> None:
-        """Nothing is in flux any more."""
-        self._flux.clear()
+    def clear(self) -> None:
+        """Remove every text."""
+        self._texts.clear()
         self.countdown = ""
 
     def erase(self) -> str:
-        """What to write so that lines can follow."""
+        """Return the text that blanks the line."""
         blank = " " * len(self._drawn)
         self._drawn = ""
         return f"\r{blank}\r" if blank else ""
 
     def redraw(self) -> str:
-        """What to write so that it shows how things stand; empty when it does."""
+        """Return the text that updates the line; empty if it is current."""
         text = self._text()
         if text == self._drawn:
             return ""
@@ -273,23 +285,23 @@ class _Status:
         return drawn
 
     def _text(self) -> str:
-        width = min(_WIDTH, shutil.get_terminal_size().columns - 1) if self._is_terminal else _WIDTH
+        width = min(_STATUS_WIDTH, shutil.get_terminal_size().columns - 1) if self._is_terminal else _STATUS_WIDTH
         if self.countdown:
             return _clip(self.countdown, width)
-        texts = [f"[rank {rank}] " + " · ".join(flux.values()) for rank, flux in sorted(self._flux.items()) if flux]
-        shown = texts[:_RANKS_IN_STATUS]
+        texts = [f"[rank {rank}] " + " · ".join(parts.values()) for rank, parts in sorted(self._texts.items()) if parts]
+        shown = texts[:_MAX_STATUS_RANKS]
         more = f"  … and {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
         shares = fair_shares([len(text) for text in shown], width - len(more) - 2 * (len(shown) - 1))
         return "  ".join(map(_clip, shown, shares)) + more
 
 
 def is_terminal(stream: object) -> bool:
-    """Whether a stream is a terminal; what stands in for stdout may not say."""
+    """Return True if `stream` is a terminal. A replacement of stdout may lack ``isatty``."""
     return bool(getattr(stream, "isatty", lambda: False)())
 
 
 def plain_writer() -> Callable[[str, Stream], None]:
-    """A `write` for `TextView` that goes to whatever ``sys.stdout`` and ``sys.stderr`` are at the time."""
+    """Return a `write` for `TextView` that looks up ``sys.stdout`` and ``sys.stderr`` at each call."""
 
     def write(text: str, stream: Stream) -> None:
         file = sys.stdout if stream == "out" else sys.stderr
@@ -310,10 +322,10 @@ def _gap_text(source: _Source, excerpt: Excerpt) -> str:
     amount = _human(excerpt.left_bytes)
     if excerpt.left_lines and not excerpt.uncounted:
         amount = f"{excerpt.left_lines:,} line{'s' * (excerpt.left_lines != 1)} ({amount})"
-    return f"… {amount} left out here" + (f"; all of it is in {source.where} …" if source.where else " …")
+    return f"… {amount} omitted" + (f"; see {source.where} …" if source.where else " …")
 
 
-def _summary(rank: int, reported: _Reported) -> str:
+def _summary(rank: int, reported: _RankReports) -> str:
     return f"[rank {rank}] {_metrics_text(reported.metrics)} ({reported.count:,} report{'s' * (reported.count != 1)})"
 
 
@@ -324,7 +336,7 @@ def _metrics_text(metrics: Mapping[str, float]) -> str:
 def _progress_text(record: Mapping[str, Any]) -> str:
     done, total, seconds = record.get("done") or 0, record.get("total"), record.get("seconds") or 0.0
     if done == total:
-        return ""  # it is over: nothing is in flux
+        return ""  # complete
     desc = f"{record['progress']}: " if record["progress"] else ""
     share = f"{done}/{total} {done / total:.0%}" if total else f"{done}"
     rate = done / seconds if seconds else 0.0
@@ -332,7 +344,7 @@ def _progress_text(record: Mapping[str, Any]) -> str:
 
 
 def number(value: float) -> str:
-    """A value as it is read most easily: four digits, or a whole number."""
+    """Format a value with four digits, or as a whole number."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -1,19 +1,36 @@
-// Colours of a terminal: from SGR sequences to stretches of text with a class and a style.
+// Terminal colours: SGR sequences to runs of text with a class and a style.
 
 export const SGR = /\x1b\[([0-9;:]*)m/;
 const EVERY_SGR = /\x1b\[[0-9;:]*m/g;
 const SGR_CODE = /(?:^|;)([345]8;5;[0-9]*|[345]8;2;[0-9]*;[0-9]*;[0-9]*|[0-9:]*)/g;
 /** @type {Record<number, number[]>} */
 const SWITCHED_OFF_BY = {
-  22: [1, 2], 23: [3], 24: [4, 21], 25: [5, 6], 27: [7], 28: [8], 29: [9], 39: [30], 49: [40], 55: [53], 59: [58],
+  22: [1, 2],
+  23: [3],
+  24: [4, 21],
+  25: [5, 6],
+  27: [7],
+  28: [8],
+  29: [9],
+  39: [30],
+  49: [40],
+  55: [53],
+  59: [58],
 };
 /** @type {Record<number, string>} */
-const STYLE_CLASSES = { 1: "nbl-bold", 2: "nbl-dim", 3: "nbl-italic", 4: "nbl-underline", 9: "nbl-struck", 21: "nbl-underline" };
+const STYLE_CLASSES = {
+  1: "nbl-bold",
+  2: "nbl-dim",
+  3: "nbl-italic",
+  4: "nbl-underline",
+  9: "nbl-struck",
+  21: "nbl-underline",
+};
 
 /** @type {Map<string, string>} */
 const sgrMemory = new Map();
 
-/** What a code sets: 30 stands for the foreground, 40 for the background, others for themselves.
+/** Return the slot that a code sets: 30 foreground, 40 background, else the code; 0 for none.
  * @param {number} code */
 function sgrSlot(code) {
   if ((code >= 30 && code <= 38) || (code >= 90 && code <= 97)) return 30;
@@ -21,7 +38,7 @@ function sgrSlot(code) {
   return (code >= 1 && code <= 9) || code === 21 || code === 53 || code === 58 ? code : 0;
 }
 
-/** The SGR parameters in force after `parameters`, if those of `colour` were: ECMA-48, 8.3.117, and xterm's.
+/** Return the SGR parameters in force after `parameters` follows `colour` (ECMA-48, 8.3.117, and xterm's).
  * @param {string} colour @param {string} parameters */
 export function sgrAfter(colour, parameters) {
   const key = `${colour} ${parameters}`;
@@ -45,11 +62,11 @@ export function sgrAfter(colour, parameters) {
   return after;
 }
 
-/** The text of [colour, text] pairs, each stretch of one colour in that colour and reset after it.
+/** Join [colour, text] pairs; set each colour once per run and reset it afterwards.
  * @param {string[][]} runs */
 export function joinRuns(runs) {
   let all = "";
-  for (let i = 0; i < runs.length; ) {
+  for (let i = 0; i < runs.length;) {
     const colour = runs[i][0];
     let text = "";
     for (; i < runs.length && runs[i][0] === colour; i++) text += runs[i][1];
@@ -63,7 +80,7 @@ export function stripAnsi(text) {
   return text.includes("\x1b") ? text.replace(EVERY_SGR, "") : text;
 }
 
-/** A line as stretches of one look each. @param {string} line
+/** Split a line into runs of one style. @param {string} line
  * @returns {{text: string, cls: string, style: {color?: string, background?: string}}[]} */
 export function ansiRuns(line) {
   if (!line.includes("\x1b")) return line ? [{ text: line, cls: "", style: {} }] : [];
@@ -91,7 +108,7 @@ function sgrLook(colour) {
     else if (sgrSlot(number) === 30) front = sgrColour(code, number < 90 ? 30 : 82);
     else if (sgrSlot(number) === 40) back = sgrColour(code, number < 100 ? 40 : 92);
   }
-  if (inverse) [front, back] = [back || (/^\d/.test(front) ? "" : "paper"), front || "ink"]; // the sixteen are pale behind text
+  if (inverse) [front, back] = [back || (/^\d/.test(front) ? "" : "paper"), front || "ink"]; // backgrounds of the 16 theme colours are pale
   if (front.startsWith("rgb(")) style.color = front;
   else if (front) classes.push(`nbl-fg-${front}`);
   if (back.startsWith("rgb(")) style.background = back;
@@ -99,7 +116,7 @@ function sgrLook(colour) {
   return { cls: classes.join(" "), style };
 }
 
-/** "0" to "15" for the sixteen that the theme decides, else "rgb(...)" from numbers alone; "" for what is none.
+/** Return "0" to "15" for a theme colour, else "rgb(...)" made of numbers; "" for no colour.
  * @param {string} code @param {number} base */
 function sgrColour(code, base) {
   const numbers = code.split(/[;:]+/).map((part) => Math.min(255, parseInt(part, 10) || 0));
@@ -109,7 +126,10 @@ function sgrColour(code, base) {
   const index = numbers[last];
   if (numbers[1] !== 5 || last !== 2) return "";
   if (index < 16) return String(index);
-  if (index >= 232) return `rgb(${Array(3).fill(8 + 10 * (index - 232)).join(", ")})`;
+  if (index >= 232)
+    return `rgb(${Array(3)
+      .fill(8 + 10 * (index - 232))
+      .join(", ")})`;
   const level = (/** @type {number} */ step) => (step ? 55 + 40 * step : 0);
   const cube = index - 16;
   return `rgb(${level(Math.floor(cube / 36))}, ${level(Math.floor(cube / 6) % 6)}, ${level(cube % 6)})`;

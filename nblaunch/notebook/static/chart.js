@@ -3,22 +3,23 @@ import { el, numberText, rankClass } from "./format.js";
 
 const CHART_HEIGHT = 140;
 const PADDING = { top: 8, right: 10, bottom: 19 };
-const FAINT = { 1: 1, 2: 0.75, 8: 0.5 }; // how strong a rank's line is, for so many ranks or more
+const FAINT = { 1: 1, 2: 0.75, 8: 0.5 }; // opacity of rank lines by number of ranks
 
 /** @typedef {{xs: number[], ranks: number[], columns: (number | null)[][], mean: (number | null)[]}} Table */
 /** @typedef {{left: number, width: number, height: number, x: (value: number) => number, y: (value: number) => number}} Plot */
 
-/** Round numbers between two others, about `count` of them. @param {number} low @param {number} high @param {number} count */
+/** Return about `count` round numbers between two others. @param {number} low @param {number} high @param {number} count */
 export function niceTicks(low, high, count) {
   const rough = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && ticks.length < 50; i++) ticks.push(Number((i * step).toPrecision(12)));
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9 && ticks.length < 50; i++)
+    ticks.push(Number((i * step).toPrecision(12)));
   return ticks;
 }
 
-/** The range that holds all values, with a little air. @param {(number | null)[][]} columns */
+/** Return the range of all values, with a margin. @param {(number | null)[][]} columns */
 export function valueRange(columns) {
   let [low, high] = [Infinity, -Infinity];
   for (const column of columns) {
@@ -34,7 +35,7 @@ export function valueRange(columns) {
 }
 
 export class MetricChart {
-  /** @param {any} host @param {(i: number | null) => void} onPoint the mouse is over this row of the table */
+  /** @param {any} host @param {(i: number | null) => void} onPoint called with the row of the table under the pointer */
   constructor(host, onPoint) {
     this.host = host;
     this.onPoint = onPoint;
@@ -90,7 +91,9 @@ export class MetricChart {
     const levels = niceTicks(low, high, height / 22);
     const left = Math.ceil(Math.max(22, ...levels.map((level) => context.measureText(numberText(level)).width))) + 6;
     const plot = {
-      left, width: width - left - PADDING.right, height,
+      left,
+      width: width - left - PADDING.right,
+      height,
       x: (/** @type {number} */ value) => left + ((value - first) / (last - first)) * (width - left - PADDING.right),
       y: (/** @type {number} */ value) => PADDING.top + ((high - value) / (high - low)) * height,
     };
@@ -122,7 +125,9 @@ export class MetricChart {
     const several = ranks.length > 1;
     context.lineJoin = "round";
     context.globalAlpha = ranks.length >= 8 ? FAINT[8] : several ? FAINT[2] : FAINT[1];
-    ranks.forEach((rank, i) => this.#line(context, columns[i], this.#colour(`nbl-ink ${rankClass(rank)}`), several ? 1 : 2));
+    ranks.forEach((rank, i) =>
+      this.#line(context, columns[i], this.#colour(`nbl-ink ${rankClass(rank)}`), several ? 1 : 2),
+    );
     context.globalAlpha = 1;
     if (several) this.#line(context, mean, this.#colour("nbl-ink-mean"), 2);
   }
@@ -131,7 +136,7 @@ export class MetricChart {
   #line(context, values, colour, width) {
     const plot = /** @type {Plot} */ (this.plot);
     const { xs, ranks } = this.table;
-    const every = ranks.length > 16 ? Math.ceil(values.length / plot.width) : 1; // so many lines hide each other anyhow
+    const every = ranks.length > 16 ? Math.ceil(values.length / plot.width) : 1; // with many lines, skip some points
     let [end, length] = [[0, 0], 0];
     context.strokeStyle = context.fillStyle = colour;
     context.lineWidth = width;
@@ -152,7 +157,10 @@ export class MetricChart {
 
   /** @param {number | null} clientX */
   #point(clientX) {
-    const { plot, table: { xs } } = this;
+    const {
+      plot,
+      table: { xs },
+    } = this;
     this.cursor.hidden = clientX === null || !plot;
     if (clientX === null || !plot) return this.onPoint(null);
     const share = (clientX - this.host.getBoundingClientRect().left - plot.left) / plot.width;
@@ -163,7 +171,7 @@ export class MetricChart {
     this.onPoint(nearest);
   }
 
-  /** What a class means on this page, for the canvas. @param {string} cls */
+  /** Return the computed colour of a class, for the canvas. @param {string} cls */
   #colour(cls) {
     let colour = this.colours.get(cls);
     if (!colour) {

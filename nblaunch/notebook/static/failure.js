@@ -1,4 +1,4 @@
-// Why a launch failed, and what the ranks are doing: text of ranks, in full.
+// The root cause of a failure, and the stacks of ranks.
 import { el, setText } from "./format.js";
 
 export class FailureView {
@@ -18,32 +18,71 @@ export class FailureView {
     this.node.replaceChildren(...(failure ? this.#parts(failure) : []));
   }
 
-  /** A part that stays open or closed as the reader left it. @param {"traceback" | "others"} name @param {string} cls
+  /** Build a part that stays open or closed as the reader left it. @param {"traceback" | "others"} name @param {string} cls
    * @param {...Node} children */
   #details(name, cls, ...children) {
     const { reading } = this.panel;
-    const details = el("details", { class: cls, open: reading[name], on_toggle: () => (reading[name] = details.open) }, ...children);
+    const details = el(
+      "details",
+      { class: cls, open: reading[name], on_toggle: () => (reading[name] = details.open) },
+      ...children,
+    );
     return details;
   }
 
-  /** @param {import("./state.js").Failure} failure */
+  /** @param {import("./state.js").FailureEntry} failure */
   #parts(failure) {
-    const { rank, type, message, where, source, traceback, others, log } = failure;
-    const said = [type, message].filter(Boolean).join(": ") || "no message";
-    const parts = [el("div", { class: "nbl-cause", role: "alert" }, el("strong", {}, rank >= 0 ? `Rank ${rank} failed:` : "The launch failed:"), ` ${said}`)];
+    const { rank, type_name, message, where, source, traceback, others, log } = failure;
+    const said = [type_name, message].filter(Boolean).join(": ") || "no message";
+    const parts = [
+      el(
+        "div",
+        { class: "nbl-cause", role: "alert" },
+        el("strong", {}, rank >= 0 ? `Rank ${rank} failed:` : "The launch failed:"),
+        ` ${said}`,
+      ),
+    ];
     if (where || source) {
-      parts.push(el("div", { class: "nbl-at" }, where ? el("span", {}, where) : null, source ? el("code", {}, source) : null));
+      parts.push(
+        el("div", { class: "nbl-at" }, where ? el("span", {}, where) : null, source ? el("code", {}, source) : null),
+      );
     }
     if (traceback) {
-      parts.push(this.#details("traceback", "nbl-details", el("summary", {}, "Traceback"),
-        el("pre", { class: "nbl-trace", tabindex: 0, "data-lm-suppress-shortcuts": "true", "aria-label": "Traceback" }, String(traceback).replace(/\x1b\[[0-9;:]*m/g, ""))));
+      parts.push(
+        this.#details(
+          "traceback",
+          "nbl-details",
+          el("summary", {}, "Traceback"),
+          el(
+            "pre",
+            { class: "nbl-trace", tabindex: 0, "data-lm-suppress-shortcuts": "true", "aria-label": "Traceback" },
+            String(traceback).replace(/\x1b\[[0-9;:]*m/g, ""),
+          ),
+        ),
+      );
     }
     if (others?.length) {
-      parts.push(this.#details("others", "nbl-details nbl-others",
-        el("summary", {}, others.length === 1 ? "1 other rank failed after it" : `${others.length} other ranks failed after it`),
-        ...others.map((text) => el("div", {}, String(text)))));
+      parts.push(
+        this.#details(
+          "others",
+          "nbl-details nbl-others",
+          el(
+            "summary",
+            {},
+            others.length === 1 ? "1 other rank failed after it" : `${others.length} other ranks failed after it`,
+          ),
+          ...others.map((text) => el("div", {}, String(text))),
+        ),
+      );
     }
-    const button = rank >= 0 ? el("button", { type: "button", class: "nbl-link", on_click: () => this.show(rank) }, `Show the log of rank ${rank}`) : null;
+    const button =
+      rank >= 0
+        ? el(
+            "button",
+            { type: "button", class: "nbl-link", on_click: () => this.show(rank) },
+            `Show the log of rank ${rank}`,
+          )
+        : null;
     parts.push(el("div", { class: "nbl-foot" }, button, log ? el("span", { class: "nbl-path" }, String(log)) : null));
     return parts;
   }
@@ -55,30 +94,46 @@ export class StacksView {
     this.panel = panel;
     this.title = el("strong", {});
     this.body = el("div", { class: "nbl-stacks-body", tabindex: 0, "data-lm-suppress-shortcuts": "true" });
-    const close = el("button", { type: "button", class: "nbl-button nbl-small", "aria-label": "Close the stacks", on_click: () => this.#close() }, "Close");
-    this.node = el("section", { class: "nbl-stacks", "aria-label": "Stacks", hidden: true }, el("div", { class: "nbl-bar" }, this.title, close), this.body);
+    const close = el(
+      "button",
+      {
+        type: "button",
+        class: "nbl-button nbl-small",
+        "aria-label": "Close the stacks",
+        on_click: () => this.#close(),
+      },
+      "Close",
+    );
+    this.node = el(
+      "section",
+      { class: "nbl-stacks", "aria-label": "Stacks", hidden: true },
+      el("div", { class: "nbl-bar" }, this.title, close),
+      this.body,
+    );
     /** @type {unknown} */ this.drawn = null;
   }
 
   #close() {
-    this.panel.reading.closed = this.panel.stacks?.t ?? null; // a snapshot may bring them again
+    this.panel.reading.closed = this.panel.stacks?.time ?? null; // a snapshot may bring them again
     this.panel.changed();
   }
 
   update() {
     const { reading } = this.panel;
-    const stacks = this.panel.stacks?.t === reading.closed ? null : this.panel.stacks;
+    const stacks = this.panel.stacks?.time === reading.closed ? null : this.panel.stacks;
     if (stacks === this.drawn) return;
     this.drawn = stacks;
     this.node.hidden = !stacks;
     if (!stacks) return this.body.replaceChildren();
-    setText(this.title, `What each rank was doing at ${Number(stacks.t).toFixed(1)} s`);
+    setText(this.title, `What each rank was doing at ${Number(stacks.time).toFixed(1)} s`);
     /** @type {Map<string, number[]>} */
     const alike = new Map();
     for (const [rank, text] of stacks.ranks) alike.set(text, [...(alike.get(text) ?? []), rank]);
-    this.body.replaceChildren(...[...alike].flatMap(([text, ranks]) => [
-      el("div", { class: "nbl-stack-ranks" }, `${ranks.length > 1 ? "ranks" : "rank"} ${ranks.join(", ")}`),
-      el("pre", {}, String(text)),
-    ]));
+    this.body.replaceChildren(
+      ...[...alike].flatMap(([text, ranks]) => [
+        el("div", { class: "nbl-stack-ranks" }, `${ranks.length > 1 ? "ranks" : "rank"} ${ranks.join(", ")}`),
+        el("pre", {}, String(text)),
+      ]),
+    );
   }
 }

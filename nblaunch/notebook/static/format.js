@@ -1,26 +1,27 @@
-// Small helpers: elements, and numbers as people read them.
+// Elements, and numbers in readable form.
 import { numberOf } from "./series.js";
 
-/** An element. Text goes in as text nodes alone, so nothing that a rank says can become markup.
+/** Create an element. Text becomes text nodes, so no output of a rank can become markup.
  * @param {string} tag @param {Record<string, any>} [attributes] `class`, attributes, and listeners as on_click
  * @param {...(Node | string | null | undefined)} children @returns {any} */
 export function el(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on_")) node.addEventListener(name.slice(3), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : String(value));
+    else if (value !== null && value !== undefined && value !== false)
+      node.setAttribute(name, value === true ? "" : String(value));
   }
   for (const child of children) if (child !== null && child !== undefined) node.append(child);
   return node;
 }
 
-/** Change a text only where it differs: a selection and a screen reader stay where they are.
+/** Set a text only if it differs, to keep selections and the position of screen readers.
  * @param {Node} node @param {string} text */
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** @param {Element} node @param {string} name @param {string | number | null} value null: no such attribute */
+/** @param {Element} node @param {string} name @param {string | number | null} value null removes the attribute */
 export function setAttribute(node, name, value) {
   if (value === null) node.removeAttribute(name);
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, String(value));
@@ -34,7 +35,7 @@ export function clockText(seconds) {
   return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
 }
 
-/** How long something took. @param {number} seconds */
+/** Format a duration. @param {number} seconds */
 export function durationText(seconds) {
   seconds = Number(seconds) || 0;
   return seconds < 59.95 ? `${seconds.toFixed(1)} s` : clockText(seconds);
@@ -50,7 +51,7 @@ export function bytesText(bytes) {
   return `${unit && value < 9.95 ? value.toFixed(1) : value.toFixed(0)} ${["B", "kB", "MB", "GB", "TB"][unit]}`;
 }
 
-/** Four significant digits; a dash for what is no number, whatever it is. @param {unknown} given */
+/** Format a number with four significant digits; anything else as a dash. @param {unknown} given */
 export function numberText(given) {
   const value = numberOf(given);
   if (value === null) return "–";

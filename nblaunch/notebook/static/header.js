@@ -1,11 +1,16 @@
-// The head of a panel: what runs, how it stands, and the buttons.
+// The header of a panel: name, state, elapsed time and buttons.
 import { ACTIVE_STATES } from "./kernel.js";
 import { clockText, durationText, el, setAttribute, setText } from "./format.js";
 
 /** @type {Record<string, string>} */
 const STATE_WORDS = {
-  starting: "Starting", running: "Running", stopping: "Stopping", finished: "Finished", failed: "Failed",
-  stopped: "Stopped", gone: "Kernel restarted",
+  starting: "Starting",
+  running: "Running",
+  stopping: "Stopping",
+  finished: "Finished",
+  failed: "Failed",
+  stopped: "Stopped",
+  gone: "Kernel restarted",
 };
 
 /** @param {import("./state.js").PanelState} panel */
@@ -21,26 +26,46 @@ export class HeaderView {
     this.pill = el("span", { class: "nbl-pill" });
     this.live = el("span", { class: "nbl-live", role: "status", "aria-live": "polite" }, this.pill);
     this.time = el("span", { class: "nbl-time", role: "timer", "aria-label": "Elapsed time", "aria-live": "off" });
-    const ranks = `${info.world} ${info.world === 1 ? "rank" : "ranks"}`;
+    const ranks = `${info.world_size} ${info.world_size === 1 ? "rank" : "ranks"}`;
     this.where = el("span", { class: "nbl-where" }, [ranks, info.device].filter(Boolean).join(" · "));
-    // The second click of a double click is not meant: it would cut checkpoints short.
+    // Ignore the second click of a double click: it would kill ranks that save checkpoints.
     const stop = (/** @type {MouseEvent} */ event) => event.detail < 2 && kernel.stop();
     this.stop = el("button", { type: "button", class: "nbl-button nbl-stop", on_click: stop });
-    this.stacks = el("button", {
-      type: "button", class: "nbl-button", title: "What is each rank doing now? Python stacks, taken without stopping them",
-      on_click: () => kernel.stacks(),
-    }, "Stacks");
+    this.stacks = el(
+      "button",
+      {
+        type: "button",
+        class: "nbl-button",
+        title: "What is each rank doing now? Python stacks, taken without stopping them",
+        on_click: () => kernel.stacks(),
+      },
+      "Stacks",
+    );
     this.restart = el("button", {
-      type: "button", class: "nbl-button nbl-restart", title: "Ends every rank and forgets all variables", on_click: () => kernel.restart(),
+      type: "button",
+      class: "nbl-button nbl-restart",
+      title: "Ends every rank and forgets all variables",
+      on_click: () => kernel.restart(),
     });
     this.attempt = el("span", { class: "nbl-where" });
     this.notice = el("div", { class: "nbl-notice", role: "status", "aria-live": "polite" });
     this.spoken = el("span", { class: "nbl-offscreen", role: "status", "aria-live": "assertive" });
-    this.node = el("div", { class: "nbl-head" },
-      el("div", { class: "nbl-title" }, el("span", { class: "nbl-name", title: info.name }, info.name || "launch"), this.live,
-        this.time, this.where, this.attempt),
+    this.node = el(
+      "div",
+      { class: "nbl-head" },
+      el(
+        "div",
+        { class: "nbl-title" },
+        el("span", { class: "nbl-name", title: info.name }, info.name || "launch"),
+        this.live,
+        this.time,
+        this.where,
+        this.attempt,
+      ),
       el("div", { class: "nbl-buttons", role: "group", "aria-label": "Launch" }, this.stop, this.stacks, this.restart),
-      this.notice, this.spoken);
+      this.notice,
+      this.spoken,
+    );
   }
 
   update() {
@@ -53,12 +78,19 @@ export class HeaderView {
     this.stop.hidden = !panel.active;
     const kills = kernel.asked || name === "stopping";
     setText(this.stop, kills ? "Kill now" : "Stop");
-    setAttribute(this.stop, "title", kills ? "Do not wait for checkpoints: kill all ranks" : "Ask all ranks to stop; they may save a checkpoint");
+    setAttribute(
+      this.stop,
+      "title",
+      kills ? "Do not wait for checkpoints: kill all ranks" : "Ask all ranks to stop; they may save a checkpoint",
+    );
     this.stacks.hidden = !ACTIVE_STATES.includes(state.name);
     this.stacks.disabled = !panel.active;
     setText(this.restart, kernel.armed ? "Click again to restart" : "Restart kernel");
     this.restart.classList.toggle("nbl-armed", kernel.armed);
-    setText(this.spoken, kernel.armed ? "Restarting ends every rank and forgets all variables. Click again to restart." : "");
+    setText(
+      this.spoken,
+      kernel.armed ? "Restarting ends every rank and forgets all variables. Click again to restart." : "",
+    );
     setText(this.notice, this.#noticeText());
     setAttribute(this.notice, "data-state", name);
     this.tick();
@@ -68,11 +100,12 @@ export class HeaderView {
     const { notice, state, failure, kernel } = this.panel;
     if (notice) return notice;
     if (state.name === "stopping") return state.countdown || "Stopping …";
-    if (ACTIVE_STATES.includes(state.name) && kernel.asked) return kernel.again || kernel.asked === "kill" ? "Kill asked for …" : "Stop asked for …";
+    if (ACTIVE_STATES.includes(state.name) && kernel.asked)
+      return kernel.again || kernel.asked === "kill" ? "Kill requested …" : "Stop requested …";
     return failure ? "" : state.message;
   }
 
-  /** Once a second. */
+  /** Update the time; called once a second. */
   tick() {
     const { state, elapsed } = this.panel;
     setText(this.time, state.seconds === null ? clockText(elapsed) : durationText(state.seconds));

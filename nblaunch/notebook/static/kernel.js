@@ -1,30 +1,34 @@
-// Stop, kill, stacks and restart: first a message, and where the kernel cannot hear it, its interrupt.
+// Stop, kill, stacks and restart: a message first, then an interrupt of a kernel that does not answer.
 
-const ACK_WAIT = 700;
-const FRESH = 5000; // a kernel that said something so long ago still runs our launch
-const ARMED = 3000;
-const PATIENCE = 5000;
-const RESYNC_WAIT = 2000;
-const RESYNC_MOST = 30000;
+const ACK_TIMEOUT_MS = 700;
+const MAX_SILENCE_MS = 5000; // after a longer silence the kernel may no longer run this launch
+const ARMED_MS = 3000;
+const ANSWER_TIMEOUT_MS = 5000;
+const RESYNC_PAUSE_MS = 2000;
+const MAX_RESYNC_PAUSE_MS = 30000;
 const ASK_INTERRUPT = "use the notebook's Interrupt button";
 const GONE_STATUSES = ["restarting", "autorestarting", "dead", "terminating"];
 export const ACTIVE_STATES = ["starting", "running", "stopping"];
 
 /** @typedef {{now: () => number, set: (act: () => void, ms: number) => any, clear: (timer: any) => void}} Clock */
 /** @type {Clock} */
-const pageClock = { now: () => Date.now(), set: (act, ms) => setTimeout(act, ms), clear: (timer) => clearTimeout(timer) };
+const pageClock = {
+  now: () => Date.now(),
+  set: (act, ms) => setTimeout(act, ms),
+  clear: (timer) => clearTimeout(timer),
+};
 
-/** What the panel knows that decides here.
+/** What decides about a request.
  * @typedef {object} Launch
  * @property {string} id
  * @property {boolean} blocking
  * @property {string} state
- * @property {number} heard when the last message came, by the clock
- * @property {number} seq the last number seen in order
- * @property {boolean} have whether lines of the logs are here
+ * @property {number} heard when the last message arrived, by the clock
+ * @property {number} seq number of the last message without a gap before it
+ * @property {boolean} hasLines whether the page has lines of the logs
  * @property {(text: string) => void} say
  * @property {() => void} changed
- * @property {() => void} lost the kernel has gone */
+ * @property {() => void} lost called when the kernel has exited */
 
 export class KernelLink {
   /** @param {any} model @param {Launch} launch @param {Clock} [clock] */
@@ -33,12 +37,12 @@ export class KernelLink {
     this.launch = launch;
     this.clock = clock;
     /** @type {"" | "stop" | "kill"} */ this.asked = "";
-    this.again = false; // clicked once more while the first click was not acknowledged
+    this.again = false; // a second click came before the acknowledgement of the first
     this.armed = false;
     this.gone = false;
     /** @type {Map<string, any>} */ this.timers = new Map();
-    this.resyncWait = RESYNC_WAIT;
-    this.rewinds = false; // no line is here, and all are to come after the next snapshot
+    this.resyncWait = RESYNC_PAUSE_MS;
+    this.rewinds = false; // the last lines of the logs follow the next snapshot
     this.#watch();
   }
 
@@ -46,17 +50,17 @@ export class KernelLink {
     return !this.gone && ACTIVE_STATES.includes(this.launch.state);
   }
 
-  /** @param {object} message */
+  /** @param {import("./page_messages.js").FromPage} message */
   send(message) {
     try {
       this.model.send(message);
       return true;
     } catch {
-      return false; // the comm is closed: what follows the missing answer says so
+      return false; // the comm is closed; the missing answer is reported
     }
   }
 
-  /** The first click asks to stop, every other to kill: at once, or when the first has been heard or has not. */
+  /** The first click requests a stop, later ones a kill: at once, or when the first is answered or times out. */
   stop() {
     if (!this.active) return;
     if (this.timers.has("ack")) this.again ||= this.asked === "stop";
@@ -68,9 +72,9 @@ export class KernelLink {
   #ask(kind) {
     this.asked = kind;
     this.send({ kind, launch: this.launch.id });
-    this.#after("ack", ACK_WAIT, () => {
+    this.#after("ack", ACK_TIMEOUT_MS, () => {
       this.#interruptOrSay();
-      this.#askAgain(); // with an interrupt of its own: the first one only stops
+      this.#askAgain(); // sends its own interrupt: the first one only stops
     });
   }
 
@@ -80,26 +84,26 @@ export class KernelLink {
     if (again) this.#ask("kill");
   }
 
-  /** @param {string} what @param {string} launch */
-  acknowledged(what, launch) {
-    if (launch !== undefined && launch !== this.launch.id) return;
-    if (what === "stop" && this.asked === "kill") return; // late: that of the click before
+  /** @param {import("./page_messages.js").Acknowledged["action"]} action @param {string} launch */
+  acknowledged(action, launch) {
+    if (launch !== this.launch.id) return;
+    if (action === "stop" && this.asked === "kill") return; // late: it answers the click before
     this.#cancel("ack");
     this.#cancel("patience");
     this.launch.say("");
-    if (what === "done") this.#forget();
+    if (action === "done") this.#forget();
     this.#askAgain();
-    if (what === "done" && this.active) this.resync();
+    if (action === "done" && this.active) this.resync();
     this.launch.changed();
   }
 
-  /** The launch's state has changed, so the kernel has done something. @param {string} state */
+  /** Handle a change of the launch's state. @param {string} state */
   moved(state) {
     if (state === "running" || state === "starting") return;
     this.#cancel("patience");
     this.launch.say("");
     if (state === "stopping" && this.asked === "stop") {
-      this.#cancel("ack"); // it has been heard, by whatever way: an interrupt would kill now
+      this.#cancel("ack"); // the stop has arrived: an interrupt would now kill
       this.#askAgain();
     }
     if (!ACTIVE_STATES.includes(state)) {
@@ -111,40 +115,42 @@ export class KernelLink {
   stacks() {
     this.send({ kind: "stacks", launch: this.launch.id });
     this.launch.say("");
-    this.#after("stacks", PATIENCE, () => this.launch.say("No stacks: the kernel does not answer while its cell runs."));
+    this.#after("stacks", ANSWER_TIMEOUT_MS, () =>
+      this.launch.say("No stacks: the kernel does not answer while its cell runs."),
+    );
   }
 
   stacksCame() {
     this.#cancel("stacks");
   }
 
-  /** Messages are missing: ask for everything, again after a while until it comes, less and less often. */
+  /** Request a snapshot because messages are missing. Repeat with growing pauses until it arrives. */
   resync() {
     if (this.timers.has("resync") || this.gone) return;
-    const { seq, have } = this.launch;
-    this.rewinds = !have;
-    this.send({ kind: "resync", seq, have });
+    const { seq, hasLines } = this.launch;
+    this.rewinds = !hasLines;
+    this.send({ kind: "resync", seq, has_lines: hasLines });
     this.#after("resync", this.resyncWait, () => this.resync());
-    this.resyncWait = Math.min(RESYNC_MOST, 2 * this.resyncWait);
+    this.resyncWait = Math.min(MAX_RESYNC_PAUSE_MS, 2 * this.resyncWait);
   }
 
-  /** A snapshot has come. @param {boolean} rewound and all lines will */
+  /** Handle a snapshot. @param {boolean} rewound the last lines of the logs follow */
   resynced(rewound) {
-    if (this.rewinds && !rewound) return; // it was for another page
+    if (this.rewinds && !rewound) return; // it answers another page
     this.rewinds = false;
     this.#cancel("resync");
-    this.resyncWait = RESYNC_WAIT;
+    this.resyncWait = RESYNC_PAUSE_MS;
   }
 
-  /** The first click arms, the second within 3 s restarts. */
+  /** Restart the kernel on the second click within 3 s. */
   restart() {
     if (!this.armed) {
       const session = this.#session();
       if (!session && (!this.#kernel() || this.#inVsCode())) {
-        return this.launch.say("Use your editor's Restart button: a page may not restart this kernel.");
+        return this.launch.say("Use your editor's Restart button: the panel cannot restart this kernel.");
       }
       this.armed = true;
-      this.#after("armed", ARMED, () => this.#disarm());
+      this.#after("armed", ARMED_MS, () => this.#disarm());
       return this.launch.changed();
     }
     this.#disarm();
@@ -163,7 +169,7 @@ export class KernelLink {
     try {
       this.watched?.disconnect(this.onStatus);
     } catch {
-      this.watched = null; // the kernel connection was disposed of before
+      this.watched = null; // the kernel connection is already disposed
     }
   }
 
@@ -180,7 +186,7 @@ export class KernelLink {
       this.watched = this.#kernel()?.statusChanged;
       this.watched?.connect(this.onStatus);
     } catch {
-      this.watched = null; // an editor whose kernels have no such signal
+      this.watched = null; // this editor's kernels have no such signal
     }
   }
 
@@ -205,20 +211,24 @@ export class KernelLink {
     return this.#kernel()?.serverSettings?.wsUrl === "BOGUS_PVSC";
   }
 
-  /** No acknowledgement came. Only a kernel that surely runs our launch in its cell may be interrupted. */
+  /** Interrupt a kernel that did not acknowledge, but only if its running cell is surely this launch. */
   #interruptOrSay() {
     if (!this.active) return;
     if (!this.launch.blocking) {
-      return this.launch.say("The kernel is busy: it stops when the running cell ends, or run %distributed stop.");
+      return this.launch.say("The kernel is busy: the launch stops when the running cell ends.");
     }
-    if (this.clock.now() - this.launch.heard > FRESH) {
+    if (this.clock.now() - this.launch.heard > MAX_SILENCE_MS) {
       return this.launch.say(`The kernel does not answer: ${ASK_INTERRUPT}.`);
     }
-    if (!this.#kernel()) return this.launch.say(`From here the kernel cannot be reached: ${ASK_INTERRUPT}.`);
+    if (!this.#kernel()) return this.launch.say(`The panel cannot reach the kernel: ${ASK_INTERRUPT}.`);
     const failed = () => this.launch.say(`The kernel could not be interrupted: ${ASK_INTERRUPT}.`);
     try {
       Promise.resolve(this.#interrupt(this.#kernel())).catch(failed);
-      this.#after("patience", PATIENCE, () => this.active && this.launch.say(`The kernel has not stopped yet: ${ASK_INTERRUPT}.`));
+      this.#after(
+        "patience",
+        ANSWER_TIMEOUT_MS,
+        () => this.active && this.launch.say(`The kernel has not stopped yet: ${ASK_INTERRUPT}.`),
+      );
     } catch {
       failed();
     }
@@ -226,11 +236,11 @@ export class KernelLink {
 
   /** @param {any} kernel */
   #interrupt(kernel) {
-    // VS Code's kernel.interrupt() calls a server that is not there; its control messages are passed on.
+    // VS Code's kernel.interrupt() calls a server that does not exist; control messages do arrive.
     return this.#inVsCode() ? kernel.sendControlMessage(interruptRequest(kernel)) : kernel.interrupt();
   }
 
-  /** Nothing is asked for any more. */
+  /** Drop all pending requests. */
   #forget() {
     this.asked = "";
     this.again = false;
@@ -245,7 +255,10 @@ export class KernelLink {
   /** @param {string} name @param {number} ms @param {() => void} act */
   #after(name, ms, act) {
     this.#cancel(name);
-    this.timers.set(name, this.clock.set(() => (this.timers.delete(name), act()), ms));
+    this.timers.set(
+      name,
+      this.clock.set(() => (this.timers.delete(name), act()), ms),
+    );
   }
 
   /** @param {string} name */
@@ -256,7 +269,7 @@ export class KernelLink {
   }
 }
 
-/** Jupyter's message for the control channel, by hand. @param {any} kernel */
+/** Build Jupyter's interrupt request for the control channel. @param {any} kernel */
 function interruptRequest(kernel) {
   return {
     header: {

@@ -1,14 +1,14 @@
-// Lists of lines in the order of time: merging, finding again, searching.
+// Lists of lines in order of time: merge, locate, search.
 import { stripAnsi } from "./ansi.js";
 
 /** @typedef {import("./store.js").Line} Line */
 
 /** @param {Line} x @param {Line} y */
 export function byTime(x, y) {
-  return x.t - y.t || x.n - y.n || x.o - y.o;
+  return x.time - y.time || x.order - y.order || x.start - y.start;
 }
 
-/** Merge sorted `fresh` lines into a sorted list: nearly all belong at its end.
+/** Merge sorted `fresh` lines into a sorted list; nearly all belong at its end.
  * @param {Line[]} list @param {Line[]} fresh */
 export function mergeLines(list, fresh) {
   let at = list.length;
@@ -17,7 +17,7 @@ export function mergeLines(list, fresh) {
   for (const line of tail) list.push(line);
 }
 
-/** Where a line stands in a list that is in order; where it would stand if it has gone.
+/** Return the index of a line in a sorted list, or where it would be.
  * @param {Line[]} lines @param {Line} line */
 export function placeOf(lines, line) {
   let [low, high] = [0, lines.length];
@@ -29,7 +29,7 @@ export function placeOf(lines, line) {
   return low;
 }
 
-/** The numbers of the lines that contain `query`, whatever the case. @param {Line[]} lines @param {string} query */
+/** Return the indices of the lines that contain `query`, ignoring case. @param {Line[]} lines @param {string} query */
 export function findLines(lines, query) {
   const wanted = query.toLowerCase();
   /** @type {number[]} */

@@ -1,12 +1,12 @@
-// From the bytes of one stream of one rank to the lines that a terminal would show.
-// The same rules as nblaunch/launch/lines.py, and cursor movement up and down within the last few lines besides:
-// nested tqdm bars need it.
+// Bytes of one stream of one rank to the lines that a terminal would show.
+// Follows nblaunch/launch/output/terminal_lines.py, and supports vertical cursor movement within the last few lines,
+// which nested tqdm bars need.
 import { joinRuns, sgrAfter, SGR } from "./ansi.js";
 
-const KEEP = 2000; // characters kept at each end of a line that is too long
+const KEEP = 2000; // characters kept at each end of a long line
 const CHUNK = 2 * KEEP;
-const ESCAPE_REACH = 80; // no incomplete escape sequence is longer
-const MOST_ROWS = 8; // as far up as the cursor may go
+const ESCAPE_REACH = 80; // longest incomplete escape sequence
+const MAX_ROWS = 8; // reach of the cursor upwards
 
 const SPECIAL = /[\x00-\x08\x0b-\x1f\x7f]/;
 const ONLY_COLOURS = /^[^\x00-\x08\x0b-\x1f\x7f]*(?:\x1b\[[0-9;:]{0,64}m[^\x00-\x08\x0b-\x1f\x7f]*)*$/;
@@ -20,7 +20,7 @@ const TOKEN = new RegExp(
     "\\x1b\\[(?<erase>[02]?)K",
     "\\x1b\\[(?<move>[0-9]{0,3}[AB])",
     "\\x1b\\[[0-?]{0,64}[ -/]{0,8}[@-~]",
-    "\\x1b[\\]PX^_][^\\x07\\x1b]*(?:\\x07|(?=\\x1b)|(?<string>$))", // a title, or other text that is not shown
+    "\\x1b[\\]PX^_][^\\x07\\x1b]*(?:\\x07|(?=\\x1b)|(?<string>$))", // a title, or other hidden text
     "\\x1b[ -/]{0,8}[0-~]",
     "[\\x00-\\x07\\x0b\\x0c\\x0e-\\x1a\\x1c-\\x1f\\x7f]+",
     "[^]",
@@ -28,13 +28,13 @@ const TOKEN = new RegExp(
   "g",
 );
 
-/** The line that the cursor is on: a cell for each character, with its colour before it. Of a long line the middle
- * is gone: `cells` holds columns 0 to KEEP, then those from KEEP + leftOut on. */
+/** A terminal row: one cell for each character, prefixed with its colour. A long row omits its middle: `cells` holds
+ * columns 0 to KEEP, then those from KEEP + omitted on. */
 class TerminalRow {
   constructor() {
     /** @type {string[]} */ this.cells = [];
     this.cursor = 0;
-    this.leftOut = 0;
+    this.omitted = 0;
   }
 
   /** @param {string} text @param {string} colour */
@@ -49,20 +49,20 @@ class TerminalRow {
   /** @param {string[]} cells */
   #put(cells) {
     let start = this.cursor;
-    const afterGap = KEEP + this.leftOut;
+    const afterGap = KEEP + this.omitted;
     this.cursor += cells.length;
-    while (!this.leftOut && this.cells.length < start) this.cells.push(" "); // the cursor came from another row
-    if (this.leftOut && start < afterGap) {
+    while (!this.omitted && this.cells.length < start) this.cells.push(" "); // the cursor has moved from another row
+    if (this.omitted && start < afterGap) {
       for (let i = 0; start + i < KEEP && i < cells.length; i++) this.cells[start + i] = cells[i];
       cells = cells.slice(Math.max(0, afterGap - start));
       start = afterGap;
     }
-    start -= this.leftOut;
+    start -= this.omitted;
     for (let i = 0; i < cells.length; i++) this.cells[start + i] = cells[i];
     if (this.cells.length > 2 * CHUNK) {
       const excess = this.cells.length - CHUNK;
       this.cells.splice(KEEP, excess);
-      this.leftOut += excess;
+      this.omitted += excess;
     }
   }
 
@@ -71,21 +71,21 @@ class TerminalRow {
     if (everything) this.cursor = 0;
     if (this.cursor < KEEP) {
       this.cells.length = Math.min(this.cells.length, this.cursor);
-      this.leftOut = 0;
-    } else if (this.cursor < KEEP + this.leftOut) {
+      this.omitted = 0;
+    } else if (this.cursor < KEEP + this.omitted) {
       this.cells.length = KEEP;
-      this.leftOut = this.cursor - KEEP;
+      this.omitted = this.cursor - KEEP;
     } else {
-      this.cells.length = Math.min(this.cells.length, this.cursor - this.leftOut);
+      this.cells.length = Math.min(this.cells.length, this.cursor - this.omitted);
     }
   }
 
   render() {
     const { cells } = this;
-    if (cells.length <= CHUNK && !this.leftOut) return rowPicture(cells);
+    if (cells.length <= CHUNK && !this.omitted) return rowPicture(cells);
     const tail = cells.slice(Math.max(KEEP, cells.length - KEEP));
-    const leftOut = this.leftOut + cells.length - KEEP - tail.length;
-    return rowPicture(cells.slice(0, KEEP)) + leftOutMark(leftOut) + rowPicture(tail);
+    const omitted = this.omitted + cells.length - KEEP - tail.length;
+    return rowPicture(cells.slice(0, KEEP)) + omittedMark(omitted) + rowPicture(tail);
   }
 }
 
@@ -93,14 +93,16 @@ class TerminalRow {
 function rowPicture(cells) {
   const text = cells.join("");
   if (!text.includes("\x1b")) return text;
-  return joinRuns(cells.map((cell) => {
-    const end = cell.charCodeAt(0) === 27 ? cell.indexOf("m") + 1 : 0;
-    return [cell.slice(2, Math.max(2, end - 1)), cell.slice(end)];
-  }));
+  return joinRuns(
+    cells.map((cell) => {
+      const end = cell.charCodeAt(0) === 27 ? cell.indexOf("m") + 1 : 0;
+      return [cell.slice(2, Math.max(2, end - 1)), cell.slice(end)];
+    }),
+  );
 }
 
 /** @param {number} count */
-function leftOutMark(count) {
+function omittedMark(count) {
   return `… [${count.toLocaleString("en-US")} characters left out] …`;
 }
 
@@ -110,46 +112,46 @@ function shortenLine(line) {
   const characters = Array.from(line);
   if (characters.length <= CHUNK) return line;
   const [head, tail] = [characters.slice(0, KEEP), characters.slice(-KEEP)];
-  return head.join("") + leftOutMark(characters.length - CHUNK) + tail.join("");
+  return head.join("") + omittedMark(characters.length - CHUNK) + tail.join("");
 }
 
-/** A finished line: its text, each with its own colours, and where its bytes begin and end in the file.
- * @typedef {{text: string, o: number, e: number}} FinishedLine */
+/** A finished line: its text with its own colours, and where its bytes start and end in the file.
+ * @typedef {{text: string, start: number, end: number}} FinishedLine */
 
-/** Lines from bytes, however these are split over calls. */
+/** Assembles lines from bytes, however they are split over calls. */
 export class LineAssembler {
-  /** @param {number} [offset] where in the file the first byte stands */
+  /** @param {number} [offset] of the first byte in the file */
   constructor(offset = 0) {
     this.offset = this.start = offset;
     this.decoder = new TextDecoder("utf-8", { ignoreBOM: true });
     this.rows = [new TerminalRow()];
     this.row = 0;
     this.colour = "";
-    this.pending = ""; // the beginning of an escape sequence whose end has not come yet
+    this.pending = ""; // an incomplete escape sequence
     this.inString = false;
     this.held = 1; // rows that may still change: more than one once the cursor has moved up
-    this.ends = 0; // line ends since it did
+    this.ends = 0; // line ends since then
     /** @type {FinishedLine[]} */ this.recent = [];
     /** @type {FinishedLine[]} */ this.out = [];
     this.retract = 0;
   }
 
-  /** The lines that `bytes` complete. Before they are added the last `retract` lines handed out must be taken back:
-   * the cursor has moved up to them. @param {Uint8Array} bytes @returns {{lines: FinishedLine[], retract: number}} */
+  /** Return the lines that `bytes` complete. Remove the last `retract` returned lines before adding them: the cursor
+   * has moved up to them. @param {Uint8Array} bytes @returns {{lines: FinishedLine[], retract: number}} */
   feed(bytes) {
     return this.#take(this.decoder.decode(bytes, { stream: true }), bytes);
   }
 
-  /** The rest, now that the stream has ended or been cut: no state may leak over a cut, so this is used no more. */
+  /** Return the rest of a stream that has ended or was cut. Do not use the assembler afterwards. */
   finish() {
     const result = this.#take(this.decoder.decode(), new Uint8Array(0));
     const rest = this.rows.map((row) => row.render());
     while (rest.length && !rest[rest.length - 1].trim()) rest.pop();
-    for (const text of rest) result.lines.push({ text, o: this.start, e: this.offset });
+    for (const text of rest) result.lines.push({ text, start: this.start, end: this.offset });
     return result;
   }
 
-  /** The lines that have not ended yet, as a terminal would show them. @returns {string[]} */
+  /** The unfinished lines as a terminal would show them. @returns {string[]} */
   get partials() {
     return this.rows.map((row) => row.render()).filter((text) => text.trim());
   }
@@ -163,7 +165,7 @@ export class LineAssembler {
     this.pending = "";
     let at = 0;
     for (const segment of segments) {
-      at = bytes.indexOf(10, at) + 1; // as many line ends among the bytes as in the text, whatever else they are
+      at = bytes.indexOf(10, at) + 1; // bytes and text have the same number of line ends
       this.#wholeLine(segment, this.offset + at);
     }
     this.#interpret(this.#holdBack(rest));
@@ -171,14 +173,14 @@ export class LineAssembler {
     return { lines: this.out, retract: this.retract };
   }
 
-  /** Finish the line with `text`; the two usual cases need no cells. @param {string} text @param {number} end */
+  /** Finish the line with `text`. The two usual cases need no cells. @param {string} text @param {number} end */
   #wholeLine(text, end) {
     if (this.rows.length === 1 && !this.rows[0].cells.length && !this.rows[0].cursor && !this.inString) {
       if (!this.colour && !SPECIAL.test(text)) return this.#emit(shortenLine(text), end);
       if (text.length <= CHUNK && ONLY_COLOURS.test(text)) return this.#emit(this.#coloured(text), end);
     }
     this.#interpret(text);
-    this.inString = false; // a title that never ended must not swallow the lines that follow
+    this.inString = false; // an unterminated title must not swallow the following lines
     this.#newline(end);
   }
 
@@ -199,7 +201,7 @@ export class LineAssembler {
       this.rows[++this.row].cursor = 0;
       return;
     }
-    if (this.held > 1 && ++this.ends >= 2) this.held = 1; // the bars are done: lines are final at once again
+    if (this.held > 1 && ++this.ends >= 2) this.held = 1; // the bars have ended: lines are final at once
     this.rows.push(new TerminalRow());
     while (this.rows.length > this.held) this.#emit(/** @type {TerminalRow} */ (this.rows.shift()).render(), end);
     this.row = this.rows.length - 1;
@@ -207,11 +209,11 @@ export class LineAssembler {
 
   /** @param {string} text @param {number} end */
   #emit(text, end) {
-    const line = { text, o: this.start, e: end };
+    const line = { text, start: this.start, end };
     this.start = end;
     this.out.push(line);
     this.recent.push(line);
-    if (this.recent.length > MOST_ROWS) this.recent.shift();
+    if (this.recent.length > MAX_ROWS) this.recent.shift();
   }
 
   /** @param {string} move such as "2A" */
@@ -221,7 +223,7 @@ export class LineAssembler {
     if (move.endsWith("B")) {
       this.row = Math.min(this.row + count, this.rows.length - 1);
     } else {
-      while (this.row < count && this.rows.length < MOST_ROWS && this.recent.length) this.#reopen();
+      while (this.row < count && this.rows.length < MAX_ROWS && this.recent.length) this.#reopen();
       this.row = Math.max(0, this.row - count);
       this.held = Math.max(this.held, this.rows.length);
       this.ends = 0;
@@ -229,7 +231,7 @@ export class LineAssembler {
     this.rows[this.row].cursor = column;
   }
 
-  /** Take the last finished line back to change it. */
+  /** Reopen the last finished line. */
   #reopen() {
     const line = /** @type {FinishedLine} */ (this.recent.pop());
     if (!this.out.pop()) this.retract++;
@@ -239,7 +241,7 @@ export class LineAssembler {
     for (let i = 1; i < parts.length; i += 2) row.write(parts[i + 1], parts[i] === "0" ? "" : parts[i]);
     this.rows.unshift(row);
     this.row++;
-    this.start = line.o;
+    this.start = line.start;
   }
 
   /** @param {string} rest */

@@ -1,26 +1,41 @@
-// Lines in a scrolled box: only those in sight are elements. Follows the end until the reader scrolls up.
+// A scrolling box of lines: only visible lines have elements. Follows the end until the reader scrolls up.
 import { el, setText } from "./format.js";
 import { findLines, placeOf } from "./line_order.js";
 import { rowElement } from "./log_rows.js";
 
 const LINE_HEIGHT = 18; // pixels, as in panel.css
-const MARGIN = 10; // lines beyond what is in sight
+const MARGIN = 10; // lines rendered beyond the visible ones
 
 /** @typedef {import("./store.js").Line} Line */
 /** @typedef {import("./store.js").Tab} Tab */
 
 export class LogPane {
-  /** @param {import("./state.js").PanelState} panel @param {() => void} onChange following, hits or the like changed */
+  /** @param {import("./state.js").PanelState} panel @param {() => void} onChange called when following or the hits have changed */
   constructor(panel, onChange) {
     this.panel = panel;
     this.onChange = onChange;
     this.window = el("div", { class: "nbl-window" });
     this.spacer = el("div", { class: "nbl-spacer" }, this.window);
     this.empty = el("div", { class: "nbl-empty" });
-    this.node = el("div", { class: "nbl-log", role: "log", "aria-live": "off", "aria-label": "Log", tabindex: 0, "data-lm-suppress-shortcuts": "true" },
-      this.spacer, this.empty);
+    this.node = el(
+      "div",
+      {
+        class: "nbl-log",
+        role: "log",
+        "aria-live": "off",
+        "aria-label": "Log",
+        tabindex: 0,
+        "data-lm-suppress-shortcuts": "true",
+      },
+      this.spacer,
+      this.empty,
+    );
     this.node.addEventListener("scroll", () => this.#scrolled(), { passive: true });
-    this.node.addEventListener("wheel", (/** @type {WheelEvent} */ event) => event.deltaY < 0 && this.top > 0 && this.setFollow(false), { passive: true });
+    this.node.addEventListener(
+      "wheel",
+      (/** @type {WheelEvent} */ event) => event.deltaY < 0 && this.top > 0 && this.setFollow(false),
+      { passive: true },
+    );
     this.node.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.#key(event));
     this.sizes = new ResizeObserver(() => this.#resized());
     this.sizes.observe(this.node);
@@ -65,7 +80,7 @@ export class LogPane {
     this.#remember();
     this.#hold();
     if (follow) {
-      this.update(); // the lines that were kept for the reader have gone
+      this.update(); // lines held for the reader are gone
       this.#toEnd();
       this.#paint();
     }
@@ -73,20 +88,20 @@ export class LogPane {
     this.onChange();
   }
 
-  /** For the view that comes after this one. */
+  /** Save the position for the next view. */
   #keep() {
     const { tab, follow, top, anchor, lastSeen, loaded, hit } = this;
     Object.assign(this.panel.reading, { by: this, tab, follow, top, anchor, lastSeen, loaded: new Set(loaded), hit });
   }
 
-  /** Lines that have come since the reader stopped following. */
+  /** The number of lines since the reader stopped following. */
   get unseen() {
     const { lines } = this.view;
     if (this.follow || !lines.length) return 0;
     return this.lastSeen ? Math.max(0, lines.length - 1 - placeOf(lines, this.lastSeen)) : lines.length;
   }
 
-  /** The lines have changed. */
+  /** Show changed lines. */
   update() {
     const { logs } = this.panel;
     if (this.version !== logs.version) {
@@ -96,9 +111,11 @@ export class LogPane {
       this.spacer.style.height = `${this.total * LINE_HEIGHT}px`;
       if (this.query) this.hits = findLines(this.view.lines, this.query);
       if (this.follow) this.#toEnd();
-      else if (this.anchor) this.#scrollTo(placeOf(this.view.lines, this.anchor.line) * LINE_HEIGHT + this.anchor.offset);
+      else if (this.anchor)
+        this.#scrollTo(placeOf(this.view.lines, this.anchor.line) * LINE_HEIGHT + this.anchor.offset);
     }
     this.empty.hidden = this.total > 0;
+    this.node.classList.toggle("nbl-log-empty", !this.total);
     setText(this.empty, this.panel.active ? "Nothing printed yet" : "Nothing was printed");
     this.#paint();
   }
@@ -116,7 +133,7 @@ export class LogPane {
     this.onChange();
   }
 
-  /** Go to the next (1) or the one before (-1); first to the last one. @param {number} direction */
+  /** Go to the next (1) or previous (-1) hit; initially to the last. @param {number} direction */
   step(direction) {
     if (!this.hits.length) return;
     const at = this.#hitPlace();
@@ -138,7 +155,7 @@ export class LogPane {
   dispose() {
     this.sizes.disconnect();
     const { logs, reading } = this.panel;
-    if (reading.by === this) this.#hold(reading); // until the next view takes over
+    if (reading.by === this) this.#hold(reading); // until the next view holds them
     logs.hold(this);
   }
 
@@ -149,7 +166,7 @@ export class LogPane {
     return this.hits.indexOf(at);
   }
 
-  /** Keep the lines that are read. @param {object} reader */
+  /** Keep the lines that the reader looks at. @param {object} reader */
   #hold(reader = this) {
     const { logs, reading } = this.panel;
     const ranks = this.tab === "all" ? this.loaded : [this.tab];
@@ -175,7 +192,7 @@ export class LogPane {
 
   #scrolled() {
     const top = this.node.scrollTop;
-    if (!this.height || !this.node.clientHeight || Math.abs(top - this.top) < 2) return; // off the page it is nowhere
+    if (!this.height || !this.node.clientHeight || Math.abs(top - this.top) < 2) return; // not on the page
     const down = top > this.top;
     this.top = top;
     this.setFollow(down ? top >= this.#lowest - LINE_HEIGHT / 2 : this.follow && top >= this.#lowest - 2);
@@ -191,12 +208,12 @@ export class LogPane {
     if (!this.height) return;
     if (this.node.style.height) this.panel.reading.height = this.node.style.height;
     if (this.follow) this.#toEnd();
-    else if (!before) this.node.scrollTop = this.top = Math.min(this.top, this.#lowest); // off the page it was forgotten
+    else if (!before) this.node.scrollTop = this.top = Math.min(this.top, this.#lowest); // the browser forgot it off the page
     this.#paint();
     if (!before) this.onChange();
   }
 
-  /** What the reader looks at stays where it is, whatever comes or goes above. */
+  /** Anchor the visible lines, so that changes above do not move them. */
   #remember() {
     const { lines } = this.view;
     let at = Math.floor(this.top / LINE_HEIGHT);
@@ -205,7 +222,10 @@ export class LogPane {
   }
 
   #loadInSight() {
-    const inSight = this.view.lines.slice(Math.floor(this.top / LINE_HEIGHT), Math.ceil((this.top + this.height) / LINE_HEIGHT));
+    const inSight = this.view.lines.slice(
+      Math.floor(this.top / LINE_HEIGHT),
+      Math.ceil((this.top + this.height) / LINE_HEIGHT),
+    );
     const gap = inSight.reverse().find((line) => line.kind === "gap" && this.panel.logs.mayLoad(line));
     if (gap) this.#load(gap);
   }
@@ -213,7 +233,7 @@ export class LogPane {
   /** @param {Line} gap */
   #load(gap) {
     this.setFollow(false);
-    this.loaded.add(gap.src.r);
+    this.loaded.add(gap.source.rank);
     this.#hold();
     this.#remember();
     this.#keep();
@@ -238,7 +258,7 @@ export class LogPane {
       rows.set(line, this.#row(line));
     }
     this.rows = rows;
-    this.window.style.minWidth = `max(100%, ${this.widest + 2}ch)`; // or it would jump sideways as lines come and go
+    this.window.style.minWidth = `max(100%, ${this.widest + 2}ch)`; // keeps the box from jumping sideways
     this.window.style.transform = `translateY(${first * LINE_HEIGHT}px)`;
     this.#place([...rows.values()]);
   }
@@ -246,10 +266,10 @@ export class LogPane {
   /** @param {Line} line */
   #row(line) {
     const mayLoad = line.kind === "gap" && (this.panel.logs.mayLoad(line) || line.state === "loading");
-    const look = line.kind + (line.state ?? "") + (line.kind === "gap" ? `${mayLoad}${line.o} ${line.e}` : "");
+    const look = line.kind + (line.state ?? "") + (line.kind === "gap" ? `${mayLoad}${line.start} ${line.end}` : "");
     let row = this.rows.get(line);
     if (!row || row.dataset.look !== look) {
-      const labels = this.tab === "all" && (this.panel.info.world > 1 || line.kind === "note");
+      const labels = this.tab === "all" && (this.panel.info.world_size > 1 || line.kind === "note");
       row = rowElement(line, { labels, query: this.query, mayLoad, onGap: (gap) => this.#load(gap) });
       row.dataset.look = look;
       this.widest = Math.max(this.widest, row.textContent?.length ?? 0);
@@ -258,7 +278,7 @@ export class LogPane {
     return row;
   }
 
-  /** Put the rows in place, touching only those that come or go: a selection of text survives.
+  /** Place the rows, touching only those that come or go: text selections survive.
    * @param {HTMLElement[]} rows */
   #place(rows) {
     const wanted = new Set(rows);

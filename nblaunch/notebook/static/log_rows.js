@@ -1,30 +1,34 @@
-// One line of a log as an element.
+// The element of one line.
 import { ansiRuns } from "./ansi.js";
 import { bytesText, el, rankClass } from "./format.js";
 
 /** How a line is shown.
  * @typedef {object} RowLook
- * @property {boolean} labels with the rank before it
- * @property {string} query what to mark, in lower case
+ * @property {boolean} labels show the rank
+ * @property {string} query text to mark, in lower case
  * @property {(gap: import("./store.js").Line) => void} onGap
  * @property {boolean} mayLoad */
 
 /** @param {import("./store.js").Line} line */
 export function lineLabel(line) {
-  return line.kind === "note" ? "[nblaunch]" : `[rank ${line.src.r}]`;
+  return line.kind === "note" ? "[nblaunch]" : `[rank ${line.source.rank}]`;
 }
 
 /** @param {import("./store.js").Line} line */
 export function gapText(line) {
-  return `… ${bytesText(line.e - line.o)} not shown`;
+  return `… ${bytesText(line.end - line.start)} not shown`;
 }
 
 /** @param {import("./store.js").Line} line @param {RowLook} look @returns {HTMLElement} */
 export function rowElement(line, look) {
-  const { src, kind } = line;
-  const from = kind === "note" ? "nblaunch" : `rank ${src.r}, ${src.s === "err" ? "stderr" : "stdout"}`;
-  const row = el("div", { class: "nbl-line", "data-kind": kind || src.s, title: `${line.t.toFixed(2)} s · ${from}` });
-  if (look.labels) row.append(el("span", { class: `nbl-label ${rankClass(src.r)}` }, lineLabel(line)), " ");
+  const { source, kind } = line;
+  const from = kind === "note" ? "nblaunch" : `rank ${source.rank}, ${source.stream === "err" ? "stderr" : "stdout"}`;
+  const row = el("div", {
+    class: "nbl-line",
+    "data-kind": kind || source.stream,
+    title: `${line.time.toFixed(2)} s · ${from}`,
+  });
+  if (look.labels) row.append(el("span", { class: `nbl-label ${rankClass(source.rank)}` }, lineLabel(line)), " ");
   if (kind === "gap") row.append(gapElement(line, look));
   else row.append(textElement(line, look.query));
   return row;
@@ -36,16 +40,32 @@ function gapElement(line, { onGap, mayLoad }) {
   if (line.state === "lost") return el("span", { class: "nbl-gap" }, `${what}: the file has no more of it`);
   if (line.state === "loading") return el("span", { class: "nbl-gap" }, `${what}: loading …`);
   if (!mayLoad) return el("span", { class: "nbl-gap" }, `${what}: see the file`);
-  return el("button", {
-    type: "button", class: "nbl-gap", "aria-label": `${bytesText(line.e - line.o)} of rank ${line.src.r} not shown: load`, on_click: () => onGap(line),
-  }, `${what}: `, el("u", {}, "load"));
+  return el(
+    "button",
+    {
+      type: "button",
+      class: "nbl-gap",
+      "aria-label": `${bytesText(line.end - line.start)} of rank ${line.source.rank} not shown: load`,
+      on_click: () => onGap(line),
+    },
+    `${what}: `,
+    el("u", {}, "load"),
+  );
 }
 
 /** @param {import("./store.js").Line} line @param {string} query */
 function textElement(line, query) {
   const text = el("span", { class: "nbl-text" });
   const runs = ansiRuns(line.text);
-  const marks = query ? marksOf(runs.map((run) => run.text).join("").toLowerCase(), query) : [];
+  const marks = query
+    ? marksOf(
+        runs
+          .map((run) => run.text)
+          .join("")
+          .toLowerCase(),
+        query,
+      )
+    : [];
   let at = 0;
   for (const run of runs) {
     for (const [start, end, marked] of cutRun(at, at + run.text.length, marks)) {
@@ -64,14 +84,15 @@ function textElement(line, query) {
   return text;
 }
 
-/** Where `query` stands. @param {string} text @param {string} query @returns {number[][]} */
+/** Return the ranges of `query`. @param {string} text @param {string} query @returns {number[][]} */
 function marksOf(text, query) {
   const marks = [];
-  for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + query.length)) marks.push([at, at + query.length]);
+  for (let at = text.indexOf(query); at >= 0; at = text.indexOf(query, at + query.length))
+    marks.push([at, at + query.length]);
   return marks;
 }
 
-/** A stretch cut where marks begin and end. @param {number} start @param {number} end @param {number[][]} marks
+/** Cut a run where marks start and end. @param {number} start @param {number} end @param {number[][]} marks
  * @returns {[number, number, boolean][]} */
 function cutRun(start, end, marks) {
   /** @type {[number, number, boolean][]} */

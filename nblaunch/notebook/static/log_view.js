@@ -1,11 +1,11 @@
-// The logs: tabs, find, follow, copy, and the path of the whole file; the lines themselves are in log_pane.js.
+// The logs: tabs, find, follow, copy, and the path of the file. log_pane.js shows the lines.
 import { el, rankClass, setAttribute, setText } from "./format.js";
 import { plainText } from "./line_order.js";
 import { LogPane } from "./log_pane.js";
 import { gapText, lineLabel } from "./log_rows.js";
 
-const FIND_WAIT = 150;
-const COPIED = 1500;
+const FIND_DELAY_MS = 150;
+const COPIED_MS = 1500;
 let viewCount = 0;
 
 /** @typedef {import("./store.js").Tab} Tab */
@@ -19,14 +19,27 @@ export class LogView {
     /** @type {Map<Tab, any>} */ this.tabs = new Map();
     /** @type {any} */ this.timer = null;
     this.tablist = el("div", {
-      class: "nbl-tabs", role: "tablist", "aria-label": "Logs", "data-lm-suppress-shortcuts": "true",
+      class: "nbl-tabs",
+      role: "tablist",
+      "aria-label": "Logs",
+      "data-lm-suppress-shortcuts": "true",
       on_keydown: (/** @type {KeyboardEvent} */ event) => this.#tabKey(event),
     });
     const button = (/** @type {string} */ text, /** @type {string} */ label, /** @type {() => void} */ act) =>
-      el("button", { type: "button", class: "nbl-button nbl-small", "aria-label": label, title: label, on_click: act }, text);
+      el(
+        "button",
+        { type: "button", class: "nbl-button nbl-small", "aria-label": label, title: label, on_click: act },
+        text,
+      );
     this.input = el("input", {
-      class: "nbl-find", type: "search", placeholder: "Find", "aria-label": "Find in the log", spellcheck: "false", autocomplete: "off",
-      "data-lm-suppress-shortcuts": "true", on_input: () => this.#findSoon(),
+      class: "nbl-find",
+      type: "search",
+      placeholder: "Find",
+      "aria-label": "Find in the log",
+      spellcheck: "false",
+      autocomplete: "off",
+      "data-lm-suppress-shortcuts": "true",
+      on_input: () => this.#findSoon(),
       on_keydown: (/** @type {KeyboardEvent} */ event) => this.#findKey(event),
     });
     this.found = el("span", { class: "nbl-found", role: "status", "aria-live": "polite" });
@@ -35,18 +48,44 @@ export class LogView {
     this.follow = button("Follow", "Follow the end of the log", () => this.pane.setFollow(!this.pane.follow));
     this.follow.classList.add("nbl-follow");
     this.copy = button("Copy", "Copy this log", () => this.#copy());
-    for (const steady of [this.follow, this.copy]) steady.classList.add("nbl-steady"); // of one width, whatever they say
-    this.more = el("button", { type: "button", class: "nbl-more", hidden: true, on_click: () => this.pane.setFollow(true) });
+    for (const steady of [this.follow, this.copy]) steady.classList.add("nbl-steady"); // constant width
+    this.more = el("button", {
+      type: "button",
+      class: "nbl-more",
+      hidden: true,
+      on_click: () => this.pane.setFollow(true),
+    });
     this.path = el("span", { class: "nbl-path" });
     this.count = el("span", { class: "nbl-lines" });
-    this.body = el("div", { class: "nbl-log-box", role: "tabpanel", id: `${this.id}-panel` }, this.pane.node, this.more);
-    this.node = el("section", { class: "nbl-logs", "aria-label": "Logs" },
-      el("div", { class: "nbl-bar" }, this.tablist,
-        el("div", { class: "nbl-tools" }, el("span", { class: "nbl-search" }, this.input, this.found), this.previous, this.next, this.follow, this.copy)),
-      this.body, el("div", { class: "nbl-foot" }, this.path, this.count));
+    this.body = el(
+      "div",
+      { class: "nbl-log-box", role: "tabpanel", id: `${this.id}-panel` },
+      this.pane.node,
+      this.more,
+    );
+    this.node = el(
+      "section",
+      { class: "nbl-logs", "aria-label": "Logs" },
+      el(
+        "div",
+        { class: "nbl-bar" },
+        this.tablist,
+        el(
+          "div",
+          { class: "nbl-tools" },
+          el("span", { class: "nbl-search" }, this.input, this.found),
+          this.previous,
+          this.next,
+          this.follow,
+          this.copy,
+        ),
+      ),
+      this.body,
+      el("div", { class: "nbl-foot" }, this.path, this.count),
+    );
     this.input.value = panel.reading.query;
     /** @type {number | undefined} */ this.failed = undefined;
-    /** @type {Tab | null} */ this.wanted = null; // a tab that is to be in sight
+    /** @type {Tab | null} */ this.wanted = null; // the tab to scroll to
     if (this.pane.tab !== "all") [this.failed, this.wanted] = [panel.failure?.rank, this.pane.tab];
     this.#makeTabs();
     this.body.setAttribute("aria-labelledby", this.tabs.get(this.pane.tab)?.id ?? "");
@@ -82,7 +121,7 @@ export class LogView {
     this.#tools();
   }
 
-  /** Scroll the strip of tabs, and nothing else, to the tab that is to be in sight. */
+  /** Scroll only the strip of tabs to the wanted tab. */
   #reveal() {
     const { tablist } = this;
     if (this.wanted === null || !tablist.clientWidth) return; // not on the page yet
@@ -90,7 +129,8 @@ export class LogView {
     this.wanted = null;
     if (!tab) return;
     const left = tab.offsetLeft - tablist.offsetLeft;
-    if (left < tablist.scrollLeft || left + tab.offsetWidth > tablist.scrollLeft + tablist.clientWidth) tablist.scrollLeft = Math.max(0, left - 40);
+    if (left < tablist.scrollLeft || left + tab.offsetWidth > tablist.scrollLeft + tablist.clientWidth)
+      tablist.scrollLeft = Math.max(0, left - 40);
   }
 
   dispose() {
@@ -111,10 +151,21 @@ export class LogView {
   #tab(tab, short) {
     const chosen = tab === this.pane.tab;
     const text = tab === "all" ? "All ranks" : short ? String(tab) : `rank ${tab}`;
-    return el("button", {
-      type: "button", class: `nbl-tab ${tab === "all" ? "" : rankClass(tab)}`, role: "tab", id: `${this.id}-${tab}`, "aria-controls": `${this.id}-panel`,
-      "aria-selected": String(chosen), tabindex: chosen ? 0 : -1, "aria-label": tab === "all" ? "All ranks" : `rank ${tab}`, on_click: () => this.show(tab),
-    }, text);
+    return el(
+      "button",
+      {
+        type: "button",
+        class: `nbl-tab ${tab === "all" ? "" : rankClass(tab)}`,
+        role: "tab",
+        id: `${this.id}-${tab}`,
+        "aria-controls": `${this.id}-panel`,
+        "aria-selected": String(chosen),
+        tabindex: chosen ? 0 : -1,
+        "aria-label": tab === "all" ? "All ranks" : `rank ${tab}`,
+        on_click: () => this.show(tab),
+      },
+      text,
+    );
   }
 
   /** @param {KeyboardEvent} event */
@@ -131,7 +182,7 @@ export class LogView {
 
   #findSoon() {
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.pane.find(this.input.value), FIND_WAIT);
+    this.timer = setTimeout(() => this.pane.find(this.input.value), FIND_DELAY_MS);
   }
 
   /** @param {KeyboardEvent} event */
@@ -151,24 +202,33 @@ export class LogView {
     setText(this.found, pane.findText);
     this.previous.disabled = this.next.disabled = !pane.hits.length || !pane.query;
     setText(this.follow, pane.follow ? "Pause" : "Follow");
-    setAttribute(this.follow, "aria-label", pane.follow ? "Pause: do not follow the end of the log" : "Follow the end of the log");
+    setAttribute(
+      this.follow,
+      "aria-label",
+      pane.follow ? "Pause: do not follow the end of the log" : "Follow the end of the log",
+    );
     this.follow.title = pane.follow ? "Stay here while lines come" : "Follow the end of the log";
     const { unseen } = pane;
     this.more.hidden = unseen === 0;
     if (unseen) setText(this.more, `↓ ${unseen.toLocaleString("en-US")} new ${unseen === 1 ? "line" : "lines"}`);
     const { log_dir } = panel.state;
-    setText(this.path, !log_dir ? "" : pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`);
+    setText(
+      this.path,
+      !log_dir ? "" : pane.tab === "all" ? log_dir : `${log_dir}/rank${pane.tab}.out, rank${pane.tab}.err`,
+    );
     const { length } = pane.view.lines;
     setText(this.count, length ? `${length.toLocaleString("en-US")} ${length === 1 ? "line" : "lines"}` : "");
   }
 
   async #copy() {
-    const labels = this.pane.tab === "all" && this.panel.info.world > 1;
+    const labels = this.pane.tab === "all" && this.panel.info.world_size > 1;
     const { lines, open } = this.pane.view;
-    const text = [...lines, ...open].map((line) => (labels ? `${lineLabel(line)} ` : "") + (line.kind === "gap" ? gapText(line) : plainText(line))).join("\n");
+    const text = [...lines, ...open]
+      .map((line) => (labels ? `${lineLabel(line)} ` : "") + (line.kind === "gap" ? gapText(line) : plainText(line)))
+      .join("\n");
     const done = await copyText(text, this.node);
     setText(this.copy, done ? "Copied" : "No access");
-    setTimeout(() => setText(this.copy, "Copy"), COPIED);
+    setTimeout(() => setText(this.copy, "Copy"), COPIED_MS);
   }
 }
 
@@ -178,7 +238,7 @@ async function copyText(text, near) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // a page that is not served over a secure connection: the old way
+    // pages without a secure connection have no clipboard
     const area = el("textarea", { class: "nbl-offscreen", "aria-hidden": "true" });
     area.value = text;
     near.append(area);

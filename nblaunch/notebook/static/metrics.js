@@ -1,8 +1,8 @@
-// A card for each metric: its latest and best value as numbers, and its chart.
+// A card for each metric: its latest and best value, and its chart.
 import { MetricChart } from "./chart.js";
 import { el, numberText, setText } from "./format.js";
 
-const REDRAW_EVERY = 250;
+const REDRAW_PAUSE_MS = 250;
 
 /** @typedef {{metric: import("./series.js").Metric, box: any, latest: any, best: any, detail: any, host: any,
  *   chart: MetricChart | null, version: number, pointed: number | null}} MetricCard */
@@ -11,18 +11,23 @@ export class MetricsView {
   /** @param {import("./state.js").PanelState} panel */
   constructor(panel) {
     this.panel = panel;
-    this.node = el("div", { class: "nbl-metrics", role: "list", "aria-label": "Metrics", hidden: true });
+    this.charts = el("div", { class: "nbl-charts", role: "list", "aria-label": "Metrics" });
+    this.values = el("div", { class: "nbl-single", role: "list", "aria-label": "Metrics with one value" });
+    this.node = el("div", { class: "nbl-metrics", hidden: true }, this.charts, this.values);
     /** @type {Map<string, MetricCard>} */ this.cards = new Map();
     this.order = "";
     this.due = 0;
     /** @type {any} */ this.timer = null;
     this.theme = new MutationObserver(() => this.#recolour());
     for (const node of [document.body, document.documentElement]) {
-      this.theme.observe(node, { attributes: true, attributeFilter: ["class", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind", "theme"] });
+      this.theme.observe(node, {
+        attributes: true,
+        attributeFilter: ["class", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind", "theme"],
+      });
     }
   }
 
-  /** Not more often than four times a second. */
+  /** Draw at most four times a second. */
   update() {
     if (this.timer !== null) return;
     const wait = this.due - performance.now();
@@ -40,15 +45,22 @@ export class MetricsView {
   }
 
   #draw() {
-    this.due = performance.now() + REDRAW_EVERY;
+    this.due = performance.now() + REDRAW_PAUSE_MS;
     const metrics = this.panel.metrics.sorted();
     this.node.hidden = !metrics.length;
-    const order = metrics.map((metric) => metric.name).join("\n");
     const cards = metrics.map((metric) => this.#card(metric));
+    const order = metrics.map((metric) => `${hasChart(metric)} ${metric.name}`).join("\n");
     if (order !== this.order) {
       this.order = order;
       this.#dropOthers(new Set(metrics.map((metric) => metric.name)));
-      this.node.replaceChildren(...cards.map((card) => card.box));
+      for (const [node, charted] of [
+        [this.charts, true],
+        [this.values, false],
+      ]) {
+        const boxes = cards.filter((card) => hasChart(card.metric) === charted).map((card) => card.box);
+        node.replaceChildren(...boxes);
+        node.hidden = !boxes.length;
+      }
     }
     for (const card of cards) this.#drawCard(card);
   }
@@ -66,11 +78,29 @@ export class MetricsView {
   #card(metric) {
     let card = this.cards.get(metric.name);
     if (!card) {
-      const [latest, best, detail] = [el("span", { class: "nbl-latest" }), el("span", { class: "nbl-best" }), el("span", { class: "nbl-point" })];
-      const host = el("div", { class: "nbl-chart", role: "img", "aria-label": `Chart of ${metric.name}`, hidden: true });
-      const box = el("div", { class: "nbl-card", role: "listitem" },
-        el("div", { class: "nbl-metric-top" }, el("span", { class: "nbl-metric-name", title: metric.name }, metric.name), detail),
-        el("div", { class: "nbl-values" }, latest, best), host);
+      const [latest, best, detail] = [
+        el("span", { class: "nbl-latest" }),
+        el("span", { class: "nbl-best" }),
+        el("span", { class: "nbl-point" }),
+      ];
+      const host = el("div", {
+        class: "nbl-chart",
+        role: "img",
+        "aria-label": `Chart of ${metric.name}`,
+        hidden: true,
+      });
+      const box = el(
+        "div",
+        { class: "nbl-card", role: "listitem" },
+        el(
+          "div",
+          { class: "nbl-metric-top" },
+          el("span", { class: "nbl-metric-name", title: metric.name }, metric.name),
+          detail,
+        ),
+        el("div", { class: "nbl-values" }, latest, best),
+        host,
+      );
       card = { metric, box, latest, best, detail, host, chart: null, version: -1, pointed: null };
       this.cards.set(metric.name, card);
     }
@@ -85,8 +115,8 @@ export class MetricsView {
     const table = metric.table();
     setText(card.latest, metric.diverged ? "NaN" : numberText(metric.latest));
     setText(card.best, metric.best === null ? "" : `best ${numberText(metric.best)}`);
-    card.host.hidden = card.detail.hidden = table.xs.length < 2;
-    if (table.xs.length < 2) {
+    card.host.hidden = card.detail.hidden = !hasChart(metric);
+    if (!hasChart(metric)) {
       card.version = metric.version;
       return;
     }
@@ -96,7 +126,7 @@ export class MetricsView {
     this.#describe(card, card.pointed);
   }
 
-  /** The numbers under the mouse; else the range of the axis. @param {MetricCard} card @param {number | null} i */
+  /** Show the values under the pointer, else the latest step. @param {MetricCard} card @param {number | null} i */
   #describe(card, i) {
     const { xs, columns, mean, ranks } = card.metric.table();
     const step = card.metric.byIndex ? "report" : "step";
@@ -105,7 +135,10 @@ export class MetricsView {
       return setText(card.detail, `${step} ${numberText(xs[end < 0 ? xs.length - 1 : end])}`);
     }
     const values = columns.map((column) => column[i]).filter((value) => value !== null);
-    const spread = ranks.length > 1 && values.length ? ` (${numberText(Math.min(...values))} to ${numberText(Math.max(...values))})` : "";
+    const spread =
+      ranks.length > 1 && values.length
+        ? ` (${numberText(Math.min(...values))} to ${numberText(Math.max(...values))})`
+        : "";
     const value = ranks.length > 1 && mean[i] !== null ? mean[i] : values[0];
     setText(card.detail, `${step} ${numberText(xs[i])}: ${numberText(value ?? null)}${spread}`);
   }
@@ -113,4 +146,9 @@ export class MetricsView {
   #recolour() {
     for (const card of this.cards.values()) card.chart?.recolour();
   }
+}
+
+/** Return true if a metric has a line to draw. @param {import("./series.js").Metric} metric */
+function hasChart(metric) {
+  return metric.table().xs.length > 1;
 }

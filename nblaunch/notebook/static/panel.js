@@ -1,4 +1,4 @@
-// The live panel of one launch: an anywidget. Its state is the model's, so every view of it shows the same.
+// The live panel of one launch, an anywidget. All views of a model share one state.
 import { FailureView, StacksView } from "./failure.js";
 import { HeaderView } from "./header.js";
 import { el } from "./format.js";
@@ -26,7 +26,7 @@ function panelOf(model) {
 /** @param {{model: any, signal?: AbortSignal}} context */
 function initialize({ model }) {
   const panel = panelOf(model);
-  const keeper = new RecordKeeper(panel.info.id, (host) => render({ model, el: host }));
+  const keeper = new RecordKeeper(panel.info.launch, (host) => render({ model, el: host }));
   const look = () => ACTIVE_STATES.includes(panel.state.name) || keeper.start();
   panel.views.add(look);
   look();
@@ -44,8 +44,19 @@ function render({ model, el: host }) {
   const logs = new LogView(panel);
   const showLog = (/** @type {number} */ rank) => logs.show(rank);
   const [header, metrics] = [new HeaderView(panel), new MetricsView(panel)];
-  const parts = [header, new FailureView(panel, showLog), new RanksView(panel, showLog), new StacksView(panel), metrics, logs];
-  const root = el("div", { class: "nbl-root", role: "region", "aria-label": `Launch ${panel.info.name}` }, ...parts.map((part) => part.node));
+  const parts = [
+    header,
+    new FailureView(panel, showLog),
+    new RanksView(panel, showLog),
+    new StacksView(panel),
+    metrics,
+    logs,
+  ];
+  const root = el(
+    "div",
+    { class: "nbl-root", role: "region", "aria-label": `Launch ${panel.info.name}` },
+    ...parts.map((part) => part.node),
+  );
   host.append(root);
 
   let frame = 0;
@@ -53,7 +64,7 @@ function render({ model, el: host }) {
     try {
       act();
     } catch (error) {
-      panel.drawingFailed(error); // the other parts are drawn all the same
+      panel.drawingFailed(error); // the other parts are still drawn
     }
   };
   const paint = () => {

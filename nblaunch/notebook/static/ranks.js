@@ -1,4 +1,4 @@
-// A cell for each rank: how it stands, its progress bars, what it uses.
+// A cell for each rank: state, progress bars, resource usage.
 import { bytesText, clockText, el, numberText, rankClass, setAttribute, setText } from "./format.js";
 
 /** @typedef {{box: any, state: any, use: any, bars: any, drawn: Map<string, any>, failed: boolean}} Cell */
@@ -17,17 +17,45 @@ export class RanksView {
     const { panel } = this;
     this.node.classList.toggle("nbl-many", panel.ranks.size > 16);
     this.node.classList.toggle("nbl-with-use", panel.resources.size > 0);
-    for (const [rank, state] of panel.ranks) this.#update(rank, panel.kernel.gone && ACTIVE_RANKS.includes(state) ? "ended" : state);
+    for (const [rank, state] of panel.ranks)
+      this.#update(rank, panel.kernel.gone && ACTIVE_RANKS.includes(state) ? "ended" : state);
   }
 
   /** @param {number} rank @returns {Cell} */
   #cell(rank) {
     const known = this.cells.get(rank);
     if (known) return known;
-    const cell = { state: el("span", { class: "nbl-rank-state" }), use: el("div", { class: "nbl-use" }), bars: el("div", { class: "nbl-bars" }), drawn: new Map(), box: null, failed: false };
-    const button = el("button", { type: "button", class: "nbl-rank-name", title: `Show the log of rank ${rank}`, on_click: () => this.show(rank) }, `rank ${rank}`);
-    cell.box = el("div", { class: `nbl-rank ${rankClass(rank)}`, role: "listitem" },
-      el("div", { class: "nbl-rank-head" }, el("span", { class: "nbl-swatch", "aria-hidden": "true" }), button, cell.state), cell.bars, cell.use);
+    const cell = {
+      state: el("span", { class: "nbl-rank-state" }),
+      use: el("div", { class: "nbl-use" }),
+      bars: el("div", { class: "nbl-bars" }),
+      drawn: new Map(),
+      box: null,
+      failed: false,
+    };
+    const button = el(
+      "button",
+      {
+        type: "button",
+        class: "nbl-rank-name",
+        title: `Show the log of rank ${rank}`,
+        on_click: () => this.show(rank),
+      },
+      `rank ${rank}`,
+    );
+    cell.box = el(
+      "div",
+      { class: `nbl-rank ${rankClass(rank)}`, role: "listitem" },
+      el(
+        "div",
+        { class: "nbl-rank-head" },
+        el("span", { class: "nbl-swatch", "aria-hidden": "true" }),
+        button,
+        cell.state,
+      ),
+      cell.bars,
+      cell.use,
+    );
     this.cells.set(rank, cell);
     this.node.append(cell.box);
     return cell;
@@ -61,9 +89,23 @@ export class RanksView {
     let drawn = cell.drawn.get(desc);
     if (!drawn) {
       const fill = el("div", { class: "nbl-fill" });
-      const track = el("div", { class: "nbl-track", role: "progressbar", "aria-label": `rank ${rank}: ${desc || "progress"}`, "aria-valuemin": 0 }, fill);
+      const track = el(
+        "div",
+        {
+          class: "nbl-track",
+          role: "progressbar",
+          "aria-label": `rank ${rank}: ${desc || "progress"}`,
+          "aria-valuemin": 0,
+        },
+        fill,
+      );
       const text = el("span", { class: "nbl-count" });
-      const box = el("div", { class: "nbl-progress" }, el("div", { class: "nbl-progress-text" }, el("span", { class: "nbl-desc", title: desc }, desc), text), track);
+      const box = el(
+        "div",
+        { class: "nbl-progress" },
+        el("div", { class: "nbl-progress-text" }, el("span", { class: "nbl-desc", title: desc }, desc), text),
+        track,
+      );
       cell.drawn.set(desc, (drawn = { box, fill, track, text }));
       cell.bars.append(box);
     }
@@ -81,8 +123,10 @@ export class RanksView {
 /** @param {import("./state.js").Bar} bar @param {number | null} share @param {boolean} lives */
 function barText(bar, share, lives) {
   const rate = bar.seconds > 0 ? bar.done / bar.seconds : 0;
-  if (share === null) return rate ? `${numberText(bar.done)} · ${numberText(Number(rate.toPrecision(3)))}/s` : numberText(bar.done);
-  const left = lives && share < 1 && rate ? ` · ${clockText((/** @type {number} */ (bar.total) - bar.done) / rate)} left` : "";
+  if (share === null || bar.total === null) {
+    return rate ? `${numberText(bar.done)} · ${numberText(Number(rate.toPrecision(3)))}/s` : numberText(bar.done);
+  }
+  const left = lives && share < 1 && rate ? ` · ${clockText((bar.total - bar.done) / rate)} left` : "";
   return `${numberText(bar.done)}/${numberText(bar.total)}${left}`;
 }
 

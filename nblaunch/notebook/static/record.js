@@ -1,11 +1,11 @@
-// When a launch has ended, the notebook holds its record: plain HTML, which needs no kernel. As long as there is one, the
-// live panel is shown in the record's place, wherever it stands in the page.
+// After a launch, the notebook holds its record: plain HTML that needs no kernel. While the kernel lives, the live panel
+// takes the record's place.
 
-/**
- * @param {string} launch
- * @param {(host: HTMLElement) => () => void} render draws a panel, and gives what removes it
- */
 export class RecordKeeper {
+  /**
+   * @param {string} launch
+   * @param {(host: HTMLElement) => () => void} render draws a panel, and returns what removes it
+   */
   constructor(launch, render) {
     this.marker = `nblaunch-${launch}`;
     this.render = render;
@@ -13,7 +13,7 @@ export class RecordKeeper {
     this.observer = new MutationObserver(() => this.look());
   }
 
-  /** The launch has ended: from now on its record may appear. */
+  /** Start looking for the record; the launch has ended. */
   start() {
     if (this.started) return;
     this.started = true;
@@ -24,7 +24,7 @@ export class RecordKeeper {
   look() {
     for (const [place, shown] of this.places) if (!shown.box.isConnected || !place.isConnected) this.#leave(place);
     for (const record of document.getElementsByClassName(this.marker)) {
-      // JupyterLab styles all that is inside its own element for HTML: the panel goes beside that.
+      // JupyterLab styles everything inside its HTML element: place the panel beside it.
       const place = /** @type {HTMLElement} */ (record.closest(".jp-RenderedHTMLCommon") ?? record);
       if (!this.places.has(place)) this.#take(place);
     }

@@ -1,21 +1,32 @@
-// The reported metrics: a bounded series for each name and rank, their mean, the latest and the best value.
+// Reported metrics: a bounded series for each name and rank, their mean, and the latest and best value.
 
-const MOST_POINTS = 2000;
-const FRONT = 64; // at most so many of the last reports are not thinned with the others: slower ranks are still to come
-const GREATER_IS_BETTER = { parts: ["accuracy", "precision", "recall", "bleu", "score"], words: ["acc", "f1", "auc", "map", "iou", "miou"] };
-const LESS_IS_BETTER = { parts: ["loss", "error", "perplexity", "rmse"], words: ["err", "ppl", "mae", "mse", "nll", "cer", "wer"] };
+const MAX_POINTS = 2000;
+const FRONT = 64; // recent reports that are not thinned yet: slower ranks may still reach them
+const GREATER_IS_BETTER = {
+  parts: ["accuracy", "precision", "recall", "bleu", "score"],
+  words: ["acc", "f1", "auc", "map", "iou", "miou"],
+};
+const LESS_IS_BETTER = {
+  parts: ["loss", "error", "perplexity", "rmse"],
+  words: ["err", "ppl", "mae", "mse", "nll", "cer", "wer"],
+};
 
-/** Whether a metric's name says that greater (1) or smaller (-1) is better; 0: it does not. @param {string} name */
+/** Return 1 if a metric's name says that greater is better, -1 if smaller, 0 if unknown. @param {string} name */
 export function metricDirection(name) {
   const lower = name.toLowerCase();
-  const words = lower.split(/[^a-z0-9]+|(?<=[a-z])(?=\d+$)/).concat(name.replace(/([a-z])(?=[A-Z][a-z])/g, "$1 ").toLowerCase().split(/[^a-z0-9]+/));
+  const words = lower.split(/[^a-z0-9]+|(?<=[a-z])(?=\d+$)/).concat(
+    name
+      .replace(/([a-z])(?=[A-Z][a-z])/g, "$1 ")
+      .toLowerCase()
+      .split(/[^a-z0-9]+/),
+  );
   const is = (/** @type {{parts: string[], words: string[]}} */ kind) =>
     kind.parts.some((part) => lower.includes(part)) || kind.words.some((word) => words.includes(word));
   if (is(LESS_IS_BETTER)) return -1;
   return is(GREATER_IS_BETTER) ? 1 : 0;
 }
 
-/** Accuracy and its like first, then losses, then the rest; each by name. @param {string} x @param {string} y */
+/** Order accuracies first, then losses, then the rest; each by name. @param {string} x @param {string} y */
 export function compareMetrics(x, y) {
   const place = (/** @type {string} */ name) => {
     if (metricDirection(name) > 0) return /acc/i.test(name) ? 0 : 1;
@@ -24,7 +35,7 @@ export function compareMetrics(x, y) {
   return place(x) - place(y) || (x < y ? -1 : x > y ? 1 : 0);
 }
 
-/** A finite number, or null for everything else. @param {unknown} given */
+/** Return a finite number, or null. @param {unknown} given */
 export function numberOf(given) {
   const value = typeof given === "string" && given.trim() ? Number(given) : given;
   return typeof value === "number" && Number.isFinite(value) ? value : null;
@@ -37,7 +48,7 @@ class RankSeries {
     /** @type {(number | null)[]} */ this.ys = [];
     /** @type {number[]} */ this.reports = []; // which report each point was
     this.count = 0;
-    this.loose = false; // the last point is there only until the next comes
+    this.loose = false; // the next point replaces the last one
   }
 
   /** @param {number} x @param {number | null} y @param {boolean} stays */
@@ -67,9 +78,9 @@ export class Metric {
     this.name = name;
     this.direction = metricDirection(name);
     /** @type {Map<number, RankSeries>} */ this.ranks = new Map();
-    this.byIndex = false; // steps went backwards: points are numbered instead
-    this.block = 4; // of so many reports two are kept ...
-    this.thinned = 0; // ... of those before this one
+    this.byIndex = false; // steps went backwards: number the points instead
+    this.block = 4; // two reports are kept of each block of this size ...
+    this.thinned = 0; // ... among reports before this one
     /** @type {Set<number>} */ this.kept = new Set();
     /** @type {number | null} */ this.best = null;
     this.version = 0;
@@ -87,13 +98,13 @@ export class Metric {
     this.version++;
   }
 
-  /** Where a rank has more than 2,000 points: of each block of reports the lowest and the highest stay, and of twice as
-   * many where that is still too much. The same ones for all ranks, or their mean would be made of guesses. */
+  /** Thin ranks with more than MAX_POINTS points: keep the lowest and highest report of each block, and double the block
+   * while that is too much. All ranks keep the same reports, so that their mean needs no interpolation. */
   thin() {
     const most = () => Math.max(0, ...[...this.ranks.values()].map((series) => series.xs.length));
-    if (most() <= MOST_POINTS) return;
+    if (most() <= MAX_POINTS) return;
     this.#thinOnce();
-    while (most() > 0.75 * MOST_POINTS) {
+    while (most() > 0.75 * MAX_POINTS) {
       this.block *= 2;
       this.#thinOnce();
     }
@@ -112,7 +123,9 @@ export class Metric {
     }
     const step = Math.min(this.block, FRONT);
     this.thinned = step * Math.floor(Math.max(...all.map((series) => series.count)) / step);
-    const means = [...values].filter(([report]) => report < this.thinned).map(([report, ys]) => ({ report, y: meanOf(ys) }));
+    const means = [...values]
+      .filter(([report]) => report < this.thinned)
+      .map(([report, ys]) => ({ report, y: meanOf(ys) }));
     this.kept = keptReports(means, this.block);
     for (const series of all) series.thin((report) => this.#stays(report));
   }
@@ -127,23 +140,23 @@ export class Metric {
     for (const series of this.ranks.values()) series.xs = series.reports.slice();
   }
 
-  /** Where the mean ends, as a row of the table; -1: nothing finite yet. */
+  /** The last row of the table with a mean; -1 if there is none. */
   get end() {
     return this.table().mean.findLastIndex((y) => y !== null);
   }
 
-  /** The mean there. */
+  /** The latest mean. */
   get latest() {
     return this.end < 0 ? null : this.table().mean[this.end];
   }
 
-  /** Every rank's last value was NaN or infinite. */
+  /** True if the last value of every rank was NaN or infinite. */
   get diverged() {
     return [...this.ranks.values()].every((series) => series.ys[series.ys.length - 1] === null);
   }
 
-  /** All points by x: a column for each rank, and their mean up to where the slowest is; ranks that have stopped long
-   * before hold nothing up. */
+  /** Return all points by x: a column for each rank, and their mean up to the slowest rank. Ignore ranks that stopped
+   * long before. */
   table() {
     if (this.drawn === this.version) return this.cached;
     this.thin();
@@ -160,7 +173,9 @@ export class Metric {
     });
     const filled = columns.map((column) => bridged(xs, column));
     const most = Math.max(...all.map((series) => series.count));
-    const ends = filled.map((column, i) => (2 * all[i].count < most ? Infinity : column.findLastIndex((y) => y !== null)));
+    const ends = filled.map((column, i) =>
+      2 * all[i].count < most ? Infinity : column.findLastIndex((y) => y !== null),
+    );
     const end = Math.min(...ends.filter((last) => last >= 0));
     const mean = xs.map((_, i) => (i > end ? null : meanOf(filled.map((column) => column[i]))));
     this.cached = { xs, ranks, columns, mean };
@@ -177,7 +192,7 @@ export class Metric {
   }
 }
 
-/** A column with what is missing between two of its values on the straight line from one to the other.
+/** Interpolate missing values of a column linearly.
  * @param {number[]} xs @param {(number | null)[]} column */
 function bridged(xs, column) {
   const filled = column.slice();
@@ -193,8 +208,8 @@ function bridged(xs, column) {
   return filled;
 }
 
-/** Of each block of reports the one with the lowest and the one with the highest mean, and the very first; of a block
- * that has no number its first. @param {{report: number, y: number | null}[]} means @param {number} size */
+/** Return the reports with the lowest and the highest mean of each block, and report 0. A block without numbers keeps
+ * its first report. @param {{report: number, y: number | null}[]} means @param {number} size */
 function keptReports(means, size) {
   /** @type {Map<number, {low: {report: number, y: number | null}, high: {report: number, y: number | null}}>} */
   const blocks = new Map();
@@ -228,7 +243,7 @@ export class MetricBook {
     /** @type {Map<string, Metric>} */ this.metrics = new Map();
   }
 
-  /** @param {[string, number, number, number | null][]} points */
+  /** @param {import("./page_messages.js").PointEntry[]} points */
   add(points) {
     const touched = new Set();
     for (const [name, rank, x, y] of points) {

@@ -1,20 +1,23 @@
-// What is known of one launch: kept for its model, shared by all its views, changed by the kernel's messages.
+// The state of one launch: one for its model, shared by all views, changed by the kernel's messages.
 import { ACTIVE_STATES, KernelLink } from "./kernel.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
-const OLDER_WAIT = 10000;
+const OLDER_TIMEOUT_MS = 10000;
 const BARS = 3; // progress bars shown for one rank
 
-/** @typedef {{rank: number, type: string, message: string, where: string, source: string, traceback: string,
- *   others: string[], log: string}} Failure */
+/** @typedef {import("./page_messages.js").ToPage} ToPage */
+/** @typedef {import("./page_messages.js").FromPage} FromPage */
+/** @typedef {import("./page_messages.js").Changes} Changes */
+/** @typedef {import("./page_messages.js").PanelInfo} PanelInfo */
+/** @typedef {import("./page_messages.js").StateEntry} StateEntry */
+/** @typedef {import("./page_messages.js").FailureEntry} FailureEntry */
 /** @typedef {{desc: string, done: number, total: number | null, seconds: number}} Bar */
 /** @typedef {{cpu: number, memory: number, gpu: number | null, gpuMemory: number | null, peak: number}} Use */
-/** @typedef {{id: string, name: string, world: number, device: string, blocking: boolean}} Info */
 
-/** What the reader has chosen: a notebook renders the panel anew when its launch ends, and he reads on where he was.
+/** What the reader has chosen. The notebook renders a new view when the launch ends; it continues from here.
  * @typedef {object} Reading
- * @property {object | null} by the log that has changed it last
+ * @property {object | null} by the log pane that changed it last
  * @property {import("./store.js").Tab} tab
  * @property {boolean} follow
  * @property {number} top
@@ -23,15 +26,26 @@ const BARS = 3; // progress bars shown for one rank
  * @property {Set<number>} loaded
  * @property {string} query
  * @property {import("./store.js").Line | null} hit
- * @property {string} height of the log, where he has changed it
- * @property {number | null} closed when the stacks were taken that he has closed
+ * @property {string} height of the log, if the reader changed it
+ * @property {number | null} closed time of the stacks that the reader closed
  * @property {boolean} traceback whether it is open
  * @property {boolean} others whether they are open */
 /** @returns {Reading} */
 function freshReading() {
   return {
-    by: null, tab: "all", follow: true, top: 0, anchor: null, lastSeen: undefined, loaded: new Set(), query: "", hit: null,
-    height: "", closed: null, traceback: true, others: false,
+    by: null,
+    tab: "all",
+    follow: true,
+    top: 0,
+    anchor: null,
+    lastSeen: undefined,
+    loaded: new Set(),
+    query: "",
+    hit: null,
+    height: "",
+    closed: null,
+    traceback: true,
+    others: false,
   };
 }
 
@@ -42,13 +56,12 @@ function bytesOf(buffer) {
   return new Uint8Array(buffer.buffer, buffer.byteOffset, buffer.byteLength);
 }
 
-/** A message that says nothing but that the kernel is there. @param {any} content */
-function isSignOfLife(content) {
-  return content?.kind === "delta" && Object.keys(content).every((key) => ["kind", "seq", "now"].includes(key));
+/** Return true if a message is only a heartbeat. @param {ToPage} message */
+function isHeartbeat(message) {
+  return message?.kind === "delta" && !message.changes && !message.logs;
 }
 
-/** @typedef {{name: string, countdown: string, attempt: number, log_dir: string, seconds: number | null, message: string}} LaunchState */
-/** @returns {LaunchState} */
+/** @returns {StateEntry} */
 function blankState() {
   return { name: "starting", countdown: "", attempt: 0, log_dir: "", seconds: null, message: "" };
 }
@@ -58,10 +71,14 @@ export class PanelState {
   constructor(model, clock) {
     this.model = model;
     const info = model.get("info") ?? {};
-    /** @type {Info} */
+    /** @type {PanelInfo} */
     this.info = {
-      id: String(info.launch ?? ""), name: String(info.name ?? ""), world: Number(info.world) || 0,
-      device: String(info.device ?? ""), blocking: Boolean(info.blocking),
+      launch: String(info.launch ?? ""),
+      name: String(info.name ?? ""),
+      world_size: Number(info.world_size) || 0,
+      device: String(info.device ?? ""),
+      start_method: String(info.start_method ?? ""),
+      blocking: Boolean(info.blocking),
     };
     this.seq = 0;
     this.highest = 0;
@@ -74,8 +91,8 @@ export class PanelState {
     /** @type {Map<number, string>} */ this.ranks = new Map();
     /** @type {Map<number, Map<string, Bar>>} */ this.progress = new Map();
     /** @type {Map<number, Use>} */ this.resources = new Map();
-    /** @type {Failure | null} */ this.failure = null;
-    /** @type {{t: number, ranks: [number, string][]} | null} */ this.stacks = null;
+    /** @type {FailureEntry | null} */ this.failure = null;
+    /** @type {import("./page_messages.js").StacksEntry | null} */ this.stacks = null;
     this.metrics = new MetricBook();
     this.#clear();
     this.kernel = new KernelLink(model, this.#launch(), clock);
@@ -85,9 +102,11 @@ export class PanelState {
     /** @type {Map<number, {gap: import("./store.js").Line, timer: any}>} */ this.requests = new Map();
   }
 
-  /** Listen; and where this page has missed messages, ask for them. */
+  /** Listen, and request missed messages. */
   open() {
-    this.model.on("msg:custom", (/** @type {any} */ content, /** @type {any[]} */ buffers) => this.receive(content, buffers));
+    this.model.on("msg:custom", (/** @type {ToPage} */ content, /** @type {any[]} */ buffers) =>
+      this.receive(content, buffers),
+    );
     if (Number(this.model.get("sent")) > 0) this.kernel.resync();
   }
 
@@ -101,30 +120,30 @@ export class PanelState {
     return this.kernel.active;
   }
 
-  /** Seconds since the launch began, or what it took. */
+  /** Seconds since the launch began, or its duration. */
   get elapsed() {
     if (this.state.seconds !== null) return this.state.seconds;
     if (this.heard === -Infinity || !ACTIVE_STATES.includes(this.state.name) || this.kernel.gone) return this.now;
     return this.now + (this.kernel.clock.now() - this.heard) / 1000;
   }
 
-  /** @param {any} content @param {any[]} [buffers] */
+  /** @param {ToPage} content @param {any[]} [buffers] */
   receive(content, buffers) {
     const notice = this.notice;
     try {
       this.heard = this.kernel.clock.now();
       this.#dispatch(content, bytesOf(buffers?.[0]));
     } catch (error) {
-      this.notice = `The panel could not read a message of the kernel: ${error}`;
+      this.notice = `The panel could not read a message from the kernel: ${error}`;
     }
-    if (!isSignOfLife(content) || notice !== this.notice) this.changed();
+    if (!isHeartbeat(content) || notice !== this.notice) this.changed();
   }
 
   changed() {
     for (const view of this.views) view();
   }
 
-  /** A view could not draw a part of itself: said once, or it would be at every message. @param {unknown} error */
+  /** Report once that a view could not draw a part. @param {unknown} error */
   drawingFailed(error) {
     if (this.broken) return;
     this.broken = true;
@@ -132,70 +151,75 @@ export class PanelState {
     this.changed();
   }
 
-  /** Ask for the lines of a gap. @param {import("./store.js").Line} gap */
+  /** Request the lines of a gap. @param {import("./store.js").Line} gap */
   loadOlder(gap) {
     if (!this.logs.mayLoad(gap) || this.requests.size || this.kernel.gone) return;
     const id = ++this.asked;
-    const { a, r, s } = gap.src;
+    const { attempt, rank, stream } = gap.source;
+    if (stream === "note") return;
     gap.state = "loading";
-    const timer = this.kernel.clock.set(() => this.#olderFailed(id), OLDER_WAIT);
+    const timer = this.kernel.clock.set(() => this.#olderFailed(id), OLDER_TIMEOUT_MS);
     this.requests.set(id, { gap, timer });
-    this.kernel.send({ kind: "older", id, a, r, s, from: gap.o, to: gap.e });
+    this.kernel.send({ kind: "older", request: id, attempt, rank, stream, start: gap.start, end: gap.end });
     this.changed();
   }
 
-  /** @param {any} content @param {Uint8Array} bytes */
-  #dispatch(content, bytes) {
-    if (content.kind === "ack") return this.kernel.acknowledged(content.what, content.launch);
-    if (content.kind === "older") return this.#older(content, bytes);
-    const snapshot = content.kind === "snapshot";
-    if (!snapshot && (content.kind !== "delta" || content.seq <= this.highest)) return;
-    this.#count(content, snapshot);
-    this.now = Number(content.now) || 0;
-    if (snapshot) this.#clear();
-    this.#apply(content, bytes, snapshot);
+  /** @param {ToPage} message @param {Uint8Array} bytes */
+  #dispatch(message, bytes) {
+    switch (message.kind) {
+      case "acknowledged":
+        return this.kernel.acknowledged(message.action, message.launch);
+      case "older":
+        return this.#older(message, bytes);
+      case "snapshot":
+        this.seq = message.seq;
+        this.highest = Math.max(this.highest, message.seq);
+        this.kernel.resynced(message.rewound);
+        this.now = Number(message.now) || 0;
+        this.#clear();
+        return this.#apply(message.changes ?? {}, true);
+      case "delta":
+        if (message.seq > this.highest) this.#delta(message, bytes);
+    }
   }
 
-  /** @param {{seq: number, rewound?: boolean}} content @param {boolean} snapshot */
-  #count({ seq, rewound }, snapshot) {
-    this.highest = Math.max(this.highest, seq);
-    if (snapshot) {
-      this.seq = seq;
-      this.kernel.resynced(Boolean(rewound));
-    } else if (seq === this.seq + 1) {
-      this.seq = seq;
-    } else {
-      this.kernel.resync(); // what did come is shown meanwhile
-    }
+  /** @param {import("./page_messages.js").Delta} delta @param {Uint8Array} bytes */
+  #delta({ seq, now, changes, logs }, bytes) {
+    this.highest = seq;
+    if (seq === this.seq + 1) this.seq = seq;
+    else this.kernel.resync(); // show what has arrived meanwhile
+    this.now = Number(now) || 0;
+    if (changes) this.#apply(changes, false);
+    if (logs && !this.kernel.rewinds) this.logs.add(logs, bytes);
+    if (!ACTIVE_STATES.includes(this.state.name)) this.logs.settle();
   }
 
   #clear() {
     this.state = blankState();
-    for (let rank = 0; rank < this.info.world; rank++) this.ranks.set(rank, "starting");
+    for (let rank = 0; rank < this.info.world_size; rank++) this.ranks.set(rank, "starting");
     this.progress.clear();
     this.resources.clear();
     this.failure = this.stacks = null;
     this.metrics = new MetricBook();
   }
 
-  /** @param {any} delta @param {Uint8Array} bytes @param {boolean} snapshot */
-  #apply(delta, bytes, snapshot) {
-    if (delta.state) this.#setState(delta.state);
-    for (const [rank, state] of delta.ranks ?? []) this.ranks.set(Number(rank), String(state));
-    for (const bar of delta.progress ?? []) this.#setBar(bar);
-    if (delta.metrics) this.metrics.add(delta.metrics);
-    for (const use of delta.resources ?? []) this.#setUse(use);
-    if (delta.notes || snapshot) this.logs.addNotes(delta.notes ?? [], snapshot);
-    if (delta.failure) this.failure = delta.failure;
-    if (delta.stacks) {
-      this.stacks = delta.stacks;
+  /** @param {Changes} changes @param {boolean} isWhole */
+  #apply(changes, isWhole) {
+    if (changes.state) this.#setState(changes.state);
+    for (const [rank, state] of changes.ranks ?? []) this.ranks.set(rank, state);
+    for (const bar of changes.progress ?? []) this.#setBar(bar);
+    if (changes.metrics) this.metrics.add(changes.metrics);
+    for (const use of changes.resources ?? []) this.#setUse(use);
+    if (changes.notes || isWhole) this.logs.addNotes(changes.notes ?? [], isWhole);
+    if (changes.failure) this.failure = changes.failure;
+    if (changes.stacks) {
+      this.stacks = changes.stacks;
       this.kernel.stacksCame();
     }
-    if (delta.logs && !this.kernel.rewinds) this.logs.add(delta.logs, bytes);
     if (!ACTIVE_STATES.includes(this.state.name)) this.logs.settle();
   }
 
-  /** @param {Partial<LaunchState>} state */
+  /** @param {Partial<StateEntry>} state */
   #setState(state) {
     const before = this.state;
     this.state = { ...before, ...state };
@@ -206,29 +230,34 @@ export class PanelState {
     this.kernel.moved(this.state.name);
   }
 
-  /** @param {[number, string, number, number | null, number]} bar */
+  /** @param {import("./page_messages.js").ProgressEntry} bar */
   #setBar([rank, desc, done, total, seconds]) {
     let bars = this.progress.get(rank);
     if (!bars) this.progress.set(rank, (bars = new Map()));
     const whole = numberOf(total) ?? 0;
-    bars.set(String(desc), { desc: String(desc), done: numberOf(done) ?? 0, total: whole > 0 ? whole : null, seconds: numberOf(seconds) ?? 0 });
+    bars.set(String(desc), {
+      desc: String(desc),
+      done: numberOf(done) ?? 0,
+      total: whole > 0 ? whole : null,
+      seconds: numberOf(seconds) ?? 0,
+    });
     if (bars.size > BARS) bars.delete(/** @type {string} */ (bars.keys().next().value));
   }
 
-  /** @param {[number, number, number, number | null, number | null]} use */
+  /** @param {import("./page_messages.js").ResourceEntry} use */
   #setUse([rank, cpu, memory, gpu, gpuMemory]) {
     const peak = Math.max(memory, this.resources.get(rank)?.peak ?? 0);
     this.resources.set(rank, { cpu, memory, gpu: gpu ?? null, gpuMemory: gpuMemory ?? null, peak });
   }
 
-  /** @param {any} answer @param {Uint8Array} bytes */
+  /** @param {import("./page_messages.js").OlderLines} answer @param {Uint8Array} bytes */
   #older(answer, bytes) {
-    if (answer.id === null || answer.id === undefined) return this.logs.fillUnasked(answer, bytes);
-    const request = this.requests.get(answer.id);
+    if (answer.request === null) return this.logs.fillUnrequested(answer, bytes);
+    const request = this.requests.get(answer.request);
     if (!request) return;
     this.kernel.clock.clear(request.timer);
-    this.requests.delete(answer.id);
-    request.gap.state = ""; // it may be smaller by now than what was asked for
+    this.requests.delete(answer.request);
+    request.gap.state = ""; // it may have become smaller than the request
     this.logs.fill(answer, bytes);
   }
 
@@ -237,20 +266,28 @@ export class PanelState {
     const request = this.requests.get(id);
     this.requests.delete(id);
     if (request) request.gap.state = "";
-    this.notice = "The older lines did not come: the kernel is busy or gone. The file has them.";
+    this.notice = "Older lines did not arrive: the kernel is busy or gone. The log file has them.";
     this.changed();
   }
 
-  /** What KernelLink may know and do. @returns {import("./kernel.js").Launch} */
+  /** Return what KernelLink may read and call. @returns {import("./kernel.js").Launch} */
   #launch() {
     const panel = this;
     return {
-      id: this.info.id,
+      id: this.info.launch,
       blocking: this.info.blocking,
-      get state() { return panel.state.name; },
-      get heard() { return panel.heard; },
-      get seq() { return panel.seq; },
-      get have() { return panel.logs.hasLines; },
+      get state() {
+        return panel.state.name;
+      },
+      get heard() {
+        return panel.heard;
+      },
+      get seq() {
+        return panel.seq;
+      },
+      get hasLines() {
+        return panel.logs.hasLines;
+      },
       say: (text) => {
         if (panel.notice === text) return;
         panel.notice = text;

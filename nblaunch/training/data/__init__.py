@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nblaunch.training.data.balanced import ClassBalancedBatchSampler
-from nblaunch.training.data.loader import ShardedLoader
+from nblaunch.training.data.class_balanced_sampler import ClassBalancedBatchSampler
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.preprocessing import Preprocessed, preprocess
+from nblaunch.training.data.sampler_wrappers import DistributedBatchSamplerWrapper, DistributedSamplerWrapper
 from nblaunch.training.data.samplers import DistributedWeightedSampler, ExactDistributedSampler
+from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.data.sharding import shard
-from nblaunch.training.data.workers import WorkersTiming, time_workers
-from nblaunch.training.data.wrappers import DistributedBatchSamplerWrapper, DistributedSamplerWrapper
+from nblaunch.training.data.worker_timing import WorkersTiming, time_workers
 
 __all__ = [
     "ClassBalancedBatchSampler",

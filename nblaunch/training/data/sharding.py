@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.data.loader import ShardedLoader
+from nblaunch.training.data.sharded_loader import ShardedLoader
 
 T = TypeVar("T")
 
@@ -20,20 +20,20 @@ def shard(
     dispatch: bool | None = None,
     move: Callable[[Any], Any] | None = None,
 ) -> ShardedLoader[T]:
-    """The same DataLoader, of which each rank gets its part: every sample once, equally many batches on every rank.
+    """Give each rank its part of a DataLoader: every sample once, equally many batches on every rank.
 
-    So DDP cannot hang, and what is counted over the ranks is exact. See `ShardedLoader` for how the data is divided.
+    So DDP cannot hang, and counts over the ranks are exact. `ShardedLoader` describes how the data is divided.
 
     Args:
-        loader: Any ``torch.utils.data.DataLoader``; each of its arguments is kept. A `ShardedLoader` comes back as it
-            is, with what else is given here set.
-        seed: What the orders are drawn from, 0 to 2**32 - 1. Default: that of `seed_everything`, else 0.
+        loader: Any ``torch.utils.data.DataLoader``; all its arguments are kept. A `ShardedLoader` comes back itself,
+            with the other arguments set.
+        seed: Seed of the order, 0 to 2**32 - 1. Default: that of `seed_everything`, else 0.
         dispatch: For iterable datasets. True or None: rank 0 reads, and sends each rank its part. False: every rank
             reads everything, which must be the same on each, and keeps its part: for streams that are cheap to read.
-        move: Called on each batch before it is given out. Default: batches are left where they are.
+        move: Called on each batch before it is yielded. Default: batches stay where they are.
 
     Raises:
-        ArgumentError: `loader` is no DataLoader, or `seed` no such number.
+        ArgumentError: `loader` is not a DataLoader, or `seed` is out of range.
     """
     if isinstance(loader, ShardedLoader):
         loader.adjust(seed=seed, dispatch=dispatch, move=move)
@@ -42,9 +42,9 @@ def shard(
     if not isinstance(given, DataLoader):
         kind = type(given).__name__
         raise ArgumentError(f"loader={loader!r:.80}: must be a torch.utils.data.DataLoader, and is a {kind}")
-    if not issubclass(type(given), DataLoader):  # it only says that it is one
+    if not issubclass(type(given), DataLoader):  # isinstance believes __class__, which accelerate overrides
         raise ArgumentError(
             f"loader is a {type(given).__name__}, already divided by accelerate, which repeats samples so that every "
-            "rank has as many: give the DataLoader from before prepare"
+            "rank has equally many: give the DataLoader from before prepare"
         )
     return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move)

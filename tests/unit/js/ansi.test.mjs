@@ -10,7 +10,11 @@ test("plain text is one run", () => {
 });
 
 test("the sixteen colours are classes, for the theme to decide", () => {
-  assert.deepEqual(looks("a\x1b[31mb\x1b[0mc"), [["a", "", {}], ["b", "nbl-fg-1", {}], ["c", "", {}]]);
+  assert.deepEqual(looks("a\x1b[31mb\x1b[0mc"), [
+    ["a", "", {}],
+    ["b", "nbl-fg-1", {}],
+    ["c", "", {}],
+  ]);
   assert.deepEqual(looks("\x1b[92;44mx"), [["x", "nbl-fg-10 nbl-bg-4", {}]]);
   assert.deepEqual(looks("\x1b[90;100mx"), [["x", "nbl-fg-8 nbl-bg-8", {}]]);
   assert.deepEqual(looks("\x1b[30;47mx"), [["x", "nbl-fg-0 nbl-bg-7", {}]]);
@@ -29,7 +33,10 @@ test("bold, dim, italic, underline and inverse", () => {
   assert.deepEqual(looks("\x1b[1;2;3;4mx"), [["x", "nbl-bold nbl-dim nbl-italic nbl-underline", {}]]);
   assert.deepEqual(looks("\x1b[7mx"), [["x", "nbl-fg-paper nbl-bg-ink", {}]]);
   assert.deepEqual(looks("\x1b[7;31mx"), [["x", "nbl-bg-1", {}]]);
-  assert.deepEqual(looks("\x1b[1mx\x1b[22my"), [["x", "nbl-bold", {}], ["y", "", {}]]);
+  assert.deepEqual(looks("\x1b[1mx\x1b[22my"), [
+    ["x", "nbl-bold", {}],
+    ["y", "", {}],
+  ]);
 });
 
 test("what is no colour is none", () => {

@@ -1,8 +1,27 @@
 // As much of a page as the panel's views need, without layout: a test says how large things are.
 class FakeNode {
   constructor(tag) {
-    Object.assign(this, { tag, parent: null, childNodes: [], attributes: new Map(), listeners: {}, style: {}, dataset: {} });
-    Object.assign(this, { clientWidth: 0, clientHeight: 0, offsetLeft: 0, offsetTop: 0, offsetWidth: 0, scrollTop: 0, scrollLeft: 0, value: "", title: "", tabIndex: 0 });
+    Object.assign(this, {
+      tag,
+      parent: null,
+      childNodes: [],
+      attributes: new Map(),
+      listeners: {},
+      style: {},
+      dataset: {},
+    });
+    Object.assign(this, {
+      clientWidth: 0,
+      clientHeight: 0,
+      offsetLeft: 0,
+      offsetTop: 0,
+      offsetWidth: 0,
+      scrollTop: 0,
+      scrollLeft: 0,
+      value: "",
+      title: "",
+      tabIndex: 0,
+    });
     const classes = () => new Set((this.getAttribute("class") ?? "").split(" ").filter(Boolean));
     this.classList = {
       contains: (name) => classes().has(name),
@@ -71,7 +90,8 @@ class FakeNode {
     (this.listeners[name] ??= []).push(listener);
   }
   fire(name, event = {}) {
-    for (const listener of this.listeners[name] ?? []) listener({ detail: 1, preventDefault() {}, stopPropagation() {}, ...event });
+    for (const listener of this.listeners[name] ?? [])
+      listener({ detail: 1, preventDefault() {}, stopPropagation() {}, ...event });
   }
   focus() {}
   getContext() {
@@ -95,7 +115,12 @@ export function fakePage() {
   const observers = new Set();
   let frames = [];
   Object.assign(globalThis, {
-    document: { createElement: (tag) => new FakeNode(tag), body: new FakeNode("body"), documentElement: new FakeNode("html"), getElementsByClassName: () => [] },
+    document: {
+      createElement: (tag) => new FakeNode(tag),
+      body: new FakeNode("body"),
+      documentElement: new FakeNode("html"),
+      getElementsByClassName: () => [],
+    },
     ResizeObserver: class {
       constructor(act) {
         this.act = act;

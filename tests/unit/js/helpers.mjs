@@ -13,6 +13,16 @@ export function randomSource(seed) {
   };
 }
 
+/** A delta with these logs and changes. */
+export function deltaOf(seq, { now = seq, logs, ...changes } = {}) {
+  return { kind: "delta", seq, now, ...(Object.keys(changes).length && { changes }), ...(logs && { logs }) };
+}
+
+/** A snapshot of these changes. */
+export function snapshotOf(seq, { now = seq, rewound = false, ...changes } = {}) {
+  return { kind: "snapshot", seq, now, changes, rewound };
+}
+
 /** A clock whose time a test moves. */
 export class FakeClock {
   constructor() {
@@ -47,7 +57,18 @@ export class FakeClock {
 /** An anywidget model in a page whose kernel is `kernel`. */
 export class FakeModel {
   constructor({ info = {}, sent = 0, manager = undefined } = {}) {
-    this.state = { info: { launch: "L1", name: "train", world: 2, device: "cpu", method: "fork server", blocking: true, ...info }, sent };
+    this.state = {
+      info: {
+        launch: "L1",
+        name: "train",
+        world_size: 2,
+        device: "cpu",
+        start_method: "forkserver",
+        blocking: true,
+        ...info,
+      },
+      sent,
+    };
     this.sentMessages = [];
     this.listeners = [];
     this.widget_manager = manager;

@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 import { PanelState } from "../../../nblaunch/notebook/static/state.js";
-import { FakeClock, FakeKernel, FakeModel } from "./helpers.mjs";
+import { deltaOf, FakeClock, FakeKernel, FakeModel } from "./helpers.mjs";
 
 const VS_CODE = { wsUrl: "BOGUS_PVSC" };
 
@@ -12,18 +12,18 @@ function running({ info = {}, kernel = new FakeKernel(), manager = { kernel } } 
   const model = new FakeModel({ info, manager });
   const panel = new PanelState(model, clock);
   panel.open();
-  model.deliver({ kind: "delta", seq: 1, now: 1, state: { name: "running" } });
+  model.deliver(deltaOf(1, { state: { name: "running" } }));
   model.sentMessages.length = 0;
   return { clock, model, panel, kernel };
 }
-const state = (model, name, seq = 2) => model.deliver({ kind: "delta", seq, now: 2, state: { name } });
+const state = (model, name, seq = 2) => model.deliver(deltaOf(seq, { now: 2, state: { name } }));
 
 test("a stop that is acknowledged interrupts nothing", () => {
   const { clock, model, panel, kernel } = running();
   panel.kernel.stop();
   assert.deepEqual(model.sentMessages, [{ kind: "stop", launch: "L1" }]);
   clock.pass(699);
-  model.deliver({ kind: "ack", what: "stop", launch: "L1" });
+  model.deliver({ kind: "acknowledged", action: "stop", launch: "L1" });
   clock.pass(60_000);
   assert.deepEqual(kernel.calls, []);
   assert.equal(panel.kernel.asked, "stop");
@@ -54,9 +54,12 @@ test("when an interrupt changes nothing the panel says which button to press", (
 test("the second click kills, by the same ways", () => {
   const { clock, model, panel, kernel } = running();
   panel.kernel.stop();
-  model.deliver({ kind: "ack", what: "stop", launch: "L1" });
+  model.deliver({ kind: "acknowledged", action: "stop", launch: "L1" });
   panel.kernel.stop();
-  assert.deepEqual(model.sentMessages, [{ kind: "stop", launch: "L1" }, { kind: "kill", launch: "L1" }]);
+  assert.deepEqual(model.sentMessages, [
+    { kind: "stop", launch: "L1" },
+    { kind: "kill", launch: "L1" },
+  ]);
   clock.pass(700);
   assert.deepEqual(kernel.calls, ["interrupt"]);
 });
@@ -75,9 +78,9 @@ test("a click before the acknowledgement of the first kills as soon as that come
   panel.kernel.stop();
   panel.kernel.stop();
   assert.deepEqual(model.kinds(), ["stop"]);
-  model.deliver({ kind: "ack", what: "stop", launch: "L1" });
+  model.deliver({ kind: "acknowledged", action: "stop", launch: "L1" });
   assert.deepEqual(model.kinds(), ["stop", "kill"]);
-  model.deliver({ kind: "ack", what: "kill", launch: "L1" });
+  model.deliver({ kind: "acknowledged", action: "kill", launch: "L1" });
   clock.pass(60_000);
   assert.deepEqual(model.kinds(), ["stop", "kill"]);
   assert.deepEqual(kernel.calls, []);
@@ -124,7 +127,7 @@ test("a late acknowledgement of the stop is none of the kill", () => {
   panel.kernel.stop();
   clock.pass(700);
   panel.kernel.stop();
-  model.deliver({ kind: "ack", what: "stop", launch: "L1" });
+  model.deliver({ kind: "acknowledged", action: "stop", launch: "L1" });
   clock.pass(700);
   assert.deepEqual(kernel.calls, ["interrupt", "interrupt"]);
 });
@@ -133,7 +136,7 @@ test("an empty message says that the kernel runs our launch", () => {
   const { clock, model, panel, kernel } = running();
   for (let seq = 2; seq < 30; seq++) {
     clock.pass(2000);
-    model.deliver({ kind: "delta", seq, now: 2 * seq });
+    model.deliver(deltaOf(seq, { now: 2 * seq }));
   }
   panel.kernel.stop();
   clock.pass(700);
@@ -147,10 +150,17 @@ test("in VS Code an interrupt_request goes over the control channel", () => {
   clock.pass(700);
   const [message] = kernel.calls;
   assert.equal(kernel.calls.length, 1);
-  assert.deepEqual({ ...message, header: { ...message.header, msg_id: "", date: "" } }, {
-    header: { msg_type: "interrupt_request", msg_id: "", session: "client", username: "", version: "5.3", date: "" },
-    parent_header: {}, metadata: {}, content: {}, channel: "control", buffers: [],
-  });
+  assert.deepEqual(
+    { ...message, header: { ...message.header, msg_id: "", date: "" } },
+    {
+      header: { msg_type: "interrupt_request", msg_id: "", session: "client", username: "", version: "5.3", date: "" },
+      parent_header: {},
+      metadata: {},
+      content: {},
+      channel: "control",
+      buffers: [],
+    },
+  );
   assert.ok(message.header.msg_id && !Number.isNaN(Date.parse(message.header.date)));
 });
 
@@ -168,7 +178,7 @@ test("a background launch interrupts nothing", () => {
   panel.kernel.stop();
   clock.pass(700);
   assert.deepEqual(kernel.calls, []);
-  assert.match(panel.notice, /busy: it stops when the running cell ends, or run %distributed stop/);
+  assert.match(panel.notice, /busy: the launch stops when the running cell ends/);
 });
 
 test("a launch that has ended meanwhile interrupts nothing", () => {
@@ -185,7 +195,17 @@ test("a launch that has ended meanwhile interrupts nothing", () => {
 for (const [name, manager] of [
   ["no widget manager", null],
   ["no kernel", { kernel: null }],
-  ["a manager that throws", { get kernel() { throw new Error("no"); }, get context() { throw new Error("no"); } }],
+  [
+    "a manager that throws",
+    {
+      get kernel() {
+        throw new Error("no");
+      },
+      get context() {
+        throw new Error("no");
+      },
+    },
+  ],
 ]) {
   test(`with ${name} the panel says which buttons to press`, () => {
     const { clock, panel } = running({ manager });
@@ -211,7 +231,9 @@ test("an interrupt that fails is told", async () => {
 
 test("a closed comm is a kernel that does not answer", () => {
   const { clock, model, panel, kernel } = running();
-  model.send = () => { throw new Error("closed"); };
+  model.send = () => {
+    throw new Error("closed");
+  };
   panel.kernel.stop();
   clock.pass(700);
   assert.deepEqual(kernel.calls, ["interrupt"]);
@@ -220,7 +242,7 @@ test("a closed comm is a kernel that does not answer", () => {
 test("an acknowledgement of another launch is not ours", () => {
   const { clock, model, panel, kernel } = running();
   panel.kernel.stop();
-  model.deliver({ kind: "ack", what: "stop", launch: "L0" });
+  model.deliver({ kind: "acknowledged", action: "stop", launch: "L0" });
   clock.pass(700);
   assert.deepEqual(kernel.calls, ["interrupt"]);
 });
@@ -228,9 +250,9 @@ test("an acknowledgement of another launch is not ours", () => {
 test("done: the launch had ended, and the panel asks how", () => {
   const { clock, model, panel, kernel } = running();
   panel.kernel.stop();
-  model.deliver({ kind: "ack", what: "done", launch: "L1" });
+  model.deliver({ kind: "acknowledged", action: "done", launch: "L1" });
   assert.equal(panel.kernel.asked, "");
-  assert.deepEqual(model.sentMessages.at(-1), { kind: "resync", seq: 1, have: false });
+  assert.deepEqual(model.sentMessages.at(-1), { kind: "resync", seq: 1, has_lines: false });
   clock.pass(1000);
   assert.deepEqual(kernel.calls, []);
 });
@@ -319,7 +341,7 @@ test("stacks that do not come are told", () => {
   clock.pass(5000);
   assert.match(panel.notice, /No stacks/);
   panel.kernel.stacks();
-  model.deliver({ kind: "delta", seq: 2, now: 3, stacks: { t: 3, ranks: [[0, "here"]] } });
+  model.deliver(deltaOf(2, { now: 3, stacks: { time: 3, ranks: [[0, "here"]] } }));
   clock.pass(5000);
   assert.equal(panel.notice, "");
 });

@@ -42,7 +42,10 @@ for (const [name, pieces, lines] of [
 ]) {
   test(`shows what a terminal would: ${name}`, () => {
     assert.deepEqual(linesOf(...pieces), lines);
-    assert.deepEqual(assembled(byByte(pieces.join(""))).map((line) => line.text), lines);
+    assert.deepEqual(
+      assembled(byByte(pieces.join(""))).map((line) => line.text),
+      lines,
+    );
   });
 }
 
@@ -74,13 +77,19 @@ test("nested bars stay two lines", () => {
   assert.deepEqual(assembler.partials, ["outer 49%", "inner 49%"]);
   assert.equal(finished, 0);
   const after = assembler.feed(bytes("\n\r         \r\x1b[A\nnext\nlast\n"));
-  assert.deepEqual(after.lines.map((line) => line.text), ["outer 49%", "next     ", "last"]);
+  assert.deepEqual(
+    after.lines.map((line) => line.text),
+    ["outer 49%", "next     ", "last"],
+  );
   assert.deepEqual(assembler.partials, []);
 });
 
 test("the cursor goes up into lines that were finished, and these are taken back", () => {
   const assembler = new LineAssembler();
-  assert.deepEqual(assembler.feed(bytes("one\ntwo\n")).lines.map((line) => line.text), ["one", "two"]);
+  assert.deepEqual(
+    assembler.feed(bytes("one\ntwo\n")).lines.map((line) => line.text),
+    ["one", "two"],
+  );
   assert.deepEqual(assembler.feed(bytes("\x1b[2A\rONE")), { lines: [], retract: 2 });
   assert.deepEqual(assembler.partials, ["ONE", "two"]);
   assert.deepEqual(linesOf("one\ntwo\n\x1b[2A\rONE\n\nthree"), ["ONE", "two", "three"]);
@@ -114,21 +123,54 @@ test("every line knows where its bytes are", () => {
   const text = "é1\n\r50%\r100%\n\x1b[31m…\x1b[0m\nrest";
   const data = bytes(text);
   for (const lines of [assembled([text]), assembled(byByte(text))]) {
-    assert.deepEqual(lines.map((line) => line.o), [0, ...lines.slice(0, -1).map((line) => line.e)]);
-    assert.equal(lines.at(-1).e, data.length);
-    assert.deepEqual(lines.slice(0, -1).map((line) => data[line.e - 1]), [10, 10, 10]);
+    assert.deepEqual(
+      lines.map((line) => line.start),
+      [0, ...lines.slice(0, -1).map((line) => line.end)],
+    );
+    assert.equal(lines.at(-1).end, data.length);
+    assert.deepEqual(
+      lines.slice(0, -1).map((line) => data[line.end - 1]),
+      [10, 10, 10],
+    );
   }
 });
 
 test("it does not matter how bytes are split", () => {
   const random = randomSource(5);
-  const tokens = ["a", "bc", "\n", "\t", "é", "😀", "x".repeat(2100), "\0", "\x07", "\r", "\r\n", "\b", "\x1b[K", "\x1b[2K", "\x1b[A", "\x1b[2A",
-    "\x1b[B", "\x1b", "[", "]", "0;", "31m", "\\", "\x1b[31m", "\x1b[0m", "\n", "word "];
+  const tokens = [
+    "a",
+    "bc",
+    "\n",
+    "\t",
+    "é",
+    "😀",
+    "x".repeat(2100),
+    "\0",
+    "\x07",
+    "\r",
+    "\r\n",
+    "\b",
+    "\x1b[K",
+    "\x1b[2K",
+    "\x1b[A",
+    "\x1b[2A",
+    "\x1b[B",
+    "\x1b",
+    "[",
+    "]",
+    "0;",
+    "31m",
+    "\\",
+    "\x1b[31m",
+    "\x1b[0m",
+    "\n",
+    "word ",
+  ];
   for (let round = 0; round < 300; round++) {
     const data = bytes(Array.from({ length: random(40) }, () => tokens[random(tokens.length)]).join(""));
     const whole = assembled([data]);
     const pieces = [];
-    for (let at = 0; at < data.length; ) {
+    for (let at = 0; at < data.length;) {
       const size = 1 + random(9);
       pieces.push(data.slice(at, at + size));
       at += size;
@@ -146,6 +188,6 @@ test("it is quadratic in nothing", () => {
   linesOf(...Array(50_000).fill(";").concat("\n"));
   linesOf("\x1b[", ...Array(50_000).fill(";"));
   linesOf(...Array(20).fill("\x1b[31mx".repeat(1000) + "\x07"));
-  linesOf(("a\nb\n\x1b[2A").repeat(20_000));
+  linesOf("a\nb\n\x1b[2A".repeat(20_000));
   assert.ok(performance.now() - begin < 8000, `${performance.now() - begin} ms`); // a tenth of that as measured
 });

@@ -11,20 +11,45 @@ function metric(name, points) {
 }
 
 test("the mean goes up to where the slowest rank is, and over what a rank left out", () => {
-  const table = metric("loss", [[0, 1, 1], [1, 1, 3], [0, 2, 2], [0, 3, 3], [1, 3, 5], [0, 4, 9]]).table();
+  const table = metric("loss", [
+    [0, 1, 1],
+    [1, 1, 3],
+    [0, 2, 2],
+    [0, 3, 3],
+    [1, 3, 5],
+    [0, 4, 9],
+  ]).table();
   assert.deepEqual(table.xs, [1, 2, 3, 4]);
   assert.deepEqual(table.ranks, [0, 1]);
-  assert.deepEqual(table.columns, [[1, 2, 3, 9], [3, null, 5, null]]);
+  assert.deepEqual(table.columns, [
+    [1, 2, 3, 9],
+    [3, null, 5, null],
+  ]);
   assert.deepEqual(table.mean, [2, 3, 4, null]);
 });
 
 test("ranks that report at different steps have a mean too", () => {
-  const { mean } = metric("loss", [[0, 1, 1], [1, 2, 3], [0, 3, 3], [1, 4, 5], [0, 5, 5]]).table();
+  const { mean } = metric("loss", [
+    [0, 1, 1],
+    [1, 2, 3],
+    [0, 3, 3],
+    [1, 4, 5],
+    [0, 5, 5],
+  ]).table();
   assert.deepEqual(mean, [1, 2.5, 3.5, 4.5, null]);
 });
 
 test("a rank that joins later counts from there on", () => {
-  assert.deepEqual(metric("loss", [[0, 1, 1], [0, 2, 2], [1, 2, 4], [0, 3, 3], [1, 3, 5]]).table().mean, [1, 3, 4]);
+  assert.deepEqual(
+    metric("loss", [
+      [0, 1, 1],
+      [0, 2, 2],
+      [1, 2, 4],
+      [0, 3, 3],
+      [1, 3, 5],
+    ]).table().mean,
+    [1, 3, 4],
+  );
 });
 
 test("a rank that stopped long before holds up no mean", () => {
@@ -34,14 +59,22 @@ test("a rank that stopped long before holds up no mean", () => {
 });
 
 test("latest is where the slowest rank is, and never better than the best", () => {
-  const made = metric("accuracy", [[0, 1, 0.1], [1, 1, 0.3], [0, 2, 0.9]]);
+  const made = metric("accuracy", [
+    [0, 1, 0.1],
+    [1, 1, 0.3],
+    [0, 2, 0.9],
+  ]);
   assert.equal(made.latest, 0.2);
   assert.equal(made.best, 0.2);
   assert.equal(made.table().xs[made.end], 1);
 });
 
 test("what is not finite is left out, and told where nothing else comes", () => {
-  const made = metric("loss", [[0, 1, 1], [1, 1, 3], [0, 2, null]]);
+  const made = metric("loss", [
+    [0, 1, 1],
+    [1, 1, 3],
+    [0, 2, null],
+  ]);
   assert.equal(made.latest, 2);
   assert.equal(made.diverged, false);
   made.push(1, 2, NaN);
@@ -51,7 +84,11 @@ test("what is not finite is left out, and told where nothing else comes", () => 
 });
 
 test("best goes by the name", () => {
-  const points = [[0, 1, 0.5], [0, 2, 0.9], [0, 3, 0.7]];
+  const points = [
+    [0, 1, 0.5],
+    [0, 2, 0.9],
+    [0, 3, 0.7],
+  ];
   const best = (name) => {
     const made = metric(name, points);
     made.table();
@@ -70,28 +107,62 @@ test("best survives thinning", () => {
 });
 
 test("names say which way is better", () => {
-  for (const name of ["accuracy", "val_acc", "acc1", "Top1 Accuracy", "f1", "val/f1", "mAP", "mIoU", "BLEU", "auc", "recall@5", "valAcc"]) assert.equal(metricDirection(name), 1, name);
-  for (const name of ["loss", "val_loss", "trainLoss", "perplexity", "mae", "RMSE", "val-mse", "error"]) assert.equal(metricDirection(name), -1, name);
-  for (const name of ["lr", "step_time", "__proto__", "mapped", "place", "throughput"]) assert.equal(metricDirection(name), 0, name);
+  for (const name of [
+    "accuracy",
+    "val_acc",
+    "acc1",
+    "Top1 Accuracy",
+    "f1",
+    "val/f1",
+    "mAP",
+    "mIoU",
+    "BLEU",
+    "auc",
+    "recall@5",
+    "valAcc",
+  ])
+    assert.equal(metricDirection(name), 1, name);
+  for (const name of ["loss", "val_loss", "trainLoss", "perplexity", "mae", "RMSE", "val-mse", "error"])
+    assert.equal(metricDirection(name), -1, name);
+  for (const name of ["lr", "step_time", "__proto__", "mapped", "place", "throughput"])
+    assert.equal(metricDirection(name), 0, name);
 });
 
 test("accuracy first, then losses, then the rest by name", () => {
   const book = new MetricBook();
   book.add(["lr", "train_loss", "f1", "val_accuracy", "eval_loss", "epoch", "accuracy"].map((name) => [name, 0, 1, 1]));
-  assert.deepEqual(book.sorted().map((made) => made.name), ["accuracy", "val_accuracy", "f1", "eval_loss", "train_loss", "epoch", "lr"]);
+  assert.deepEqual(
+    book.sorted().map((made) => made.name),
+    ["accuracy", "val_accuracy", "f1", "eval_loss", "train_loss", "epoch", "lr"],
+  );
 });
 
 test("names of a hostile kind are names", () => {
   const book = new MetricBook();
-  book.add([["__proto__", 0, 1, 1], ["constructor", 0, 1, 2], ["<b>", 0, 1, 3]]);
-  assert.deepEqual(book.sorted().map((made) => [made.name, made.latest]), [["<b>", 3], ["__proto__", 1], ["constructor", 2]]);
+  book.add([
+    ["__proto__", 0, 1, 1],
+    ["constructor", 0, 1, 2],
+    ["<b>", 0, 1, 3],
+  ]);
+  assert.deepEqual(
+    book.sorted().map((made) => [made.name, made.latest]),
+    [
+      ["<b>", 3],
+      ["__proto__", 1],
+      ["constructor", 2],
+    ],
+  );
 });
 
 test("a long series keeps its peaks: one odd point among 10,000 is the best", () => {
-  for (const [name, odd] of [["accuracy", 1], ["loss", -1]]) {
+  for (const [name, odd] of [
+    ["accuracy", 1],
+    ["loss", -1],
+  ]) {
     for (const at of [0, 1, 2, 3, 6001, 9998, 9999]) {
       const made = new Metric(name);
-      for (let i = 0; i < 10_000; i++) for (const rank of [0, 1]) made.push(rank, i, i === at ? odd : i % 7 ? 0.5 + (i % 3) / 100 : NaN);
+      for (let i = 0; i < 10_000; i++)
+        for (const rank of [0, 1]) made.push(rank, i, i === at ? odd : i % 7 ? 0.5 + (i % 3) / 100 : NaN);
       const { xs, mean } = made.table();
       assert.ok(xs.length <= 2000 && xs.length > 700, String(xs.length));
       assert.deepEqual([made.best, mean[xs.indexOf(at)]], [odd, odd], `${name} ${at}`);
@@ -142,10 +213,19 @@ test("a long series keeps at most 2,000 points, evenly, the first and the last a
 });
 
 test("where steps go backwards points are numbered", () => {
-  const made = metric("loss", [[0, 10, 1], [0, 20, 2], [1, 10, 5], [0, 10, 3], [0, 20, 4]]);
+  const made = metric("loss", [
+    [0, 10, 1],
+    [0, 20, 2],
+    [1, 10, 5],
+    [0, 10, 3],
+    [0, 20, 4],
+  ]);
   assert.ok(made.byIndex);
   assert.deepEqual(made.table().xs, [0, 1, 2, 3]);
-  assert.deepEqual(made.table().columns, [[1, 2, 3, 4], [5, null, null, null]]);
+  assert.deepEqual(made.table().columns, [
+    [1, 2, 3, 4],
+    [5, null, null, null],
+  ]);
 });
 
 test("ticks are round", () => {
@@ -164,14 +244,34 @@ test("a range has air, also around one value", () => {
 });
 
 test("what is no number is a dash, and never an error", () => {
-  assert.deepEqual([undefined, null, NaN, Infinity, -Infinity, "inf", "nan", "", " ", "ten", {}, [], true].map(numberText), Array(13).fill("–"));
+  assert.deepEqual(
+    [undefined, null, NaN, Infinity, -Infinity, "inf", "nan", "", " ", "ten", {}, [], true].map(numberText),
+    Array(13).fill("–"),
+  );
   assert.deepEqual(["10", "1e7", " 2.5 "].map(numberText), ["10", "1e+7", "2.5"]);
-  for (const text of [clockText, durationText, bytesText]) for (const value of [null, undefined, NaN, "inf", "10", {}]) assert.match(text(value), /^1?0/);
+  for (const text of [clockText, durationText, bytesText])
+    for (const value of [null, undefined, NaN, "inf", "10", {}]) assert.match(text(value), /^1?0/);
 });
 
 test("numbers as people read them", () => {
-  assert.deepEqual([0.98765, 12345, 1234.5, 0.0000123, 1.5e9, 3, -0.5, 0, null].map(numberText), ["0.9877", "12,345", "1235", "1.23e-5", "1.5e+9", "3", "-0.5", "0", "–"]);
+  assert.deepEqual([0.98765, 12345, 1234.5, 0.0000123, 1.5e9, 3, -0.5, 0, null].map(numberText), [
+    "0.9877",
+    "12,345",
+    "1235",
+    "1.23e-5",
+    "1.5e+9",
+    "3",
+    "-0.5",
+    "0",
+    "–",
+  ]);
   assert.deepEqual([7, 725, 3723].map(clockText), ["0:07", "12:05", "1:02:03"]);
   assert.deepEqual([0.123, 59.94, 60].map(durationText), ["0.1 s", "59.9 s", "1:00"]);
-  assert.deepEqual([0, 999, 1234, 1_234_567, 15_000_000_000].map(bytesText), ["0 B", "999 B", "1.2 kB", "1.2 MB", "15 GB"]);
+  assert.deepEqual([0, 999, 1234, 1_234_567, 15_000_000_000].map(bytesText), [
+    "0 B",
+    "999 B",
+    "1.2 kB",
+    "1.2 MB",
+    "15 GB",
+  ]);
 });

@@ -3,7 +3,7 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { PanelState } from "../../../nblaunch/notebook/static/state.js";
 import { plainText } from "../../../nblaunch/notebook/static/line_order.js";
-import { bytes, FakeClock, FakeModel } from "./helpers.mjs";
+import { bytes, deltaOf, snapshotOf, FakeClock, FakeModel } from "./helpers.mjs";
 
 function opened(options = {}) {
   const clock = new FakeClock();
@@ -12,8 +12,9 @@ function opened(options = {}) {
   panel.open();
   return { clock, model, panel };
 }
-const delta = (model, seq, rest = {}, data) => model.deliver({ kind: "delta", seq, now: seq, ...rest }, data);
-const logged = (panel) => panel.logs.view("all").lines.map((line) => (line.kind === "gap" ? `<${line.o}-${line.e}>` : plainText(line)));
+const delta = (model, seq, rest = {}, data) => model.deliver(deltaOf(seq, rest), data);
+const logged = (panel) =>
+  panel.logs.view("all").lines.map((line) => (line.kind === "gap" ? `<${line.start}-${line.end}>` : plainText(line)));
 
 test("it asks for nothing where nothing was missed", () => {
   const { clock, model } = opened();
@@ -23,7 +24,7 @@ test("it asks for nothing where nothing was missed", () => {
 
 test("a page that was reloaded asks at once for what it has missed", () => {
   const { model } = opened({ sent: 7 });
-  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 0, have: false }]);
+  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 0, has_lines: false }]);
 });
 
 test("it asks again after 2 s, then less and less often, until the snapshot comes", () => {
@@ -35,7 +36,7 @@ test("it asks again after 2 s, then less and less often, until the snapshot come
   assert.equal(asked(), 2);
   clock.pass(60_000);
   assert.ok(asked() > 3 && asked() < 8, String(asked()));
-  model.deliver({ kind: "snapshot", seq: 8, now: 5, rewound: true });
+  model.deliver(snapshotOf(8, { now: 5, rewound: true }));
   const before = asked();
   clock.pass(60_000);
   assert.equal(asked(), before);
@@ -43,12 +44,14 @@ test("it asks again after 2 s, then less and less often, until the snapshot come
 
 test("lines that come before those that were asked for do not take their place", () => {
   const { model, panel } = opened({ sent: 7 });
-  const log = (o, text) => ({ logs: [{ a: 1, r: 0, s: "out", o, n: text.length, t: 1 }] });
+  const log = (offset, text) => ({
+    logs: [{ attempt: 1, rank: 0, stream: "out", offset, size: text.length, time: 1 }],
+  });
   delta(model, 8, log(6, "late\n"), "late\n");
-  model.deliver({ kind: "snapshot", seq: 9, now: 5 }); // for another page
+  model.deliver(snapshotOf(9, { now: 5 })); // for another page
   delta(model, 10, log(11, "later\n"), "later\n");
   assert.deepEqual(logged(panel), []);
-  model.deliver({ kind: "snapshot", seq: 11, now: 5, rewound: true });
+  model.deliver(snapshotOf(11, { now: 5, rewound: true }));
   delta(model, 12, log(0, "begun\n"), "begun\n");
   delta(model, 13, log(6, "late\nlater\n"), "late\nlater\n");
   assert.deepEqual(logged(panel), ["begun", "late", "later"]);
@@ -59,9 +62,16 @@ test("a hole in the numbers asks once, and what came is shown meanwhile", () => 
   delta(model, 1, { state: { name: "running" } });
   delta(model, 3, { ranks: [[1, "running"]] });
   delta(model, 4, { ranks: [[0, "running"]] });
-  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, have: false }]);
-  assert.deepEqual([...panel.ranks], [[0, "running"], [1, "running"]]);
-  model.deliver({ kind: "snapshot", seq: 5, now: 5, rewound: true, state: { name: "finished", seconds: 4 }, ranks: [[0, "returned"], [1, "returned"]] });
+  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, has_lines: false }]);
+  assert.deepEqual(
+    [...panel.ranks],
+    [
+      [0, "running"],
+      [1, "running"],
+    ],
+  );
+  const ranks = [0, 1].map((rank) => [rank, "returned"]);
+  model.deliver(snapshotOf(5, { rewound: true, state: { name: "finished", seconds: 4 }, ranks }));
   delta(model, 6);
   assert.equal(panel.seq, 6);
   assert.equal(panel.elapsed, 4);
@@ -77,21 +87,43 @@ test("a message that comes twice counts once", () => {
 
 test("a snapshot replaces everything but the logs", () => {
   const { model, panel } = opened();
-  delta(model, 1, {
-    metrics: [["loss", 0, 1, 2]], progress: [[0, "epoch", 1, 10, 1]], resources: [[0, 1, 1000, null, null]], notes: [[0, "note"]],
-    stacks: { t: 1, ranks: [] }, logs: [{ a: 1, r: 0, s: "out", o: 0, n: 2, t: 1 }],
-  }, "a\n");
-  model.deliver({ kind: "snapshot", seq: 2, now: 2, metrics: [["accuracy", 0, 1, 0.5]], notes: [[0, "note"]] });
-  assert.deepEqual(panel.metrics.sorted().map((metric) => metric.name), ["accuracy"]);
+  delta(
+    model,
+    1,
+    {
+      metrics: [["loss", 0, 1, 2]],
+      progress: [[0, "epoch", 1, 10, 1]],
+      resources: [[0, 1, 1000, null, null]],
+      notes: [[0, "note"]],
+      stacks: { time: 1, ranks: [] },
+      logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: 2, time: 1 }],
+    },
+    "a\n",
+  );
+  model.deliver(snapshotOf(2, { now: 2, metrics: [["accuracy", 0, 1, 0.5]], notes: [[0, "note"]] }));
+  assert.deepEqual(
+    panel.metrics.sorted().map((metric) => metric.name),
+    ["accuracy"],
+  );
   assert.deepEqual([panel.progress.size, panel.resources.size, panel.stacks], [0, 0, null]);
   assert.deepEqual(logged(panel), ["note", "a"]);
 });
 
 test("after a snapshot logs may overlap or leave a gap", () => {
   const { model, panel } = opened();
-  delta(model, 1, { logs: [{ a: 1, r: 0, s: "out", o: 0, n: 4, t: 1 }] }, "a\nb\n");
-  model.deliver({ kind: "snapshot", seq: 3, now: 2 });
-  delta(model, 4, { logs: [{ a: 1, r: 0, s: "out", o: 2, n: 4, t: 1 }, { a: 1, r: 0, s: "out", o: 100, n: 2, t: 3 }] }, "b\nc\nz\n");
+  delta(model, 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: 4, time: 1 }] }, "a\nb\n");
+  model.deliver(snapshotOf(3, { now: 2 }));
+  delta(
+    model,
+    4,
+    {
+      logs: [
+        { attempt: 1, rank: 0, stream: "out", offset: 2, size: 4, time: 1 },
+        { attempt: 1, rank: 0, stream: "out", offset: 100, size: 2, time: 3 },
+      ],
+    },
+    "b\nc\nz\n",
+  );
   assert.deepEqual(logged(panel), ["a", "b", "c", "<6-100>", "z"]);
 });
 
@@ -108,35 +140,63 @@ test("the elapsed time goes on between messages, and ends with the launch", () =
 
 test("older lines are asked for one at a time, and come into their place", () => {
   const { clock, model, panel } = opened();
-  delta(model, 1, { logs: [{ a: 1, r: 1, s: "err", o: 6, n: 2, t: 1 }] }, "c\n");
+  delta(model, 1, { logs: [{ attempt: 1, rank: 1, stream: "err", offset: 6, size: 2, time: 1 }] }, "c\n");
   const gap = panel.logs.view(1).lines[0];
   panel.loadOlder(gap);
   panel.loadOlder(gap);
-  assert.deepEqual(model.sentMessages, [{ kind: "older", id: 1, a: 1, r: 1, s: "err", from: 0, to: 6 }]);
+  assert.deepEqual(model.sentMessages, [
+    { kind: "older", request: 1, attempt: 1, rank: 1, stream: "err", start: 0, end: 6 },
+  ]);
   assert.equal(gap.state, "loading");
-  model.deliver({ kind: "older", id: 1, a: 1, r: 1, s: "err", from: 2, to: 6, spans: [[4, 0.5]] }, "xx\n\n");
+  model.deliver(
+    { kind: "older", request: 1, attempt: 1, rank: 1, stream: "err", start: 2, end: 6, spans: [[4, 0.5]] },
+    "xx\n\n",
+  );
   assert.deepEqual(logged(panel), ["<0-2>", "xx", "", "c"]);
   panel.loadOlder(panel.logs.view(1).lines[0]);
   clock.pass(10_000);
-  assert.match(panel.notice, /older lines did not come/);
+  assert.match(panel.notice, /[Oo]lder lines did not arrive/);
   assert.equal(panel.logs.view(1).lines[0].state, "");
 });
 
 test("it says whether it has lines: holes in what it has can be loaded", () => {
   const { model, panel } = opened();
-  delta(model, 1, { logs: [{ a: 1, r: 0, s: "out", o: 0, n: 2, t: 1 }] }, "a\n");
-  delta(model, 3, { logs: [{ a: 1, r: 0, s: "out", o: 10, n: 2, t: 1 }] }, "z\n");
-  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, have: true }]);
+  delta(model, 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: 2, time: 1 }] }, "a\n");
+  delta(model, 3, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 10, size: 2, time: 1 }] }, "z\n");
+  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, has_lines: true }]);
   assert.deepEqual(logged(panel), ["a", "<2-10>", "z"]);
 });
 
 /** A panel with the gap 6-26 between two lines, and what comes unasked for it. */
 function withGap() {
   const made = opened();
-  delta(made.model, 1, { logs: [{ a: 1, r: 0, s: "out", o: 0, n: 6, t: 1 }, { a: 1, r: 0, s: "out", o: 26, n: 4, t: 3 }] }, "first\nend\n");
+  delta(
+    made.model,
+    1,
+    {
+      logs: [
+        { attempt: 1, rank: 0, stream: "out", offset: 0, size: 6, time: 1 },
+        { attempt: 1, rank: 0, stream: "out", offset: 26, size: 4, time: 3 },
+      ],
+    },
+    "first\nend\n",
+  );
   const come = (from, text, rest = {}) => {
     const spans = [[text.length, 2]];
-    made.model.deliver({ kind: "older", id: null, a: 1, r: 0, s: "out", from, to: from + text.length, spans, ...rest }, text);
+    made.model.deliver(
+      {
+        kind: "older",
+        request: null,
+        attempt: 1,
+        rank: 0,
+        stream: "out",
+        start: from,
+        end: from + text.length,
+        spans,
+        ...rest,
+      },
+      text,
+    );
   };
   return { ...made, come };
 }
@@ -152,9 +212,9 @@ test("lines that come unasked fill the end of a gap, again and again", () => {
 test("lines that come unasked and fit no gap are dropped", () => {
   const { panel, come } = withGap();
   come(10, "ab\n");
-  come(20, "six 6\n", { a: 2 });
-  come(20, "six 6\n", { r: 1 });
-  come(20, "six 6\n", { s: "err" });
+  come(20, "six 6\n", { attempt: 2 });
+  come(20, "six 6\n", { rank: 1 });
+  come(20, "six 6\n", { stream: "err" });
   come(0, "x".repeat(25) + "\n");
   come(0, "first\n");
   come(26, "end\n");
@@ -167,26 +227,35 @@ test("lines that come unasked disturb no request", () => {
   panel.loadOlder(gap);
   come(20, "six 6\n");
   assert.equal(gap.state, "loading");
-  const { id, from, to } = model.sentMessages.at(-1);
-  assert.deepEqual([from, to], [6, 26]);
-  model.deliver({ kind: "older", id, a: 1, r: 0, s: "out", from: 14, to, spans: [[12, 1.5]] }, "seven\nsix 6\n");
+  const { request, start, end } = model.sentMessages.at(-1);
+  assert.deepEqual([start, end], [6, 26]);
+  model.deliver(
+    { kind: "older", request, attempt: 1, rank: 0, stream: "out", start: 14, end, spans: [[12, 1.5]] },
+    "seven\nsix 6\n",
+  );
   assert.deepEqual(logged(panel), ["first", "<6-14>", "seven", "six 6", "end"]);
   assert.equal(gap.state, "");
   clock.pass(60_000);
   assert.equal(panel.notice, "");
   panel.loadOlder(gap);
   come(6, "one two\n");
-  model.deliver({ kind: "older", id: id + 1, a: 1, r: 0, s: "out", from: 6, to: 14, spans: [[8, 1.5]] }, "one two\n");
+  model.deliver(
+    { kind: "older", request: request + 1, attempt: 1, rank: 0, stream: "out", start: 6, end: 14, spans: [[8, 1.5]] },
+    "one two\n",
+  );
   assert.deepEqual(logged(panel), ["first", "one two", "seven", "six 6", "end"]);
   assert.equal(panel.requests.size, 0);
 });
 
-test("an answer of which all has come unasked leaves the gap to be asked for again", () => {
+test("an answer that arrived unrequested leaves the gap loadable", () => {
   const { model, panel, come } = withGap();
   const [, gap] = panel.logs.view(0).lines;
   panel.loadOlder(gap);
   come(20, "six 6\n");
-  model.deliver({ kind: "older", id: 1, a: 1, r: 0, s: "out", from: 20, to: 26, spans: [[6, 2]] }, "six 6\n");
+  model.deliver(
+    { kind: "older", request: 1, attempt: 1, rank: 0, stream: "out", start: 20, end: 26, spans: [[6, 2]] },
+    "six 6\n",
+  );
   assert.deepEqual(logged(panel), ["first", "<6-20>", "six 6", "end"]);
   assert.ok(panel.logs.mayLoad(gap));
 });
@@ -213,16 +282,23 @@ test("an empty message is a sign of life and changes nothing that is drawn", () 
   assert.equal(told, 1);
 });
 
-test("an answer that nobody waits for is dropped", () => {
+test("an answer without a request is dropped", () => {
   const { model, panel } = opened();
-  delta(model, 1, { logs: [{ a: 1, r: 0, s: "out", o: 6, n: 2, t: 1 }] }, "c\n");
-  model.deliver({ kind: "older", id: 9, a: 1, r: 0, s: "out", from: 0, to: 6, spans: [[6, 0.5]] }, "a\nb\n12");
+  delta(model, 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 6, size: 2, time: 1 }] }, "c\n");
+  model.deliver(
+    { kind: "older", request: 9, attempt: 1, rank: 0, stream: "out", start: 0, end: 6, spans: [[6, 0.5]] },
+    "a\nb\n12",
+  );
   assert.deepEqual(logged(panel), ["<0-6>", "c"]);
 });
 
 test("a new attempt clears the failure and the bars of the one before", () => {
   const { model, panel } = opened();
-  delta(model, 1, { state: { name: "running", attempt: 1 }, progress: [[0, "epoch", 1, 10, 1]], failure: { rank: 1, type: "E", message: "", others: [] } });
+  delta(model, 1, {
+    state: { name: "running", attempt: 1 },
+    progress: [[0, "epoch", 1, 10, 1]],
+    failure: { rank: 1, type_name: "E", message: "", others: [] },
+  });
   delta(model, 2, { state: { name: "running", attempt: 2 } });
   assert.equal(panel.failure, null);
   assert.equal(panel.progress.size, 0);
@@ -265,7 +341,8 @@ test("a message that makes no sense is told and breaks nothing", () => {
 
 test("buffers come as views or as whole buffers", () => {
   const { panel } = opened();
-  const chunk = (o) => ({ kind: "delta", seq: o / 2 + 1, now: 1, logs: [{ a: 1, r: 0, s: "out", o, n: 2, t: 1 }] });
+  const chunk = (offset) =>
+    deltaOf(offset / 2 + 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset, size: 2, time: 1 }] });
   panel.receive(chunk(0), [new DataView(bytes("xxa\nxx").buffer, 2, 2)]);
   panel.receive(chunk(2), [new Uint8Array(bytes("b\n")).buffer]);
   assert.deepEqual(logged(panel), ["a", "b"]);

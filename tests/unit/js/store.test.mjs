@@ -16,13 +16,19 @@ function add(store, ...chunks) {
     all.set(piece, at);
     at += piece.length;
   }
-  store.add(chunks.map(([r, s, o, t], i) => ({ a: 1, r, s, o, n: data[i].length, t })), all);
+  store.add(
+    chunks.map(([rank, stream, offset, time], i) => ({ attempt: 1, rank, stream, offset, size: data[i].length, time })),
+    all,
+  );
 }
 const shown = (store, tab = "all") => {
   const { lines, open } = store.view(tab);
-  return [...lines, ...open].map((line) => (line.kind === "gap" ? `<${line.o}-${line.e}>` : `${line.src.r}:${plainText(line)}`));
+  return [...lines, ...open].map((line) =>
+    line.kind === "gap" ? `<${line.start}-${line.end}>` : `${line.source.rank}:${plainText(line)}`,
+  );
 };
-const numbered = (from, to) => Array.from({ length: to - from }, (_, i) => `line ${String(from + i).padStart(4, "0")}\n`).join("");
+const numbered = (from, to) =>
+  Array.from({ length: to - from }, (_, i) => `line ${String(from + i).padStart(4, "0")}\n`).join("");
 const SIZE = numbered(0, 1).length;
 
 function consistent(store) {
@@ -30,7 +36,10 @@ function consistent(store) {
   assert.equal(inRanks.length, store.merged.length);
   assert.deepEqual(new Set(inRanks), new Set(store.merged));
   for (const list of [store.merged, ...store.ranks.values()]) {
-    for (let i = 1; i < list.length; i++) assert.ok(list[i - 1].t < list[i].t || (list[i - 1].t === list[i].t && list[i - 1].n < list[i].n));
+    for (let i = 1; i < list.length; i++)
+      assert.ok(
+        list[i - 1].time < list[i].time || (list[i - 1].time === list[i].time && list[i - 1].order < list[i].order),
+      );
     assert.ok(list.every((line) => !line.gone));
   }
 }
@@ -84,14 +93,17 @@ test("any overlap gives the same lines", () => {
   const text = bytes(numbered(0, 200).replaceAll("line 0", "lïne \r0"));
   for (let round = 0; round < 50; round++) {
     const store = new LogStore();
-    for (let end = 0; end < text.length; ) {
+    for (let end = 0; end < text.length;) {
       const from = Math.max(0, end - random(40));
       const to = Math.min(text.length, end + 1 + random(60));
-      store.add([{ a: 1, r: 0, s: "out", o: from, n: to - from, t: end }], text.slice(from, to));
+      store.add(
+        [{ attempt: 1, rank: 0, stream: "out", offset: from, size: to - from, time: end }],
+        text.slice(from, to),
+      );
       end = to;
     }
     const whole = new LogStore();
-    whole.add([{ a: 1, r: 0, s: "out", o: 0, n: text.length, t: 0 }], text);
+    whole.add([{ attempt: 1, rank: 0, stream: "out", offset: 0, size: text.length, time: 0 }], text);
     assert.deepEqual(shown(store), shown(whole));
   }
 });
@@ -102,7 +114,13 @@ test("a rank keeps its last lines, and the others are one gap that can be fetche
   const kept = shown(store, 0);
   assert.equal(kept.length, 10);
   assert.equal(kept[0], `<0-${91 * SIZE}>`);
-  assert.deepEqual(kept.slice(1), numbered(91, 100).trim().split("\n").map((line) => `0:${line}`));
+  assert.deepEqual(
+    kept.slice(1),
+    numbered(91, 100)
+      .trim()
+      .split("\n")
+      .map((line) => `0:${line}`),
+  );
   consistent(store);
 });
 
@@ -127,14 +145,25 @@ test("all ranks together are bounded too: the oldest go first", () => {
 
 /** The kernel's answer with the last `most` bytes of a gap of numbered lines. */
 function answer(gap, most) {
-  const from = Math.max(gap.o, gap.e - most * SIZE);
-  const data = bytes(numbered(from / SIZE, gap.e / SIZE));
-  return [{ a: 1, r: gap.src.r, s: gap.src.s, from, to: gap.e, spans: [[data.length, 0.5]] }, data];
+  const from = Math.max(gap.start, gap.end - most * SIZE);
+  const data = bytes(numbered(from / SIZE, gap.end / SIZE));
+  return [
+    {
+      attempt: 1,
+      rank: gap.source.rank,
+      stream: gap.source.stream,
+      start: from,
+      end: gap.end,
+      spans: [[data.length, 0.5]],
+    },
+    data,
+  ];
 }
 
 test("older lines come before those that are there, and stay while the reader reads", () => {
   const store = new LogStore(SMALL);
-  for (let i = 0; i < 50; i++) add(store, [0, "out", i * SIZE, i, numbered(i, i + 1)], [1, "out", i * SIZE, i + 0.5, numbered(i, i + 1)]);
+  for (let i = 0; i < 50; i++)
+    add(store, [0, "out", i * SIZE, i, numbered(i, i + 1)], [1, "out", i * SIZE, i + 0.5, numbered(i, i + 1)]);
   const reader = {};
   store.hold(reader, [0]);
   store.fill(...answer(store.view(0).lines[0], 8));
@@ -153,7 +182,13 @@ test("the beginning of the file leaves no gap", () => {
   const store = new LogStore(SMALL);
   add(store, [0, "out", 4 * SIZE, 2, numbered(4, 6)]);
   store.fill(...answer(store.view(0).lines[0], 100));
-  assert.deepEqual(shown(store, 0), numbered(0, 6).trim().split("\n").map((line) => `0:${line}`));
+  assert.deepEqual(
+    shown(store, 0),
+    numbered(0, 6)
+      .trim()
+      .split("\n")
+      .map((line) => `0:${line}`),
+  );
   consistent(store);
 });
 
@@ -161,11 +196,15 @@ test("a gap that grew meanwhile is filled where the answer belongs", () => {
   const store = new LogStore(SMALL);
   for (let i = 0; i < 20; i++) add(store, [0, "out", i * SIZE, i, numbered(i, i + 1)]);
   const late = answer(store.view(0).lines[0], 3);
-  const { to } = late[0];
+  const { end: to } = late[0];
   for (let i = 20; i < 22; i++) add(store, [0, "out", i * SIZE, i, numbered(i, i + 1)]);
   store.fill(...late);
   const lines = shown(store, 0);
-  assert.deepEqual(lines.slice(0, 5), [`<0-${to - 3 * SIZE}>`, ...[8, 9, 10].map((i) => `0:line ${String(i).padStart(4, "0")}`), `<${to}-${to + 2 * SIZE}>`]);
+  assert.deepEqual(lines.slice(0, 5), [
+    `<0-${to - 3 * SIZE}>`,
+    ...[8, 9, 10].map((i) => `0:line ${String(i).padStart(4, "0")}`),
+    `<${to}-${to + 2 * SIZE}>`,
+  ]);
   consistent(store);
 });
 
@@ -173,7 +212,7 @@ test("an empty answer says that the file has no more", () => {
   const store = new LogStore(SMALL);
   add(store, [0, "out", 100, 2, "a\n"]);
   const gap = store.view(0).lines[0];
-  store.fill({ a: 1, r: 0, s: "out", from: 0, to: 0, spans: [] }, new Uint8Array(0));
+  store.fill({ attempt: 1, rank: 0, stream: "out", start: 0, end: 0, spans: [] }, new Uint8Array(0));
   assert.equal(gap.state, "lost");
   assert.equal(store.mayLoad(gap), false);
 });
@@ -189,10 +228,15 @@ test("no more is loaded than a reader may hold", () => {
 test("lines that come unasked never take the place of newer ones", () => {
   const whole = (limits, before) => {
     const store = new LogStore(limits);
-    add(store, [0, "out", 0, 0.1, numbered(0, 1)], [0, "out", 20 * SIZE, 2, numbered(20, 20 + before)], [1, "out", 0, 2, numbered(0, 3)]);
+    add(
+      store,
+      [0, "out", 0, 0.1, numbered(0, 1)],
+      [0, "out", 20 * SIZE, 2, numbered(20, 20 + before)],
+      [1, "out", 0, 2, numbered(0, 3)],
+    );
     const newest = shown(store, 0).slice(2);
     const [part, data] = answer(store.view(0).lines[1], 3);
-    store.fillUnasked(part, data);
+    store.fillUnrequested(part, data);
     assert.deepEqual(shown(store, 0).slice(-before), newest);
     consistent(store);
     add(store, [0, "out", (20 + before) * SIZE, 3, "x\n"]); // what is too much goes now
@@ -205,7 +249,7 @@ test("lines that come unasked never take the place of newer ones", () => {
 test("another attempt has files of its own", () => {
   const store = new LogStore();
   add(store, [0, "out", 0, 1, "first\nbar"]);
-  store.add([{ a: 2, r: 0, s: "out", o: 0, n: 7, t: 5 }], bytes("second\n"));
+  store.add([{ attempt: 2, rank: 0, stream: "out", offset: 0, size: 7, time: 5 }], bytes("second\n"));
   assert.deepEqual(shown(store, 0), ["0:first", "0:bar", "0:second"]);
 });
 
@@ -223,7 +267,13 @@ test("what nblaunch says stands among the lines of all ranks alone, and a snapsh
   store.addNotes([[2, "restarting (1 of 3)"]]);
   assert.deepEqual(shown(store), ["0:a", "-1:restarting (1 of 3)", "0:b"]);
   assert.deepEqual(shown(store, 0), ["0:a", "0:b"]);
-  store.addNotes([[2, "restarting (1 of 3)"], [4, "done"]], true);
+  store.addNotes(
+    [
+      [2, "restarting (1 of 3)"],
+      [4, "done"],
+    ],
+    true,
+  );
   assert.deepEqual(shown(store), ["0:a", "-1:restarting (1 of 3)", "0:b", "-1:done"]);
   consistent(store);
 });
@@ -251,7 +301,9 @@ test("a flood is taken in fast and stays bounded", () => {
   let at = 0;
   for (let i = 0; i < 80; i++) {
     const text = bytes(numbered(i * 2500, i * 2500 + 2500));
-    for (const r of [0, 1]) store.add([{ a: 1, r, s: "out", o: at, n: text.length, t: i }], text);
+    for (const rank of [0, 1]) {
+      store.add([{ attempt: 1, rank, stream: "out", offset: at, size: text.length, time: i }], text);
+    }
     at += text.length;
   }
   assert.equal(store.merged.length, 20_000);

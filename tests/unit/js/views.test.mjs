@@ -1,8 +1,8 @@
-// The views of a panel, in a page that is none: what is drawn, and what stays when it is drawn anew.
+// The views of a panel, in a fake page: what they draw, and what a new view keeps.
 import assert from "node:assert/strict";
 import test from "node:test";
 import panel from "../../../nblaunch/notebook/static/panel.js";
-import { bytes, FakeModel } from "./helpers.mjs";
+import { bytes, deltaOf, FakeModel } from "./helpers.mjs";
 import { fakePage } from "./dom.mjs";
 
 const page = fakePage();
@@ -20,7 +20,7 @@ function opened(t, info = {}) {
   });
   let seq = 0;
   const delta = (rest, data) => {
-    model.deliver({ kind: "delta", seq: ++seq, now: seq, ...rest }, data);
+    model.deliver(deltaOf(++seq, rest), data);
     return page.draw();
   };
   const view = () => {
@@ -37,12 +37,24 @@ function opened(t, info = {}) {
   return { model, delta, view };
 }
 const numbered = (from, to) => Array.from({ length: to - from }, (_, i) => `line ${from + i}\n`).join("");
-const chunk = (text, rest = {}) => [{ logs: [{ a: 1, r: 0, s: "out", o: 0, n: bytes(text).length, t: 1, ...rest }] }, text];
+const chunk = (text, rest = {}) => [
+  { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: bytes(text).length, time: 1, ...rest }] },
+  text,
+];
 const rows = (host) => host.all("nbl-line").map((row) => row.textContent);
 const button = (host, text) => host.all("nbl-button").find((node) => node.textContent === text);
 const tab = (host, text) => host.all("nbl-tab").find((node) => node.textContent === text);
 const chosen = (host) => host.all("nbl-tab").find((node) => node.getAttribute("aria-selected") === "true").textContent;
-const FAILURE = { rank: 1, type: "ValueError", message: "no", where: "", source: "", traceback: "trace", others: ["rank 0: the same"], log: "" };
+const FAILURE = {
+  rank: 1,
+  type_name: "ValueError",
+  message: "no",
+  where: "",
+  source: "",
+  traceback: "trace",
+  others: ["rank 0: the same"],
+  log: "",
+};
 
 /** Scroll as a reader does. */
 function scroll(log, top) {
@@ -53,13 +65,16 @@ function scroll(log, top) {
 test("a part that cannot be drawn keeps no other from being drawn, and is told of once", (t) => {
   const { model, delta, view } = opened(t);
   const { host } = view();
-  delta({ stacks: { t: 1, ranks: [[0, "here"]] }, resources: [[0, { toString: null, valueOf: null }, 1000, null, null]] });
+  delta({
+    stacks: { time: 1, ranks: [[0, "here"]] },
+    resources: [[0, { toString: null, valueOf: null }, 1000, null, null]],
+  });
   delta(...chunk("a\nb\n"));
   assert.deepEqual(rows(host), ["[rank 0] a", "[rank 0] b"]);
   assert.ok(!host.one("nbl-stacks").hidden);
   assert.match(host.one("nbl-notice").textContent, /^A part of the panel could not be drawn: TypeError/);
-  model.deliver({ kind: "ack", what: "stop", launch: model.state.info.launch });
-  delta(...chunk("c\n", { o: 4 }));
+  model.deliver({ kind: "acknowledged", action: "stop", launch: model.state.info.launch });
+  delta(...chunk("c\n", { offset: 4 }));
   assert.equal(host.one("nbl-notice").textContent, "");
   assert.equal(rows(host).length, 3);
 });
@@ -68,7 +83,7 @@ test("a second view of a launch that has ended shows what the first one showed",
   const { delta, view } = opened(t);
   const first = view();
   delta(...chunk(numbered(0, 100)));
-  delta({ failure: FAILURE, stacks: { t: 1, ranks: [[0, "here"]] } });
+  delta({ failure: FAILURE, stacks: { time: 1, ranks: [[0, "here"]] } });
   tab(first.host, "rank 0").fire("click");
   scroll(first.log, 720);
   const read = rows(first.host);
@@ -89,7 +104,7 @@ test("a second view of a launch that has ended shows what the first one showed",
   assert.equal(second.log.style.height, "400px");
   assert.ok(second.host.one("nbl-stacks").hidden);
   assert.equal(second.host.one("nbl-details").open, false);
-  delta({ stacks: { t: 2, ranks: [[0, "there"]] } });
+  delta({ stacks: { time: 2, ranks: [[0, "there"]] } });
   assert.ok(!second.host.one("nbl-stacks").hidden);
 });
 
@@ -118,7 +133,10 @@ test("a second view has the search and its hit, whichever view goes first", (t) 
   first.close();
   assert.equal(second.host.one("nbl-find").value, "Line 4");
   assert.equal(second.host.one("nbl-found").textContent, "10/11");
-  assert.deepEqual(second.host.all("nbl-hit").map((row) => row.textContent), ["[rank 0] line 48"]);
+  assert.deepEqual(
+    second.host.all("nbl-hit").map((row) => row.textContent),
+    ["[rank 0] line 48"],
+  );
   assert.equal(second.log.scrollTop, first.log.scrollTop);
 });
 
@@ -128,17 +146,20 @@ test("lines that a reader has loaded are there for the next view, and go when th
   const late = numbered(1000, 11_000);
   const early = numbered(0, 1000);
   const at = bytes(early).length;
-  delta(...chunk(late, { o: at }));
+  delta(...chunk(late, { offset: at }));
   tab(first.host, "rank 0").fire("click");
   scroll(first.log, 0);
-  const { id, to } = model.sentMessages.findLast((message) => message.kind === "older");
-  model.deliver({ kind: "older", id, a: 1, r: 0, s: "out", from: 0, to, spans: [[to, 0.5]] }, numbered(0, 1001));
+  const { request, end } = model.sentMessages.findLast((message) => message.kind === "older");
+  model.deliver(
+    { kind: "older", request, attempt: 1, rank: 0, stream: "out", start: 0, end, spans: [[end, 0.5]] },
+    numbered(0, 1001),
+  );
   page.draw();
   const count = (host) => host.one("nbl-lines").textContent;
   assert.equal(count(first.host), "11,000 lines");
   first.close();
   delta({ ranks: [[0, "running"]] });
-  delta(...chunk("end\n", { o: at + bytes(late).length, t: 2 }));
+  delta(...chunk("end\n", { offset: at + bytes(late).length, time: 2 }));
   const second = view();
   assert.equal(count(second.host), "11,001 lines");
   second.host.one("nbl-follow").fire("click");
@@ -155,11 +176,31 @@ test("a second click is remembered, the second of a double click is not", (t) =>
   model.sentMessages.length = 0;
   stop.fire("click");
   stop.fire("click", { detail: 2 });
-  model.deliver({ kind: "ack", what: "stop", launch });
+  model.deliver({ kind: "acknowledged", action: "stop", launch });
   assert.deepEqual(model.kinds(), ["stop"]);
   stop.fire("click");
-  model.deliver({ kind: "ack", what: "kill", launch });
+  model.deliver({ kind: "acknowledged", action: "kill", launch });
   assert.deepEqual(model.kinds(), ["stop", "kill"]);
+});
+
+test("an empty log is low until something is printed", (t) => {
+  const { delta, view } = opened(t);
+  const { log } = view();
+  assert.ok(log.classList.contains("nbl-log-empty"));
+  delta(...chunk("a\n"));
+  assert.ok(!log.classList.contains("nbl-log-empty"));
+});
+
+test("metrics with one value stand below those with a chart", (t) => {
+  const { delta, view } = opened(t);
+  delta({ metrics: [0, 1, 2].map((x) => [x ? "loss" : "accuracy", 0, x, 1]) });
+  const { host } = view();
+  const names = (part) =>
+    host
+      .one(part)
+      .all("nbl-metric-name")
+      .map((node) => node.textContent);
+  assert.deepEqual([names("nbl-charts"), names("nbl-single")], [["loss"], ["accuracy"]]);
 });
 
 test("a sign of life draws nothing", (t) => {
@@ -173,19 +214,23 @@ test("lines that come unasked leave what is read where it is", (t) => {
   const { model, delta, view } = opened(t);
   const { host, log } = view();
   delta(...chunk(numbered(0, 50)));
-  delta(...chunk(numbered(0, 50), { o: 1000, t: 3 }));
+  delta(...chunk(numbered(0, 50), { offset: 1000, time: 3 }));
   scroll(log, 70 * 18);
-  const first = () => rows(host)[Math.round(log.scrollTop / 18) - Number(host.one("nbl-window").style.transform.match(/\d+/)[0]) / 18];
+  const first = () =>
+    rows(host)[Math.round(log.scrollTop / 18) - Number(host.one("nbl-window").style.transform.match(/\d+/)[0]) / 18];
   const read = first();
   const missing = "x\n".repeat(20);
-  model.deliver({ kind: "older", id: null, a: 1, r: 0, s: "out", from: 960, to: 1000, spans: [[40, 2]] }, missing);
+  model.deliver(
+    { kind: "older", request: null, attempt: 1, rank: 0, stream: "out", start: 960, end: 1000, spans: [[40, 2]] },
+    missing,
+  );
   page.draw();
   assert.equal(first(), read);
   assert.equal(log.scrollTop, 90 * 18);
 });
 
 test("the tab of a rank that failed comes into sight, once", (t) => {
-  const { delta, view } = opened(t, { world: 64 });
+  const { delta, view } = opened(t, { world_size: 64 });
   const { host } = view();
   const strip = host.one("nbl-tabs");
   Object.assign(strip, { clientWidth: 300, offsetLeft: 100 });

@@ -1,0 +1,180 @@
+"""The events of a launch that its view shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.output.log_files import Piece
+
+Stream = Literal["out", "err"]
+State = Literal["finished", "failed", "stopped"]
+RankState = Literal["starting", "running", "stopping", "returned", "failed", "ended"]
+
+
+# ------------------------------------------------------------------ what events carry
+class Controls(Protocol):
+    """What a view may ask of its launch, from any thread. Each call returns at once."""
+
+    @property
+    def done(self) -> bool:
+        """True once the launch has ended."""
+
+    def stop(self) -> None:
+        """Interrupt the ranks."""
+
+    def kill(self) -> None:
+        """Kill the ranks now."""
+
+    def ask_stacks(self) -> None:
+        """Request a `StacksShown` event with the stacks of all live ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchInfo:
+    """What is known of a launch when it starts."""
+
+    launch_id: str
+    name: str
+    world_size: int
+    device: str
+    start_method: str
+    log_dir: Path
+    attempt: int = 0
+    """0, or the number of the restart."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """The environment of the ranks."""
+    files: LaunchFiles | None = field(default=None, compare=False)
+    """Keeps the logs from being pruned."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """The state of one rank."""
+
+    rank: int
+    state: RankState
+    pid: int
+    """0 until the rank has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogPiece:
+    """What was appended to one log."""
+
+    rank: int
+    stream: Stream
+    piece: Piece
+    """Empty for a view with `View.wants_text` false."""
+    end: int = 0
+    """Size of the log so far, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The root cause of a failed launch."""
+
+    rank: int
+    """-1 if no rank failed."""
+    type_name: str
+    message: str
+    where: str
+    """The user's own line, such as ``Cell In[3], line 4``; empty if unknown."""
+    source: str
+    """The source text of that line."""
+    traceback: str
+    others: tuple[str, ...]
+    """A line for each other rank that failed later."""
+    log: str
+    """Path of the rank's stderr, or of the log folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a launch ended."""
+
+    state: State
+    seconds: float
+    message: str
+    """One line: the root cause of a failure."""
+    failure: Failure | None = None
+
+
+# ------------------------------------------------------------------ the events
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The launch begins. The only event from the launching thread; the supervisor thread sends the others."""
+
+    controls: Controls
+    blocking: bool
+    """The launching thread waits for the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An attempt of the launch has its files."""
+
+    info: LaunchInfo
+
+
+@dataclass(frozen=True, slots=True)
+class RanksChanged:
+    """Ranks have changed their state."""
+
+    ranks: Sequence[RankStatus]
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """Ranks have printed."""
+
+    pieces: Sequence[LogPiece]
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """A rank has reported metrics or progress."""
+
+    rank: int
+    records: Sequence[Mapping[str, Any]]
+    """As `nblaunch.ranks.report` spools them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A message of nblaunch itself, such as "restarting (1 of 3)"."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Countdown:
+    """The progress of stopping. Replaces the previous one."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StacksShown:
+    """The stacks that `Controls.ask_stacks` requested."""
+
+    texts: Mapping[int, str]
+    """The stack of each live rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes, about 20 times a second: show what is due."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The launch has ended. The last event: show everything that is pending."""
+
+    outcome: Outcome
+
+
+Event = Begun | Started | RanksChanged | Logs | Reports | Note | Countdown | StacksShown | Tick | Ended

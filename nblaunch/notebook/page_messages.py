@@ -1,0 +1,264 @@
+"""The messages between a panel and its page, over the widget's comm.
+
+Dataclasses travel as JSON objects, named tuples as arrays. ``static/page_messages.js`` holds the same types for the
+page; ``python -m tests.unit.page_types`` generates it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from nblaunch.launch.views.events import RankState, Stream
+
+LaunchState = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
+Action = Literal["stop", "kill", "stacks"]
+
+
+# ------------------------------------------------------------------ parts of messages
+class RankEntry(NamedTuple):
+    """The state of one rank."""
+
+    rank: int
+    state: RankState
+
+
+class ProgressEntry(NamedTuple):
+    """One progress bar of a rank."""
+
+    rank: int
+    name: str
+    done: float | None
+    total: float | None
+    seconds: float | None
+
+
+class PointEntry(NamedTuple):
+    """One point of a metric; y is null if it is not finite."""
+
+    metric: str
+    rank: int
+    x: float
+    y: float | None
+
+
+class ResourceEntry(NamedTuple):
+    """Busy cores, bytes resident, the busy share of the GPU, and bytes of GPU memory of a rank."""
+
+    rank: int
+    cpu: float
+    memory: int
+    gpu: float | None
+    gpu_memory: int | None
+
+
+class NoteEntry(NamedTuple):
+    """A message of nblaunch, and its time in seconds since the launch began."""
+
+    time: float
+    text: str
+
+
+class StackEntry(NamedTuple):
+    """The stack of one rank."""
+
+    rank: int
+    text: str
+
+
+class Span(NamedTuple):
+    """Bytes of a log that were printed at one time, in seconds since the launch began."""
+
+    size: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """The state of the launch."""
+
+    name: LaunchState
+    countdown: str
+    attempt: int
+    log_dir: str
+    seconds: float | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class FailureEntry:
+    """The root cause of a failed launch; rank is -1 if no rank failed."""
+
+    rank: int
+    type_name: str
+    message: str
+    where: str
+    source: str
+    traceback: str
+    others: Sequence[str]
+    log: str
+
+
+@dataclass(frozen=True, slots=True)
+class StacksEntry:
+    """The stacks of all live ranks, and their time in seconds since the launch began."""
+
+    time: float
+    ranks: Sequence[StackEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A part of one log; its bytes are in the message's buffer, those of each part after the previous one's."""
+
+    attempt: int
+    rank: int
+    stream: Stream
+    offset: int
+    size: int
+    time: float
+
+
+# ------------------------------------------------------------------ to the page
+@dataclass(frozen=True, slots=True)
+class PanelInfo:
+    """The widget's `info`: what does not change during the launch."""
+
+    launch: str
+    name: str
+    world_size: int
+    device: str
+    start_method: str
+    blocking: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """The parts of a panel that have changed; an absent part has not."""
+
+    state: StateEntry | None = None
+    ranks: Sequence[RankEntry] | None = None
+    progress: Sequence[ProgressEntry] | None = None
+    metrics: Sequence[PointEntry] | None = None
+    resources: Sequence[ResourceEntry] | None = None
+    notes: Sequence[NoteEntry] | None = None
+    failure: FailureEntry | None = None
+    stacks: StacksEntry | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What has changed since the message before. Without content it is a sign of life."""
+
+    kind: Literal["delta"] = "delta"
+    seq: int = 0
+    now: float
+    changes: Changes | None = None
+    logs: Sequence[LogPart] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Everything but the logs, for a page that has missed messages; rewound if the last lines of the logs follow."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    seq: int = 0
+    now: float
+    changes: Changes
+    rewound: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OlderLines:
+    """Bytes start to end of a log, in the message's buffer: the answer to a request, or unrequested (null)."""
+
+    kind: Literal["older"] = "older"
+    request: int | None
+    attempt: int
+    rank: int
+    stream: Stream
+    start: int
+    end: int
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledged:
+    """A click has arrived; done if the launch had already ended."""
+
+    kind: Literal["acknowledged"] = "acknowledged"
+    action: Literal["stop", "kill", "done"]
+    launch: str
+
+
+ToPage = Delta | Snapshot | OlderLines | Acknowledged
+
+
+# ------------------------------------------------------------------ from the page
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A click on a button of the panel."""
+
+    kind: Action
+    launch: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resync:
+    """The page has missed messages after number seq, and asks for a snapshot; without lines also for the logs."""
+
+    kind: Literal["resync"] = "resync"
+    seq: int
+    has_lines: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OlderRequest:
+    """The reader asks for bytes start to end of a log; the answer may be shorter, and holds the end."""
+
+    kind: Literal["older"] = "older"
+    request: int
+    attempt: int
+    rank: int
+    stream: Stream
+    start: int
+    end: int
+
+
+FromPage = Request | Resync | OlderRequest
+
+
+def to_content(message: ToPage | PanelInfo) -> dict[str, Any]:
+    """Return a message as plain values. Leave out fields that are optional and None."""
+    return _plain(message)  # type: ignore[no-any-return]  # a dataclass becomes a dict
+
+
+def from_content(content: Mapping[str, Any]) -> FromPage | None:
+    """Return the message of a page; None if it is malformed or of an unknown kind."""
+    try:
+        match content["kind"]:
+            case "stop" | "kill" | "stacks" as kind:
+                return Request(kind, str(content["launch"]))
+            case "resync":
+                return Resync(seq=int(content["seq"]), has_lines=bool(content["has_lines"]))
+            case "older" if content["stream"] in ("out", "err"):
+                return OlderRequest(
+                    request=int(content["request"]),
+                    attempt=int(content["attempt"]),
+                    rank=int(content["rank"]),
+                    stream=content["stream"],
+                    start=int(content["start"]),
+                    end=int(content["end"]),
+                )
+    except (KeyError, TypeError, ValueError):
+        return None
+    return None
+
+
+def _plain(value: Any) -> Any:
+    if not dataclasses.is_dataclass(value):
+        return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    fields = {field: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {field.name: _plain(item) for field, item in fields.items() if item is not None or field.default is not None}

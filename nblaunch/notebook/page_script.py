@@ -1,0 +1,41 @@
+"""The panel's script and style sheet, as the widget carries them to the page."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"
+_IMPORT = re.compile(r'^import [^;]+ from "\./([\w.]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (?=async function|function|class|const|let)", re.MULTILINE)
+_COMMENT = re.compile(r"^ *//.*\n|^ */\*\*(?:[^*]|\*(?!/))*\*/\n", re.MULTILINE)
+
+
+@functools.cache
+def script() -> str:
+    """Return the panel's modules as one, without comments: a page loads it from a Blob, where relative imports fail."""
+    texts = [_COMMENT.sub("", _EXPORT.sub("", _IMPORT.sub("", text))) for text in modules("panel.js").values()]
+    return "\n".join(texts)
+
+
+@functools.cache
+def style() -> str:
+    """Return the panel's style sheet."""
+    return (STATIC / "panel.css").read_text(encoding="utf-8")
+
+
+def modules(name: str, found: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the text of a module and of all that it imports, imported modules first.
+
+    Args:
+        name: The file name of the module.
+        found: Modules that are already known; extended in place.
+    """
+    found = {} if found is None else found
+    text = (STATIC / name).read_text(encoding="utf-8")
+    for imported in _IMPORT.findall(text):
+        if imported not in found:
+            modules(imported, found)
+    found[name] = text
+    return found

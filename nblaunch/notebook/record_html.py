@@ -1,0 +1,258 @@
+"""The record as HTML that needs no kernel and no script.
+
+JupyterLab sanitizes the HTML of an untrusted notebook: it drops ``<style>``, ``<svg>``, ``aria-`` attributes, and
+styles with unknown values. This HTML survives it. Its colours are mid-tones and half-transparent, for light and dark
+pages. Where a page drops all styles, as GitHub does, the words suffice.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares
+from nblaunch.launch.views.events import Failure
+from nblaunch.launch.views.text_view import number
+from nblaunch.notebook.ansi_html import block, coloured, cut, terminal_lines
+from nblaunch.notebook.charts import (
+    MAX_LINES,
+    MEAN_COLOUR,
+    Point,
+    Summary,
+    colour_of,
+    data_uri,
+    line_chart,
+    summarise,
+)
+from nblaunch.notebook.record import FAILED_COLOUR, RankTail, Record, counted, plain, rank_name
+
+_MAX_CHARTS = 12
+_MAX_METRICS = 24
+_MAX_COLUMNS = 8
+_MAX_RANKS = 64
+_MAX_CHARTS_BYTES = 52 << 10
+_MAX_TAILS_BYTES = 22 << 10
+_MAX_TRACEBACK_BYTES = 8 << 10
+"""Together with the markup, all parts stay below 150 KB."""
+_MAX_LINE_LENGTH = 400
+"""Characters of one line of a log."""
+_MAX_TAIL_LINES = 20
+_MAX_NOTES = 5
+_MAX_OTHERS = 8
+_MONO = "font-family:monospace;font-size:12px;line-height:1.4"
+_PRE = f"{_MONO};white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;padding:0;background:transparent"
+_DIM = "opacity:0.7"
+_PICTURE = "display:block;max-width:100%;height:auto"
+
+
+def as_html(record: Record) -> str:
+    """Return the record as at most 150 KB of HTML. No text of the launch can become a tag or an attribute."""
+    summaries = summarise(record.metrics)
+    message = ""
+    if record.message.strip():
+        message = f'<div style="margin-top:6px;white-space:pre-wrap">{_text(record.message, 1000)}</div>'
+    parts = [
+        _header(record),
+        _failure(record.failure) if record.failure else message,
+        *(f'<div style="margin-top:6px">{_text(note, 200)}</div>' for note in record.notes[-_MAX_NOTES:]),
+        _metrics(record, summaries),
+        _table(summaries),
+        _tails(record),
+    ]
+    if record.log_dir:
+        log_dir = _text(record.log_dir, _MAX_LINE_LENGTH)
+        parts.append(f'<div style="margin-top:8px;font-size:12px;{_DIM}">logs: <code>{log_dir}</code></div>')
+    # The classes keep MathJax from reading dollar signs in a message as mathematics.
+    style = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
+    marker = f"nblaunch-{escape(record.launch_id)}"
+    return f'<div class="{marker} tex2jax_ignore mathjax_ignore" style="{style}">{"".join(parts)}</div>'
+
+
+def _text(text: str, most: int, *, in_attribute: bool = False) -> str:
+    """Return at most `most` characters of `text` as HTML without tags."""
+    return escape(cut(plain(text), most), quote=in_attribute)
+
+
+def _header(record: Record) -> str:
+    mark, colour, facts = record.heading()
+    state = f"{mark} {_text(record.state, 40)}"
+    rest = " · ".join(escape(fact) for fact in [*facts, _when(record.ended_at)] if fact)
+    return (
+        f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> '
+        f'<b style="color:{colour}">{state}</b> <span style="{_DIM}">{rest}</span></div>'
+    )
+
+
+def _when(ended_at: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(ended_at))
+    except (OverflowError, ValueError, OSError):  # not a time
+        return ""
+
+
+def _failure(failure: Failure) -> str:
+    headline = f"{rank_name(failure.rank)} failed: {_text(failure.type_name, 100)}"
+    parts = [f'<b style="color:{FAILED_COLOUR}">{headline}</b>']
+    if failure.message.strip():
+        parts.append(f'<pre style="{_PRE}">{_text(failure.message, 1000)}</pre>')
+    if failure.where:
+        parts.append(f'<div style="margin-top:6px">{_text(failure.where, 200)}</div>')
+    if failure.source:
+        parts.append(f'<pre style="{_PRE}"><b>    {_text(failure.source, 200)}</b></pre>')
+    if failure.traceback.strip():
+        lines = block(failure.traceback.rstrip().splitlines(), _MAX_TRACEBACK_BYTES)
+        parts.append(_folded(f"traceback of {rank_name(failure.rank)}", lines, is_open=True))
+    if failure.others:
+        parts.append(
+            _folded(f"then, on {counted(len(failure.others), 'other rank')}", block(failure.others[:_MAX_OTHERS], 2000))
+        )
+    style = f"border-left:4px solid {FAILED_COLOUR};background:rgba(214,74,63,0.09);padding:8px 12px;margin-top:8px"
+    return f'<div style="{style}">{"".join(parts)}</div>'
+
+
+def _folded(title: str, lines: str, *, is_open: bool = False) -> str:
+    summary = f'<summary style="{_DIM};cursor:pointer">{title}</summary>'
+    return f'<details{" open" * is_open} style="margin-top:6px">{summary}<pre style="{_PRE}">{lines}</pre></details>'
+
+
+# ------------------------------------------------------------------ metrics
+def _metrics(record: Record, summaries: Sequence[Summary]) -> str:
+    """Return a card for each metric: its numbers, and a chart if there is a line to draw."""
+    shown = summaries[:_MAX_METRICS]
+    drawn = [summary for summary in shown if _has_line(record.metrics[summary.name])][:_MAX_CHARTS]
+    charts = dict(zip((summary.name for summary in drawn), _charts(record, drawn), strict=True))
+    cards = [_card(summary, charts[summary.name]) for summary in drawn]
+    rest = [f"<div>{_numbers(summary)}</div>" for summary in shown if summary.name not in charts]
+    more = [f"<div>and {len(summaries) - len(shown)} more metrics</div>"] if len(summaries) > len(shown) else []
+    return "".join([*cards, _legend(drawn), *rest, *more]) if shown else ""
+
+
+def _has_line(series: Mapping[int, Sequence[Point]]) -> bool:
+    return len({x for points in series.values() for x, y in points if math.isfinite(x) and math.isfinite(y)}) > 1
+
+
+def _charts(record: Record, summaries: Sequence[Summary]) -> list[str]:
+    """Return an image for each of these metrics, together at most `_MAX_CHARTS_BYTES`."""
+    images: list[str] = []
+    for most_points in (300, 150, 75, 40, 20, 8):
+        images = [
+            data_uri(line_chart(record.metrics[s.name], s.mean, cut(s.name, 60), most_points=most_points))
+            for s in summaries
+        ]
+        if sum(map(len, images)) <= _MAX_CHARTS_BYTES:
+            break
+    return images
+
+
+def _card(summary: Summary, image: str) -> str:
+    style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
+    alt = f"chart of {_text(summary.name, 60, in_attribute=True)}: {_in_words(summary)}"
+    picture = f'<img src="{image}" alt="{alt}" width="340" height="150" style="{_PICTURE}">'
+    return f'<div style="{style}"><div>{_numbers(summary)}</div>{picture}</div>'
+
+
+def _numbers(summary: Summary) -> str:
+    best = f' <span style="{_DIM}">best {number(summary.best)}</span>' if summary.best is not None else ""
+    alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
+    latest = f'<span style="font-size:16px{alarm}">{number(summary.latest)}</span>'
+    return f"<b>{_text(summary.name, 60)}</b> {latest}{best}"
+
+
+def _in_words(summary: Summary) -> str:
+    best = f", best {number(summary.best)}" if summary.best is not None else ""
+    ranks = f", mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
+    return f"latest {number(summary.latest)}{best}{ranks}"
+
+
+def _legend(summaries: Sequence[Summary]) -> str:
+    ranks = sorted({rank for summary in summaries for rank in summary.by_rank})
+    if len(ranks) < 2:
+        return ""
+    mean = f'<span style="color:{MEAN_COLOUR}">━ mean</span>'
+    if len(ranks) > MAX_LINES:
+        rest = f'<span style="color:{colour_of(0)}">▒ lowest to highest of {len(ranks)} ranks</span>'
+    else:
+        style = "white-space:nowrap;color:"
+        rest = " ".join(f'<span style="{style}{colour_of(rank)}">─ rank {rank}</span>' for rank in ranks)
+    return f'<div style="font-size:12px;margin-bottom:6px">{mean} {rest}</div>'
+
+
+def _table(summaries: Sequence[Summary]) -> str:
+    """Return the latest values of each rank, for metrics that differ between ranks."""
+    columns = [summary for summary in summaries if summary.differs][:_MAX_COLUMNS]
+    ranks = sorted({rank for summary in columns for rank in summary.by_rank})[:_MAX_RANKS]
+    if not columns:
+        return ""
+
+    def values(rank: int) -> list[str]:
+        found = [summary.by_rank.get(rank) for summary in columns]
+        return ["" if value is None else number(value) for value in found]
+
+    rows = [
+        _row("td", "mean", (number(summary.latest) for summary in columns)),
+        *(_row("td", f"rank {rank}", values(rank)) for rank in ranks),
+    ]
+    head = _row("th", "latest", (_text(summary.name, 60) for summary in columns))
+    table = (
+        '<table cellpadding="4" style="margin:4px 0 0 0;border-collapse:collapse;text-align:right">'
+        f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+    )
+    summary = f'<summary style="cursor:pointer">latest values of {counted(len(ranks), "rank")}</summary>'
+    return f'<details style="margin-top:8px;overflow-x:auto">{summary}{table}</details>'
+
+
+def _row(cell: str, name: str, values: Iterable[str]) -> str:
+    cells = "".join(f"<{cell}>{value}</{cell}>" for value in values)
+    return f"<tr><th>{name}</th>{cells}</tr>"
+
+
+# ------------------------------------------------------------------ logs
+def _tails(record: Record) -> str:
+    shown = record.tails_shown(_MAX_RANKS)
+    if not shown:
+        return ""
+    characters = min(_MAX_LINE_LENGTH, _MAX_TAILS_BYTES // len(shown) // 6)
+    excerpts = [_tail_excerpt(tail, len(shown), characters) for tail in shown]
+    shares = fair_shares([excerpt.size for excerpt in excerpts], _MAX_TAILS_BYTES)
+    for excerpt, share in zip(excerpts, shares, strict=True):
+        excerpt.cut(share)
+    has_failed = [record.failure is not None and record.failure.rank == tail.rank for tail in shown]
+    is_few = len(shown) <= MAX_LINES
+    parts = [
+        _tail(tail, excerpt, is_open=failed or len(shown) == 1, preview=is_few)
+        for tail, excerpt, failed in zip(shown, excerpts, has_failed, strict=True)
+    ]
+    if len(record.tails) > len(shown):
+        parts.append(f"<div>and {len(record.tails) - len(shown)} more ranks</div>")
+    if not is_few:
+        first = sum(has_failed)
+        summary = f'<summary style="cursor:pointer">the last lines of {counted(len(shown) - first, "rank")}</summary>'
+        parts[first:] = [f"<details>{summary}{''.join(parts[first:])}</details>"]
+    return f'<div style="margin-top:10px">{"".join(parts)}</div>'
+
+
+def _tail_excerpt(tail: RankTail, among: int, characters: int) -> Excerpt:
+    """Return the last lines of a rank as HTML."""
+    most = max(5, min(_MAX_TAIL_LINES, 160 // among))
+    excerpt = Excerpt(0, _MAX_TAILS_BYTES)
+    for line in terminal_lines(tail.lines[-most:]):
+        excerpt.add(coloured(line, characters))
+    return excerpt
+
+
+def _tail(tail: RankTail, excerpt: Excerpt, *, is_open: bool, preview: bool) -> str:
+    file = re.split(r"[\\/]", tail.path)[-1]
+    lines = excerpt.text("")
+    last = next(filter(str.strip, reversed(tail.lines)), "") if preview and not is_open else ""
+    said = f' <span style="{_MONO};{_DIM}">{_text(last, 80)}</span>' if last else ""
+    summary = f'<summary style="cursor:pointer"><b>rank {tail.rank}</b>{said}</summary>'
+    before = ""
+    if tail.more or excerpt.left_lines or lines.count("\n") < len(tail.lines):
+        where = f" in {_text(file, 60)}" if file and preview else ""
+        before = f'<span style="{_DIM}">… more before{where}</span>\n'
+    if not (before or lines):
+        return f'<div><b>rank {tail.rank}</b> <span style="{_DIM}">printed nothing</span></div>'
+    return f'<details{" open" * is_open}>{summary}<pre style="{_PRE}">{before}{lines}</pre></details>'

@@ -1,0 +1,74 @@
+"""The record as plain text: for terminals, and for pages without HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares, without_colours
+from nblaunch.launch.views.events import Failure
+from nblaunch.launch.views.text_view import number
+from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH, terminal_lines
+from nblaunch.notebook.charts import Summary, clean, summarise
+from nblaunch.notebook.record import Record, one_line, plain, rank_name, within
+
+_MAX_TRACEBACK_BYTES = 2000
+_MAX_METRICS_BYTES = 1300
+_MAX_TAILS_BYTES = 1700
+"""All parts together stay below 8 KB."""
+_MAX_RANKS = 16
+_MAX_OTHERS = 8
+
+
+def as_text(record: Record) -> str:
+    """Return the record as at most 8 KB of text."""
+    summaries = summarise(record.metrics)
+    _, _, facts = record.heading()
+    first = f"{one_line(record.name, 200)}: {one_line(record.state, 40)} {' · '.join(filter(None, facts))}"
+    parts = [
+        first,
+        _failure_text(record.failure) if record.failure else within(plain(record.message), 500),
+        "\n".join(one_line(note, 150) for note in record.notes[-3:]),
+        _metrics_text(summaries),
+        _tails_text(record),
+        f"logs: {one_line(record.log_dir, 300)}" if record.log_dir else "",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _failure_text(failure: Failure) -> str:
+    lines = [f"{rank_name(failure.rank)} failed: {within(plain(f'{failure.type_name}: {failure.message}'), 600)}"]
+    if failure.where or failure.source:
+        lines.append("  " + one_line(": ".join(filter(None, (failure.where, failure.source))), 250))
+    if failure.traceback.strip():
+        excerpt = Excerpt(_MAX_TRACEBACK_BYTES // 4, _MAX_TRACEBACK_BYTES * 3 // 4, prefix="  ")
+        for line in failure.traceback.rstrip().splitlines():
+            excerpt.add(within(clean(without_colours(line[:MAX_INPUT_LENGTH])), 300))
+        lines += ["", excerpt.text("…").rstrip()]
+    if failure.others:
+        lines += ["then, on other ranks:", *(f"  {one_line(other, 100)}" for other in failure.others[:_MAX_OTHERS])]
+    return "\n".join([*lines, ""])
+
+
+def _metrics_text(summaries: Sequence[Summary]) -> str:
+    excerpt = Excerpt(_MAX_METRICS_BYTES, 0)
+    for summary in summaries:
+        best = f" (best {number(summary.best)})" if summary.best is not None else ""
+        ranks = ""
+        if summary.differs:
+            values = [f"{rank}: {number(value)}" for rank, value in list(summary.by_rank.items())[:_MAX_OTHERS]]
+            ranks = f"; rank {', '.join(values)}{', …' * (len(summary.by_rank) > _MAX_OTHERS)}"
+        excerpt.add(f"{one_line(summary.name, 80)} {number(summary.latest)}{best}{ranks}")
+    return excerpt.text(f"and {excerpt.left_lines} more metrics").rstrip()
+
+
+def _tails_text(record: Record) -> str:
+    shown = record.tails_shown(_MAX_RANKS)
+    most = 5 if len(shown) <= 4 else 2
+    excerpts = [Excerpt(0, _MAX_TAILS_BYTES, prefix=f"[rank {tail.rank}] ") for tail in shown]
+    for tail, excerpt in zip(shown, excerpts, strict=True):
+        for line in terminal_lines([line for line in tail.lines if line.strip()][-most:]):
+            excerpt.add(within(clean(without_colours(line)), 100))
+    shares = fair_shares([excerpt.size for excerpt in excerpts], _MAX_TAILS_BYTES)
+    for excerpt, share in zip(excerpts, shares, strict=True):
+        excerpt.cut(share)
+    return "".join(excerpt.text("") for excerpt in excerpts).rstrip()

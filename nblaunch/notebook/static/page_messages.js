@@ -1,0 +1,116 @@
+// The messages between the panel and the kernel.
+// Generated from nblaunch/notebook/page_messages.py by `python -m tests.unit.page_types`.
+
+/** The state of one rank.
+ * @typedef {[rank: number, state: "starting" | "running" | "stopping" | "returned" | "failed" | "ended"]} RankEntry */
+/** One progress bar of a rank.
+ * @typedef {[rank: number, name: string, done: number | null, total: number | null, seconds: number | null]} ProgressEntry */
+/** One point of a metric; y is null if it is not finite.
+ * @typedef {[metric: string, rank: number, x: number, y: number | null]} PointEntry */
+/** Busy cores, bytes resident, the busy share of the GPU, and bytes of GPU memory of a rank.
+ * @typedef {[rank: number, cpu: number, memory: number, gpu: number | null, gpu_memory: number | null]} ResourceEntry */
+/** A message of nblaunch, and its time in seconds since the launch began.
+ * @typedef {[time: number, text: string]} NoteEntry */
+/** The stack of one rank.
+ * @typedef {[rank: number, text: string]} StackEntry */
+/** Bytes of a log that were printed at one time, in seconds since the launch began.
+ * @typedef {[size: number, time: number]} Span */
+/** The state of the launch.
+ * @typedef {object} StateEntry
+ * @property {"starting" | "running" | "stopping" | "finished" | "failed" | "stopped"} name
+ * @property {string} countdown
+ * @property {number} attempt
+ * @property {string} log_dir
+ * @property {number | null} seconds
+ * @property {string} message */
+/** The root cause of a failed launch; rank is -1 if no rank failed.
+ * @typedef {object} FailureEntry
+ * @property {number} rank
+ * @property {string} type_name
+ * @property {string} message
+ * @property {string} where
+ * @property {string} source
+ * @property {string} traceback
+ * @property {string[]} others
+ * @property {string} log */
+/** The stacks of all live ranks, and their time in seconds since the launch began.
+ * @typedef {object} StacksEntry
+ * @property {number} time
+ * @property {StackEntry[]} ranks */
+/** A part of one log; its bytes are in the message's buffer, those of each part after the previous one's.
+ * @typedef {object} LogPart
+ * @property {number} attempt
+ * @property {number} rank
+ * @property {"out" | "err"} stream
+ * @property {number} offset
+ * @property {number} size
+ * @property {number} time */
+/** The widget's `info`: what does not change during the launch.
+ * @typedef {object} PanelInfo
+ * @property {string} launch
+ * @property {string} name
+ * @property {number} world_size
+ * @property {string} device
+ * @property {string} start_method
+ * @property {boolean} blocking */
+/** The parts of a panel that have changed; an absent part has not.
+ * @typedef {object} Changes
+ * @property {StateEntry} [state]
+ * @property {RankEntry[]} [ranks]
+ * @property {ProgressEntry[]} [progress]
+ * @property {PointEntry[]} [metrics]
+ * @property {ResourceEntry[]} [resources]
+ * @property {NoteEntry[]} [notes]
+ * @property {FailureEntry} [failure]
+ * @property {StacksEntry} [stacks] */
+/** What has changed since the message before. Without content it is a sign of life.
+ * @typedef {object} Delta
+ * @property {"delta"} kind
+ * @property {number} seq
+ * @property {number} now
+ * @property {Changes} [changes]
+ * @property {LogPart[]} [logs] */
+/** Everything but the logs, for a page that has missed messages; rewound if the last lines of the logs follow.
+ * @typedef {object} Snapshot
+ * @property {"snapshot"} kind
+ * @property {number} seq
+ * @property {number} now
+ * @property {Changes} changes
+ * @property {boolean} rewound */
+/** Bytes start to end of a log, in the message's buffer: the answer to a request, or unrequested (null).
+ * @typedef {object} OlderLines
+ * @property {"older"} kind
+ * @property {number | null} request
+ * @property {number} attempt
+ * @property {number} rank
+ * @property {"out" | "err"} stream
+ * @property {number} start
+ * @property {number} end
+ * @property {Span[]} spans */
+/** A click has arrived; done if the launch had already ended.
+ * @typedef {object} Acknowledged
+ * @property {"acknowledged"} kind
+ * @property {"stop" | "kill" | "done"} action
+ * @property {string} launch */
+/** A click on a button of the panel.
+ * @typedef {object} Request
+ * @property {"stop" | "kill" | "stacks"} kind
+ * @property {string} launch */
+/** The page has missed messages after number seq, and asks for a snapshot; without lines also for the logs.
+ * @typedef {object} Resync
+ * @property {"resync"} kind
+ * @property {number} seq
+ * @property {boolean} has_lines */
+/** The reader asks for bytes start to end of a log; the answer may be shorter, and holds the end.
+ * @typedef {object} OlderRequest
+ * @property {"older"} kind
+ * @property {number} request
+ * @property {number} attempt
+ * @property {number} rank
+ * @property {"out" | "err"} stream
+ * @property {number} start
+ * @property {number} end */
+/** @typedef {Delta | Snapshot | OlderLines | Acknowledged} ToPage */
+/** @typedef {Request | Resync | OlderRequest} FromPage */
+
+export {};

@@ -1,0 +1,396 @@
+"""`ShardedLoader`: a DataLoader that gives each rank its part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count, islice
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from nblaunch.errors import ArgumentError, warn
+from nblaunch.training.data.batch_partition import Share, round_count
+from nblaunch.training.data.epoch_progress import EpochProgress
+from nblaunch.training.data.index_source import (
+    BatchNote,
+    IndexFeed,
+    IndexPass,
+    epochs_of,
+    length_of,
+    samplers_of,
+    set_epoch_methods,
+    source_of,
+)
+from nblaunch.training.data.stream_reader import StreamReader, collated
+from nblaunch.training.seeding import checked_seed, default_seed, derived_generator, derived_seed
+from nblaunch.training.topology import World, world
+
+T_co = TypeVar("T_co", covariant=True)
+
+_END: Any = object()
+_NO_BATCH = BatchNote(is_padding=False, is_last=False, end=0)
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A pass in progress."""
+
+    epoch: int
+    done: int
+    """Batches up to the latest one, including those before a resume."""
+    size: int | None
+    taken: int = 0
+    note: BatchNote = _NO_BATCH
+
+    def take(self, note: BatchNote) -> None:
+        self.done, self.taken, self.note = self.done + 1, self.taken + 1, note
+
+
+class PassObserver(Protocol):
+    """Follows the passes over a loader."""
+
+    def begin_batch(self, loader: Any) -> None:
+        """Called before the loader yields a batch."""
+
+    def end_pass(self, loader: Any) -> None:
+        """Called when a pass was completed or abandoned."""
+
+
+class _Plan(NamedTuple):
+    """One epoch of one rank, cached so that a peek and the pass after it run the user's sampler once."""
+
+    key: tuple[World, int, int, int]
+    shares: list[Share]
+
+
+class _Division(NamedTuple):
+    """What a position in the data depends on; the field names are keys of the state."""
+
+    world_size: int
+    batch_size: int
+    """Of the loader or its own batch sampler; 0 without one."""
+    num_workers: int
+    """Of a stream; 0 for a map-style dataset, whose order is the same for any number."""
+
+    def __str__(self) -> str:
+        workers = f", num_workers={self.num_workers}" if self.num_workers else ""
+        return f"world_size={self.world_size}, batch_size={self.batch_size or None}{workers}"
+
+
+class ShardedLoader(DataLoader[T_co]):
+    """A DataLoader that gives each rank its part; made by `shard`. Without other ranks it gives the whole.
+
+    **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so
+    all ranks know one order. Their random generators keep their states. (A ``generator`` that the loader was given is
+    seeded too: choose another order by `seed`.) The order is cut into chunks of ``batch_size`` × world size; rank r
+    takes the r-th part of each, so a batch gathered by rank is in order. The last chunk is divided evenly; if it holds
+    fewer samples than there are ranks, the chunk before gives it some. So each sample comes exactly once *and* every
+    rank has equally many batches. If that is impossible (batches of one sample, or fewer samples than ranks) a rank
+    repeats one sample, and `is_padding` is True. With ``drop_last`` only whole chunks come. The batches of a user's own
+    batch sampler are divided as whole batches, see `partition_batches`. A loader whose sampler shards already (such as
+    torch's ``DistributedSampler``) keeps its parts; only its epochs are set.
+
+    **Iterable datasets.** The same, except that rank 0 reads and sends, or each rank reads everything: see
+    ``dispatch`` in `shard`. While rank 0 sends, iterating is a collective: every rank takes equally many batches of
+    equally many passes, including a peek at the first batch; a rank that is out of step raises a RuntimeError. Do not
+    shard a dataset that picks its own rank's part.
+
+    **Epochs.** A complete pass advances `epoch`, so each pass has an order of its own. A peek by
+    ``next(iter(loader))``, also within another pass, or a pass that is broken off does not advance it. A loop that
+    stops at the last of several batches (``zip(range(n), loader)``, ``break``) has completed the pass, which counts
+    when the next one begins. Your own `set_epoch`, here or on your sampler, wins.
+
+    **Random augmentation.** Each batch of a map-style dataset is loaded with Python's, NumPy's and torch's (CPU)
+    generators seeded from (seed, epoch, rank, batch). So no two ranks draw the same, a run repeats with any number of
+    workers, and a resumed pass loads the same batches. Without workers this process's generators are restored:
+    loading draws nothing from them. Generators of the dataset's own are not seeded. A stream's workers are seeded once
+    per pass, from (seed, epoch, rank of the reader). Two loaders of one seed draw the same in batches of one number:
+    give loaders that are iterated side by side different seeds.
+
+    Rank and world size are read on iteration, so a loader made in a notebook is right in the ranks it is sent to.
+
+    Attributes:
+        is_padding: Whether the latest batch repeats a sample that another rank has.
+        is_last: Whether it is the last of its pass.
+        remaining: Batches left in the pass when it was yielded, including it; None if the loader has no length.
+        observer: Notified about passes.
+    """
+
+    is_padding: bool = False
+    is_last: bool = False
+    remaining: int | None = None
+    observer: PassObserver | None = None
+
+    def __init__(
+        self,
+        loader: DataLoader[T_co],
+        *,
+        seed: int | None = None,
+        dispatch: bool | None = None,
+        move: Callable[[Any], Any] | None = None,
+    ) -> None:
+        # Not DataLoader.__init__, which refuses a batch_size beside a batch sampler: every argument is kept, including
+        # those of later torch versions, and `_index_sampler` alone determines what is read.
+        vars(self).update(vars(loader))
+        self._iterator = None
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            warn(f"{type(loader).__name__} overrides __iter__, which a sharded loader does not use")
+        self._seed: int | None = None
+        self._dispatch: bool | None = None
+        self._move: Callable[[Any], Any] | None = None
+        self._progress = EpochProgress()
+        self._passes: list[_Pass] = []
+        self._plan: _Plan | None = None
+        self._reader: StreamReader | None = None
+        self._indices = IndexFeed()
+        self._loaded: _Division | None = None  # of the latest loaded state
+        self._sampler_epoch: int | None = None  # last set on the samplers; any other value there is the user's
+        self._in_order = getattr(loader, "in_order", True)
+        self.adjust(seed=seed, dispatch=dispatch, move=move)
+
+    def adjust(
+        self, *, seed: int | None = None, dispatch: bool | None = None, move: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Set those of `shard`'s arguments that are not None."""
+        self._seed = self._seed if checked_seed(seed) is None else seed
+        if dispatch is not None and dispatch != self._dispatch:
+            self._dispatch, self._reader = dispatch, None
+        self._move = move or self._move
+
+    # ------------------------------------------------------------------ iterating
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
+        self._follow_samplers()
+        start = self._progress.begin()
+        self._check_resumable(start)
+        self._set_sampler_epochs()
+        current = _Pass(self.epoch, start, self._size_from(start))
+        self._passes.append(current)
+        try:
+            for content, note in self._iterate_stream(start) if self._is_stream else self._iterate_indices(start):
+                current.take(note)
+                self._update_position(current)
+                yield self._move(content) if self._move else content
+            self._progress.complete(current.epoch)
+        finally:
+            self._leave(current)
+
+    def _update_position(self, current: _Pass) -> None:
+        """Describe the latest batch of this pass."""
+        self.is_padding, self.is_last, _ = current.note
+        self.remaining = None if current.size is None else current.size - current.done + 1
+        if self.epoch == current.epoch:
+            self._progress.done, self._progress.samples = current.done, current.note.end
+            self._progress.ended = current.note.is_last and current.taken > 1  # a single batch may be a peek
+        if self.observer is not None:
+            self.observer.begin_batch(self)
+
+    def _leave(self, current: _Pass) -> None:
+        self._passes.remove(current)
+        if current.taken <= 1 and self._passes:  # a peek within another pass
+            self._update_position(self._passes[-1])
+        elif self.observer is not None:
+            self.observer.end_pass(self)
+
+    def _iterate_indices(self, start: int) -> Iterator[tuple[Any, BatchNote]]:
+        """Iterate a map-style dataset."""
+        begin = self._progress.start_samples
+        shares = self._planned() if source_of(self).is_sized else source_of(self).shares(world(), begin)
+        # If workers could overtake each other, the padding batch could not be identified.
+        self.in_order = self._in_order or (isinstance(shares, list) and any(share.is_padding for share in shares[-1:]))
+        own, epoch, rank = self.seed, self.epoch, world().rank
+        seeds = (derived_seed(own, epoch, rank, number) for number in count(start))
+        current = IndexPass(islice(shares, 0 if begin else start, None), seeds, loads_here=self.num_workers == 0)
+        self._indices.current = current
+        given, self.generator = self.generator, derived_generator(own, epoch, rank)  # workers are seeded from it
+        try:
+            batches: Iterator[Any] = super().__iter__()
+        finally:
+            self.generator = given
+        while True:
+            with current.loading:
+                content = next(batches, _END)
+            if content is _END:
+                return
+            yield content, current.notes.popleft()
+
+    def _iterate_stream(self, start: int) -> Iterator[tuple[Any, BatchNote]]:
+        """Iterate an iterable dataset; what was taken before a resume is read again."""
+        place, dispatch, begin = world(), self._dispatch is not False, self._progress.start_samples
+        as_samples = place.is_shared or begin % (self.batch_size or 1) != 0
+        if self._reader is None or (self._reader.place, self._reader.as_samples) != (place, as_samples):
+            self._reader = StreamReader(self, place, dispatch=dispatch, as_samples=as_samples)
+        generator = derived_generator(self.seed, self.epoch, 0)  # the same on all ranks, which may all read everything
+        for share, is_last in self._reader.shares(start, begin, generator):
+            content = collated(self, share.items) if as_samples else share.items[0]
+            yield content, BatchNote(share.is_padding, is_last, share.end)
+
+    @property
+    def _index_sampler(self) -> IndexFeed:
+        """What torch reads; `sampler` and `batch_sampler` stay the user's."""
+        return self._indices
+
+    @property
+    def _is_stream(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    def _planned(self) -> list[Share]:
+        key = (world(), self.seed, self.epoch, self._progress.start_samples)
+        if self._plan is None or self._plan.key != key:
+            self._plan = _Plan(key, source_of(self).planned(*key))
+            self._set_sampler_epochs()  # our samplers have completed a pass
+        return self._plan.shares
+
+    def own_sampler_size(self) -> int | None:
+        """Return how many samples a sampler that shards gives this rank in the next pass, including repeated ones.
+
+        None if `shard` divides the data itself, or the sampler has no length.
+        """
+        if self._is_stream or not (source_of(self).is_own_part and source_of(self).is_sized):
+            return None
+        self._follow_samplers()
+        self._set_sampler_epochs()
+        return sum(len(share.items) if source_of(self).takes_lists else 1 for share in self._planned())
+
+    # ------------------------------------------------------------------ sizes
+    def __len__(self) -> int:
+        """Return how many batches this rank gets in a pass.
+
+        Raises:
+            TypeError: The dataset or sampler has no length.
+        """
+        ranks = world().size
+        if self._is_stream:
+            size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
+            return round_count(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
+        return source_of(self).rounds(ranks)
+
+    def _size_from(self, start: int) -> int | None:
+        """Return how many batches this rank gets in a pass that resumes after `start` of them; None if unknown."""
+        begin = self._progress.start_samples
+        if not begin:
+            return length_of(self)
+        if not self._is_stream:
+            return start + len(self._planned()) if source_of(self).is_sized else None
+        size = length_of(self.dataset)
+        if size is None:
+            return None
+        return start + round_count(size - begin, self.batch_size or 1, world().size, drop_last=self.drop_last)
+
+    @property
+    def total(self) -> int | None:
+        """How many samples all ranks together get in a pass, each counted once; None if unknown."""
+        if not self._is_stream:
+            return source_of(self).total(world().size)
+        if self.batch_size is None or not hasattr(self.dataset, "__len__"):
+            return None
+        whole = self.batch_size * world().size
+        return len(self.dataset) - (len(self.dataset) % whole if self.drop_last else 0)
+
+    # ------------------------------------------------------------------ epochs
+    @property
+    def seed(self) -> int:
+        """The seed of the order: its own, else that of `seed_everything`, else 0."""
+        return default_seed() if self._seed is None else self._seed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current pass, or of the next one."""
+        return self._progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the beginning of an epoch. Setting the current epoch changes nothing.
+
+        Raises:
+            ArgumentError: `epoch` is not a whole number of at least 0.
+        """
+        self._progress.move_to(epoch)
+        self._set_sampler_epochs()
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position in the pass; the same on all ranks.
+
+        Returns:
+            ``epoch``; ``batches`` that this rank has taken; ``samples`` that all ranks have taken (batches of the
+            user's own batch sampler, 0 with a sampler that shards already); ``seed``; ``world_size``; ``batch_size``;
+            ``num_workers`` that read a stream (0 for a map-style dataset).
+        """
+        self._follow_samplers()
+        now, ended = self._progress, self._progress.ended
+        has_moved = self._loaded is None or now.done != now.start
+        division = self._division if has_moved or self._loaded is None else self._loaded
+        return {
+            "epoch": self.epoch + ended,
+            "batches": 0 if ended else now.done,
+            "samples": 0 if ended else now.samples,
+            "seed": self.seed,
+            **division._asdict(),
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Resume from a `state_dict`: passes of its epoch begin there.
+
+        With another number of ranks or another batch size the remaining samples are divided again: none is lost or
+        repeated. If that cannot be (a sampler that shards already, a stream that workers read, another batch size of
+        the user's own batch sampler, another number of workers of a stream), the next pass raises an ArgumentError.
+        Keys that a state of an earlier version lacks are taken to be unchanged.
+
+        Of a map-style dataset nothing is loaded again; a stream is read again up to that position.
+        """
+        self._seed = checked_seed(state["seed"])
+        self._progress.resume(state["epoch"], state["batches"], state.get("samples", 0))
+        given = {name: state[name] for name in _Division._fields if name in state}
+        self._loaded = self._division._replace(**given) if "world_size" in given else None
+        self._set_sampler_epochs()
+
+    @property
+    def _division(self) -> _Division:
+        """The division of the next pass."""
+        size = getattr(samplers_of(self)[0], "batch_size", None)
+        workers = self.num_workers if self._is_stream else 0
+        return _Division(world().size, size if isinstance(size, int) else 0, workers)
+
+    def _check_resumable(self, start: int) -> None:
+        """Refuse to resume if it is unknown which samples were taken.
+
+        Raises:
+            ArgumentError: The order of the data differs from that of the loaded state.
+        """
+        before, now = self._loaded, self._division
+        if not start or before is None or before == now:
+            return
+        if self._is_stream:
+            reason = "workers read this stream" if before.num_workers or now.num_workers else ""
+        elif source_of(self).is_own_part or not self._progress.start_samples:  # samples are counted in all other cases
+            reason = "its sampler divides the data among the ranks itself"
+        elif source_of(self).yields == "batches" and before.batch_size != now.batch_size:
+            reason = "its batch sampler makes the batches itself"
+        else:
+            reason = ""
+        if reason:
+            raise ArgumentError(
+                f"the loader's state was taken with {before}, and this is {now}: as {reason}, the orders differ, and "
+                "samples would be lost or repeated. Resume with the same values, or begin the next epoch: "
+                f"set_epoch({self.epoch + 1})"
+            )
+
+    def break_off(self) -> None:
+        """Mark the pass as incomplete: a reader ahead took its last batch and did not pass it on."""
+        self._progress.ended = False
+
+    def _set_sampler_epochs(self) -> None:
+        for set_epoch in set_epoch_methods(self):
+            set_epoch(self.epoch)
+        self._sampler_epoch = self.epoch
+
+    def _follow_samplers(self) -> None:
+        """Follow a sampler whose epoch the user has set."""
+        for epoch in epochs_of(self):
+            if epoch != self._sampler_epoch:
+                self._progress.move_to(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything except what belongs to this process."""
+        own = {"_iterator": None, "_reader": None, "_plan": None, "_indices": IndexFeed(), "observer": None}
+        return {**vars(self), **own, "_passes": [], "_progress": copy.copy(self._progress)}

@@ -1,0 +1,267 @@
+"""`evaluate`: metrics of a model over a data set, each sample counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from nblaunch.errors import ArgumentError
+from nblaunch.ranks.report import progress, report
+from nblaunch.training.data.index_source import samplers_of, shards
+from nblaunch.training.data.prefetch import Prefetcher
+from nblaunch.training.data.sharded_loader import ShardedLoader
+from nblaunch.training.data.sharding import shard
+from nblaunch.training.exchange import exchange
+from nblaunch.training.metrics import Accuracy, Mean, Metric
+from nblaunch.training.preparation import unwrapped
+from nblaunch.training.pytree import batch_size_of, to_device
+from nblaunch.training.topology import collective_device, ensure_group, own_device, world
+
+TARGETS = ("labels", "label", "target")
+"""The keys under which a batch that is a dict may hold its target."""
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Iterable[Any],
+    *,
+    metrics: Metric | Mapping[str, Metric] | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    step: Callable[[nn.Module, Any], tuple[Any, Any]] | None = None,
+    size: Callable[[Any], int] | None = None,
+    device: torch.device | str | None = None,
+    desc: str = "evaluating",
+    prefix: str = "",
+    at: int | None = None,
+) -> dict[str, float]:
+    """Compute metrics of a model over every sample once, for any number of ranks. A collective; works alone too.
+
+    Each rank takes its part of the data and runs the module itself, without DistributedDataParallel or torch.compile
+    around it, so ranks with fewer batches, or none, block no other rank. The module runs in eval mode, without
+    gradients, and with rank 0's buffers (running means of batch norm differ between ranks). Afterwards every submodule
+    is in its previous mode. Rank 0 reports the results to the notebook.
+
+    Args:
+        model: The same on every rank, on its device.
+        loader: A DataLoader; sharded here if it is not yet (except inside a `Prefetcher`). Any other iterable is
+            taken as this rank's own part.
+        metrics: Metrics by name; a single one is named after its class. They are reset first. Default: accuracy.
+        loss_fn: ``(output, target) -> loss``, a mean over the batch, for the result ``loss``: the batches' losses,
+            weighted by size. It is as precise as `loss_fn` in the model's dtype, batch by batch.
+        step: ``(model, batch) -> (output, target)``. Default: for a batch ``(inputs, target)`` or a dict, see `split`.
+        size: Returns the number of samples in a batch. Default: the length of its target, else of its first tensor.
+        device: The device of the batches. Default: that of the model's parameters.
+        desc: The label of the progress bar.
+        prefix: Put before every name, such as ``"valid_"``.
+        at: The step of the report. Default: none.
+
+    Returns:
+        The results by name, the same on every rank.
+
+    Raises:
+        ArgumentError: The loader was prepared by accelerate, is unsharded inside a `Prefetcher`, or has a sampler
+            that repeats samples, as torch's ``DistributedSampler`` does; or metrics or batches are not as described.
+        RuntimeError: The samples counted over all ranks are not as many as the loader has.
+    """
+    totals = _Totals(named(metrics), loss_fn, step or forward, size)
+    sharded = _sharded(loader)
+    module = unwrapped(model)
+    where = device if device is not None else _device_of(module)
+    with _eval_mode(module), torch.no_grad():  # inference mode would make tensors that cannot be trained on later
+        _broadcast_buffers(module)
+        for batch in progress(sharded, desc=desc):
+            if not getattr(sharded, "is_padding", False):
+                totals.update(module, to_device(batch, where))
+    counted, total = sum(exchange(totals.samples)), getattr(sharded, "total", None)
+    if total is not None and counted != total:
+        raise RuntimeError(
+            f"evaluate counted {counted} samples over all ranks, but the loader has {total}. If a batch's first "
+            "dimension is not its samples, give size=lambda batch: ...; else the loader lost or repeated some"
+        )
+    results = {f"{prefix}{name}": value for name, value in totals.compute().items()}
+    if world().rank == 0:
+        report(at, **results)
+    return results
+
+
+def split(batch: Any) -> tuple[Any, Any]:
+    """Split a batch into inputs and target.
+
+    Args:
+        batch: ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
+
+    Returns:
+        For a dict with one other entry, that entry's value as the inputs; with several, a dict of them.
+
+    Raises:
+        ArgumentError: The batch has another form.
+    """
+    if isinstance(batch, Mapping):
+        name = next((name for name in TARGETS if name in batch), None)
+        if name is not None:
+            others = {key: value for key, value in batch.items() if key != name}
+            return (next(iter(others.values())) if len(others) == 1 else others), batch[name]
+        found = f"a dict with {sorted(map(str, batch))}"
+    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    else:
+        found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+    raise ArgumentError(
+        f"the batch is {found}, neither (inputs, target) nor a dict with one of {', '.join(TARGETS)}: "
+        "give evaluate a step, such as step=lambda model, batch: (model(batch[0]), batch[1]); for a Trainer override "
+        "compute_loss(self, model, batch), and for its metrics return (loss, output, target)"
+    )
+
+
+def forward(module: nn.Module, batch: Any) -> tuple[Any, Any]:
+    """Return the module's output for a batch, and the batch's target; named inputs become keyword arguments."""
+    inputs, target = split(batch)
+    return (module(**inputs) if isinstance(inputs, Mapping) else module(inputs)), target
+
+
+def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Return metrics by name; accuracy if there are none.
+
+    Raises:
+        ArgumentError: An object is not a metric, or has a reserved name.
+    """
+    if metrics is None:
+        return {"accuracy": Accuracy()}
+    if isinstance(metrics, Mapping):
+        named = dict(metrics)
+    else:
+        named = {getattr(metrics, "name", type(metrics).__name__.lower()): metrics}
+    for name, metric in named.items():
+        given: object = metric
+        if not isinstance(given, Metric) or isinstance(given, (Mean, type)):  # a Mean takes no outputs and targets
+            raise ArgumentError(
+                f"metrics: {name!r} is {metric!r:.80}: use Accuracy() or another with update(output, target)"
+            )
+        if name in ("loss", "step"):
+            raise ArgumentError(f"metrics: a metric cannot be called {name!r}: choose another name")
+    return named
+
+
+class OutputMetric:
+    """Adapts a metric to a Trainer, whose ``compute_loss`` returns (loss, output)."""
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+
+    def update(self, computed: tuple[Tensor, Any], target: Any) -> None:
+        if computed[1] is None:
+            raise ArgumentError("metrics need the output: let compute_loss return (loss, output)")
+        self.metric.update(computed[1], target)
+
+    def compute(self) -> float:
+        return self.metric.compute()
+
+    def reset(self) -> None:
+        self.metric.reset()
+
+
+class _Totals:
+    """Samples, losses and metrics of this rank's batches."""
+
+    def __init__(self, metrics: dict[str, Metric], loss_fn: Any, step: Any, size: Any) -> None:
+        self.samples = 0
+        self._metrics, self._loss_fn, self._step, self._size = metrics, loss_fn, step, size
+        self._losses: list[tuple[Tensor, int]] = []  # read at the end: reading waits for the GPU
+        for metric in metrics.values():
+            metric.reset()
+
+    def update(self, module: nn.Module, batch: Any) -> None:
+        output, target = self._step(module, batch)
+        samples = self._size(batch) if self._size is not None else batch_size_of(target, batch)
+        if samples is None:
+            raise ArgumentError("the batch holds no tensor whose length tells its number of samples: give size=")
+        self.samples += samples
+        for metric in self._metrics.values():
+            metric.update(output, target)
+        if self._loss_fn is not None:
+            self._losses.append((self._loss_fn(output, target).detach(), samples))
+
+    def compute(self) -> dict[str, float]:
+        """Return the results over all ranks. A collective."""
+        results = {name: metric.compute() for name, metric in self._metrics.items()}
+        if self._loss_fn is not None:
+            mean = Mean()
+            for loss, samples in self._losses:
+                mean.update(loss, samples if loss.numel() == 1 else 1)
+            results["loss"] = mean.compute()
+        return results
+
+
+# ------------------------------------------------------------------ the loader
+def _sharded(loader: Iterable[Any]) -> Iterable[Any]:
+    """Return the loader of this rank's part. No sample is on two ranks, and none repeats."""
+    inner = loader
+    while isinstance(inner, Prefetcher):
+        inner = inner.loader
+    if isinstance(inner, Dataset):
+        raise ArgumentError(f"loader={inner!r:.80}: is a dataset: give DataLoader(dataset, batch_size=...)")
+    if not isinstance(inner, DataLoader) or (inner is not loader and not world().is_shared):
+        return loader
+    sharded = shard(inner)
+    if inner is loader:
+        loader = sharded
+    elif sharded is not inner and not any(map(shards, samplers_of(inner))):
+        raise ArgumentError(
+            f"loader: the Prefetcher's {type(inner).__name__} is not sharded among the {world().size} ranks, so "
+            "each would count every sample: give Prefetcher(shard(loader), device), or the loader itself"
+        )
+    _refuse_repeats(sharded)
+    return loader
+
+
+def _refuse_repeats(loader: ShardedLoader[Any]) -> None:
+    own = loader.own_sampler_size()
+    if own is None or not hasattr(loader.dataset, "__len__"):
+        return
+    given, size = sum(exchange(own)), len(loader.dataset)
+    if given > size:
+        sampler = next(type(sampler).__name__ for sampler in samplers_of(loader) if shards(sampler))
+        raise ArgumentError(
+            f"loader: its {sampler} gives the ranks {given} samples of a dataset of {size}, so it repeats "
+            f"{given - size} samples, which would count twice: leave it out, as shard(loader) divides exactly, or use "
+            "ExactDistributedSampler, or a sampler with drop_last=True where some samples may be missing"
+        )
+
+
+# ------------------------------------------------------------------ the module
+def _device_of(module: nn.Module) -> torch.device:
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return own_device()
+
+
+@contextmanager
+def _eval_mode(module: nn.Module) -> Iterator[None]:
+    """Enter eval mode; restore each submodule's own mode, since some are frozen in eval mode on purpose."""
+    before = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in before:
+            part.training = training
+
+
+def _broadcast_buffers(module: nn.Module) -> None:
+    """Broadcast rank 0's buffers, as bytes, so that any dtype works.
+
+    DistributedDataParallel does so before each forward pass; after the last one of training the buffers differ.
+    """
+    if not world().is_shared:
+        return
+    ensure_group()
+    for buffer in module.buffers():
+        data = buffer.detach().reshape(-1).contiguous().view(torch.uint8).to(collective_device(), copy=True)
+        dist.broadcast(data, src=0)
+        buffer.copy_(data.to(buffer.device).view(buffer.dtype).view(buffer.shape))

@@ -1,0 +1,238 @@
+"""Gradient accumulation: which batches end an optimizer step, the gradient scaler, and optimizers that obey both."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from nblaunch.training.topology import world
+
+
+class GradientState:
+    """State that an Accelerator shares with the objects it prepared.
+
+    Attributes:
+        every: Batches per optimizer step.
+        sync: Whether this batch ends a step: gradients are exchanged, and optimizers step.
+    """
+
+    def __init__(self, every: int = 1, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.every = every
+        self.sync = True
+        self._scaler = scaler
+        self._batches = 0
+        self._size = every
+        self._passes: list[weakref.ref[Any]] = []
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._skipped: set[int] = set()
+        self._unscaled: set[int] = set()
+        self._has_stepped = False
+
+    def __reduce__(self) -> Any:
+        return GradientState, (self.every,)  # nothing is prepared yet in the process that receives it
+
+    # ------------------------------------------------------------------ active loaders
+    def begin_batch(self, loader: Any) -> None:
+        """Note that a prepared loader yields a batch. Passes that began inside its own pass have ended."""
+        place = next((i for i, reference in enumerate(self._passes) if reference() is loader), len(self._passes))
+        self._passes[place:] = [weakref.ref(loader)]
+
+    def end_pass(self, loader: Any) -> None:
+        """Note that a pass over `loader` was completed or abandoned."""
+        self._passes = [reference for reference in self._passes if reference() is not loader]
+
+    def _loaders(self) -> list[Any]:
+        """Return the prepared loaders being iterated, innermost last."""
+        return [loader for loader in (reference() for reference in self._passes) if loader is not None]
+
+    @property
+    def is_padding(self) -> bool:
+        """Return True if the innermost loader's batch repeats another rank's."""
+        return any(loader.is_padding for loader in self._loaders()[-1:])
+
+    # ------------------------------------------------------------------ accumulation
+    @contextmanager
+    def accumulate(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Count one batch; a step ends with its last batch, and with a loader's last."""
+        loaders = self._loaders()
+        if self._batches == 0:
+            # With several loaders, nothing tells whether they are iterated side by side or nested.
+            left = loaders[0].remaining if len(loaders) == 1 else None
+            self._size = self.every if left is None else max(1, min(self.every, left))
+        self._batches += 1
+        self.sync = any(loader.is_last for loader in loaders) or self._batches == self._size
+        if self.sync:
+            self._batches = 0
+        with ExitStack() as stack:
+            if not self.sync:
+                self.enter_no_sync(stack, modules)
+            yield
+
+    def enter_no_sync(self, stack: ExitStack, modules: Iterable[nn.Module]) -> None:
+        """Enter ``no_sync`` of the modules (default: of all prepared ones) on `stack`."""
+        for module in list(modules) or list(self._modules):
+            no_sync = getattr(module, "no_sync", None)  # of DDP, of FSDP, and of a compiled one of these
+            if no_sync is not None:
+                stack.enter_context(no_sync())
+
+    def add_module(self, module: nn.Module) -> None:
+        self._modules.add(module)
+
+    # ------------------------------------------------------------------ the scaler
+    @property
+    def needs_wrappers(self) -> bool:
+        """Return True if optimizers and schedulers must ask before they step."""
+        return self.every > 1 or self._scaler is not None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of float16, else None.
+
+        It is updated on its next use, not after each optimizer's step: all optimizers of one step unscale by the same
+        scale.
+        """
+        if self._scaler is not None and (self._has_stepped or self._unscaled):
+            self._scaler.update()
+            self._has_stepped = False
+            self._unscaled.clear()
+        return self._scaler
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``loss.backward``, divided by the number of batches in the step, and scaled."""
+        share = loss / self._size if self._size > 1 else loss
+        scaler = self.scaler
+        (share if scaler is None else scaler.scale(share)).backward(**kwargs)
+
+    def unscale(self, parameters: Iterable[Tensor]) -> None:
+        """Unscale the gradients of each optimizer that has any of the parameters, once per step."""
+        if self._scaler is None:
+            return
+        wanted = {id(parameter) for parameter in parameters}
+        for optimizer in (reference() for reference in self._optimizers):
+            if optimizer is None or id(optimizer) in self._unscaled:
+                continue
+            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+                self._scaler.unscale_(optimizer)
+                self._unscaled.add(id(optimizer))
+
+    # ------------------------------------------------------------------ optimizers and schedulers
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        if all(reference() is not optimizer for reference in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+        """Step the optimizer if this batch ends a step."""
+        if not self.sync:
+            return None
+        given = () if closure is None else (closure,)
+        if self._scaler is None:
+            return optimizer.step(*given)
+        result = self._scaler.step(optimizer, *given)
+        self._has_stepped = True
+        self._skipped.discard(id(optimizer))
+        if any(found.item() for found in self._scaler._found_inf_per_device(optimizer).values()):
+            self._skipped.add(id(optimizer))
+        return result
+
+    def has_stepped(self, optimizer: Any) -> bool:
+        """Return True if the optimizer made a real step with this batch."""
+        return self.sync and not self.has_skipped(optimizer)
+
+    def has_skipped(self, optimizer: Any = None) -> bool:
+        """Return True if infinite gradients made the optimizer (default: any) skip its last step."""
+        if optimizer is None:
+            return bool(self._skipped)
+        return id(optimizer.inner if isinstance(optimizer, SteppedOptimizer) else optimizer) in self._skipped
+
+
+class SteppedOptimizer(Optimizer):
+    """Wraps an optimizer: ``step`` and ``zero_grad`` act only when a step is complete.
+
+    Attributes:
+        inner: The wrapped optimizer.
+    """
+
+    def __init__(self, inner: Optimizer, gradient_state: GradientState) -> None:
+        self.inner = inner  # not Optimizer.__init__, which would build new parameter groups
+        self.gradient_state = gradient_state
+
+    def __getattr__(self, name: str) -> Any:
+        return _inner_attribute(self, name)
+
+    def __reduce__(self) -> Any:
+        return SteppedOptimizer, (self.inner, self.gradient_state)
+
+    def __repr__(self) -> str:
+        return f"SteppedOptimizer({self.inner!r})"
+
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        return self.gradient_state.step(self.inner, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.gradient_state.sync:
+            self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+
+
+class SteppedScheduler(LRScheduler):
+    """Wraps a learning-rate scheduler: it advances only with a real step of its optimizer.
+
+    Attributes:
+        inner: The wrapped scheduler.
+        per_rank: Whether it advances by the number of ranks, as accelerate's ``AcceleratedScheduler`` does.
+    """
+
+    def __init__(self, inner: LRScheduler, gradient_state: GradientState, per_rank: bool = False) -> None:
+        self.inner = inner  # not LRScheduler.__init__, which would reset the learning rate
+        self.gradient_state = gradient_state
+        self.per_rank = per_rank
+
+    def __getattr__(self, name: str) -> Any:
+        return _inner_attribute(self, name)
+
+    def __reduce__(self) -> Any:
+        return SteppedScheduler, (self.inner, self.gradient_state, self.per_rank)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.gradient_state.has_stepped(self.inner.optimizer):
+            return
+        inner: Any = self.inner
+        for _ in range(world().size if self.per_rank else 1):
+            # Like accelerate: OneCycleLR raises beyond its last step.
+            if not self.per_rank or inner._step_count <= getattr(inner, "total_steps", math.inf):
+                inner.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[Any]:
+        return self.inner.get_last_lr()
+
+    def get_lr(self) -> list[Any]:
+        return self.inner.get_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+
+def _inner_attribute(wrapper: Any, name: str) -> Any:
+    if name == "inner" or name.startswith("__"):
+        raise AttributeError(name)  # during unpickling there is no inner object yet
+    return getattr(wrapper.inner, name)

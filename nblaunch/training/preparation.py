@@ -1,0 +1,200 @@
+"""`Accelerator.prepare`: modules, optimizers, schedulers and loaders made ready for the ranks; and its undoing."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from nblaunch.errors import ArgumentError, warn
+from nblaunch.training.data.index_source import length_of
+from nblaunch.training.data.prefetch import Prefetcher
+from nblaunch.training.data.sharding import shard
+from nblaunch.training.exchange import exchange
+from nblaunch.training.gradient_accumulation import GradientState, SteppedOptimizer, SteppedScheduler
+from nblaunch.training.precision import cast_forward
+from nblaunch.training.pytree import dtype_for, to_device, tree_leaves, tree_map
+from nblaunch.training.topology import world
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Prepares objects for one Accelerator."""
+
+    device: torch.device
+    dtype: torch.dtype | None
+    precision: str
+    gradient_state: GradientState
+    seed: int | None = None
+    ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    schedule_steps: str | None = None
+    """As in `Accelerator`; ``"call"`` if schedulers do not wait for their optimizer's step."""
+
+    def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the objects, prepared. A collective."""
+        leaves = {id(leaf): leaf for leaf in tree_leaves(objects)}
+        if any(isinstance(leaf, Prefetcher) for leaf in leaves.values()):
+            raise ArgumentError(
+                "a Prefetcher cannot be prepared, because it reads ahead of the loader that accumulation follows: "
+                "prepare the loader, then wrap it: Prefetcher(accelerator.prepare(loader), accelerator.device)"
+            )
+        if self.schedule_steps is None and world().rank == 0 and world().is_shared:
+            self._warn_about_schedulers(leaves.values())
+        ready: dict[int, Any] = {}
+        phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+            (nn.Module, self.module),
+            (Optimizer, self.optimizer),  # after the modules, which move its parameters
+            (LRScheduler, self.scheduler),
+            (DataLoader, self.loader),
+        )
+        for kind, prepare in phases:
+            ready |= {key: prepare(leaf) for key, leaf in leaves.items() if isinstance(leaf, kind)}
+        _compare_lengths([leaf for leaf in ready.values() if isinstance(leaf, DataLoader)])
+        prepared: tuple[Any, ...] = tree_map(lambda leaf: ready.get(id(leaf), leaf), objects)
+        return prepared
+
+    # ------------------------------------------------------------------ modules
+    def module(self, module: nn.Module) -> nn.Module:
+        """Move the module to the device and dtype; wrap it in DDP if ranks must exchange gradients."""
+        if isinstance(module, DistributedDataParallel):
+            cast_forward(module.module, self.device, self.precision)
+            self.gradient_state.add_module(module)
+            return module
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            return module  # DTensors: already placed and sharded by the user
+        self._place(module)
+        cast_forward(module, self.device, self.precision)
+        if world().is_shared and any(parameter.requires_grad for parameter in module.parameters()):
+            device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" else {}
+            module = DistributedDataParallel(module, **{**device_ids, **self.ddp_kwargs})
+            self.gradient_state.add_module(module)
+        return module
+
+    def _place(self, module: nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
+        if any(tensor.device != self.device for tensor in tensors):
+            module.to(self.device)
+        if any(dtype_for(tensor, self.dtype) not in (None, tensor.dtype) for tensor in tensors):
+            # Module.to would make complex parameters real
+            change: Any = module._apply
+            change(lambda tensor: tensor.to(dtype=dtype_for(tensor, self.dtype) or tensor.dtype))
+
+    # ------------------------------------------------------------------ optimizers and schedulers
+    def optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Move the optimizer's state to its parameters' devices; wrap it for accumulation or float16."""
+        if isinstance(optimizer, SteppedOptimizer):
+            return optimizer
+        _move_state(optimizer)
+        if not self.gradient_state.needs_wrappers:
+            return optimizer
+        self.gradient_state.add_optimizer(optimizer)
+        return SteppedOptimizer(optimizer, self.gradient_state)
+
+    def scheduler(self, scheduler: LRScheduler) -> LRScheduler:
+        """Wrap the scheduler if its steps depend on its optimizer's or on the number of ranks."""
+        if isinstance(scheduler, SteppedScheduler):
+            return scheduler
+        _restore_step_tracking(scheduler)
+        per_rank = self.schedule_steps == "rank"
+        if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):
+            return scheduler
+        return SteppedScheduler(scheduler, self.gradient_state, per_rank)
+
+    def _warn_about_schedulers(self, leaves: Any) -> None:
+        """Warn that a scheduler's steps differ from accelerate's, unless the user has chosen."""
+        if any(isinstance(leaf, LRScheduler) and not isinstance(leaf, SteppedScheduler) for leaf in leaves):
+            ranks = world().size
+            warn(
+                f"this schedule takes one step with each optimizer step of the {ranks} ranks, "
+                f"where accelerate's would take {ranks}. "
+                'Use Accelerator(schedule_steps="optimizer") for one step, or schedule_steps="rank" for accelerate\'s'
+            )
+
+    # ------------------------------------------------------------------ data
+    def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Shard the loader and move its batches. Alone, with nothing to move, count or seed: the loader itself."""
+        moves = self.device.type != "cpu" or self.dtype is not None
+        if not (world().is_shared or moves or self.gradient_state.every > 1 or self.seed is not None):
+            return loader
+        move = functools.partial(move_batch, device=self.device, dtype=self.dtype)
+        prepared = shard(loader, seed=self.seed, move=move)
+        prepared.observer = self.gradient_state
+        return prepared
+
+
+def move_batch(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Return the batch on the device; copies from pinned memory are asynchronous."""
+    return to_device(batch, device, dtype, non_blocking=device.type == "cuda")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DistributedDataParallel, DataParallel and ``torch.compile``, in any order."""
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Move an optimizer's state to the device and type of its parameters.
+
+    ``Optimizer.load_state_dict`` would do it, but leaves the types of complex parameters' states unchanged.
+    """
+    for group in optimizer.param_groups:
+        moves_steps = group.get("capturable") or group.get("fused")  # else torch wants step counts on the CPU
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and key != "step":
+                    state[key] = value.to(parameter.device, dtype_for(value, parameter.dtype))
+                elif isinstance(value, torch.Tensor) and moves_steps:
+                    state[key] = value.to(parameter.device)
+
+
+def _restore_step_tracking(scheduler: LRScheduler) -> None:
+    """Restore torch's wrapper around the optimizer's ``step``, which pickling drops.
+
+    Without it the first step of a scheduler from the notebook warns that ``optimizer.step()`` was overridden.
+    """
+    optimizer: Any = scheduler.optimizer
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched") or "step" in vars(optimizer):
+        return
+    reference, step = weakref.ref(optimizer), type(optimizer).step
+
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        own: Any = reference()
+        own._opt_called = True
+        return step(own, *args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # the mark that torch looks for
+    optimizer.step = tracked
+
+
+def _compare_lengths(loaders: list[DataLoader[Any]]) -> None:
+    """Warn if the ranks would iterate different numbers of batches. A collective if there are loaders."""
+    if not loaders or not world().is_shared:
+        return
+    by_rank = exchange([length_of(loader) for loader in loaders])
+    if world().rank != 0 or all(lengths == by_rank[0] for lengths in by_rank):
+        return
+    counts = ", ".join(
+        f"rank {rank}: " + " and ".join("unknown" if length is None else str(length) for length in lengths)
+        for rank, lengths in enumerate(by_rank)
+    )
+    warn(
+        f"the prepared loaders do not have equally many batches on every rank ({counts}): DDP would wait forever for "
+        "a rank that has no more. Build them from the same dataset and batch size on every rank"
+    )

@@ -1,0 +1,373 @@
+"""The log directories of launches: created, locked, kept while they are referenced, pruned."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pickle
+import shutil
+import stat
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch.errors import StartError
+from nblaunch.launch.output import directory_lock, log_directory, pruning
+from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs
+from nblaunch.launch.output.pruning import prune
+from nblaunch.launch.output.state_root import state_root
+from nblaunch.machine import processes
+from tests.unit.test_state_root import give_away
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(tmp_path / "launches"))
+    return state_root()
+
+
+def append(path: Path, data: bytes) -> None:
+    with open(path, "ab") as file:
+        file.write(data)
+
+
+def past_launches(count: int, size: int = 0) -> list[Path]:
+    made = []
+    for number in range(count):
+        files = LaunchFiles.create(f"id{number}")
+        append(files.out(0), b"x" * size)
+        files.close()
+        made.append(files.directory)
+    return made
+
+
+def descriptor_of(files: LaunchFiles) -> int:
+    """The descriptor of a launch's lock."""
+    held = None if files._lock is None else files._lock.peek()
+    assert held is not None
+    return int(held[2][0])
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process knows no more of its launches than another kernel does."""
+    monkeypatch.setattr(log_directory, "_referenced", weakref.WeakValueDictionary())
+
+
+# ------------------------------------------------------------------ directories
+def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target").touch()
+    (tmp_path / "rank0.out").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        processes.open_log(str(tmp_path / "rank0.out"))
+    (tmp_path / "live").symlink_to(tmp_path / "target")
+    with pytest.raises(OSError, match="symbolic links"):
+        directory_lock.acquire(tmp_path)
+
+
+def test_a_log_that_there_is_no_room_for_is_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file = os.open
+
+    def no_room(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", no_room)
+    log = processes.open_log(str(tmp_path / "rank0.out"))
+    with pytest.raises(OSError, match="No space left on device"):
+        os.write(log, b"x")
+    os.close(log)
+
+
+def test_a_launch_has_a_directory_of_its_own(root: Path) -> None:
+    files = LaunchFiles.create("abc")
+    try:
+        assert files.directory.parent == root
+        assert files.directory.name.endswith("Z-abc")
+        assert stat.S_IMODE(files.directory.stat().st_mode) == 0o700
+        names = [files.out(1).name, files.err(1).name, files.spool(1).name]
+        assert names == ["rank1.out", "rank1.err", "rank1.spool"]
+        assert not os.get_inheritable(descriptor_of(files))
+    finally:
+        files.close()
+        files.close()
+
+
+def test_attempts_of_one_launch_have_different_directories(root: Path) -> None:
+    assert len(set(past_launches(20))) == 20
+    first, second = LaunchFiles.create("same"), LaunchFiles.create("same")
+    assert first.directory != second.directory
+    first.close()
+    second.close()
+
+
+def test_a_directory_that_is_pruned_while_it_is_made_is_made_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire = directory_lock.acquire
+    removed: list[Path] = []
+
+    def pruned_meanwhile(directory: Path) -> int | None:
+        if not removed:
+            removed.append(directory)
+            shutil.rmtree(directory)
+        return acquire(directory)
+
+    monkeypatch.setattr(directory_lock, "acquire", pruned_meanwhile)
+    files = LaunchFiles.create("abc")
+    assert files.directory != removed[0]
+    assert (files.directory / "live").exists()
+    files.close()
+
+
+def test_a_lock_on_a_file_that_was_replaced_does_not_count(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = past_launches(1)[0]
+    flock = fcntl.flock
+
+    def replaced_meanwhile(fd: int, operation: int) -> None:
+        flock(fd, operation)
+        (directory / "live").unlink()
+        (directory / "live").touch()
+
+    monkeypatch.setattr(fcntl, "flock", replaced_meanwhile)
+    assert directory_lock.acquire(directory) is None
+
+
+def test_without_locks_a_launch_works_and_is_never_pruned(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    files = LaunchFiles.create("abc")
+    assert "will never be pruned: its file system does not support locks" in caplog.text
+    files.close()
+    prune(max_launches=0)
+    assert files.directory.exists()
+
+
+def test_rank_logs(tmp_path: Path) -> None:
+    log = tmp_path / "rank0.out"
+    rank = RankLogs(log, log.with_suffix(".err"))
+    assert rank.text() == ""
+    append(log, "é\n".encode() + b"\xff")
+    assert rank.text() == "é\n\ufffd"
+    assert repr(rank) == f"RankLogs({str(log)!r}, 'rank0.err')"
+
+
+# ------------------------------------------------------------------ pruning
+def test_the_oldest_launches_are_pruned(root: Path) -> None:
+    made = past_launches(5)
+    prune(max_launches=5)
+    assert sorted(root.iterdir()) == made
+    prune(max_launches=2)
+    assert sorted(root.iterdir()) == made[3:]
+
+
+def test_launches_are_pruned_by_size(root: Path) -> None:
+    made = past_launches(5, size=1000)
+    prune(max_bytes=2500)  # besides the newest
+    assert sorted(root.iterdir()) == made[2:]
+
+
+def test_a_live_launch_is_not_pruned(root: Path) -> None:
+    live = LaunchFiles.create("live")
+    append(live.out(0), b"x" * 1000)
+    made = past_launches(2)
+    prune(max_launches=1, max_bytes=500)
+    assert sorted(root.iterdir()) == [live.directory, made[1]]
+    live.close()
+    del live
+    prune(max_launches=1)
+    assert sorted(root.iterdir()) == [made[1]]
+
+
+def test_the_newest_launch_is_not_pruned_however_large(root: Path) -> None:
+    *_, earlier, newest = past_launches(3, size=1000)
+    prune(max_bytes=500)
+    assert sorted(root.iterdir()) == [newest]
+    small = past_launches(1)[0]
+    prune(max_launches=2, max_bytes=1000)
+    assert sorted(root.iterdir()) == [newest, small]
+    assert not earlier.exists()
+
+
+def test_a_large_newest_launch_does_not_cost_the_earlier_ones_their_logs(root: Path) -> None:
+    made = past_launches(3, size=100)
+    made += past_launches(1, size=5000)
+    prune(max_bytes=1000)
+    assert sorted(root.iterdir()) == made
+
+
+@pytest.mark.parametrize("is_another_kernel", [False, True])
+def test_what_something_refers_to_is_not_pruned(
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_another_kernel: bool
+) -> None:
+    files = LaunchFiles.create("abc")
+    append(files.out(0), b"x" * 1000)
+    files.close()
+    directory, rank = files.directory, RankLogs(files.out(0), files.err(0), files)
+    past_launches(3)
+    del files
+    if is_another_kernel:
+        forget(monkeypatch)
+    prune(max_launches=1, max_bytes=500)
+    assert rank.text() == "x" * 1000
+    del rank
+    prune(max_launches=1)
+    assert not directory.exists()
+
+
+def test_a_copy_of_what_refers_to_logs_keeps_them_too(root: Path) -> None:
+    files = LaunchFiles.create("abc")
+    append(files.out(0), b"x")
+    files.close()
+    rank = pickle.loads(pickle.dumps(RankLogs(files.out(0), files.err(0), files)))
+    del files
+    past_launches(2)
+    prune(max_launches=1)
+    assert rank.text() == "x"
+
+
+def test_launches_that_are_referred_to_take_a_bounded_number_of_descriptors(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_directory, "MAX_FINISHED_LOCKS", 3)
+    running = LaunchFiles.create("running")
+    kept = [LaunchFiles.create(f"id{number}") for number in range(10)]
+    for files in kept:
+        files.close()
+    prune(max_launches=1)
+    assert len(list(root.iterdir())) == 11  # in this kernel none is lost
+    forget(monkeypatch)
+    prune(max_launches=1)
+    assert sorted(root.iterdir()) == [running.directory, *(files.directory for files in kept[-3:])]
+
+
+def test_a_forked_child_does_not_give_up_the_lock_of_its_parent(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = LaunchFiles.create("abc")
+    log_directory._release(descriptor_of(files), owner=os.getpid() + 1)
+    files.close()
+    past_launches(1)
+    forget(monkeypatch)
+    prune(max_launches=1)
+    assert files.directory.exists()
+
+
+def test_logs_that_were_removed_are_not_taken_for_empty_ones(root: Path) -> None:
+    directory = past_launches(1)[0]
+    rank = RankLogs(directory / "rank7.out", directory / "rank7.err")
+    assert rank.text() == ""
+    shutil.rmtree(directory)
+    with pytest.raises(FileNotFoundError, match="the logs of this launch were removed"):
+        rank.text()
+
+
+def test_the_size_of_a_live_launch_is_not_remembered(root: Path) -> None:
+    live = LaunchFiles.create("live")
+    prune()
+    append(live.out(0), b"x" * 1000)
+    live.close()
+    del live
+    newest = past_launches(1)[0]
+    prune(max_bytes=500)
+    assert list(root.iterdir()) == [newest]
+
+
+def test_a_copy_of_the_lock_in_a_forked_process_keeps_nothing_alive(root: Path) -> None:
+    files = LaunchFiles.create("abc")
+    directory, copy = files.directory, os.dup(descriptor_of(files))
+    files.close()
+    del files
+    past_launches(1)
+    prune(max_launches=0)
+    os.close(copy)
+    assert not directory.exists()
+
+
+def test_what_is_not_ours_stays(root: Path, tmp_path: Path) -> None:
+    ours, newest = past_launches(2)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (root / "notes.txt").write_text("mine")
+    (root / "20240101-photos").mkdir()
+    (root / "20240101T000000000000Z-file").write_text("not a directory")
+    (root / "20240101T000000000000Z-link").symlink_to(elsewhere)
+    foreign = sorted(path for path in root.iterdir() if path not in (ours, newest))
+    prune(max_launches=0)
+    assert sorted(root.iterdir()) == sorted([*foreign, newest])
+    assert elsewhere.exists()
+
+
+def test_two_kernels_prune_at_once(root: Path) -> None:
+    made = past_launches(60, size=10)
+    barrier = threading.Barrier(4)
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            prune(max_launches=10)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    prune(max_launches=10)
+    assert errors == []
+    assert sorted(root.iterdir()) == made[50:]
+
+
+# ------------------------------------------------------------------ shared roots
+def test_in_a_root_that_all_users_share_each_has_a_directory_of_their_own(root: Path) -> None:
+    root.chmod(0o1777)
+    own = root / f"nblaunch-{os.getuid()}"
+    assert state_root() == own
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    made = past_launches(3)
+    prune(max_launches=1)
+    assert sorted(own.iterdir()) == made[2:]
+    own.rename(root / "away")
+    own.symlink_to(root / "away")
+    with pytest.raises(StartError, match="it is not a directory"):
+        state_root()
+
+
+def test_the_launches_of_other_users_are_not_counted_and_not_touched(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = past_launches(3, size=1000)
+    give_away(monkeypatch, *theirs)
+    prune(max_launches=0, max_bytes=500)
+    assert sorted(root.iterdir()) == theirs
+
+
+def test_what_cannot_be_read_is_no_reason_not_to_launch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's launch, in a directory that several share."""
+    first, *_ = past_launches(3, size=10)
+
+    def refuse(directory: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "not yours", str(directory))
+
+    monkeypatch.setattr(pruning, "_sizes", {})
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    prune(max_launches=2)
+    monkeypatch.undo()
+    assert not first.exists()
+
+
+def test_a_state_root_that_cannot_be_listed_is_no_reason_not_to_launch(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(directory: Path) -> Any:
+        raise PermissionError(errno.EACCES, "not yours", str(directory))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    prune()

@@ -1,0 +1,283 @@
+"""Metrics that are read out of printed lines: which patterns are taken, what counts as a number, and what as a line."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nblaunch.errors import ArgumentError
+from nblaunch.launch.output.metric_patterns import PrintedMetrics, compile_patterns, search
+from nblaunch.launch.plan import Machine, make_plan
+
+ACCURACY = r"Accuracy: (?P<accuracy>[\d.]+)"
+ANYTHING = r"x=(?P<x>\S+)"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "rank0.out"
+
+
+@pytest.fixture
+def printed(log: Path) -> Iterator[PrintedMetrics]:
+    """Searches `log` for the accuracy."""
+    reader = PrintedMetrics(compile_patterns(ACCURACY), log)
+    yield reader
+    reader.close()
+
+
+def values(records: list[dict[str, Any]]) -> list[float]:
+    return [value for record in records for value in record["metrics"].values()]
+
+
+def append(log: Path, data: bytes) -> None:
+    with open(log, "ab") as file:
+        file.write(data)
+
+
+def found(line: str, *patterns: str) -> dict[str, Any] | None:
+    return search(line, compile_patterns(patterns))
+
+
+# ------------------------------------------------------------------ which patterns are taken
+@pytest.mark.parametrize(
+    "given", [ACCURACY, re.compile(ACCURACY), [ACCURACY], (re.compile(ACCURACY),)], ids=["text", "re", "list", "tuple"]
+)
+def test_a_pattern_may_be_text_or_compiled_or_several_of_them(given: Any) -> None:
+    assert compile_patterns(given) == (re.compile(ACCURACY),)
+
+
+@pytest.mark.parametrize("given", [None, [], ()])
+def test_no_pattern_is_no_pattern(given: Any) -> None:
+    assert compile_patterns(given) == ()
+
+
+def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
+    (pattern,) = compile_patterns(re.compile(ACCURACY, re.IGNORECASE))
+    assert search("ACCURACY: 0.5", [pattern]) == {"step": None, "metrics": {"accuracy": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (3, "metric_patterns=3: must be a string, a compiled pattern, or a list of them"),
+        ({ACCURACY}, f"metric_patterns={ {ACCURACY}!r}: must be a string, a compiled pattern, or a list of them"),
+        ([ACCURACY, None], "metric_patterns=None: must be a string, a compiled pattern, or a list of them"),
+        (b"(?P<x>.)", "metric_patterns=b'(?P<x>.)': must be str, not bytes"),
+        ([re.compile(b"(?P<x>.)")], "metric_patterns=b'(?P<x>.)': must be str, not bytes"),
+        ("(?P<x>.", "metric_patterns='(?P<x>.': not a regular expression: missing ), unterminated subpattern at pos"),
+        (f"(?P<x>.){{{10**30}}}", "{1000000000000000000000000000000}': not a regular expression: the repetition numb"),
+        (
+            r"loss: ([\d.]+)",
+            r"metric_patterns='loss: ([\\d.]+)': name the group that holds the number, as in (?P<loss>[\d.]+)",
+        ),
+        ("", r"metric_patterns='': name the group that holds the number, as in (?P<loss>[\d.]+)"),
+        (
+            [ACCURACY, r"epoch (?P<step>\d+)"],
+            r"metric_patterns='epoch (?P<step>\\d+)': has a step, but no metric: add a named group, as in (?P<loss>",
+        ),
+        ([ACCURACY] * 101, "metric_patterns=<101 patterns>: at most 100"),
+    ],
+)
+def test_a_pattern_that_can_find_nothing_is_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        make_plan(Machine(0, 8, "linux", {}), metric_patterns=given)
+
+
+def test_the_plan_holds_the_patterns() -> None:
+    assert make_plan(Machine(0, 8, "linux", {})).metric_patterns == ()
+    assert make_plan(Machine(0, 8, "linux", {}), metric_patterns=ACCURACY).metric_patterns == (re.compile(ACCURACY),)
+
+
+def test_searched_logs_count_among_the_descriptors() -> None:
+    machine = Machine(0, 8, "linux", {}, free_descriptors=1024)
+    assert make_plan(machine, num_processes=142).world_size == 142
+    with pytest.raises(ArgumentError, match=r"^num_processes=142 needs about 1,308 file descriptors in the"):
+        make_plan(machine, num_processes=142, metric_patterns=ACCURACY)
+
+
+# ------------------------------------------------------------------ numbers
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0.93", 0.93),
+        ("93", 93.0),
+        ("93.", 93.0),
+        (".5", 0.5),
+        ("-1.5e-3", -0.0015),
+        ("+2E4", 20000.0),
+        ("1,234", 1234.0),
+        ("-1,234,567.8", -1234567.8),
+        ("93.1%", 93.1),
+        ("93.1%,", 93.1),
+        ("0.93.", 0.93),
+        ("1,234,", 1234.0),
+        ("inf", math.inf),
+        ("-Infinity", -math.inf),
+    ],
+)
+def test_what_a_number_looks_like(text: str, value: float) -> None:
+    assert found(f"x={text}", ANYTHING) == {"step": None, "metrics": {"x": value}}
+
+
+def test_nan_is_a_number_as_a_loss_that_explodes_must_be_seen() -> None:
+    record = found("x=nan", ANYTHING)
+    assert record is not None
+    assert math.isnan(record["metrics"]["x"])
+
+
+@pytest.mark.parametrize("text", ["low", "1.2.3", "1,23", "1,2345", "12_34", "0x1f", "1e", "%", ".", "--1", "1-2", "²"])
+def test_what_is_no_number_is_left_out(text: str) -> None:
+    assert found(f"x={text}", ANYTHING) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [("7", 7), ("1,234", 1234), ("40%", 40), ("7:", 7), ("-1", -1), ("1.5", None), ("last", None), ("9" * 19, None)],
+)
+def test_a_step_is_a_whole_number(text: str, step: int | None) -> None:
+    assert found(f"epoch {text} x=1", r"epoch (?P<step>\S+) x=(?P<x>\d)") == {"step": step, "metrics": {"x": 1.0}}
+
+
+def test_a_group_that_takes_no_part_is_left_out() -> None:
+    pattern = r"loss (?P<loss>[\d.]+)(?: acc (?P<accuracy>[\d.]+))?(?: at (?P<step>\d+))?"
+    assert found("loss 0.5", pattern) == {"step": None, "metrics": {"loss": 0.5}}
+    assert found("loss 0.5 acc 0.9 at 3", pattern) == {"step": 3, "metrics": {"loss": 0.5, "accuracy": 0.9}}
+
+
+def test_a_step_alone_is_no_record() -> None:
+    assert found("epoch 3 loss low", r"epoch (?P<step>\d+) loss (?P<loss>\w+)") is None
+
+
+def test_what_several_patterns_find_in_one_line_is_one_record() -> None:
+    line = "epoch 3 loss 0.5 acc 0.9"
+    patterns = (r"epoch (?P<step>\d+) loss (?P<loss>\S+)", r"acc (?P<accuracy>\S+)", r"acc (?P<loss>\S+)")
+    assert found(line, *patterns) == {"step": 3, "metrics": {"loss": 0.5, "accuracy": 0.9}}
+
+
+# ------------------------------------------------------------------ lines
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"Accuracy: 0.5\nelse\nAccuracy: 0.6\r\n", [0.5, 0.6]),
+        (b"\x1b[1mAccuracy:\x1b[0m \x1b[32m0.5\x1b[0m\n", [0.5]),
+        (b"\x1b]0;a title\x07Accuracy: 0.5\n", [0.5]),
+        (b"Accuracy: 0.1\rAccuracy: 0.2\rAccuracy: 0.3\n", [0.3]),
+        (b"\rAccuracy: 0.1\r              \rdone\n", []),
+        (b"\rAccuracy: 0.1\r\x1b[Kepoch 2\r\n", []),
+        (b"Accuracy: 0.1\b2\n", [0.2]),
+        (b"\xff caf\xc3\xa9 Accuracy: 0.5 \xe2\x82\n", [0.5]),
+        (b"no line end, Accuracy: 0.5", [0.5]),
+        (b"\rAccuracy: 0.1\rAccuracy: 0.2", [0.2]),
+        (b"", []),
+    ],
+)
+def test_a_line_is_what_a_terminal_would_show(
+    log: Path, printed: PrintedMetrics, data: bytes, expected: list[float]
+) -> None:
+    log.write_bytes(data)
+    assert values(printed.read(1.0) + printed.finish()) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
+def test_it_does_not_matter_how_a_line_is_split_over_looks(log: Path, printed: PrintedMetrics, size: int) -> None:
+    data = "é \x1b[1mAccuracy: 0.1\x1b[0m\nAccuracy: 0.2\rAccuracy: 0.3\r\nAccuracy: 0.4\n".encode()
+    records = []
+    for at in range(0, len(data), size):
+        append(log, data[at : at + size])
+        records += printed.read(1.0)
+    assert values(records) == [0.1, 0.3, 0.4]
+    assert values(printed.finish()) == []
+
+
+@pytest.mark.parametrize("colour", [b"", b"\x1b[0m"])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_of_a_long_line_the_beginning_is_searched(
+    log: Path, printed: PrintedMetrics, colour: bytes, at_once: bool
+) -> None:
+    parts = [colour, b"x" * 8000, b" Accuracy: 0.1", b"y" * 300, b"Accuracy: 0.2", b"z" * 100_000, b"\nAccuracy: 0.3\n"]
+    records = []
+    for part in [b"".join(parts)] if at_once else parts:
+        append(log, part)
+        records += printed.read(10.0)
+    assert values(records) == [0.1, 0.3]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_of_a_bar_that_is_redrawn_for_long_the_last_state_counts(
+    log: Path, printed: PrintedMetrics, at_once: bool
+) -> None:
+    states = [b"\r%3d%%|%s| Accuracy: 0.%04d" % (n // 50, b"#" * 40, n) for n in range(5000)]
+    records = []
+    for part in [b"".join(states)] if at_once else states:
+        append(log, part)
+        records += printed.read(10.0)
+    assert records == []
+    append(log, b"\nAccuracy: 0.7\n")
+    assert values(printed.read(1.0)) == [0.4999, 0.7]
+
+
+def test_what_is_kept_of_a_line_without_end_stays_small(log: Path, printed: PrintedMetrics) -> None:
+    for data in (b"x" * 3_000_000, b"\r" + b"y" * 3_000_000):
+        append(log, data)
+        printed.read(10.0)
+        while printed.is_behind:
+            printed.read(10.0)
+        ((_, lines),) = printed._sources
+        assert len(lines._start) <= 8192
+        assert lines._redrawn is None or len(lines._redrawn.partial) < 5000
+
+
+# ------------------------------------------------------------------ logs
+def test_every_line_of_a_flood_is_searched_a_megabyte_at_a_look(log: Path, printed: PrintedMetrics) -> None:
+    count = 100_000
+    log.write_bytes(b"".join(b"step %d Accuracy: %d\n" % (n, n) for n in range(count)))
+    looks: list[list[float]] = []
+    while not looks or printed.is_behind:
+        looks.append(values(printed.read(60.0)))
+    assert [value for look in looks for value in look] == list(map(float, range(count)))
+    assert len(looks) == math.ceil(os.path.getsize(log) / (8 << 16))
+
+
+def test_a_look_that_has_no_time_reads_one_block(log: Path, printed: PrintedMetrics) -> None:
+    log.write_bytes(b"Accuracy: 0.5\n" * 100_000)
+    assert len(printed.read(0.0)) == (1 << 16) // 14
+    assert printed.is_behind
+
+
+def test_what_is_printed_after_the_end_is_left_out(log: Path, printed: PrintedMetrics) -> None:
+    log.write_bytes(b"Accuracy: 0.1\n" * 10_000)
+    printed.read(0.0)
+    printed.end_here()
+    append(log, b"Accuracy: 0.2\n")
+    rest = printed.read(60.0)
+    assert rest[-1]["metrics"] == {"accuracy": 0.1}
+    assert not printed.is_behind
+    assert printed.read(60.0) == []
+
+
+def test_both_logs_of_a_rank_are_searched_and_may_come_late(tmp_path: Path) -> None:
+    out, err = tmp_path / "out", tmp_path / "err"
+    printed = PrintedMetrics(compile_patterns(ACCURACY), out, err)
+    assert printed.read(1.0) == []
+    err.write_text("Accuracy: 0.2\n")
+    assert values(printed.read(1.0)) == [0.2]
+    out.write_text("Accuracy: 0.1\n")
+    append(err, b"Accuracy: 0.3")
+    assert values(printed.read(1.0)) == [0.1]
+    assert values(printed.finish()) == [0.3]
+    printed.close()
+
+
+def test_without_patterns_no_file_is_opened(log: Path) -> None:
+    log.write_text("Accuracy: 0.1\n")
+    printed = PrintedMetrics((), log)
+    assert printed.read(1.0) == printed.finish() == []
+    assert not printed._sources
+    assert not printed.is_behind

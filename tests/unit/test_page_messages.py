@@ -1,0 +1,86 @@
+"""The messages between panel and page: how they travel, and which of a page's messages count."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from nblaunch.notebook.page_messages import (
+    Changes,
+    Delta,
+    FromPage,
+    LogPart,
+    OlderLines,
+    OlderRequest,
+    PointEntry,
+    Request,
+    Resync,
+    Span,
+    StateEntry,
+    from_content,
+    to_content,
+)
+
+OLDER = {"kind": "older", "request": 7, "attempt": 0, "rank": 1, "stream": "err", "start": 3, "end": 9}
+
+
+def test_a_message_has_the_parts_that_are_set() -> None:
+    state = StateEntry("running", countdown="", attempt=0, log_dir="/logs", seconds=None, message="")
+    changes = Changes(state=state, metrics=[PointEntry("loss", 0, 1.0, None)])
+    content = to_content(Delta(seq=3, now=1.5, changes=changes, logs=[LogPart(0, 1, "out", 5, 4, 1.25)]))
+    assert json.loads(json.dumps(content)) == {
+        "kind": "delta",
+        "seq": 3,
+        "now": 1.5,
+        "changes": {
+            "state": {
+                "name": "running",
+                "countdown": "",
+                "attempt": 0,
+                "log_dir": "/logs",
+                "seconds": None,
+                "message": "",
+            },
+            "metrics": [["loss", 0, 1.0, None]],
+        },
+        "logs": [{"attempt": 0, "rank": 1, "stream": "out", "offset": 5, "size": 4, "time": 1.25}],
+    }
+    assert to_content(Delta(seq=4, now=2.0)) == {"kind": "delta", "seq": 4, "now": 2.0}
+
+
+def test_lines_that_nothing_requested_say_so() -> None:
+    lines = OlderLines(request=None, attempt=0, rank=0, stream="out", start=0, end=4, spans=[Span(4, 0.5)])
+    content = to_content(lines)
+    assert content["request"] is None
+    assert content["spans"] == [[4, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"kind": "stop", "launch": "L1"}, Request("stop", "L1")),
+        ({"kind": "resync", "seq": 4, "has_lines": True}, Resync(seq=4, has_lines=True)),
+        (OLDER, OlderRequest(request=7, attempt=0, rank=1, stream="err", start=3, end=9)),
+    ],
+)
+def test_the_messages_of_a_page_are_read(content: dict[str, Any], message: FromPage) -> None:
+    assert from_content(content) == message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {},
+        {"kind": ["stop"]},
+        {"kind": "stop"},
+        {"kind": "resync", "seq": 1},
+        {"kind": "older"},
+        {**OLDER, "rank": None},
+        {**OLDER, "start": "x"},
+        {**OLDER, "stream": "../../etc/passwd"},
+    ],
+)
+def test_a_malformed_message_is_none(content: dict[str, Any]) -> None:
+    assert from_content(content) is None

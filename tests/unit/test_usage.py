@@ -1,0 +1,278 @@
+"""What a rank takes of the machine: itself and its group; the GPU that it has, by a driver that may tell little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from nblaunch.machine.usage import Sampler, Usage, visible_devices
+from tests.conftest import LONG, eventually
+
+MEGABYTE = 1 << 20
+HELD = 64 * MEGABYTE
+NO_PID = 2**22 + 1
+"""Above the largest pid of Linux."""
+
+IDLE = "import sys; print('ready', flush=True); sys.stdin.read()"
+BUSY_CHILD = """
+import os, signal, sys
+if os.fork() == 0:
+    memory = bytearray(64 << 20)
+    while True: pass
+print('ready', flush=True)
+sys.stdin.read()
+"""
+
+
+# ------------------------------------------------------------------ CPU and memory
+@pytest.fixture
+def groups() -> Iterator[Any]:
+    """Starts processes that each lead a group, as ranks do, and ends the groups."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str) -> int:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        return process.pid
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_child_of_a_rank_counts_as_the_rank(groups: Any) -> None:
+    idle, busy = groups(IDLE), groups(BUSY_CHILD)
+    sampler = Sampler("cpu")
+    samples = [sampler.sample({0: idle, 1: busy})]
+    own = psutil.Process(busy).memory_info().rss
+
+    def look() -> bool:
+        psutil.cpu_percent(interval=0.2)  # the clock ticks a hundred times a second
+        samples.append(sampler.sample({0: idle, 1: busy}))
+        return samples[-1][1].cpu > 0.2 and samples[-1][1].memory > own + HELD
+
+    eventually(look, LONG, lambda: samples[-1])
+    assert [usage.cpu for usage in samples[0]] == [0.0, 0.0]
+    assert [usage.rank for usage in samples[-1]] == [0, 1]
+    assert samples[-1][0].cpu < 0.2
+    assert 0 < samples[-1][0].memory < samples[-1][1].memory
+    assert all(usage.cpu < 1.9 for sample in samples for usage in sample)
+    assert samples[-1][0].gpu is samples[-1][0].gpu_memory is None
+
+
+def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
+    pid = groups(BUSY_CHILD)
+    sampler = Sampler("cpu")
+    sampler.sample({0: pid, 1: NO_PID})
+    os.killpg(pid, signal.SIGKILL)
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # not reaped yet
+
+    ended, never = sampler.sample({0: pid, 1: NO_PID})
+
+    assert (ended.memory, never) == (0, Usage(1, 0.0, 0, None, None))
+    assert sampler.sample({}) == []
+
+
+def test_a_pid_that_ends_between_two_looks_is_no_error(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = groups(IDLE)
+    monkeypatch.setattr(psutil, "pids", lambda: [pid, NO_PID])
+    monkeypatch.setattr(os, "getpgid", lambda asked: pid)
+
+    (usage,) = Sampler("cpu").sample({0: pid})
+
+    assert usage.memory > 0
+
+
+def test_without_cuda_no_driver_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+
+    sampler = Sampler("cpu")
+    sampler.sample({0: os.getpid()})
+    sampler.close()
+
+    assert nvml.calls == []
+
+
+# ------------------------------------------------------------------ GPUs
+class FakeNvml:
+    """A fake pynvml; the handle of a GPU is its index."""
+
+    def __init__(self, uuids: tuple[str, ...] = ("GPU-aa11", "GPU-ab22"), refuses: str = "") -> None:
+        self.uuids, self.refuses = uuids, refuses
+        self.calls: list[str] = []
+        self.processes: dict[Any, list[Any]] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("nvml"):
+            self.calls.append(name)
+            if name == self.refuses:
+                raise RuntimeError("Not Supported")
+        return super().__getattribute__(name)
+
+    def nvmlInit(self) -> None:  # noqa: N802  # NVML's own names, as for all below
+        pass
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.uuids)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any:  # noqa: N802
+        return uuid
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return self.uuids[handle]
+
+    def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu={0: 10, 1: 85}.get(handle, 50))
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:  # noqa: N802
+        return self.processes.get(handle, [])
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:  # noqa: N802
+        return SimpleNamespace(used={0: 1000, 1: 2000}.get(handle, 3000))
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+def numbers(visible: str | None, *ranks: int) -> list[tuple[float | None, int | None]]:
+    """What the GPUs of these ranks do, all of them this process."""
+    sampler = Sampler("cuda", {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    usages = sampler.sample(dict.fromkeys(ranks, os.getpid()))
+    sampler.close()
+    return [(usage.gpu, usage.gpu_memory) for usage in usages]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, [(0.1, 1000), (0.85, 2000)]),
+        ("1,0", [(0.85, 2000), (0.1, 1000)]),
+        ("1", [(0.85, 2000), (0.85, 2000)]),
+        ("GPU-ab22,GPU-aa11", [(0.85, 2000), (0.1, 1000)]),
+        ("GPU-ab", [(0.85, 2000), (0.85, 2000)]),
+        ("GPU-a", [(None, None), (None, None)]),
+        ("MIG-cc33", [(0.5, 3000), (0.5, 3000)]),
+        ("", [(None, None), (None, None)]),
+    ],
+)
+def test_a_rank_has_the_device_that_torch_gives_it(nvml: FakeNvml, visible: str | None, expected: list[Any]) -> None:
+    assert numbers(visible, 0, 1) == expected
+
+
+def test_a_rank_holds_what_its_own_processes_hold(nvml: FakeNvml, groups: Any) -> None:
+    pid = groups(BUSY_CHILD)
+    (child,) = psutil.Process(pid).children()
+    held = {pid: 300, child.pid: 40, os.getpid(): 5000}
+    nvml.processes[0] = [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in held.items()]
+
+    (usage,) = Sampler("cuda", {}).sample({0: pid})
+
+    assert usage.gpu_memory == 340
+
+
+def test_where_other_processes_alone_hold_memory_the_rank_holds_none(nvml: FakeNvml, groups: Any) -> None:
+    nvml.processes[0] = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=5000)]
+
+    (usage,) = Sampler("cuda", {}).sample({0: groups(IDLE)})
+
+    assert usage.gpu_memory == 0
+
+
+@pytest.mark.parametrize(("pid", "held"), [(NO_PID, 5000), (1, None)])
+def test_pids_or_sizes_that_the_driver_hides_give_the_whole_devices_memory(
+    nvml: FakeNvml, pid: int, held: int | None
+) -> None:
+    nvml.processes[0] = [SimpleNamespace(pid=pid, usedGpuMemory=held)]
+
+    assert numbers(None, 0) == [(0.1, 1000)]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "expected"),
+    [
+        ("nvmlInit", (None, None)),
+        ("nvmlDeviceGetCount", (None, None)),
+        ("nvmlDeviceGetUtilizationRates", (None, 1000)),
+        ("nvmlDeviceGetMemoryInfo", (0.1, None)),
+        ("nvmlDeviceGetComputeRunningProcesses", (0.1, None)),
+        ("nvmlShutdown", (0.1, 1000)),
+    ],
+)
+def test_what_the_driver_refuses_is_left_out(nvml: FakeNvml, refuses: str, expected: tuple[Any, Any]) -> None:
+    nvml.refuses = refuses
+
+    assert numbers(None, 0) == [expected]
+
+
+def test_without_nvml_there_are_no_numbers_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import raises
+
+    assert numbers(None, 0) == [(None, None)]
+
+
+def test_nvml_is_begun_once_and_ended_once(nvml: FakeNvml) -> None:
+    sampler = Sampler("cuda", {})
+    for _ in range(3):
+        sampler.sample({0: os.getpid()})
+    sampler.close()
+    sampler.close()
+
+    assert (nvml.calls.count("nvmlInit"), nvml.calls.count("nvmlShutdown")) == (1, 1)
+    assert sampler.sample({0: os.getpid()})[0].gpu is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "devices"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("2", [2]),
+        (" 3 , 1", [3, 1]),
+        ("1gpu2,2ampere", [1, 2]),
+        ("0,-1,2", [0]),
+        ("0,9,2", [0]),
+        ("0,0", []),
+        ("GPU-aa,GPU-bb", ["GPU-aa", "GPU-bb"]),
+        ("GPU-aa,1", ["GPU-aa"]),
+        ("GPU-aa,GPU-aa", []),
+        ("MIG-aa,GPU-bb", ["MIG-aa"]),
+        ("0,GPU-aa", [0]),
+    ],
+)
+def test_visible_devices_are_read_as_torch_reads_them(
+    variable: str | None, devices: list[int | str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    assert visible_devices(variable, 4) == devices
+    if variable is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
+    torchs: list[Any] = torch.cuda._parse_visible_devices()
+    assert [entry for entry in torchs if isinstance(entry, str) or entry < 4][: len(devices)] == devices
