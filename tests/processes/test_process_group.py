@@ -238,7 +238,9 @@ def test_a_port_in_use_is_named_with_what_to_do(launch: Launcher) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=f"MASTER_PORT={port} on 127.0.0.1 is in use.*leave out init_process_group"):
+        with pytest.raises(
+            OSError, match=f"MASTER_PORT={port} on 127.0.0.1 is in use.*remove the call of init_process_group"
+        ):
             launch(the_documents_own, kwargs={"port": port})
 
 
