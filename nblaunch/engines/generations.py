@@ -7,18 +7,18 @@ with the packages that this notebook uses.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from nblaunch.engines.import_environment import Where
 from nblaunch.engines.preloads import Preloads
 from nblaunch.engines.server_client import ForkServer, Reaper, remedy
-from nblaunch.engines.successor import LeftOutError, Successor
+from nblaunch.engines.successor import Successor
+from nblaunch.engines.successor_builder import Step, SuccessorBuilder
 from nblaunch.errors import StartError, warn
 from nblaunch.machine import timeouts
 from nblaunch.machine.packages import installed_now, package_of, shadowed
@@ -33,15 +33,6 @@ MAX_ENV_SERVERS = 2
 """Servers with an environment of their own (``env=``), 150 MB each. Servers that launches wait for do not count."""
 MAX_SERVER_TRIES = 5
 """Servers that a launch waits for, if other threads retire one after the other."""
-
-
-class _Step(NamedTuple):
-    """A successor to be built."""
-
-    parent: ForkServer
-    modules: Sequence[str]
-    where: Where | None = None
-    """The launches it is for; None: it replaces its parent."""
 
 
 class Servers:
@@ -66,12 +57,7 @@ class Servers:
         """Where the last launch ran."""
         self._before: Where | None = None
         """Where the launch before that ran."""
-        self._builder: threading.Thread | None = None
-        self._building: Successor | None = None
-        self._starting = 0
-        """Launches that are waiting for their reaper."""
-        self._started = 0.0
-        """When the last launch got its reaper, by the monotonic clock."""
+        self._builder = SuccessorBuilder(self, self._lock)
         self._retired: list[ForkServer] = []
         """Replaced servers whose launches still run."""
 
@@ -93,7 +79,7 @@ class Servers:
             for old in self._others:
                 if time.monotonic() - old.used > timeouts.ENV_SERVER_IDLE_TIMEOUT_S:
                     self.give_up(old)
-            self._build_soon()
+            self._builder.start()
 
     def forget(self) -> None:
         """Forget all servers: in a forked child of the kernel they are the parent's."""
@@ -113,7 +99,7 @@ class Servers:
             self._preloads.add(modules, again=again)
             if self._last is None:
                 self._last = self._before = where
-            self._build_soon()
+            self._builder.start()
 
     def reaper(self, method: Method, launch_id: str, ranks: int, where: Where | None = None) -> Reaper:
         """Return the reaper of a new launch, from a running server.
@@ -128,7 +114,7 @@ class Servers:
             StartError: No server could be started, or this process may not open the files for it.
         """
         where = where or Where.here()
-        with self._launching():
+        with self._builder.paused():
             for last in (False, True):
                 server = self._for(method, where)
                 try:
@@ -139,7 +125,7 @@ class Servers:
                         raise StartError(f"the fork server died twice: {error}") from error
                     self.give_up(server)  # though the system may not tell of its end yet
                 except StartError:
-                    if last or self._has_place(server):  # else another thread has retired it meanwhile
+                    if last or self.has_place(server):  # else another thread has retired it meanwhile
                         raise
                 except OSError as error:  # this process, and not the server, is in trouble
                     raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
@@ -158,23 +144,23 @@ class Servers:
     def _problem(self, where: Where) -> str:
         """Return why ranks cannot be forked; empty if they can."""
         for _ in range(MAX_SERVER_TRIES):
-            with self._lock, self._launching():  # its payload comes next, and then its start
+            with self._lock, self._builder.paused():  # its payload comes next, and then its start
                 for env, reason in self._given_up:
                     if env == where.read_at_import:
                         return reason
                 server = self._server(where)
-            problem = self._problem_of(server)
+            problem = self.problem_of(server)
             if problem is not None:
                 return problem
         return f"it was replaced {MAX_SERVER_TRIES} times before it was ready"
 
-    def _problem_of(self, server: ForkServer) -> str | None:
+    def problem_of(self, server: ForkServer) -> str | None:
         """Wait for its Hello; return why it cannot fork ranks, None if it was replaced meanwhile."""
         try:
             return server.ready().problem
         except StartError as error:
             with self._lock:
-                if not self._has_place(server):
+                if not self.has_place(server):
                     return None
                 reason = f"{error} (%reload_ext nblaunch tries again)"
                 self._given_up.append((server.where.read_at_import, reason))
@@ -190,8 +176,8 @@ class Servers:
             if stocked is not None:
                 had = ", ".join(sorted(set(map(package_of, stocked.preload))))
                 lines.append(f"with {had} imported: pid {stocked.process.pid}, {stocked.launches} launches")
-            if self._building is not None:
-                lines.append(f"in preparation: one that has {', '.join(self._building.preload[-3:])}")
+            if self._builder.building is not None:
+                lines.append(f"in preparation: one that has {', '.join(self._builder.building.preload[-3:])}")
             return lines + self._preloads.status()
 
     def _status_of_warm(self) -> list[str]:
@@ -208,9 +194,7 @@ class Servers:
     def stop(self) -> None:
         """Kill every server of this process."""
         with self._lock:
-            if self._building is not None:
-                self._building.kill()  # its builder waits for its end
-                self._building = None
+            self._builder.kill()  # its thread waits for the successor's exit
             present = self.all()
             self._warm = self._bare = self._stocked = self._last = self._before = None
             self._preloads, self._given_up = Preloads(), []
@@ -221,7 +205,7 @@ class Servers:
     def all(self) -> list[ForkServer]:
         """Return every server of this process, including those that are being built or are retired."""
         with self._lock:
-            present = (self._building, self._stocked, self._warm, self._bare, *self._others, *self._retired)
+            present = (self._builder.building, self._stocked, self._warm, self._bare, *self._others, *self._retired)
             return [server for server in present if server is not None]
 
     # -------------------------------------------------------------- which server
@@ -255,7 +239,7 @@ class Servers:
         too_many = max(0, len(self._others) - MAX_ENV_SERVERS)
         for old in list(filter(_is_spare, self._others[:-1]))[:too_many]:
             self.give_up(old)
-        self._build_soon()
+        self._builder.start()
         return found
 
     def _other(self, where: Where) -> ForkServer | None:
@@ -276,15 +260,13 @@ class Servers:
             self._retire(old)
         self._stocked = self._warm = None  # also where no other can be started
         self._warm = server = ForkServer(_PRELOAD)
-        self._build_soon()
+        self._builder.start()
         return server
 
     def _retire(self, server: ForkServer | None) -> None:
         if server is None:
             return
-        if self._building is not None and self._building.parent is server:
-            self._building.kill()  # its builder closes its files
-            self._building = None
+        self._builder.kill(server)
         server.retire()
         self._retired.append(server)
 
@@ -297,7 +279,7 @@ class Servers:
             self._stocked = None if server is self._stocked else self._stocked
             self._others = [other for other in self._others if other is not server]
 
-    def _has_place(self, server: ForkServer) -> bool:
+    def has_place(self, server: ForkServer) -> bool:
         """Return True if launches may use it: it was not retired."""
         with self._lock:
             return server in (self._warm, self._bare, self._stocked, *self._others)
@@ -308,43 +290,21 @@ class Servers:
         server.retire()
         return None
 
-    # -------------------------------------------------------------- building the next
-    @contextlib.contextmanager
-    def _launching(self) -> Iterator[None]:
-        """Pause building while a launch starts."""
-        counted = 0
-        try:
-            with self._lock:
-                self._starting, counted = self._starting + 1, 1
-                if self._building is not None:
-                    self._building.heed()
-            yield
-        finally:  # also on an interrupt, or building would stay paused
-            with self._lock:
-                self._starting, self._started = self._starting - counted, time.monotonic()
-
-    def _is_quiet(self) -> bool:
-        """Return True if no launch starts, or has started a moment ago."""
-        return not self._starting and time.monotonic() - self._started >= timeouts.BUILD_QUIET_S
+    # -------------------------------------------------------------- for the builder
+    def leave_out(self, package: str, reason: str) -> None:
+        """Import this package no more."""
+        self._preloads.leave_out(package, reason)
 
     def build_soon(self) -> None:
         """Build what the next launch can use, in the background."""
         with self._lock:
-            self._build_soon()
+            self._builder.start()
 
-    def _build_soon(self) -> None:
-        """Build in the background; the lock is held."""
-        if self._builder is None and self._next_step() is not None:
-            builder = threading.Thread(target=self._build, name="nblaunch-builder", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads: ranks import for themselves
-                builder.start()
-                self._builder = builder
-
-    def _next_step(self) -> _Step | None:
+    def next_step(self) -> Step | None:
         """Return what to build next; None if everything is built."""
         for server in filter(None, (self._warm, *self._others)):
             if not server.is_complete and server.alive():
-                return _Step(server, self._preloads.allowed(_SOON))
+                return Step(server, self._preloads.allowed(_SOON))
         if self._last is None:
             return None
         parent = self._warm if self._last.read_at_import == Where.here().read_at_import else self._other(self._last)
@@ -354,69 +314,15 @@ class Servers:
         stocked = self._alive(self._stocked)
         if stocked is not None and self._last.is_like(stocked.where):
             missing = [name for name in modules if name not in stocked.preload]
-            return _Step(stocked, (*stocked.preload, *missing), self._last) if missing else None
+            return Step(stocked, (*stocked.preload, *missing), self._last) if missing else None
         if stocked is not None and not (self._before is not None and self._last.is_like(self._before)):
             return None  # a sweep over environments would build one after every launch
-        return _Step(parent, modules, self._last)
+        return Step(parent, modules, self._last)
 
-    def _build(self) -> None:
-        """Build step after step. A package that cannot be imported is left out of the next step."""
-        try:
-            while (step := self._await_step()) is not None:
-                self._take(step)
-        except Exception:  # noqa: BLE001  # ranks import for themselves
-            _log.info("no successor of the fork server was built", exc_info=True)
-        finally:
-            with self._lock:
-                self._builder = self._building = None
-
-    def _await_step(self) -> _Step | None:
-        """Wait until no launch starts; return the next step."""
-        while True:
-            with self._lock:
-                step = self._next_step()
-                if step is None or (step.parent.hello is not None and self._is_quiet()):
-                    self._builder = None if step is None else self._builder  # a later request starts another thread
-                    return step
-            if self._problem_of(step.parent) != "":
-                step.parent.is_complete = True
-            time.sleep(
-                max(0.05, min(timeouts.BUILD_QUIET_S, self._started + timeouts.BUILD_QUIET_S - time.monotonic()))
-            )
-
-    def _take(self, step: _Step) -> None:
-        """Build one successor, and give it to launches.
-
-        Raises:
-            StartError, OSError: No successor can be built.
-        """
-        where = step.where or step.parent.where
-        try:
-            with self._lock:
-                if not self._has_place(step.parent):
-                    return
-                self._building = successor = Successor(step.parent, step.modules, where, self._is_quiet)
-            successor.build()
-        except LeftOutError as error:
-            with self._lock:
-                if self._building is successor:  # else `stop` has killed it
-                    self._preloads.leave_out(error.package, error.reason)
-                    self._building = None
-            return
-        except (StartError, OSError):
-            with self._lock:
-                if not self._has_place(step.parent):  # `stop` has killed it
-                    return
-            step.parent.is_complete = True  # do not ask it again
-            raise
-        with self._lock:
-            self._building = None
-            self._adopt(successor, step)
-
-    def _adopt(self, successor: Successor, step: _Step) -> None:
+    def adopt(self, successor: Successor, step: Step) -> None:
         """Give a successor to launches; the lock is held."""
         before: ForkServer | None = step.parent
-        if not self._has_place(step.parent):  # a new line has begun meanwhile
+        if not self.has_place(step.parent):  # a new line has begun meanwhile
             before = successor
         elif step.where is not None:
             before, self._stocked = self._stocked, successor

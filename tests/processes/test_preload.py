@@ -84,7 +84,7 @@ def own(site: Path) -> Iterator[Servers]:
         patch.setattr(timeouts, "BUILD_QUIET_S", 0.02)
         yield servers
         servers.stop()
-        eventually(lambda: servers._builder is None)
+        eventually(lambda: servers._builder.thread is None)
 
 
 def use(name: str) -> tuple[int, int, Any]:
@@ -106,7 +106,7 @@ def imported_by_ranks(found: list[tuple[int, int, Any]]) -> bool:
 def settle(own: Servers) -> None:
     """Wait until everything that is wanted is built."""
     own.build_soon()
-    eventually(lambda: own._builder is None, LONG, own.status)
+    eventually(lambda: own._builder.thread is None, LONG, own.status)
 
 
 def had(own: Servers, *names: str) -> Successor:

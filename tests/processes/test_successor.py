@@ -52,7 +52,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     monkeypatch.setattr(timeouts, "BUILD_QUIET_S", 0.1)
     yield servers
     servers.stop()
-    eventually(lambda: servers._builder is None)
+    eventually(lambda: servers._builder.thread is None)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def state_of(pid: int) -> str:
 
 
 def built(own: Servers) -> bool:
-    return own._builder is None
+    return own._builder.thread is None
 
 
 # ------------------------------------------------------------------ taking over
@@ -141,11 +141,11 @@ def test_what_it_imports_reads_the_environment_of_the_launch(own: Servers) -> No
 def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Callable[[str], None]) -> None:
     soon(HANGS)
     launched(os.getpid)
-    eventually(lambda: own._building is not None and own._building.process.pid)
-    hanging, served = own._building, own._warm
+    eventually(lambda: own._builder.building is not None and own._builder.building.process.pid)
+    hanging, served = own._builder.building, own._warm
     for _ in range(3):
         assert launched(os.getpid)
-    assert own._building is hanging
+    assert own._builder.building is hanging
     assert own._warm is served
     assert served is not None
     assert served.launches == 4
@@ -156,10 +156,10 @@ def test_a_server_that_is_being_built_stands_still_while_a_launch_starts(
 ) -> None:
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid)
-    assert own._building is not None
-    pid = own._building.process.pid
-    with own._launching():
+    eventually(lambda: own._builder.building is not None and own._builder.building.process.pid)
+    assert own._builder.building is not None
+    pid = own._builder.building.process.pid
+    with own._builder.paused():
         eventually(lambda: state_of(pid) == "T")
     eventually(lambda: state_of(pid) != "T")
 
@@ -312,7 +312,7 @@ def test_no_zombie_is_left_of_it_in_a_kernel_that_adopts_it(own: Servers, soon: 
         "from nblaunch.launch import servers as all_servers\n"
         "all_servers._SOON, timeouts.BUILD_QUIET_S = (), 0.0\n"
         "servers = all_servers.servers; servers.warm_up(); first = servers._warm\n"
-        "while servers._builder is not None or first.alive(): time.sleep(0.02)\n"
+        "while servers._builder.thread is not None or first.alive(): time.sleep(0.02)\n"
         "pid = servers._warm.process.pid\n"
         "assert pid != first.process.pid\n"
         "assert f'PPid:\\t{os.getpid()}\\n' in open(f'/proc/{pid}/status').read()\n"
@@ -328,10 +328,10 @@ def test_a_server_that_is_killed_while_it_builds_the_next_is_to_blame(
 ) -> None:
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid)
-    assert own._building is not None
+    eventually(lambda: own._builder.building is not None and own._builder.building.process.pid)
+    assert own._builder.building is not None
     assert own._warm is not None
-    hanging = own._building.process.pid
+    hanging = own._builder.building.process.pid
     os.kill(own._warm.process.pid, signal.SIGKILL)
     eventually(lambda: not alive(hanging), SURVIVES_AT_MOST)
     eventually(lambda: built(own))
@@ -344,9 +344,9 @@ def test_a_server_that_serves_nobody_any_more_takes_its_builder_with_it(
 ) -> None:
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid)
-    assert own._building is not None
-    hanging = own._building.process.pid
+    eventually(lambda: own._builder.building is not None and own._builder.building.process.pid)
+    assert own._builder.building is not None
+    hanging = own._builder.building.process.pid
     monkeypatch.setenv("OMP_DISPLAY_ENV", "false")
     own.refresh()
     eventually(lambda: not alive(hanging))
@@ -362,7 +362,7 @@ def test_the_next_generation_is_built_where_the_last_is_retired_while_it_builds(
     still_open: list[bool] = []
 
     def retired_meanwhile(source: Any, seconds: float | None = 0.0) -> bool:
-        building, warm = own._building, own._warm
+        building, warm = own._builder.building, own._warm
         if building is not None and source is building.channel and building.process.pid and hang.exists():
             assert warm is not None
             hang.unlink()
@@ -387,7 +387,7 @@ def test_no_launch_waits_for_a_builder_that_does_not_end(
     """As while it waits for a disk that does not answer."""
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid)
+    eventually(lambda: own._builder.building is not None and own._builder.building.process.pid)
     retired, may_end = threading.Event(), threading.Event()
     wait = Grandchild.wait
 
@@ -415,9 +415,9 @@ def test_an_interrupt_as_a_launch_starts_leaves_no_builder_standing_still(
 ) -> None:
     soon(HANGS)
     own.warm_up()
-    eventually(lambda: own._building is not None and own._building.process.pid)
-    assert own._building is not None
-    pid = own._building.process.pid
+    eventually(lambda: own._builder.building is not None and own._builder.building.process.pid)
+    assert own._builder.building is not None
+    pid = own._builder.building.process.pid
     heed = Successor.heed
 
     def interrupted(building: Successor) -> bool:
@@ -427,9 +427,9 @@ def test_an_interrupt_as_a_launch_starts_leaves_no_builder_standing_still(
         return works
 
     monkeypatch.setattr(Successor, "heed", interrupted)
-    with pytest.raises(KeyboardInterrupt), own._launching():
+    with pytest.raises(KeyboardInterrupt), own._builder.paused():
         pass
-    eventually(own._is_quiet)
+    eventually(own._builder.is_quiet)
     eventually(lambda: state_of(pid) != "T")
 
 
@@ -507,10 +507,10 @@ def be_a_kernel(stage: str, folder: str) -> None:
     assert first is not None
     pids = [first.process.pid]
     if stage != STAGES[0]:
-        eventually(lambda: servers._builder is None and not first.alive())
+        eventually(lambda: servers._builder.thread is None and not first.alive())
         servers.preload(["hangs" if stage == STAGES[2] else "fine"] if stage != STAGES[1] else [], Where.here())
     if stage in (STAGES[0], STAGES[2]):
-        eventually(lambda: servers._building is not None and servers._building.process.pid)
+        eventually(lambda: servers._builder.building is not None and servers._builder.building.process.pid)
     elif stage == STAGES[3]:
         eventually(lambda: servers._stocked is not None)
     launch: Any = notebook_launcher(time.sleep, (600,), 2, start_method="forkserver", view="none", block=False)
