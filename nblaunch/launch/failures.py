@@ -14,7 +14,7 @@ from typing import Any
 
 from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankRaisedError, ResultError, text_of
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.output.log_files import last_lines
+from nblaunch.launch.output.tails import last_lines
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.launch.views.events import Failure
 from nblaunch.machine.own_code import is_rank_runtime, is_users

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from nblaunch.engines.protocol import Event, Lost, Received, Worker, Workers
+from nblaunch.engines.protocol import Event, Lost, Worker, Workers
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept
 
@@ -121,18 +121,14 @@ class WorkerGroup:
             self.workers.abandon()
             self.is_lost = True
         late = now - self._begun_at > timeouts.GROUP_BEGIN_TIMEOUT_S
-        if late and not self.workers.has_begun and not self._was_nudged:
+        if late and not self.is_over and not self.workers.has_begun and not self._was_nudged:
             self._was_nudged = True
             said = self.workers.nudge()
-            self.is_lost = said is None
-            if said is not None:
+            if said is None:
+                self.is_lost = True
+            else:
                 self._note(said)
 
     def close(self) -> None:
         """Release the processes' files. Descriptors of unread messages are closed."""
         self.workers.close()
-
-
-def unread_fds(event: Event) -> list[int]:
-    """Return the descriptors of an event that no task takes."""
-    return event.fds if isinstance(event, Received) else []

@@ -34,7 +34,7 @@ from nblaunch.launch.result import LaunchResult, Metrics, named
 from nblaunch.launch.supervisor import Attempt, Job
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import ShieldedView, View
-from nblaunch.launch.views.events import LaunchInfo, Outcome, State
+from nblaunch.launch.views.events import Begun, Ended, LaunchInfo, Note, Outcome, Started, State
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.segments import in_words
@@ -94,7 +94,7 @@ class Launch:
         Raises:
             StartError: This process cannot have another thread.
         """
-        self._view.begun(self, blocking)
+        self._view.on(Begun(self, blocking))
         _live[self.id] = self
         try:
             self._thread.start()
@@ -219,11 +219,11 @@ class Launch:
             self._run()
         except StartError as error:
             self._error = error
-            self._view.finished(self._outcome("failed", error))
+            self._view.on(Ended(self._outcome("failed", error)))
         except BaseException as error:  # noqa: BLE001  # `result` raises it
             _log.exception("the supervisor of launch %s failed", self.id)
             self._error = error
-            self._view.finished(self._outcome("failed", error))
+            self._view.on(Ended(self._outcome("failed", error)))
         finally:
             _live.pop(self.id, None)
             self._commands.close()
@@ -243,14 +243,17 @@ class Launch:
         """Note large values, once each, and tensors that leave a GPU."""
         sent = self._shipment.sent
         if sent.from_gpu:
-            self._view.note(
-                f"{in_words(sent.from_gpu)} of tensors were on a GPU: each rank gets its own copy, through host memory"
+            self._view.on(
+                Note(
+                    f"{in_words(sent.from_gpu)} of tensors were on a GPU: each rank gets its own copy, "
+                    "through host memory"
+                )
             )
         largest = next((name for name, _ in sent.parts), "")
         if sent.size > NOTED_BYTES and (key := f"{largest} is large") not in _noted:
             _noted.add(key)
             parts = named(dict(sent.parts))
-            self._view.note(f"the ranks are sent {in_words(sent.size)}, and share one copy in memory: {parts}")
+            self._view.on(Note(f"the ranks are sent {in_words(sent.size)}, and share one copy in memory: {parts}"))
 
     def _close_parcel(self) -> None:
         if self._shipment.parcel is not None:
@@ -263,19 +266,21 @@ class Launch:
         except OSError as refusal:
             raise StartError(f"{self.name} has no place for its logs: {refusal}{remedy(refusal)}") from refusal
         try:
-            self._view.started(self._info(files, number))
+            self._view.on(Started(self._info(files, number)))
             if number == 0:
                 self._note_payload()
             attempt, verdict = self._run_ranks(number, files)
             error = self._conclude(verdict, attempt, files)
             again = number < self._plan.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
-                self._view.note(f"{summary(error)}: restarting all ranks ({number + 1} of {self._plan.max_restarts})")
+                self._view.on(
+                    Note(f"{summary(error)}: restarting all ranks ({number + 1} of {self._plan.max_restarts})")
+                )
                 return True
             self._error = error
             keep_logs(error, files)
             state: State = "failed" if error is not None and verdict.state == "finished" else verdict.state
-            self._view.finished(self._outcome(state, error))
+            self._view.on(Ended(self._outcome(state, error)))
             return False
         finally:
             files.close()
@@ -310,7 +315,7 @@ class Launch:
         account = failures.Account(self.name, ends, files, self._shipment.sources)
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
-            self._view.note(self._crash)
+            self._view.on(Note(self._crash))
         if verdict.state == "finished" and error is None:
             written = attempt.output.ranks
             metrics = Metrics(attempt.output.reports, sum(rank.dropped.reports for rank in written))
@@ -332,9 +337,11 @@ class Launch:
         changed = {name for rank in attempt.task.ranks if rank.done is not None for name in rank.done.changed}
         for name in sorted(changed - _noted):
             _noted.add(name)
-            self._view.note(
-                f"`{name}` was modified in the ranks, but ranks work on copies. Return it (for a module, its "
-                "`state_dict()`) to get the new value"
+            self._view.on(
+                Note(
+                    f"`{name}` was modified in the ranks, but ranks work on copies. Return it (for a module, its "
+                    "`state_dict()`) to get the new value"
+                )
             )
 
 

@@ -14,6 +14,7 @@ from nblaunch.engines.protocol import StackDumps
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.stack_text import StackFormatter, is_answering, parse, waits_in_collective
 from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import StacksShown
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import Source
 
@@ -122,7 +123,7 @@ class Stacks:
             future.set_result(texts)
         if self._shows:
             self._shows = False
-            self._view.stacks(texts)
+            self._view.on(StacksShown(texts))
 
     def _described(self, rank: StackDumps) -> tuple[str, str]:
         """Return a rank's stacks, and in a few words where it was."""

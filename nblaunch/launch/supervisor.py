@@ -21,6 +21,7 @@ from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import Note, Tick
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.messages import Payload, Source
@@ -86,7 +87,7 @@ class Attempt:
             job.payload,
         )
         with contextlib.ExitStack() as opened:
-            self.group = WorkerGroup(engine.place(order, self.commands), self.view.note)
+            self.group = WorkerGroup(engine.place(order, self.commands), lambda text: self.view.on(Note(text)))
             opened.callback(self.group.close)
             with Rendezvous(plan.world_size) as meeting:
                 self._start(meeting.port, opened)
@@ -97,7 +98,7 @@ class Attempt:
             self.output.finish()
             if self.group.stuck:
                 pids = ", ".join(map(str, self.group.stuck))
-                self.view.note(f"processes {pids} survived SIGKILL: they wait in the operating system")
+                self.view.on(Note(f"processes {pids} survived SIGKILL: they wait in the operating system"))
             if self.group.refusal:
                 raise StartError(self.group.refusal)
             self.results = self.task.take_results()
@@ -124,4 +125,4 @@ class Attempt:
                 poll_at = time.monotonic() + timeouts.LOG_POLL_S
                 self.output.poll()
                 self.task.stacks.look([member.rank for member in self.group.members if member.listens])
-                self.view.tick()
+                self.view.on(Tick())

@@ -18,7 +18,7 @@ from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.stopping import Ladder, Reason
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import RankStatus
+from nblaunch.launch.views.events import Countdown, Note, RanksChanged, RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
 from nblaunch.wire.messages import (
@@ -77,7 +77,9 @@ class Task:
         self._failed_at: float | None = None
         """When the first failure was noticed."""
         self._has_noted_failure = False
-        self._returned_at = self._threads_ended_at = 0.0
+        self._returned_at: float | None = None
+        """When every rank had returned."""
+        self._threads_ended_at = 0.0
         self._has_noted_threads = False
         self._is_last = False
 
@@ -124,6 +126,8 @@ class Task:
     def _lose_result(self, rank: Rank, event: LostDescriptors) -> None:
         if not isinstance(event.message, Done):
             raise event.error
+        if event.message.task != self.number:  # a late result of an earlier task
+            return
         text = (
             "the result holds more shared memory blocks or large pieces than the notebook may open files: "
             f"{event.error.strerror}"
@@ -149,9 +153,9 @@ class Task:
     def step(self) -> None:
         """Do what is due: begin or continue to stop ranks, show how they stand."""
         now = time.monotonic()
-        if self.phase in ("running", "failed") and all(rank.done is not None for rank in self.ranks):
-            self.phase = "returned"
+        if self._returned_at is None and all(rank.done is not None for rank in self.ranks):
             self._returned_at = self._threads_ended_at = now
+            self.phase = "stopping" if self.ladder is not None else "returned"
         reason = self._reason_to_stop(now) if self.ladder is None else None
         if reason is not None:
             self._stop(Ladder(reason, now, self.stop_grace))
@@ -162,8 +166,8 @@ class Task:
             self._climb(self.ladder, now, live)
         if self._failed_at is not None and now >= self._failed_at + timeouts.FAILURE_NOTE_DELAY_S:
             self._note_failure_once(live)
-        if self.phase == "returned" and live:
-            self._await_exits(now, live)
+        if self._returned_at is not None and live:
+            self._await_exits(now, live, self._returned_at)
         self._show_states()
 
     def _reason_to_stop(self, now: float) -> Reason | None:
@@ -191,7 +195,7 @@ class Task:
             else:
                 self.group.signal(due.rank, due.signum, due.group)
         if live:
-            self.view.countdown(ladder.countdown(now))
+            self.view.on(Countdown(ladder.countdown(now)))
 
     def _note_failure_once(self, live: list[int]) -> None:
         """Say why the other ranks are being stopped: some use their time for ``finally`` and checkpoints."""
@@ -202,20 +206,22 @@ class Task:
         cause = self.verdict().cause
         if working and cause is not None and cause.end is not None:
             said = failures.headline(cause.end, self.sources)
-            self.view.note(f"{said}: stopping the other ranks, which have up to {self.stop_grace:g} s")
+            self.view.on(Note(f"{said}: stopping the other ranks, which have up to {self.stop_grace:g} s"))
 
-    def _await_exits(self, now: float, live: list[int]) -> None:
+    def _await_exits(self, now: float, live: list[int], returned_at: float) -> None:
         """Give the ranks' threads their time, as they may be saving; bound the time of exit functions."""
         waiting = [rank for rank in live if not self.ranks[rank].is_leaving]
         if waiting:
             self._threads_ended_at = now
-            if now - self._returned_at > timeouts.THREADS_NOTE_DELAY_S and not self._has_noted_threads:
+            if now - returned_at > timeouts.THREADS_NOTE_DELAY_S and not self._has_noted_threads:
                 self._has_noted_threads = True
-                self.view.note(f"rank {waiting[0]} has returned, and waits for a non-daemon thread to end")
-        elif now - self._threads_ended_at > timeouts.EXIT_TIMEOUT_S:
-            self.view.note(
-                f"rank {live[0]} returned but did not exit within {timeouts.EXIT_TIMEOUT_S:.0f} s (an atexit "
-                "function?): killed"
+                self.view.on(Note(f"rank {waiting[0]} has returned, and waits for a non-daemon thread to end"))
+        elif self.ladder is None and now - self._threads_ended_at > timeouts.EXIT_TIMEOUT_S:
+            self.view.on(
+                Note(
+                    f"rank {live[0]} returned but did not exit within {timeouts.EXIT_TIMEOUT_S:.0f} s (an atexit "
+                    "function?): killed"
+                )
             )
             self._stop(Ladder("failure", now, 0.0))
 
@@ -228,7 +234,7 @@ class Task:
                 rank.shown = state
                 changed.append(RankStatus(rank.rank, state, rank.member.pid))
         if changed:
-            self.view.ranks(changed)
+            self.view.on(RanksChanged(changed))
 
     # -------------------------------------------------------------- the end
     @property

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.engines.growing_file import GrowingFile
-from nblaunch.launch.output import log_files
-from nblaunch.launch.output.log_files import Piece, Spool, Tail, last_lines
+from nblaunch.launch.output import tails
+from nblaunch.launch.output.tails import Piece, Spool, Tail, last_lines
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
 
 
 def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_files, "_RECORDS_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(tails, "_RECORDS_BLOCK_BYTES", 1000)
     path = tmp_path / "rank0.spool"
     append(path, b"".join(b'{"step": %d}\n' % step for step in range(1000)))
     spool = Spool(path)

@@ -8,7 +8,8 @@ import math
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from nblaunch.launch.plan import Machine, make_plan
 from nblaunch.launch.supervisor import Attempt, Job
 from nblaunch.launch.task import Task
 from nblaunch.launch.views.base import NullView
-from nblaunch.launch.views.events import LogPiece, RankStatus
+from nblaunch.launch.views.events import Countdown, Logs, Note, RanksChanged, Reports, StacksShown
+from nblaunch.launch.views.events import Event as ShownEvent
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.wire.channel import LostDescriptorsError
@@ -68,26 +70,23 @@ class Recorder(NullView):
         self.records: list[tuple[int, Mapping[str, Any]]] = []
         self.texts: Mapping[int, str] = {}
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def countdown(self, text: str) -> None:
-        self.countdowns.append(text)
-
-    def ranks(self, changed: Sequence[RankStatus]) -> None:
-        for status in changed:
-            self.states[status.rank], self.pids[status.rank] = status.state, status.pid
-
-    def logs(self, pieces: Sequence[LogPiece]) -> None:
-        for piece in pieces:
-            key = (piece.rank, piece.stream)
-            self.printed[key] = self.printed.get(key, b"") + piece.piece.head
-
-    def reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
-        self.records += [(rank, record) for record in records]
-
-    def stacks(self, texts: Mapping[int, str]) -> None:
-        self.texts = texts
+    def on(self, event: ShownEvent) -> None:
+        match event:
+            case Note(text):
+                self.notes.append(text)
+            case Countdown(text):
+                self.countdowns.append(text)
+            case RanksChanged(changed):
+                for status in changed:
+                    self.states[status.rank], self.pids[status.rank] = status.state, status.pid
+            case Logs(pieces):
+                for piece in pieces:
+                    key = (piece.rank, piece.stream)
+                    self.printed[key] = self.printed.get(key, b"") + piece.piece.head
+            case Reports(rank, records):
+                self.records += [(rank, record) for record in records]
+            case StacksShown(texts):
+                self.texts = texts
 
 
 class Scene:
@@ -96,7 +95,7 @@ class Scene:
     def __init__(self, clock: Clock, world_size: int = 2, number: int = 1, deadline: float = math.inf) -> None:
         self.clock, self.view, self.commands = clock, Recorder(), Commands()
         self.workers = FakeWorkers(world_size, clock.monotonic)
-        self.group = WorkerGroup(self.workers, self.view.note)
+        self.group = WorkerGroup(self.workers, lambda text: self.view.on(Note(text)))
         self.group.start(lambda rank: {})
         sources = {"/cell.py": Source("x = 1\n", "Cell In[3]")}
         self.task = Task(number, self.group, self.view, self.commands, sources, GRACE_S, deadline)
@@ -238,6 +237,14 @@ def test_a_result_without_its_descriptors_is_a_failure(scene: Scene) -> None:
     assert failed is not None
     assert failed.kind == "result"
     assert "too many open files (ulimit -n) for 50 more" in failed.text
+
+
+def test_a_lost_result_of_an_earlier_task_changes_nothing(begin: Callable[..., Scene]) -> None:
+    scene = begin(number=2)
+    error = LostDescriptorsError(24, "too many open files")
+    scene.workers.events.append(LostDescriptors(1, Done(1, 1, 5), error))
+    scene.step()
+    assert not scene.task.ranks[1].has_failed
 
 
 def test_another_message_without_its_descriptors_is_a_bug(scene: Scene) -> None:
@@ -468,6 +475,23 @@ def test_a_returned_rank_may_wait_for_its_threads(scene: Scene) -> None:
     assert scene.view.notes == ["rank 0 has returned, and waits for a non-daemon thread to end"]
 
 
+@pytest.mark.parametrize("stops_first", [True, False])
+def test_threads_are_noted_during_a_stop_too(scene: Scene, stops_first: bool) -> None:
+    scene.run_all()
+    if stops_first:
+        scene.commands.ask()
+        scene.step()
+    for worker in scene.workers.ranks:
+        worker.acknowledges()
+        worker.returns()
+    scene.step()
+    scene.commands.ask()
+    scene.step()
+    scene.step(timeouts.THREADS_NOTE_DELAY_S + 0.1)
+    assert scene.phase == "stopping"
+    assert scene.view.notes == ["rank 0 has returned, and waits for a non-daemon thread to end"]
+
+
 def test_a_rank_that_never_exits_is_killed(scene: Scene) -> None:
     scene.run_all()
     for worker in scene.workers.ranks:
@@ -510,6 +534,14 @@ def test_an_engine_that_does_not_answer_is_nudged_once(scene: Scene, hint: str |
         scene.step(timeouts.GROUP_BEGIN_TIMEOUT_S + 0.1)
     assert scene.group.is_lost == is_lost
     assert scene.view.notes == ([] if hint is None else [hint])
+
+
+def test_a_group_whose_reaper_is_gone_stays_over(scene: Scene) -> None:
+    scene.workers.has_begun = False
+    scene.workers.is_killed()
+    scene.step(timeouts.GROUP_BEGIN_TIMEOUT_S + 0.1)
+    assert scene.group.is_lost
+    assert scene.view.notes == []
 
 
 # ------------------------------------------------------------------ logs and metrics
@@ -641,5 +673,51 @@ def test_an_attempt_whose_rank_cannot_start_says_why() -> None:
     attempt, engine = attempt_of(workers, Recorder())
     with pytest.raises(StartError, match="rank 0 could not be started: no memory"):
         attempt.run(engine)
+    assert workers.is_closed
+    attempt.commands.close()
+
+
+@pytest.mark.usefixtures("_no_store")
+@pytest.mark.parametrize("step", ["start", "send_tasks", "wait"])
+def test_an_attempt_that_cannot_start_closes_its_group(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise StartError("out of descriptors")
+
+    workers = FakeWorkers(2)
+    monkeypatch.setattr(workers, step, refuse)
+    attempt, engine = attempt_of(workers, Recorder())
+    with pytest.raises(StartError, match="out of descriptors"):
+        attempt.run(engine)
+    assert workers.is_closed
+    attempt.commands.close()
+
+
+@pytest.mark.usefixtures("_no_store")
+def test_results_of_an_attempt_that_is_refused_are_closed() -> None:
+    read, write = os.pipe()
+    workers = Script(
+        lambda workers: workers.ranks[0].returns(read),
+        lambda workers: workers.refuses(1, "no memory"),
+        both(FakeWorker.exits),
+        lambda workers: workers.sweeps(),
+    )
+    attempt, engine = attempt_of(workers, Recorder())
+    with pytest.raises(StartError, match="rank 1 could not be started: no memory"):
+        attempt.run(engine)
+    os.close(write)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(read)
+    attempt.commands.close()
+
+
+@pytest.mark.usefixtures("_no_store")
+def test_an_attempt_that_is_killed_as_it_starts_was_stopped() -> None:
+    workers = Script(lambda workers: None, lambda workers: workers.sweeps())
+    for worker in workers.ranks:
+        worker.clock = time.monotonic
+    attempt, engine = attempt_of(workers, Recorder())
+    attempt.commands.ask(kill=True)
+    assert attempt.run(engine).state == "stopped"
+    assert [worker.signals for worker in workers.ranks] == [[signal.SIGKILL]] * 2
     assert workers.is_closed
     attempt.commands.close()

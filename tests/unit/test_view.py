@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, view_choice
-from nblaunch.launch.output.log_files import Piece
+from nblaunch.launch.output.tails import Piece
 from nblaunch.launch.views.base import NullView, ShieldedView, View
 from nblaunch.launch.views.events import (
     Countdown,

@@ -9,11 +9,11 @@ from typing import Any
 
 from nblaunch.engines.protocol import Worker
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.output.log_files import Piece, Spool, Tail
 from nblaunch.launch.output.metric_patterns import PrintedMetrics
 from nblaunch.launch.output.report_columns import ReportColumns
+from nblaunch.launch.output.tails import Piece, Spool, Tail
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import LogPiece, Stream
+from nblaunch.launch.views.events import LogPiece, Logs, Note, Reports, Stream, Tick
 from nblaunch.machine import timeouts
 from nblaunch.wire.drops import Dropped
 
@@ -73,7 +73,7 @@ class OutputFollower:
                 if piece is not None:
                     pieces.append(LogPiece(rank.rank, stream, piece, tail.offset))
         if pieces:
-            self.view.logs(pieces)
+            self.view.on(Logs(pieces))
         for rank in self.ranks:
             for records in rank.spool.read():
                 self._take(rank, records)
@@ -86,7 +86,7 @@ class OutputFollower:
         for record in records:
             if "metrics" in record:
                 self.reports.add(rank.rank, record["time"], record["step"], record["metrics"])
-        self.view.reports(rank.rank, records)
+        self.view.on(Reports(rank.rank, records))
 
     def _appended(self, tail: Tail) -> Piece | None:
         if self.view.wants_text:
@@ -99,7 +99,7 @@ class OutputFollower:
             rank.dropped = rank.worker.dropped()
             if rank.dropped and not self._has_noted_drops:
                 self._has_noted_drops = True
-                self.view.note(_first_drop(rank))
+                self.view.on(Note(_first_drop(rank)))
 
     def finish(self) -> None:
         """Read the rest: every rank has exited. Search the logs to their end, note what was dropped."""
@@ -108,7 +108,7 @@ class OutputFollower:
         self._poll_drops()
         for rank in self.ranks:
             if rank.dropped:
-                self.view.note(f"rank {rank.rank} lost {rank.dropped.amount} ({rank.dropped.why})")
+                self.view.on(Note(f"rank {rank.rank} lost {rank.dropped.amount} ({rank.dropped.why})"))
 
     def _search_the_rest(self) -> None:
         """Search the logs for metrics to their end. After a flood that takes long, so a (further) stop ends it."""
@@ -117,13 +117,13 @@ class OutputFollower:
             rank.printed.end_here()
         while any(rank.printed.is_behind for rank in self.ranks):
             if self.commands.kill or self.commands.stop != was_stopped:
-                self.view.note("interrupted: the rest of the logs was not searched for metrics")
+                self.view.on(Note("interrupted: the rest of the logs was not searched for metrics"))
                 return
             if not has_noted and time.monotonic() - begun > timeouts.METRIC_SEARCH_NOTE_DELAY_S:
                 has_noted = True
-                self.view.note("every rank has exited; searching the rest of the logs for metrics")
+                self.view.on(Note("every rank has exited; searching the rest of the logs for metrics"))
             self.poll()
-            self.view.tick()
+            self.view.on(Tick())
         for rank in self.ranks:
             self._take(rank, rank.printed.finish())
 

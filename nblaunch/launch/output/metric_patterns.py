@@ -15,7 +15,7 @@ from typing import Any
 
 from nblaunch.engines.protocol import Log
 from nblaunch.errors import ArgumentError
-from nblaunch.launch.output.log_files import Tail
+from nblaunch.launch.output.tails import Tail
 from nblaunch.launch.output.terminal_lines import LineAssembler, without_colours
 
 STEP = "step"

@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
 
-from nblaunch.launch.views.events import (
-    Begun,
-    Controls,
-    Countdown,
-    Ended,
-    Event,
-    LaunchInfo,
-    LogPiece,
-    Logs,
-    Note,
-    Outcome,
-    RanksChanged,
-    RankStatus,
-    Reports,
-    StacksShown,
-    Started,
-    Tick,
-)
+from nblaunch.launch.views.events import Event
 
 _log = logging.getLogger(__name__)
 
 
 class View(ABC):
-    """Shows one launch. Subclasses implement `on`; the other methods build its events."""
+    """Shows one launch."""
 
     wants_text: bool = False
     """`Logs` must carry the text. False for a view that reads the log files itself."""
@@ -38,36 +19,6 @@ class View(ABC):
     @abstractmethod
     def on(self, event: Event) -> None:
         """Show an event. Ignore those that the view has no use for."""
-
-    def begun(self, controls: Controls, blocking: bool) -> None:
-        self.on(Begun(controls, blocking))
-
-    def started(self, info: LaunchInfo) -> None:
-        self.on(Started(info))
-
-    def ranks(self, changed: Sequence[RankStatus]) -> None:
-        self.on(RanksChanged(changed))
-
-    def logs(self, pieces: Sequence[LogPiece]) -> None:
-        self.on(Logs(pieces))
-
-    def reports(self, rank: int, records: Sequence[Mapping[str, Any]]) -> None:
-        self.on(Reports(rank, records))
-
-    def note(self, text: str) -> None:
-        self.on(Note(text))
-
-    def countdown(self, text: str) -> None:
-        self.on(Countdown(text))
-
-    def stacks(self, texts: Mapping[int, str]) -> None:
-        self.on(StacksShown(texts))
-
-    def tick(self) -> None:
-        self.on(Tick())
-
-    def finished(self, outcome: Outcome) -> None:
-        self.on(Ended(outcome))
 
 
 class NullView(View):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.output.log_files import Piece
+from nblaunch.launch.output.tails import Piece
 
 Stream = Literal["out", "err"]
 State = Literal["finished", "failed", "stopped"]
