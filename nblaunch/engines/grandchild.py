@@ -1,4 +1,4 @@
-"""Processes that another process of ours has forked."""
+"""Processes forked by a child of this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from nblaunch.wire.channel import readable
 
 
 class ServerProcess(Protocol):
-    """What a fork server's handle needs of its process, as `subprocess.Popen` has it."""
+    """The process of a fork server: the part of `subprocess.Popen` that is used."""
 
     @property
     def pid(self) -> int:
-        """Return its pid; 0 if not known yet."""
+        """Return the pid; 0 if not known yet."""
 
     def poll(self) -> int | None:
         """Return None if it runs."""
@@ -25,14 +25,14 @@ class ServerProcess(Protocol):
         """SIGKILL."""
 
     def send_signal(self, sig: int, /) -> None:
-        """Send a signal, if it runs."""
+        """Send a signal if the process runs."""
 
     def wait(self, timeout: float, /) -> object:
-        """Wait for its exit, at most `timeout` seconds."""
+        """Wait up to `timeout` seconds for the exit."""
 
 
 class Grandchild:
-    """A process that a child has forked, watched by its pidfd."""
+    """A process that a child has forked, known by its pidfd."""
 
     def __init__(self, pid: int = 0, pidfd: int | None = None) -> None:
         self.pid, self._pidfd = pid, pidfd
@@ -59,7 +59,7 @@ class Grandchild:
         self._collect()
 
     def _collect(self) -> None:
-        """Collect its exit status if this process has adopted it, as a subreaper or as PID 1."""
+        """Collect the exit status if this process, as a subreaper or PID 1, has adopted it."""
         if self._pidfd is not None:
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)

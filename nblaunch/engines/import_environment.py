@@ -1,4 +1,4 @@
-"""What modules see of a launch while they are imported, and what of it a fork server has read for good."""
+"""The environment and directory in which modules are imported, and which variables a fork server reads only once."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _SET_BY_LIBRARIES = (
     "TORCHINDUCTOR_CACHE_DIR",  # by torch's compiler, with the next
     "TRITON_CACHE_DIR",
 )
-"""Variables that libraries set for themselves when the notebook imports them. They matter where ``env=`` names them."""
+"""Variables that libraries set when the notebook imports them. They count only if ``env=`` names them."""
 
 
 class Where(NamedTuple):
-    """What modules may see of a launch while they are imported."""
+    """The environment and directory of an import."""
 
     env: Mapping[str, str]
     cwd: str
@@ -53,8 +53,8 @@ class Where(NamedTuple):
 
     @property
     def read_at_import(self) -> dict[str, str]:
-        """What a server reads once: launches that have the same there can share one."""
-        ignored = ("TORCHELASTIC_", *ONE_THREAD)  # of another launch, and those that every server has as 1
+        """The variables that a server reads once. Launches with equal ones can share a server."""
+        ignored = ("TORCHELASTIC_", *ONE_THREAD)  # set by another launch, or 1 in every server
         return {
             name: value
             for name, value in self.env.items()
@@ -62,11 +62,11 @@ class Where(NamedTuple):
         }
 
     def is_like(self, other: Where) -> bool:
-        """Return True if modules imported for the one are as if imported for the other."""
+        """Return True if modules imported here are valid for `other`."""
         return self.cwd == other.cwd and self._significant() == other._significant()
 
     def _significant(self) -> dict[str, str]:
-        """The variables that packages may have read while they were imported ahead."""
+        """Return the variables that packages may have read during their import."""
         return {name: value for name, value in self.env.items() if not differs(name) and not self._is_librarys(name)}
 
     def _is_librarys(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The fork of the kernel itself, for ``start_method="fork"``."""
+"""Forks the kernel, for ``start_method="fork"``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nblaunch.wire.messages import Payload
 
 
 def check_fork(cuda_cell: str) -> None:
-    """Refuse a fork of the kernel where it cannot work, and warn where it may not.
+    """Refuse a fork of the kernel if CUDA is initialized; else warn about its risks.
 
     Args:
-        cuda_cell: The cell that started CUDA; empty if none is known.
+        cuda_cell: The cell that initialized CUDA; empty if unknown.
 
     Raises:
-        StartError: CUDA runs in this process, which no fork survives.
+        StartError: CUDA is initialized in this process; it does not work after a fork.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -35,10 +35,9 @@ def check_fork(cuda_cell: str) -> None:
 
 
 def fork_kernel(payload: Payload) -> Reaper:
-    """Fork a reaper off the kernel itself; its ranks share the notebook's memory, copy-on-write.
+    """Fork a reaper from the kernel. Its ranks share the notebook's memory, copy-on-write.
 
-    The one place where the kernel's room reaches into the ranks': the child becomes theirs. It imports before the
-    fork: another thread may hold an import's lock, which the child would never see released.
+    Import before the fork: another thread may hold an import lock, which the child would never see released.
     """
     from nblaunch.ranks import reaper, worker
 
@@ -55,10 +54,10 @@ def fork_kernel(payload: Payload) -> Reaper:
 
 
 _fork_lock = threading.Lock()
-"""``catch_warnings`` puts back what it found: two at a time would leave the other's filters in place."""
+"""``catch_warnings`` is not thread-safe: two at a time may restore the wrong filters."""
 
 
 def _quiet_fork() -> int:
     with _fork_lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own warning says what ours has said
+        warnings.simplefilter("ignore", DeprecationWarning)  # duplicates our own warning
         return os.fork()

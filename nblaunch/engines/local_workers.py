@@ -1,7 +1,6 @@
 """The ranks of one group on this machine: a reaper starts and signals them, each has a channel to the kernel.
 
-Everything that waits here is an event of one selector. Signals go through the reaper, which knows which pids are
-still its children.
+A single selector waits for all events. Signals go through the reaper, which knows which pids are still its children.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class LocalWorker:
             self.channel.sock.shutdown(socket.SHUT_WR)
 
     def signal(self, signum: int, group: bool = False) -> None:
-        """Have the reaper send a signal."""
+        """Ask the reaper to send a signal."""
         self._group.tell_reaper(SendSignal(self.rank, signum, group))
 
     def log(self, stream: Stream) -> GrowingFile:
@@ -101,8 +100,8 @@ class LocalWorkers:
     """The ranks of one group, an `engines.protocol.Workers`.
 
     Args:
-        order: What to start.
-        reaper: Their parent, which may not have answered yet.
+        order: The group to start.
+        reaper: The parent of the ranks, which may not have answered yet.
         wakeup: Ends `wait`.
     """
 
@@ -124,14 +123,14 @@ class LocalWorkers:
 
     # -------------------------------------------------------------- starting
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[LocalWorker]:
-        """Have the reaper start the ranks."""
+        """Ask the reaper to start the ranks."""
         try:
             self._selector = self._opened.enter_context(selectors.DefaultSelector())
             self._scratch = tempfile.mkdtemp(prefix="nbl-")  # short: paths of sockets are limited
             self._opened.callback(shutil.rmtree, self._scratch, ignore_errors=True)
         except OSError as error:
             hint = remedy(error) or ": free space there, or set TMPDIR to another directory"
-            raise StartError(f"the ranks have no place for temporary files: {error}{hint}") from error
+            raise StartError(f"cannot create temporary files for the ranks: {error}{hint}") from error
         try:
             self.drops = Table(self._scratch, self._order.world_size)
         except OSError as error:
@@ -178,7 +177,7 @@ class LocalWorkers:
         )
 
     def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
-        """Send the tasks: all at once, unless too many descriptors would be in flight."""
+        """Send all tasks at once, unless too many descriptors would be in flight."""
         self._fds_each, self._is_last = len(parcel), last
         is_careful = len(parcel) * len(tasks) > MAX_FDS_IN_FLIGHT
         for worker, task in zip(self._workers, tasks, strict=True):
@@ -188,7 +187,7 @@ class LocalWorkers:
         try:
             self._hand_out()
         except OSError as error:
-            raise StartError(f"the ranks could not be sent their task: {error}{remedy(error)}") from error
+            raise StartError(f"the task could not be sent to the ranks: {error}{remedy(error)}") from error
 
     def _hand_out(self) -> None:
         while self._taskless and (not self._is_careful or self._may_send_to(self._taskless[0])):
@@ -202,19 +201,19 @@ class LocalWorkers:
             self._taskless.popleft()
 
     def _may_send_to(self, worker: LocalWorker) -> bool:
-        """Return True if the rank runs, and the descriptors in flight leave room for its own."""
+        """Return True if the rank runs and its descriptors fit the limit of those in flight."""
         owing = [each for each in self._workers if each.owes and not each.has_exited and each.is_open]
         return worker.is_started and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
 
     def dismiss(self) -> None:
-        """Let the ranks leave."""
+        """Let the ranks exit."""
         self._is_last = True
         for worker in self._workers:
             if worker not in self._taskless:
                 worker.shut()
 
     def tell_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
-        """Send the reaper a message. First read its own: it reads nothing while its buffer is full."""
+        """Send a message to the reaper. Read its messages first: it reads nothing while its own buffer is full."""
         while not self._control.closed and must_be_read(self._control, timeouts.REAPER_READ_TIMEOUT_S):
             self._read_control()
         with contextlib.suppress(ConnectionError):  # already exited; `Lost` reports it
@@ -250,7 +249,7 @@ class LocalWorkers:
         try:
             for message, fds in self._control.drain():
                 self._take_from_reaper(message, fds)
-        except LostDescriptorsError as error:  # the reaper's pidfd: without it, its death would go unnoticed
+        except LostDescriptorsError as error:  # without the reaper's pidfd, its death would go unnoticed
             raise StartError(f"the ranks could not be started: {error}") from error
         if self._control.closed:
             self._reaper_ended()
@@ -274,7 +273,7 @@ class LocalWorkers:
             self._end(message)
 
     def _reaper_ended(self) -> None:
-        """Handle the reaper's exit. What it sent before is still in the channel."""
+        """Handle the reaper's exit. The channel may still hold messages."""
         if self._reaper_pidfd is not None:
             self._unwatch(self._reaper_pidfd)
             os.close(self._reaper_pidfd)
@@ -307,7 +306,7 @@ class LocalWorkers:
 
     # -------------------------------------------------------------- trouble, and the end
     def nudge(self) -> str | None:
-        """Give up a fork of the kernel, where a lock may be held forever; wake a fork server, which is only slow."""
+        """Kill a fork of the kernel, which may be deadlocked; wake a fork server, which is only slow."""
         server = self._reaper.server
         if server is None:
             self.abandon()
@@ -334,7 +333,7 @@ class LocalWorkers:
                 os.kill(self._reaper.child, signal.SIGKILL)
 
     def close(self) -> None:
-        """Close channels; the reaper, if it runs, ends the ranks."""
+        """Close the channels. A reaper that still runs then kills its ranks."""
         for event in self._take_events():
             for fd in event.fds if isinstance(event, Received) else ():
                 os.close(fd)
@@ -347,6 +346,6 @@ class LocalWorkers:
             os.close(self._reaper_pidfd)
             self._reaper_pidfd = None
         if self._reaper.child is not None:
-            with contextlib.suppress(ChildProcessError):  # the user's own code has collected it
+            with contextlib.suppress(ChildProcessError):  # user code has collected it
                 os.waitpid(self._reaper.child, 0)
         self._opened.close()  # last: ranks may still use the scratch directory

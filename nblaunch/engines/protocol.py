@@ -1,7 +1,7 @@
 """The seam between tasks and processes: what `nblaunch.launch` needs from an engine.
 
 An engine places the ranks of a group and runs them. `Workers` are the processes of one group, a `Worker` is one rank,
-wherever it runs. A caller uses a group from one thread, and learns what happens as events from `Workers.wait`.
+on any machine. A group is used from one thread; `Workers.wait` returns its events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import Method, NotStarted, Payload, RankExited, RankStarted, Swept, Task
 
 Stream = Literal["out", "err", "spool"]
-"""What a rank writes: stdout, stderr, and its reports as JSON lines."""
+"""The streams of a rank: stdout, stderr, and its reports as JSON lines."""
 
 
 # ------------------------------------------------------------------ events
@@ -39,7 +39,7 @@ class LostDescriptors:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The process that watched the ranks is gone, and the ranks with it."""
+    """The reaper is dead, and its ranks with it."""
 
 
 Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescriptors | Lost
@@ -48,11 +48,11 @@ Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescripto
 
 # ------------------------------------------------------------------ one rank
 class Log(Protocol):
-    """What a rank has written to one stream so far."""
+    """One stream of a rank so far."""
 
     @property
     def name(self) -> str:
-        """Where it is, for messages to the user."""
+        """The location of the log, for messages to the user."""
 
     def size(self) -> int:
         """Return the number of bytes written so far; 0 before the first."""
@@ -61,7 +61,7 @@ class Log(Protocol):
         """Return these bytes; fewer if the log was truncated meanwhile."""
 
     def close(self) -> None:
-        """Release it. Idempotent."""
+        """Close the log. Idempotent."""
 
 
 class StackDumps(Protocol):
@@ -73,36 +73,36 @@ class StackDumps(Protocol):
 
     @property
     def dump(self) -> str | None:
-        """The answer to the last question, in faulthandler's format."""
+        """The answer to the last request, in faulthandler's format."""
 
     @property
     def is_ready(self) -> bool:
         """Return True if the rank can answer: it has installed its handlers."""
 
     def ask(self, signal_at: float) -> None:
-        """Ask, unless an earlier question is still open. A rank that has not answered by then gets a signal."""
+        """Request a dump unless a request is pending. A rank without an answer by `signal_at` gets a signal."""
 
     def look(self, now: float) -> bool:
         """Return True if the answer is complete."""
 
 
 class Worker(Protocol):
-    """One rank. After its exit, sending and signalling do nothing."""
+    """One rank. After its exit, messages and signals have no effect."""
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The rank."""
 
     @property
     def stacks(self) -> StackDumps:
-        """What asks it for its stacks."""
+        """Requests the stacks of the rank."""
 
     @property
     def is_open(self) -> bool:
         """Return True if messages may still come: the rank runs, and has not called exec."""
 
     def interrupt(self, task: int) -> None:
-        """Send SIGINT, which has no effect in a later task."""
+        """Send SIGINT; no effect on a later task."""
 
     def signal(self, signum: int, group: bool = False) -> None:
         """Send a signal to the rank, or to its process group."""
@@ -111,12 +111,12 @@ class Worker(Protocol):
         """Open one stream of the rank's output. The caller closes it."""
 
     def dropped(self) -> Dropped:
-        """Return how much the rank could not write so far."""
+        """Return the output that the rank could not write so far."""
 
 
 # ------------------------------------------------------------------ the ranks of a group
 class Wakeup(Protocol):
-    """What another thread uses to end `Workers.wait` early."""
+    """Ends `Workers.wait` early, from another thread."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable once there is something to do."""
@@ -127,7 +127,7 @@ class Wakeup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an engine needs to know of a group before it starts the ranks."""
+    """The group that an engine is to place."""
 
     launch_id: str
     world_size: int
@@ -147,10 +147,10 @@ class Workers(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Return True if what starts the ranks has answered."""
+        """Return True if the reaper has answered."""
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[Worker]:
-        """Start every rank; `environment` is that of one rank.
+        """Start every rank; `environment` returns the variables of a rank.
 
         Raises:
             StartError: The system refuses.
@@ -164,30 +164,30 @@ class Workers(Protocol):
         Args:
             tasks: One for each rank.
             parcel: The payload's descriptors.
-            last: Whether the ranks leave after it.
+            last: Let the ranks exit afterwards.
         """
 
     def dismiss(self) -> None:
-        """Let the ranks leave after the tasks that they have: no more will come."""
+        """Let the ranks exit after their present tasks."""
 
     def wait(self, seconds: float) -> Iterable[Event]:
-        """Wait for events, at most `seconds` or until the wakeup; return those that have come."""
+        """Wait for events, at most `seconds` or until the wakeup; return them."""
 
     def drain(self) -> Iterable[Event]:
         """Return what the ranks had sent before their exit."""
 
     def nudge(self) -> str | None:
-        """Wake what should start the ranks, if nothing has begun for long.
+        """Wake the process that starts the ranks, which has not answered in time.
 
         Returns:
-            What to tell the user while waiting; None if waiting is useless: the group is given up.
+            A note for the user; None if the group was given up.
         """
 
     def forsake(self) -> bool:
-        """Stop using what failed to start the ranks; return True if another try may succeed."""
+        """Discard the server that failed to start the ranks. Return True if a retry may succeed."""
 
     def abandon(self) -> None:
-        """Kill the group without its cooperation."""
+        """Kill the reaper, and its ranks with it."""
 
     def close(self) -> None:
         """Release descriptors and temporary files. Idempotent."""
@@ -215,10 +215,10 @@ class Engine(Protocol):
         """Return True if ranks inherit the notebook's memory, so that no payload is sent."""
 
     def place(self, order: Order, wakeup: Wakeup) -> Workers:
-        """Reserve what starts the ranks of a group. The caller closes it.
+        """Get the processes that start the ranks of a group. The caller closes them.
 
         Raises:
-            StartError: Nothing could be reserved.
+            StartError: There are none.
         """
 
     def prepare_next(self) -> None:

@@ -1,4 +1,4 @@
-"""What other threads ask of a supervisor."""
+"""Requests of other threads to a supervisor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Commands:
     Attributes:
         stop: Stop the ranks.
         kill: Skip their grace period.
-        stacks: Show in the view what each rank is doing.
+        stacks: Show the stacks of the ranks in the view.
     """
 
     def __init__(self) -> None:
@@ -38,13 +38,13 @@ class Commands:
             self._wake()
 
     def ask_stacks(self) -> None:
-        """Show in the view what each rank is doing."""
+        """Show the stacks of the ranks in the view."""
         with self._lock:
             self.stacks = True
             self._wake()
 
     def want_stacks(self, timeout: float) -> Future[dict[int, str]]:
-        """Return a future of what each rank is doing; it is empty if the launch ends first.
+        """Return a future of the stacks by rank; empty if the launch ends first.
 
         Args:
             timeout: Seconds for each rank to answer.
@@ -80,7 +80,7 @@ class Commands:
             return
 
     def close(self) -> None:
-        """Answer open questions for stacks with none; later requests have no effect."""
+        """Answer open requests for stacks with none. Later requests have no effect."""
         with self._lock:
             self._read.close()
             self._write.close()

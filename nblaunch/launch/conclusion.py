@@ -1,4 +1,4 @@
-"""What an attempt leaves behind: the ranks' values, and the errors of a launch that was stopped."""
+"""The outcome of an attempt: the return values of the ranks, and the errors of a stopped launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_PLACES = 8
 def load_results(
     parcels: Mapping[int, Sequence[int]], files: LaunchFiles
 ) -> tuple[dict[int, Any], BaseException | None]:
-    """Return what each rank returned, and the error of the first value that cannot be rebuilt here."""
+    """Return the value of each rank, and the error of the first value that cannot be rebuilt here."""
     values: dict[int, Any] = {}
     error: BaseException | None = None
     for rank, fds in sorted(parcels.items()):
@@ -38,7 +38,7 @@ def load_results(
 
 
 def stop_error(name: str, attempt: Attempt, seconds: float) -> NblaunchError:
-    """Return the error of a launch that was stopped, by the user or by its timeout.
+    """Return the error of a launch that the user or its timeout stopped.
 
     Args:
         name: The function's name.
@@ -57,7 +57,7 @@ def stop_error(name: str, attempt: Attempt, seconds: float) -> NblaunchError:
 
 
 def _incomplete(task: Task) -> str:
-    """Say what went wrong during the stop: a checkpoint may be incomplete."""
+    """Describe failures during the stop: a checkpoint may be incomplete."""
     raised = [rank.failed for rank in task.ranks if rank.failed and rank.failed.kind not in ("interrupt", "exit")]
     said = [f"rank {f.rank} raised {f.type_name}: {failures.first_line(f.text)}" for f in raised if not f.collective]
     killed = task.ladder.killed & task.ladder.answered if task.ladder is not None else set()
@@ -70,7 +70,7 @@ def _incomplete(task: Task) -> str:
 
 
 def _places(task: Task) -> str:
-    """Say where the ranks were at the timeout."""
+    """Describe where the ranks were at the timeout."""
     places = task.stacks.places or {}
     said = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
     said += ["…"] if len(places) > MAX_PLACES else []
@@ -93,7 +93,7 @@ def attach_results(results: Mapping[int, Any], error: Any) -> None:
 
 
 def keep_logs(error: Any, files: object) -> None:
-    """Keep the logs, which the error names, as long as the error."""
+    """Keep the logs, which the error names, for the lifetime of the error."""
     with contextlib.suppress(Exception):  # a user's __setattr__, or no error
         error._nblaunch_files = files
 

@@ -50,7 +50,7 @@ class RankTraceback(Exception):  # noqa: N818  # not raised: it is the cause tha
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What is known of a failed task."""
+    """A failed task: how its ranks ended, their logs, and their sources."""
 
     name: str
     ends: Sequence[RankEnd]

@@ -1,4 +1,4 @@
-"""A worker group: the ranks of a launch from start to exit, on whichever engine. It knows no task."""
+"""A worker group: the processes of a launch from start to exit, on any engine. It knows no tasks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class WorkerGroup:
 
     Args:
         workers: The group's processes.
-        note: Shows the user a line.
+        note: Shows a message to the user.
 
     Attributes:
         members: The ranks, once started.
         refusal: Why a rank could not be started; empty if all could.
-        is_lost: The ranks were killed because nothing watched them any more.
+        is_lost: The reaper is dead or hangs; its ranks are killed.
         stuck: Pids that survived SIGKILL.
     """
 
@@ -68,7 +68,7 @@ class WorkerGroup:
         return [member.rank for member in self.members if member.exited is None]
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> None:
-        """Start every rank; `environment` is that of one rank.
+        """Start every rank; `environment` returns the variables of a rank.
 
         Raises:
             StartError: The system refuses.
@@ -76,7 +76,7 @@ class WorkerGroup:
         self.members = [Member(worker.rank, worker) for worker in self.workers.start(environment)]
 
     def wait(self, seconds: float) -> Iterator[Event]:
-        """Wait for events, at most `seconds`; yield each after noting what it means for the group."""
+        """Wait for events, at most `seconds`; update the group with each and yield it."""
         yield from map(self._noted, self.workers.wait(seconds))
         self._check(time.monotonic())
 
@@ -105,7 +105,7 @@ class WorkerGroup:
             self._killed.add(rank)
 
     def interrupt(self, rank: int, task: int) -> None:
-        """Send a rank SIGINT, which has no effect in a later task."""
+        """Send SIGINT to a rank; no effect on a later task."""
         self.members[rank].worker.interrupt(task)
 
     def _check(self, now: float) -> None:

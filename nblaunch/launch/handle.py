@@ -1,4 +1,4 @@
-"""The user's handle of a launch, which runs in the background of a kernel or is waited for."""
+"""The user's handle of a launch, blocking or in the background."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Launch:
         self._thread = threading.Thread(target=self._supervise, name=f"nblaunch-{self.id}", daemon=True)
 
     def begin(self, *, blocking: bool = False) -> None:
-        """Start it.
+        """Start the launch.
 
         Args:
             blocking: Whether the caller waits for its end. Default: False.
@@ -109,15 +109,15 @@ class Launch:
 
     @property
     def done(self) -> bool:
-        """Return True if it has ended: finished, failed or stopped."""
+        """Return True if the launch has finished, failed or been stopped."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, at most `timeout` seconds (default: forever); return True if it has."""
+        """Wait up to `timeout` seconds (None: forever) for the end of the launch. Return True if it has ended."""
         return host().wait(self._finished, timeout)
 
     def result(self) -> LaunchResult:
-        """Wait until it has ended, and return the result. Warns once of a crash after every rank had returned.
+        """Wait for the end of the launch and return its result. Warn once if a rank crashed after all had returned.
 
         Raises:
             Exception: The exception of the rank that failed first, or one of `nblaunch.errors`. Its ``results`` are
@@ -149,11 +149,11 @@ class Launch:
         self._commands.ask(kill=True)
 
     def ask_stacks(self) -> None:
-        """Show in the launch's view what each rank is doing. Returns at once."""
+        """Show the stacks of the ranks in the launch's view. Returns at once."""
         self._commands.ask_stacks()
 
     def stacks(self, timeout: float = timeouts.STACKS_TIMEOUT_S) -> dict[int, str]:
-        """Return the Python stacks of each rank. The ranks run on; one that is stuck in C code answers, too.
+        """Return the Python stacks of each rank, including ranks that are stuck in C code. The ranks keep running.
 
         Args:
             timeout: Seconds for a rank to answer; a rank that does not is reported as such. Default: 2.
@@ -174,10 +174,10 @@ class Launch:
         return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
 
     def join(self) -> LaunchResult:
-        """Start it and wait in the notebook's cell. An interrupt stops the ranks, a second one kills them.
+        """Start the launch and wait for its end. An interrupt stops the ranks; a second one kills them.
 
         Raises:
-            KeyboardInterrupt: It was interrupted; no process is left.
+            KeyboardInterrupt: The user interrupted it. Every rank has exited.
         """
         __tracebackhide__ = True  # IPython leaves this frame out
         try:
@@ -202,7 +202,7 @@ class Launch:
             self._finished.wait(timeouts.KILLED_LAUNCH_TIMEOUT_S)
 
     def _wait_out(self) -> bool:
-        """Wait until it has ended; return True if the user interrupted it."""
+        """Wait for the end. Return True if the user interrupted the launch."""
         interrupts = 0
         while not self._finished.is_set():
             try:
@@ -240,7 +240,7 @@ class Launch:
                 return
 
     def _note_payload(self) -> None:
-        """Note large values, once each, and tensors that leave a GPU."""
+        """Note large values, once each, and tensors that are copied from a GPU."""
         sent = self._shipment.sent
         if sent.from_gpu:
             self._view.on(
@@ -264,7 +264,7 @@ class Launch:
         try:
             files = LaunchFiles.create(self.id)
         except OSError as refusal:
-            raise StartError(f"{self.name} has no place for its logs: {refusal}{remedy(refusal)}") from refusal
+            raise StartError(f"cannot create the log directory of {self.name}: {refusal}{remedy(refusal)}") from refusal
         try:
             self._view.on(Started(self._info(files, number)))
             if number == 0:

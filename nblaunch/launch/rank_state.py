@@ -1,4 +1,4 @@
-"""What a task knows of one rank."""
+"""The state of one rank in a task."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nblaunch.wire.messages import Done, Failed
 
 @dataclass(slots=True)
 class Rank:
-    """One rank of a task."""
+    """A rank of a task: the messages that it has sent, and its process."""
 
     member: Member
     is_running: bool = False
     """Its function has begun."""
     interrupted: bool = False
-    """It has acknowledged SIGINT, ours or an editor's."""
+    """It has acknowledged SIGINT, from us or from an editor."""
     is_leaving: bool = False
     """Its function and its threads have ended."""
     done: Done | None = None
@@ -32,12 +32,12 @@ class Rank:
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The rank."""
         return self.member.rank
 
     @property
     def end(self) -> RankEnd:
-        """How it ended, as far as it has."""
+        """How the rank has ended so far."""
         return RankEnd(self.rank, self.done, self.failed, self.member.exited)
 
     @property
@@ -51,7 +51,7 @@ class Rank:
         return self.done is not None or self.has_failed
 
     def state(self, stopped: Collection[int]) -> RankState:
-        """Return what to show of it; `stopped` are the ranks that were interrupted or killed."""
+        """Return the state to show; `stopped` are the ranks that were interrupted or killed."""
         was_stopped = self.rank in stopped
         if self.failed is not None:
             return "ended" if self.failed.collective or was_stopped else "failed"

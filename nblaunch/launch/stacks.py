@@ -1,6 +1,6 @@
-"""What each rank is doing now: asks the ranks for their stacks, for a view, a caller or a timeout's message.
+"""Asks the ranks of a task for their stacks: for a view, for a caller, or for the message of a timeout.
 
-Runs in the supervisor's thread, one step at each log poll; nothing here waits.
+Runs in the supervisor's thread, one step at each log poll. Never blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Stacks:
     """Asks the ranks of one task for their stacks.
 
     Args:
-        dumps: Returns what asks a rank.
+        dumps: Returns the `StackDumps` of a rank.
         sources: The cells that define the ranks' functions.
         commands: Callers that wait for stacks.
         view: Shows stacks, if a view asked.
@@ -95,7 +95,7 @@ class Stacks:
         return [number for number in ranks if self._in_collective[number]]
 
     def close(self) -> None:
-        """Answer open questions with no stacks: the task is over."""
+        """Answer open requests with no stacks: the task is over."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             future.set_result({})
@@ -126,7 +126,7 @@ class Stacks:
             self._view.on(StacksShown(texts))
 
     def _described(self, rank: StackDumps) -> tuple[str, str]:
-        """Return a rank's stacks, and in a few words where it was."""
+        """Return the stacks of a rank, and its place in a few words."""
         if not rank.is_ready:
             return _STARTING, "was still starting"
         if not rank.dump:

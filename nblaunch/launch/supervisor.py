@@ -29,12 +29,12 @@ from nblaunch.wire.messages import Payload, Source
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every attempt of a launch has in common."""
+    """What the attempts of a launch share."""
 
     plan: Plan
     launch_id: str
     process: Process
-    """The notebook's process, as the ranks start from it."""
+    """The state of the notebook's process that ranks start from."""
     payload: Payload
     parcel: Sequence[int]
     """The payload's descriptors; none if ranks share the notebook's memory."""
@@ -49,16 +49,16 @@ class Attempt:
 
     Args:
         job: What to run.
-        number: 0, or which restart this is.
-        files: Where the ranks' logs go.
-        view: What shows it.
-        commands: What other threads ask.
+        number: The number of restarts before this attempt.
+        files: The logs of the ranks.
+        view: Shows the launch.
+        commands: Requests of other threads.
 
     Attributes:
         group: The ranks, once placed.
         task: What they run, once started.
         output: What they have printed and reported.
-        results: The parcels of the ranks that have returned, once it is over; the caller closes them.
+        results: The parcels of the ranks that have returned, set by `run`; the caller closes them.
     """
 
     group: WorkerGroup
@@ -70,7 +70,7 @@ class Attempt:
         self.results: dict[int, list[int]] = {}
 
     def run(self, engine: Engine) -> Verdict:
-        """Start the ranks and run the task to its end.
+        """Start the ranks, run the task, and wait until every rank has exited.
 
         Raises:
             StartError: A rank could not be started; none is left.
@@ -115,7 +115,7 @@ class Attempt:
         opened.callback(self.output.close)
 
     def _follow(self) -> None:
-        """Handle events until the group is over, and poll the logs on the way."""
+        """Handle events and poll the logs until the group is over."""
         poll_at = 0.0
         while not self.group.is_over:
             for event in self.group.wait(max(0.0, poll_at - time.monotonic())):

@@ -41,19 +41,19 @@ class Task:
     """See the module. Used from the supervisor's thread.
 
     Args:
-        number: Its number in the group, from 1.
+        number: The number of the task in its group, from 1.
         group: The ranks, which have been started.
-        view: What shows it.
-        commands: What other threads ask.
-        sources: The cells that its functions come from.
+        view: Shows the launch.
+        commands: Requests of other threads.
+        sources: The cells that define its functions.
         stop_grace: Seconds that an interrupted rank has for ``finally`` and checkpoints.
-        deadline: When to stop it, by the monotonic clock.
+        deadline: When to stop the task, by the monotonic clock.
 
     Attributes:
-        ranks: What is known of each rank.
-        phase: Where it stands.
-        ladder: How its ranks are being stopped; None if they are not.
-        stacks: Asks its ranks what they are doing.
+        ranks: The state of each rank.
+        phase: The phase of the task.
+        ladder: The stop in progress, or None.
+        stacks: Asks the ranks for their stacks.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Task:
         """Send the task to every rank.
 
         Args:
-            world: Where a rank meets the others.
+            world: Returns the rendezvous of a rank.
             parcel: The payload's descriptors, which stay open until every rank runs.
-            last: Whether the ranks leave after it. Default: False.
+            last: Let the ranks exit after this task. Default: False.
         """
         self._is_last = last
         tasks = [messages.Task(self.number, world(rank.rank)) for rank in self.ranks]
@@ -97,7 +97,7 @@ class Task:
 
     # -------------------------------------------------------------- events
     def take(self, event: Event) -> None:
-        """Note what an event means for this task."""
+        """Update the task with an event."""
         if isinstance(event, Received):
             self._receive(self.ranks[event.rank], event.message, event.fds)
         elif isinstance(event, LostDescriptors):
@@ -151,7 +151,7 @@ class Task:
 
     # -------------------------------------------------------------- time
     def step(self) -> None:
-        """Do what is due: begin or continue to stop ranks, show how they stand."""
+        """Do what is due: start or continue stopping the ranks, and show their states."""
         now = time.monotonic()
         if self._returned_at is None and all(rank.done is not None for rank in self.ranks):
             self._returned_at = self._threads_ended_at = now
@@ -198,7 +198,7 @@ class Task:
             self.view.on(Countdown(ladder.countdown(now)))
 
     def _note_failure_once(self, live: list[int]) -> None:
-        """Say why the other ranks are being stopped: some use their time for ``finally`` and checkpoints."""
+        """Note why the other ranks are being stopped: their ``finally`` and checkpoints may take a while."""
         if self._has_noted_failure:
             return
         self._has_noted_failure = True
@@ -209,7 +209,7 @@ class Task:
             self.view.on(Note(f"{said}: stopping the other ranks, which have up to {self.stop_grace:g} s"))
 
     def _await_exits(self, now: float, live: list[int], returned_at: float) -> None:
-        """Give the ranks' threads their time, as they may be saving; bound the time of exit functions."""
+        """Wait for non-daemon threads, which may be saving, without a limit; kill ranks whose exit functions hang."""
         waiting = [rank for rank in live if not self.ranks[rank].is_leaving]
         if waiting:
             self._threads_ended_at = now
@@ -243,13 +243,13 @@ class Task:
         return all(rank.is_over for rank in self.ranks)
 
     def finish(self) -> Verdict:
-        """Return how it ended. The group has no ranks left, or every rank has returned or failed."""
+        """Return the verdict. Every rank has returned, failed or exited."""
         self.phase = "ended"
         self._show_states()
         return self.verdict()
 
     def verdict(self) -> Verdict:
-        """Return how it ended, as far as it has."""
+        """Return the verdict so far."""
         return judge([rank.end for rank in self.ranks], self.ladder, self.group.is_lost)
 
     def take_results(self) -> dict[int, list[int]]:
@@ -257,7 +257,7 @@ class Task:
         return {rank.rank: rank.take_result() for rank in self.ranks if rank.result}
 
     def close(self) -> None:
-        """Close results that were not taken; answer questions for stacks with none."""
+        """Close results that were not taken; answer open requests for stacks with none."""
         self.stacks.close()
         for rank in self.ranks:
             rank.close()

@@ -1,4 +1,4 @@
-"""Follows what the ranks of a group print and report, for the view and for the result."""
+"""Follows the output and reports of a group's ranks, for the view and the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RankOutput:
     """The streams of one rank.
 
     Attributes:
-        dropped: What the rank could not write, as of the last poll.
+        dropped: What the rank could not write, at the last poll.
     """
 
     def __init__(self, worker: Worker, patterns: Sequence[re.Pattern[str]]) -> None:
@@ -48,9 +48,9 @@ class OutputFollower:
 
     Args:
         workers: The ranks.
-        patterns: What to search every printed line for.
-        view: What shows output and reports.
-        commands: A stop among them ends a long search.
+        patterns: Searched for in every printed line.
+        view: Shows output and reports.
+        commands: A stop ends a long search.
 
     Attributes:
         reports: What the ranks have reported.
@@ -94,7 +94,7 @@ class OutputFollower:
         return Piece(b"") if tail.grown() else None
 
     def _poll_drops(self) -> None:
-        """Note the first rank that cannot write: the others most often cannot for the same reason."""
+        """Note the first rank that cannot write; the others usually fail for the same reason."""
         for rank in self.ranks:
             rank.dropped = rank.worker.dropped()
             if rank.dropped and not self._has_noted_drops:
