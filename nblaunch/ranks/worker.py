@@ -171,6 +171,8 @@ def _work(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice
     """Run the part of a task in which SIGINT raises KeyboardInterrupt."""
     voice.armed = True
     try:  # no context manager: contextlib sets __traceback__, which an exception may refuse
+        if voice.interrupted:  # since the task arrived
+            raise KeyboardInterrupt
         environment.set_threads(task.world.threads)
         _set_device(task.world.device)
         process_group.join(task.world, spec.rank, spec.world_size)

@@ -212,7 +212,6 @@ SCRIPT = """
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
     from nblaunch.training.accelerator import Accelerator
-from tests.conftest import LONG
 
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
     torch.manual_seed(accelerator.rank)

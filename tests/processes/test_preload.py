@@ -356,7 +356,7 @@ def test_each_known_package_is_tested() -> None:
     assert USES.keys() == KNOWN_SAFE
 
 
-@pytest.mark.parametrize("package", KNOWN_SAFE)
+@pytest.mark.parametrize("package", sorted(KNOWN_SAFE))
 def test_a_known_package_may_be_imported_before_ranks_are_forked(
     package: str, own: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,47 @@
+"""A rank's SIGINT handler: which interrupts take effect, and when."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nblaunch.ranks import worker
+from nblaunch.wire.channel import Channel, channel_pair
+from nblaunch.wire.messages import Interrupted, Task, World
+
+
+@pytest.fixture
+def kernel() -> Iterator[tuple[Channel, Any]]:
+    """The kernel's end of a rank's channel, and the rank's `_Voice` at the other end."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    here, there = channel_pair()
+    rank = Channel(there)
+    yield here, worker._Voice(rank, 0)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    here.close()
+    rank.close()
+
+
+def sent_to(kernel: Channel) -> list[object]:
+    kernel.poll()
+    return [message for message, _ in kernel.drain()]
+
+
+def test_an_interrupt_before_the_first_line_of_a_task_takes_effect(kernel: tuple[Channel, Any]) -> None:
+    channel, voice = kernel
+    task = Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1))
+    channel.send(task)
+    voice.next_task()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert sent_to(channel) == [Interrupted(0, 1)]
+    nothing: Any = None
+    with pytest.raises(KeyboardInterrupt):
+        worker._work(nothing, task, nothing, voice)
+    os.kill(os.getpid(), signal.SIGINT)  # a second one, outside the task
+    assert not voice.armed
+    assert sent_to(channel) == []
