@@ -206,7 +206,7 @@ def _in_kernel(setup: str, work: Callable[[Kernel], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         own = {"BENCHMARK_FOLDER": folder, "TMPDIR": folder, "NBLAUNCH_STATE_DIR": f"{folder}/state"}
         own["NBLAUNCH_PRELOAD"] = "1"  # imports ahead of launches are measured, also where the caller has none
-        with running_kernel(OMP_NUM_THREADS="1", **own) as kernel:  # with more, a fork of the kernel hangs for ever
+        with running_kernel(OMP_NUM_THREADS="1", **own) as kernel:  # with more, a fork of the kernel deadlocks
             kernel.run(_DATA + setup).check()
             kernel.run("def warms(): pass\nlaunch(warms, (), 2)").check()
             return work(kernel)

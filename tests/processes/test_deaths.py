@@ -127,7 +127,7 @@ def other(tmp_path: Path) -> Iterator[Family]:
 
 
 def end_all(family: Family) -> None:
-    """After a test that failed: the daemon carries no mark, so nobody else would find it."""
+    """Kill the daemon if the test fails: it carries no mark, so no other clean-up finds it."""
     for file in family.folder.glob("[!.]*[01]"):
         pid = int(file.read_text())
         if alive(pid):

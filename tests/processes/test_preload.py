@@ -175,7 +175,7 @@ def test_a_module_of_the_notebooks_own_hides_an_installed_one(
 
 def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     first = had(own, "tells")
-    for seed in range(3):  # a sweep, of which each is used once
+    for seed in range(3):  # a sweep: the server uses each package once
         assert [setting for _, _, setting in launched("tells", env={"A_SETTING": f"{seed}"})] == [f"{seed}"] * 2
         settle(own)
     assert own._stocked is first

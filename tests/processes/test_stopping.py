@@ -33,7 +33,7 @@ STOP_LIMIT = 5.0
 
 # ------------------------------------------------------------------ what ranks run, and what they leave in files
 def note(folder: Path, name: str, rank: int, text: object = "") -> None:
-    """Write a file at once or not at all, so that whoever waits for it reads all of it."""
+    """Write a file atomically: a reader never sees part of it."""
     scratch = folder / f".{name}{rank}"
     scratch.write_text(str(text))
     scratch.rename(folder / f"{name}{rank}")
@@ -92,7 +92,7 @@ def be_obstinate(rank: int, folder: Path) -> None:
 
 
 def lock_twice_in_c() -> None:
-    """Wait in C for ever; unlike a sleep, no signal ends it."""
+    """Block forever in C; unlike a sleep, no signal ends it."""
     mutex = ctypes.create_string_buffer(64)
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)
