@@ -4,7 +4,7 @@ Each way runs in a real kernel of its own. What everything is compared with is o
 memory, measured in the same kernel a moment before.
 
 * `captured`: a launch of ranks that use a tensor of the notebook, for the first time, again, and after a change. Then
-  the ranks read all of it, and the memory of the notebook and the ranks is told as PSS: each page counts once.
+  the ranks read all of it, and the memory of the notebook and the ranks is measured as PSS: each page counts once.
 * `returned`: two ranks return a tensor each.
 * `imported`: a launch of a function that imports torchvision and transformers, for the second time and later.
 """

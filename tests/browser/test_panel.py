@@ -147,7 +147,7 @@ notebook_launcher(stops_itself, num_processes=2)
 """
     lab.run(silent)
     lab.log_says("begun")
-    lab.page.wait_for_timeout(7000)  # longer than the page believes that a launch runs of which it hears nothing
+    lab.page.wait_for_timeout(7000)  # longer than MAX_SILENCE_MS of the page: it now counts the launch as silent
     lab.button("Stop").click()
     lab.wait_for_state("stopped", 15)
 

@@ -231,8 +231,8 @@ def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("body", "substitute"),
     [
-        ("input('name? ')", "ask in the notebook before the launch, and pass the answer as an argument"),
-        ("breakpoint()", "use print, or call the function in the notebook itself"),
+        ("input('name? ')", "call input() in the notebook before the launch, and pass the answer as an argument"),
+        ("breakpoint()", "use print, or debug the function in the notebook itself"),
         ("%cd ..", "%cd cannot run in a rank: run it in a cell of its own, before the launch"),
         ("get_ipython().user_ns", "a rank has no IPython"),
     ],

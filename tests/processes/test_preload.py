@@ -25,7 +25,7 @@ from nblaunch.machine.packages import KNOWN_SAFE
 from tests.conftest import LONG, eventually
 
 TELLS = "import os\nWHO, SETTING = os.getpid(), os.environ.get('A_SETTING')\n"
-"""A package that tells who imported it, and what it saw."""
+"""A package that records the importing process and a variable of its environment."""
 PACKAGES = dict.fromkeys(("tells", "another", "hidden", "upgraded"), TELLS) | {
     "configured": "import os\nWHO, HERE = os.getpid(), os.path.exists('settings')\n"
     "SETTING = open('settings').read() if HERE else ''\n",

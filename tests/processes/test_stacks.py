@@ -224,7 +224,7 @@ def test_a_worker_that_never_began_is_said_so(start_method: str, tmp_path: Path)
 
 
 @conformance("forkserver", "spawn", "fork")
-def test_a_sleep_goes_on_as_if_nobody_had_asked(start_method: str, tmp_path: Path) -> None:
+def test_stacks_do_not_disturb_a_sleep(start_method: str, tmp_path: Path) -> None:
     launch = begun(nap, tmp_path, start_method)
 
     asked = [launch.stacks() for _ in range(5)]

@@ -116,7 +116,7 @@ def test_every_batch_comes_once_in_order(cuda: Cuda, depth: int, size: int) -> N
 
 
 def test_the_next_batch_is_copied_before_one_is_given_out_and_each_is_waited_for(cuda: Cuda) -> None:
-    """And the allocator is told of the stream that uses each tensor, however deep it is nested."""
+    """Each tensor's stream is recorded with the allocator, at any nesting depth."""
     batches = [{"x": pinned(cuda, value), "more": [(pinned(cuda, value), None)]} for value in range(3)]
     for batch in Prefetcher(batches, "cuda:0"):
         cuda.log.append(("given out", int(batch["x"])))
