@@ -1,4 +1,4 @@
-"""A real JupyterLab, and a real Chromium that looks at it."""
+"""A real JupyterLab, shown in a real Chromium."""
 
 from __future__ import annotations
 

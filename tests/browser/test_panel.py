@@ -1,4 +1,4 @@
-"""The panel as its user meets it: a real JupyterLab in Chromium, real clicks, real ranks."""
+"""The panel in a real JupyterLab in Chromium, with real clicks and ranks."""
 
 from __future__ import annotations
 

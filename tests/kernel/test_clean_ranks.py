@@ -1,4 +1,4 @@
-"""A rank of a real notebook holds nothing of the notebook's own machinery."""
+"""Ranks of a real kernel hold no threads, sockets or modules of the kernel's machinery."""
 
 from __future__ import annotations
 

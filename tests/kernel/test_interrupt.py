@@ -1,4 +1,4 @@
-"""Item 12 as the notebook's user meets it: the Interrupt button, and Restart."""
+"""Interrupting and restarting a real kernel during a launch."""
 
 from __future__ import annotations
 

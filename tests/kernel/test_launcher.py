@@ -1,4 +1,4 @@
-"""Items 1, 2, 7, 10 and 11 as the notebook's user meets them: `notebook_launcher` in cells."""
+"""`notebook_launcher` in the cells of a real kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Item 4: `%%distributed` and `%distributed` in a real kernel."""
+"""`%%distributed` and `%distributed` in a real kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The panel as a page meets it, over the comms of a real kernel."""
+"""The panel's messages over the comms of a real kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays of a launch where no page shows a panel: nbclient, papermill, nbconvert."""
+"""The record of a launch without a page: nbclient, papermill, nbconvert."""
 
 from __future__ import annotations
 

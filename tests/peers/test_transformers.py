@@ -1,4 +1,4 @@
-"""The first document's transformers.Trainer in a launch, with the panel's callback."""
+"""transformers.Trainer in a launch, with the panel's callback."""
 
 from __future__ import annotations
 

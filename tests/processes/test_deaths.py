@@ -1,4 +1,4 @@
-"""Item 13: whichever process is killed, nothing of its launch survives 3 s, and the next launch works."""
+"""After SIGKILL of any process, its launch is gone within 3 s, and the next launch works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What failed first comes up in the notebook, as itself where that is possible and with a clear text where not."""
+"""The notebook raises the first failure: the rank's own exception if it unpickles, else a clear substitute."""
 
 from __future__ import annotations
 

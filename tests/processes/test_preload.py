@@ -1,4 +1,4 @@
-"""Packages that the notebook uses are imported before ranks are forked; what ranks must not share is left out."""
+"""Packages that are imported before ranks fork, and packages that are left out."""
 
 from __future__ import annotations
 

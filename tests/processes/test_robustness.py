@@ -1,4 +1,4 @@
-"""What once went wrong, or could: races, processes that do not answer, views and disks that fail."""
+"""Races, unresponsive processes, failing views and full disks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def wait_forever(folder: str, rank: int) -> None:
 
 
 def begun(folder: Path, rank: int = 0) -> bool:
-    """Whether a rank of `wait_forever` has said that it runs, whole."""
+    """Return True once a rank of `wait_forever` has written its whole file."""
     file = folder / f"running{rank}"
     return file.exists() and file.read_text() != ""
 

@@ -1,4 +1,4 @@
-"""Item 12: ranks that are stopped see one KeyboardInterrupt, get their time, and end whatever they do."""
+"""Stopped ranks get one KeyboardInterrupt and their grace period, and always end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read(folder: Path, name: str, rank: int) -> int:
 
 
 def count_interrupts(rank: int, folder: Path) -> int:
-    """Count KeyboardInterrupts until the file "leave" is there; "beat" says how often it has looked."""
+    """Count KeyboardInterrupts until the file "leave" is there; "beat" holds the number of checks."""
     seen = beats = 0
     note(folder, "pid", rank, os.getpid())
     while not (folder / "leave").exists():

@@ -1,4 +1,4 @@
-"""How one fork server follows another, and what is left of them whichever ends: each serves as it was when it began."""
+"""Successions of fork servers, and their clean-up when any of them ends."""
 
 from __future__ import annotations
 
@@ -310,6 +310,7 @@ def test_no_zombie_is_left_of_it_in_a_kernel_that_adopts_it(own: Servers, soon: 
     code = (
         "import ctypes, os, sys, time; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
         "from nblaunch.engines import generations as all_servers\n"
+        "from nblaunch.machine import timeouts\n"
         "all_servers._SOON, timeouts.BUILD_QUIET_S = (), 0.0\n"
         "servers = all_servers.servers; servers.warm_up(); first = servers._warm\n"
         "while servers._builder is not None or first.alive(): time.sleep(0.02)\n"

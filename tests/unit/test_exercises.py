@@ -1,4 +1,4 @@
-"""The tutorial's exercises 3 and 4 as functions: how many workers, and results made once by several processes."""
+"""`time_workers` and `preprocess` in one process."""
 
 from __future__ import annotations
 

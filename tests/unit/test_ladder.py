@@ -1,4 +1,4 @@
-"""Stopping ranks, on a made-up clock."""
+"""Stopping ranks, on a fake clock."""
 
 from __future__ import annotations
 

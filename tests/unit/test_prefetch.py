@@ -1,4 +1,4 @@
-"""The prefetcher: the loader's batches in order and to the end, each waited for, and its memory kept.
+"""The prefetcher: all batches in order, each synchronized, with its memory kept alive.
 
 There is no GPU here: what runs on one is tested with a stand-in for ``torch.cuda`` that writes down what it is asked.
 """

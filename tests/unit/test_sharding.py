@@ -1,4 +1,4 @@
-"""`shard`: every sample exactly once and as many batches on every rank, whatever the loader and the number of ranks."""
+"""`shard`: every sample exactly once and equally many batches on every rank, for any loader."""
 
 from __future__ import annotations
 

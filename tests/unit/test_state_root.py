@@ -1,4 +1,4 @@
-"""The directory of all launches: which one it is, and which are refused."""
+"""The state directory: its choice, and the directories that are refused."""
 
 from __future__ import annotations
 
