@@ -1,4 +1,4 @@
-"""Ranks of a real kernel hold no threads, sockets or modules of the kernel's machinery."""
+"""Ranks of a real kernel import nothing of the notebook."""
 
 from __future__ import annotations
 

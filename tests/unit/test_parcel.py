@@ -1,4 +1,4 @@
-"""Parcels: values and aliasing survive, large buffers are copied once, and receivers cannot reach the sender's memory."""
+"""Parcels: values and aliasing survive, large buffers are copied once, the sender's memory is safe."""
 
 from __future__ import annotations
 
