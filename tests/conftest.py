@@ -156,7 +156,7 @@ def is_spare(pid: int) -> bool:
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return False  # it has ended meanwhile
-    return name == f"{SPARE}\n" and "nblaunch.ranks.forkserver" in command_of(parent)
+    return name == f"{SPARE}\n" and "nblaunch.ranks.forkserver" in command_of(parent, 1000)
 
 
 def _serves_another(pid: int) -> bool:
@@ -169,9 +169,9 @@ def _serves_another(pid: int) -> bool:
     return name.rstrip() in (SERVER, BUILDER) and kernel != os.getpid() and Path(f"/proc/{kernel}").exists()
 
 
-def command_of(pid: int) -> str:
+def command_of(pid: int, most: int = 200) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:most]
     except OSError:
         return "gone"
 

@@ -439,7 +439,7 @@ def test_processes_that_wait_for_a_launch_end_after_a_while_and_come_back(
     own: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(all_servers, "_SOON", ())
-    short = "from nblaunch.machine import timeouts; timeouts.SPARE_IDLE_TIMEOUT_S = 1.0; "
+    short = "from nblaunch.machine import timeouts; timeouts.SPARE_IDLE_TIMEOUT_S = 5.0; "
     monkeypatch.setattr(server_client, "_MAIN", short + server_client._MAIN)
     launched(os.getpid)
     eventually(lambda: built(own))
