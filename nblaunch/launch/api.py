@@ -77,7 +77,7 @@ def notebook_launcher(
         args: Its positional arguments, as a tuple.
         num_processes: The number of ranks. Default: one per visible GPU, or 2 without a GPU.
         mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
-            ``accelerate.Accelerator`` that the function creates.
+            ``Accelerator`` that the function creates, accelerate's or nblaunch's.
         max_restarts: How many times to restart all ranks after a failure. Default: 0.
         kwargs: Its keyword arguments, as a dict.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.

@@ -29,7 +29,7 @@ def load_results(
         except BaseException as trouble:  # noqa: BLE001  # user code, which may call sys.exit
             error = error or ResultError(
                 f"rank {rank}'s return value cannot be rebuilt in the notebook: {type(trouble).__name__}: {trouble}. "
-                "Return tensors or plain data",
+                f"{failures.result_advice(type(trouble).__name__)}",
                 rank,
                 files.err(rank),
             )

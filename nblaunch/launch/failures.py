@@ -107,12 +107,19 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
         return RankDiedError(message, cause.rank, log)
     if failed.kind == "result":
         return ResultError(
-            f"rank {cause.rank}'s return value could not be sent: {failed.text}. Return tensors or plain data",
+            f"rank {cause.rank}'s return value could not be sent: {failed.text}. {result_advice(failed.type_name)}",
             cause.rank,
             log,
         )
     error = _rebuilt(failed)
     return _substitute(cause, failed, account) if error is None else error
+
+
+def result_advice(type_name: str) -> str:
+    """Return what to do about a result that could not travel because of an error of this type."""
+    if type_name.rpartition(".")[2] in ("OSError", "NoRoomError", "MemoryError"):
+        return "Return fewer or smaller tensors"
+    return "Return tensors or plain data"
 
 
 def _rebuilt(failed: Failed) -> Any:

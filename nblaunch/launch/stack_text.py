@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nblaunch.machine.own_code import RANK_STACK_DUMPS, RANK_WORKER, is_rank_runtime, is_users
+from nblaunch.machine.own_code import RANK_STACK_DUMPS, RANK_WORKER, is_file, is_rank_runtime, is_users
 from nblaunch.wire.messages import Source
 
 _MAX_LINE = 200
@@ -77,7 +77,7 @@ def _unescaped(text: str) -> str:
 def _without_ours(stack: Stack) -> tuple[Frame, ...]:
     """Return the calls from the user's function on, or from nblaunch's own if there are no others."""
     plumbing = [is_rank_runtime(frame.file) or _starts_a_thread(frame) for frame in stack.frames]
-    begin = next((i for i, frame in enumerate(stack.frames) if frame.file == RANK_WORKER), 0)
+    begin = next((i for i, frame in enumerate(stack.frames) if is_file(frame.file, RANK_WORKER)), 0)
     end = next((i for i in range(begin, len(plumbing)) if not plumbing[i]), begin)
     return stack.frames[end:]
 
@@ -90,7 +90,7 @@ def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
 
 def is_answering(stack: Stack) -> bool:
     """Return True for the rank's own thread that writes dumps."""
-    return any(frame.file == RANK_STACK_DUMPS for frame in stack.frames)
+    return any(is_file(frame.file, RANK_STACK_DUMPS) for frame in stack.frames)
 
 
 def _starts_a_thread(frame: Frame) -> bool:

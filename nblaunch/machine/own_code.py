@@ -21,18 +21,26 @@ def _as_dumped(path: str) -> str:
 _RANK_RUNTIME = (os.path.join(PACKAGE, "ranks", ""), os.path.join(PACKAGE, "training", "distribute.py"))
 _IN_RANK_RUNTIME = (*_RANK_RUNTIME, *map(_as_dumped, _RANK_RUNTIME))
 _IN_PACKAGE_OR_STDLIB = (PACKAGE, _as_dumped(PACKAGE), os.path.join(sysconfig.get_path("stdlib"), ""))
+_INTERACTIVE = ("<stdin>", "<python-input-", "<ipython-input-", "<distributed cell")
+"""Code that the user typed."""
 _INSTALLED = tuple(
     f"{separator}{name}{separator}" for separator in "/\\" for name in ("site-packages", "dist-packages")
 )
 
 
+def is_file(filename: str, ours: str) -> bool:
+    """Return True if `filename`, as a frame names it, is this file of the package."""
+    return os.path.normpath(filename) == ours
+
+
 def is_rank_runtime(filename: str) -> bool:
     """Return True for the files whose frames stand between a rank's start and the user's function."""
-    return filename.startswith(_IN_RANK_RUNTIME)
+    return os.path.normpath(filename).startswith(_IN_RANK_RUNTIME)
 
 
 def is_users(filename: str) -> bool:
     """Return True unless the file is nblaunch's, an installed library's, or generated code such as ``<string>``."""
-    return not (
-        filename.startswith(("<", *_IN_PACKAGE_OR_STDLIB)) or any(directory in filename for directory in _INSTALLED)
-    )
+    if filename.startswith("<"):
+        return filename.startswith(_INTERACTIVE)
+    filename = os.path.normpath(filename)  # an entry of sys.path may be "..": frames then name /a/b/../nblaunch/...
+    return not (filename.startswith(_IN_PACKAGE_OR_STDLIB) or any(directory in filename for directory in _INSTALLED))

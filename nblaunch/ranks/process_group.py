@@ -83,7 +83,8 @@ def join(world: World, rank: int, world_size: int) -> None:
     import torch.distributed as dist
 
     if _home is None or _home.world.generation != world.generation:
-        leave()
+        if _home is not None:  # else the group is the notebook's, of a fork of the kernel: destroying it would hang
+            leave()
         _home = _Home(world, rank, world_size)
     elif dist.is_initialized():
         return

@@ -343,9 +343,10 @@ class _Voice:
             return
         self._reading = True
         try:
-            self.channel.poll()
-            for message, fds in self.channel.drain():
-                self._sort(message, fds)
+            with contextlib.suppress(OSError):  # user code has closed the descriptor
+                self.channel.poll()
+                for message, fds in self.channel.drain():
+                    self._sort(message, fds)
         finally:
             self._reading = False
 

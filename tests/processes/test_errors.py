@@ -475,7 +475,7 @@ def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launch
         (_kill_the_reaper_and_wait, RankLostError),
         (lambda: sys.exit(3), RankDiedError),
         (lambda: dist.all_reduce(torch.ones(1)), CollectiveError),
-        (lambda: time.sleep(600), LaunchTimeoutError),
+        pytest.param(lambda: time.sleep(600), LaunchTimeoutError, marks=pytest.mark.alone),
     ],
     ids=["exception", "takes-no-attributes", "killed", "reaper-killed", "sys.exit", "collective", "timeout"],
 )

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nblaunch import notebook_launcher
 from nblaunch.errors import LaunchStoppedError
-from tests.conftest import conformance, eventually
+from tests.conftest import LONG, conformance, eventually
 from tests.processes.conftest import Launcher
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
@@ -304,3 +305,14 @@ def test_a_launch_that_is_stopped_frees_the_users_own_port(launch: Launcher, fre
     with pytest.raises(LaunchStoppedError, match="wait_for was stopped after"):
         running.result()
     assert list(launch(the_documents_own, kwargs={"port": free_port})) == [3.0, 3.0]
+
+
+# ------------------------------------------------------------------ a group of the notebook's own
+@pytest.mark.filterwarnings("ignore:start_method='fork':UserWarning")
+def test_a_fork_of_a_notebook_with_a_group_raises_and_does_not_hang(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="trying to initialize the default process group twice"):
+            notebook_launcher(os.getpid, num_processes=2, start_method="fork", view="none", timeout=LONG)
+    finally:
+        dist.destroy_process_group()

@@ -169,6 +169,7 @@ def die_after_a_while() -> None:
     raise ValueError("again")
 
 
+@pytest.mark.alone
 def test_the_timeout_holds_for_all_attempts_together() -> None:
     begin = time.monotonic()
     with pytest.raises(LaunchTimeoutError, match=r"timeout=2 s"):

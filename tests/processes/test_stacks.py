@@ -107,7 +107,7 @@ def nap(rank: int, folder: Path) -> tuple[float, bool]:
     time.sleep(NAP)
     slept = time.monotonic() - begun
     thread.join()
-    return slept, NAP <= ends[0] < NAP + 1.0
+    return slept, ends[0] >= NAP
 
 
 def wait(rank: int, folder: Path) -> None:
@@ -356,6 +356,7 @@ def test_who_waits_as_the_launch_ends_hears_of_no_rank(start_method: str, tmp_pa
 
 
 # ------------------------------------------------------------------ a launch that takes too long
+@pytest.mark.alone
 def test_a_timeout_tells_where_the_ranks_were(start_method: str, tmp_path: Path) -> None:
     launch = begun(wait, tmp_path, start_method, timeout=5.0)  # they must be there by then
 

@@ -400,6 +400,7 @@ def test_a_rank_that_overruns_stop_grace_is_killed(start_method: str, tmp_path: 
     assert not (tmp_path / "checkpoint0").exists()
 
 
+@pytest.mark.alone
 def test_a_timeout_interrupts_and_leaves_time_for_finally(start_method: str, tmp_path: Path) -> None:
     timeout = 3.0  # the ranks must have begun by then
     launch = begin(checkpoint_for_a_second, tmp_path, start_method, timeout=timeout)

