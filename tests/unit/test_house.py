@@ -406,6 +406,7 @@ def test_the_prose_uses_no_banned_word() -> None:
             file
             for suffix in ("py", "js", "mjs", "css", "sh", "md", "ipynb")
             for file in root.glob(f"{folder}/**/*.{suffix}")
+            if "node_modules" not in file.parts
         )
     names = {file.relative_to(root).as_posix(): file for file in files if file != Path(__file__)}
     found = {
