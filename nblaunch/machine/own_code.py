@@ -1,4 +1,4 @@
-"""Whose code a stack frame runs: nblaunch's, a library's or the user's. Told by the directory of the frame's file."""
+"""Whose code a stack frame runs: nblaunch's, a library's or the user's. Judged by the directory of the frame's file."""
 
 from __future__ import annotations
 

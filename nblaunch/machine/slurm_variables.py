@@ -1,6 +1,6 @@
 """Slurm's environment variables: which task of a step this process is, and the address of the rendezvous.
 
-``srun -n2 python train.py`` starts two processes, and tells each its task by environment variables.
+``srun -n2 python train.py`` starts two processes, and describes each one's task in environment variables.
 """
 
 from __future__ import annotations

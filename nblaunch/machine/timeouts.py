@@ -39,6 +39,8 @@ FORK_POLL_S = 0.0005
 """Between checks of these threads."""
 PROGRESS_INTERVAL_S = 0.1
 """Between two progress records of one bar."""
+WORKER_START_TIMEOUT_S = 2.0
+"""For a forked DataLoader worker to run its first line; usually milliseconds. Later, stacks report it as hung."""
 
 # ------------------------------------------------------------------ engines
 SERVER_START_TIMEOUT_S = 120.0

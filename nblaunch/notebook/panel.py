@@ -302,7 +302,7 @@ class PanelView(View):
         if widget is None:
             return
         if snapshot is not None:
-            self._tell(widget, snapshot)
+            self._send_message(widget, snapshot)
             return
         delta = Delta(now=self._now(), changes=changes)
         size = len(json.dumps(to_content(delta)))
@@ -313,13 +313,13 @@ class PanelView(View):
                 LogPart(chunk.attempt, chunk.rank, chunk.stream, chunk.offset, len(chunk.data), chunk.time)
                 for chunk in chunks
             ]
-            self._tell(widget, Delta(now=delta.now, changes=changes, logs=parts or None), _joined(chunks))
+            self._send_message(widget, Delta(now=delta.now, changes=changes, logs=parts or None), _joined(chunks))
         elif is_over:
             self._fill(widget)
 
-    def _tell(self, widget: Any, message: Delta | Snapshot, data: bytes = b"") -> None:
+    def _send_message(self, widget: Any, message: Delta | Snapshot, data: bytes = b"") -> None:
         self._sent_at = time.monotonic()
-        self._credit -= widget.tell(message, data)
+        self._credit -= widget.send_numbered(message, data)
 
     def _fill(self, widget: Any) -> None:
         """Send recent lines that were skipped during a flood."""

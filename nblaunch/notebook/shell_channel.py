@@ -171,7 +171,7 @@ class ShellChannel:
 def _callback(comm: Any) -> Handler | None:
     """Return the callback of a comm if it may run now: for the state of all widgets, or for a launch's panel.
 
-    Not `comm.handle_msg`: it tells IPython that a cell begins and ends, which shows the real cell's unfinished figures.
+    Not `comm.handle_msg`: it runs IPython's hooks of a cell, which show the real cell's unfinished figures.
     """
     callback = getattr(comm, "_msg_callback", None)
     if callback is None:

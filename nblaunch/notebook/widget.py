@@ -37,7 +37,7 @@ class PanelWidget(anywidget.AnyWidget):
         if hasattr(self.comm, "_reply_subshell_for"):
             self.comm._reply_subshell_for = lambda data, default: default
 
-    def tell(self, message: Delta | Snapshot, data: bytes = b"") -> int:
+    def send_numbered(self, message: Delta | Snapshot, data: bytes = b"") -> int:
         """Send a numbered message; return its size in bytes."""
         self._count += 1
         content = to_content(dataclasses.replace(message, seq=self._count))

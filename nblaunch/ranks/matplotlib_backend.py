@@ -1,6 +1,6 @@
-"""A matplotlib backend for ranks: ``plt.show()`` saves each figure beside the rank's log and prints where.
+"""A matplotlib backend for ranks: ``plt.show()`` saves each figure beside the rank's log and prints its path.
 
-Ranks inherit ``MPLBACKEND`` of the notebook, whose inline backend needs IPython.
+Ranks inherit the notebook's ``MPLBACKEND``, and its inline backend needs IPython.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from nblaunch.ranks.notebook_stand_ins import save_figure
 
 
 class FigureManager(FigureManagerBase):
-    """Shows by saving."""
+    """Saves figures instead of showing them."""
 
     @classmethod
     def pyplot_show(cls, *, block: bool | None = None) -> None:
-        """``plt.show()``."""
+        """Save all open figures, and close them."""
         for manager in _pylab_helpers.Gcf.get_all_fig_managers():
             save_figure(manager.canvas.figure)
         _pylab_helpers.Gcf.destroy_all()

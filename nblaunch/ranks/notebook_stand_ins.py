@@ -1,4 +1,4 @@
-"""What stands in a rank for the things that only a notebook has: display, input, magics, breakpoint."""
+"""Stand-ins in ranks for what only a notebook has: display, input, magics, breakpoint."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from nblaunch.wire.launch_files import figure_file
 
 _namespace: dict[str, Any] = {}
 _figures = itertools.count(1)
-"""Not matplotlib's numbers: those begin again after each ``plt.show()``."""
+"""Not matplotlib's numbers, which restart at 1 after each ``plt.show()``."""
 
 
 def install(namespace: dict[str, Any]) -> None:
-    """Put the stand-ins where user code looks: builtins, and the shipped functions' globals."""
+    """Install the stand-ins in builtins, and in the shipped functions' globals."""
     global _namespace
     _namespace = namespace
     namespace["get_ipython"] = get_ipython
@@ -31,7 +31,7 @@ def install(namespace: dict[str, Any]) -> None:
 
 
 def get_ipython() -> _RankShell:
-    """What ``!command`` and ``%magic`` lines of a cell talk to."""
+    """Return the object that translated ``!command`` and ``%magic`` lines call."""
     return _RankShell()
 
 
@@ -52,7 +52,7 @@ def save_figure(figure: Any) -> None:
     path = figure_file(context.log_dir, context.rank, next(_figures))
     try:
         figure.savefig(path)
-    except OSError as error:  # a full disk costs the picture, and not the training
+    except OSError as error:  # a full disk must not fail the training
         _say(f"figure not saved: {error}")
     else:
         _say(f"figure saved: {path}")
@@ -64,28 +64,25 @@ def _say(text: str) -> None:
 
 def _no_input(prompt: object = "") -> NoReturn:
     raise RuntimeError(
-        f"input({str(prompt)!r}) cannot be answered in a rank: ask in the notebook before the launch, "
+        f"input({str(prompt)!r}): a rank cannot read input; call input() in the notebook before the launch, "
         "and pass the answer as an argument"
     )
 
 
 def _no_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError(
-        "breakpoint() has no terminal in a rank: use print, or call the function in the notebook itself, "
-        "where the debugger works"
-    )
+    raise RuntimeError("breakpoint(): a rank has no terminal; use print, or debug the function in the notebook itself")
 
 
 class _RankShell:
-    """The part of IPython's shell that makes sense in a rank."""
+    """The parts of IPython's shell that work in a rank."""
 
     def system(self, command: str) -> None:
-        """``!command``: run it; what it prints goes to this rank's log."""
+        """Run ``!command``, with its output in this rank's log."""
         sys.stdout.flush()
         subprocess.run(_expand(command), shell=True, check=False)
 
     def getoutput(self, command: str) -> list[str]:
-        """``lines = !command``."""
+        """Run ``lines = !command``, and return the lines of its stdout."""
         done = subprocess.run(_expand(command), shell=True, check=False, stdout=subprocess.PIPE, text=True)
         return done.stdout.splitlines()
 
@@ -93,14 +90,14 @@ class _RankShell:
         if name in ("time", "timeit"):
             return _time(line, repeat=name == "timeit")
         if name in ("matplotlib", "autoreload", "load_ext"):
-            return None  # about the notebook's own display
+            return None  # they only concern the notebook
         raise RuntimeError(f"%{name} cannot run in a rank: run it in a cell of its own, before the launch")
 
     def run_cell_magic(self, name: str, line: str, cell: str) -> NoReturn:
         raise RuntimeError(f"%%{name} cannot run in a rank: run it in a cell of its own, before the launch")
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(f"get_ipython().{name}: a rank has no IPython; it answers !commands, %time and %timeit")
+        raise AttributeError(f"get_ipython().{name}: a rank has no IPython; it supports !commands, %time and %timeit")
 
 
 def _time(statement: str, repeat: bool) -> Any:
@@ -114,19 +111,19 @@ def _time(statement: str, repeat: bool) -> Any:
         code = compile(statement, "<%time>", "eval")
     except SyntaxError:
         code = compile(statement, "<%time>", "exec")
-    value = eval(code, _namespace)  # of code compiled for exec it gives None
+    value = eval(code, _namespace)  # None for code compiled with "exec"
     _say(f"CPU time: {time.process_time() - cpu:.3g} s, wall time: {time.perf_counter() - begin:.3g} s")
     return value
 
 
 def _expand(command: str) -> str:
-    """``{expression}`` and ``$name`` as IPython expands them, where the names exist."""
+    """Expand ``{expression}`` and ``$name`` as IPython does, if the names exist."""
 
     def value(match: re.Match[str]) -> str:
         expression: Sequence[str] = [group for group in match.groups() if group]
         try:
             return str(eval(expression[0], _namespace))
         except Exception:  # noqa: BLE001  # not Python
-            return match.group(0)  # the shell's own variable, or its own braces
+            return match.group(0)  # a variable or braces of the shell
 
     return re.sub(r"\{([^{}]+)\}|\$([A-Za-z_]\w*)", value, command)

@@ -107,7 +107,7 @@ def _check(channel: Channel, package: str, monitor: _ImportMonitor) -> None:
 
 
 def _leave_out(channel: Channel, package: str, reason: str, monitor: _ImportMonitor) -> None:
-    """Tell the kernel to build without `package`, and exit."""
+    """Send the kernel that `package` must be left out, and exit."""
     monitor.run_exit_functions()  # before the message: the kernel kills the successor once it has read it
     channel.send(LeftOut(package, reason))
     os._exit(1)  # non-zero makes the server kill the processes that the package has started

@@ -1,9 +1,8 @@
-"""Letting the notebook see what this rank is doing, whatever it is doing.
+"""Stacks of a rank, dumped to a file on request.
 
-A thread answers for as long as it can have the GIL: in Python code, in collectives, in waits of any kind. It stops
-nothing, and no call of the rank's is interrupted. Where C code keeps the GIL, faulthandler answers to a signal: it
-reads the frames of threads without asking them, which crashes Python if one runs meanwhile (seen after some 60 times
-in a training loop, on 3.11), but then none does.
+A thread answers whenever it gets the GIL: during Python code, collectives and waits. It interrupts no call. If C code
+holds the GIL, faulthandler answers a signal instead. faulthandler reads frames without the GIL, which can crash Python
+while another thread runs (seen on 3.11 after about 60 dumps of a training loop); with the GIL held, none runs.
 """
 
 from __future__ import annotations
@@ -20,54 +19,49 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from nblaunch.machine import processes
+from nblaunch.machine import processes, timeouts
 from nblaunch.wire.launch_files import rank_file, stacks_pipe
 from nblaunch.wire.messages import RankSpec
 
 _SIGNAL: int = getattr(signal, "SIGINFO", 0) or signal.SIGRTMIN + 13
-"""Not SIGUSR1 or SIGUSR2: Slurm, Lightning and torch's elastic agent use those. The ends of the real-time signals
-belong to language runtimes and to Valgrind; their middle is unused. macOS has none of them, but SIGINFO."""
+"""Not SIGUSR1 or SIGUSR2: Slurm, Lightning and torch's elastic agent use them. Language runtimes and Valgrind use the
+first and last real-time signals. macOS has no real-time signals, but SIGINFO."""
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
-_MOST_CALLS = 100
-"""As faulthandler has it."""
+_MAX_CALLS = 100
+"""faulthandler's limit."""
 _LOADERS_WAIT = ("torch/utils/data/dataloader.py", "_try_get_data")
-_SLOW_TO_BEGIN_S = 2.0
-"""A worker that is forked begins within milliseconds."""
 BEGIN, WHOLE = "(answer)\n", "(whole)\n"
-"""The ends of an answer. It is appended in one write, while faulthandler may be writing around it."""
+"""First and last line of an answer, which is appended in one write: faulthandler may write before and after it."""
 
 
 def answer(spec: RankSpec) -> None:
-    """Have this process write its stacks to ``rank<n>.stacks`` when it is asked, as the file's first line says how.
+    """Write this process's stacks to ``rank<n>.stacks`` on request. The file's first line says how to request them.
 
-    The file gets its name once the handler is installed: its finder may send the signal, which would kill a process
-    without the handler.
+    The file is renamed into place after the handler is installed: before that, the signal would kill the process.
     """
     path = str(rank_file(spec.log_dir, spec.rank, "stacks"))
     pipe = str(stacks_pipe(spec.scratch, spec.rank))
-    with contextlib.suppress(OSError, RuntimeError):  # a rank that cannot be asked runs all the same
+    with contextlib.suppress(OSError, RuntimeError):  # best effort: must never fail the rank
         dumps = processes.open_log(f"{path}.new")
         faulthandler.register(_SIGNAL, file=dumps, all_threads=True, chain=False)
         os.mkfifo(pipe, 0o600)
-        questions = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # to write as well: else each asker's close would be an end
-        _thread.start_new_thread(
-            _answer_questions, (questions, dumps)
-        )  # not in threading's lists, which are the user's
+        questions = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # O_RDWR: no EOF when a reader of stacks closes it
+        _thread.start_new_thread(_answer_questions, (questions, dumps))  # `threading` must list the user's threads only
         main = f"0x{threading.main_thread().ident or 0:016x}"
         os.write(dumps, (json.dumps({"signal": int(_SIGNAL), "pipe": pipe, "main": main}) + "\n").encode())
         os.rename(f"{path}.new", path)
 
 
 def _answer_questions(questions: int, dumps: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)  # they are the main thread's
-    with contextlib.suppress(OSError):  # user code has closed what it did not open
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)  # the main thread handles them
+    with contextlib.suppress(OSError):  # user code closed the descriptor
         while os.read(questions, 1024):
-            with contextlib.suppress(OSError):  # the disk is full: the next answer may find room
+            with contextlib.suppress(OSError):  # the disk is full; the next answer may fit
                 os.write(dumps, dump().encode("ascii", "backslashreplace"))
 
 
 def dump() -> str:
-    """Return the stacks of all other threads in faulthandler's format. Takes no lock, which may never be released."""
+    """Return the stacks of all other threads in faulthandler's format. Take no lock: its holder may be stuck."""
     names = {ident: thread.name for ident, thread in list(threading._active.items())}  # type: ignore[attr-defined]
     own = _thread.get_ident()
     threads = [
@@ -81,7 +75,7 @@ def dump() -> str:
 def _calls(frame: FrameType | None) -> str:
     lines: list[str] = []
     workers: list[str] = []
-    while frame is not None and len(lines) < _MOST_CALLS:
+    while frame is not None and len(lines) < _MAX_CALLS:
         code = frame.f_code
         lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}\n')
         if code.co_filename.endswith(_LOADERS_WAIT[0]) and code.co_name == _LOADERS_WAIT[1]:
@@ -91,23 +85,23 @@ def _calls(frame: FrameType | None) -> str:
 
 
 def _never_begun(loader: object) -> Iterator[str]:
-    """A line for each worker that a DataLoader waits for and that has run none of its code."""
+    """Yield a line for each DataLoader worker that was forked but hangs before its first line."""
     for number, worker in enumerate(getattr(loader, "_workers", ())):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or there is no /proc
-            if (age := _age_of_unbegun(worker.pid)) > _SLOW_TO_BEGIN_S:
+        with contextlib.suppress(OSError, ValueError, IndexError):  # exited, or no /proc
+            if (age := _age_of_unbegun(worker.pid)) > timeouts.WORKER_START_TIMEOUT_S:
                 yield f"  Worker {number} pid {worker.pid} never began in {age:.0f} s\n"
 
 
 def _age_of_unbegun(pid: int) -> float:
-    """Seconds since a DataLoader's worker was forked; 0 for one that handles SIGTERM, which is the first that it does.
+    """Return the seconds since a DataLoader worker's fork; 0.0 once it handles SIGTERM, its first action.
 
     Raises:
-        OSError: There is no such process.
+        OSError: No such process.
     """
     with open(f"/proc/{pid}/status") as file:
         status = dict(line.split(":", 1) for line in file)
     if "Z" in status["State"] or int(status["SigCgt"], 16) >> (signal.SIGTERM - 1) & 1:
         return 0.0
     with open(f"/proc/{pid}/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])  # since the machine's start
+        ticks = int(file.read().rpartition(")")[2].split()[19])  # since boot
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

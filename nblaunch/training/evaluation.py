@@ -180,7 +180,7 @@ class _Totals:
         output, target = self._step(module, batch)
         samples = self._size(batch) if self._size is not None else batch_size_of(target, batch)
         if samples is None:
-            raise ArgumentError("the batch holds no tensor whose length tells its number of samples: give size=")
+            raise ArgumentError("the batch holds no tensor to count its samples by: pass size=")
         self.samples += samples
         for metric in self._metrics.values():
             metric.update(output, target)

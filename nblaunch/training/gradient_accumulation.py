@@ -65,7 +65,7 @@ class GradientState:
         """Count one batch; a step ends with its last batch, and with a loader's last."""
         loaders = self._loaders()
         if self._batches == 0:
-            # With several loaders, nothing tells whether they are iterated side by side or nested.
+            # With several loaders, it is unknown whether they are iterated side by side or nested.
             left = loaders[0].remaining if len(loaders) == 1 else None
             self._size = self.every if left is None else max(1, min(self.every, left))
         self._batches += 1

@@ -53,7 +53,7 @@ class Trainer:
             ``on_step_end(trainer, loss)``, ``on_epoch_end(trainer, results)`` and ``on_fit_end(trainer)``. They run in
             every rank. Setting ``trainer.should_stop`` on any rank ends training with the epoch.
 
-    During training `epoch`, `step` (optimizer steps done), `history` and `accelerator` tell a callback the position.
+    For callbacks: `epoch`, `step` (optimizer steps done), `history` and `accelerator`, current during training.
     """
 
     def __init__(

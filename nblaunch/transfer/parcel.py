@@ -86,7 +86,7 @@ def pack(build: Callable[[pickling.Found], Any], store: Store, parts: Mapping[st
         parts: Parts of the object whose sizes to measure, by name. Default: none.
 
     Raises:
-        Exception: Pickling failed; `nblaunch.transfer.pickling.explain` tells why.
+        Exception: Pickling failed; `nblaunch.transfer.pickling.explain` gives the reason.
         NoRoomError: There is no room; its ``sizes`` are those of the parts.
     """
     outgoing = Outgoing()

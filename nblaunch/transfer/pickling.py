@@ -117,7 +117,7 @@ def dump(build: Callable[[Found], Any]) -> bytes:
     """Pickle what `build` returns; it gets the notes that the pickler takes meanwhile.
 
     Raises:
-        Exception: Pickling failed; `explain` tells why.
+        Exception: Pickling failed; `explain` gives the reason.
     """
     file = io.BytesIO()
     pickler = Pickler(file)

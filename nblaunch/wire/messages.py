@@ -158,7 +158,7 @@ class Swept:
 # ------------------------------------------------------------------ rank and kernel
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where the ranks of one task meet."""
+    """The process group of a task, and this rank's device and threads."""
 
     master_addr: str
     master_port: int
@@ -174,7 +174,7 @@ class World:
 class Task:
     """Kernel -> rank: run this. Its descriptors: the payload's parcel.
 
-    A rank runs tasks one after the other, and leaves at EOF. A launch sends one and shuts its side.
+    A rank runs tasks one after the other, and exits at EOF. A launch sends one task, then shuts down its side.
     """
 
     task: int

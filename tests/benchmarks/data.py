@@ -4,7 +4,7 @@ Each way runs in a real kernel of its own. What everything is compared with is o
 memory, measured in the same kernel a moment before.
 
 * `captured`: a launch of ranks that use a tensor of the notebook, for the first time, again, and after a change. Then
-  the ranks read all of it, and the memory of the notebook and the ranks is told as PSS: each page counts once.
+  the ranks read all of it, and the memory of the notebook and the ranks is measured as PSS: each page counts once.
 * `returned`: two ranks return a tensor each.
 * `imported`: a launch of a function that imports torchvision and transformers, for the second time and later.
 """
@@ -206,7 +206,7 @@ def _in_kernel(setup: str, work: Callable[[Kernel], Any]) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         own = {"BENCHMARK_FOLDER": folder, "TMPDIR": folder, "NBLAUNCH_STATE_DIR": f"{folder}/state"}
         own["NBLAUNCH_PRELOAD"] = "1"  # imports ahead of launches are measured, also where the caller has none
-        with running_kernel(OMP_NUM_THREADS="1", **own) as kernel:  # with more, a fork of the kernel hangs for ever
+        with running_kernel(OMP_NUM_THREADS="1", **own) as kernel:  # with more, a fork of the kernel deadlocks
             kernel.run(_DATA + setup).check()
             kernel.run("def warms(): pass\nlaunch(warms, (), 2)").check()
             return work(kernel)

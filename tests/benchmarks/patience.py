@@ -1,4 +1,4 @@
-"""Wait for a contender only so long: one that hangs is said to hang, and the other figures still come."""
+"""Timeouts for contenders: a hang is reported as one, and the benchmark continues."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.kernel.harness import Kernel, running_kernel
 
 RANKS = 4
 _LIMIT = 60.0
-"""Seconds after which a run counts as endless: a fork of a kernel with threads now and then hangs for ever."""
+"""Seconds after which a run counts as hung: a fork of a kernel with threads sometimes deadlocks."""
 
 _TRAINS = """
 import os, time

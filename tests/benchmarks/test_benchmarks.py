@@ -1,4 +1,4 @@
-"""The benchmarks run, whatever the contenders do. What they measure is never asserted."""
+"""Smoke tests of the benchmarks, with failing contenders too. Figures are never asserted."""
 
 from __future__ import annotations
 

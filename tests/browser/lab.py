@@ -1,4 +1,4 @@
-"""A real JupyterLab, and a real Chromium that looks at it."""
+"""A real JupyterLab, shown in a real Chromium."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def running_chromium(temporary: Path) -> Iterator[Browser]:
 
 @contextmanager
 def open_page(browser: Browser, url: str, width: int = 1200, height: int = 1000) -> Iterator[Page]:
-    """Open a page with storage of its own, which waits LONG for whatever it is told to wait for."""
+    """Open a page with its own storage and a default timeout of LONG."""
     context = browser.new_context(viewport={"width": width, "height": height})
     context.set_default_timeout(LONG * 1000)
     try:

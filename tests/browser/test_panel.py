@@ -1,4 +1,4 @@
-"""The panel as its user meets it: a real JupyterLab in Chromium, real clicks, real ranks."""
+"""The panel in a real JupyterLab in Chromium, with real clicks and ranks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ notebook_launcher(ignores, num_processes=2)
 @pytest.mark.parametrize("server", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
 def test_restart_ends_everything_with_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
     lab.run(
-        TRAINS + "notebook_launcher(train, num_processes=2)", "notebook_launcher(lambda: 'anew', num_processes=2)[1]"
+        TRAINS + "notebook_launcher(train, num_processes=2)", "notebook_launcher(lambda: 'fresh', num_processes=2)[1]"
     )
     lab.log_says("begun")
     ranks = _ranks()
@@ -132,7 +132,7 @@ def test_restart_ends_everything_with_two_clicks_and_the_next_launch_works(lab: 
     wait_until_idle(lab.page)
     lab.run_cell(0)
     lab.run_cell(2)
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="anew").wait_for()
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="fresh").wait_for()
     assert lab.button("Stop").count() == 0 or not lab.button("Stop").is_visible()
 
 
@@ -147,7 +147,7 @@ notebook_launcher(stops_itself, num_processes=2)
 """
     lab.run(silent)
     lab.log_says("begun")
-    lab.page.wait_for_timeout(7000)  # longer than the page believes that a launch runs of which it hears nothing
+    lab.page.wait_for_timeout(7000)  # longer than MAX_SILENCE_MS of the page: it now counts the launch as silent
     lab.button("Stop").click()
     lab.wait_for_state("stopped", 15)
 

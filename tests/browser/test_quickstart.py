@@ -1,4 +1,4 @@
-"""The quickstart as its reader meets it: JupyterLab in a browser."""
+"""The quickstart notebook in JupyterLab, in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real kernel to run cells in, as a notebook would, and what came of each."""
+"""A real kernel for tests: runs cells, and collects their output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ensure_event_loop()  # jupyter_client makes one loop for the whole process: not 
 
 @dataclass
 class Cell:
-    """What a cell brought: its streams, its value, its error, and the messages that carried them."""
+    """The output of a cell: streams, value, error, and the messages that carried them."""
 
     stdout: str = ""
     stderr: str = ""
@@ -34,7 +34,7 @@ class Cell:
     reply: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> Cell:
-        """Itself, if it raised nothing."""
+        """Return the cell; fail if it raised."""
         assert not self.error, self.traceback
         return self
 
@@ -55,7 +55,7 @@ class Kernel:
         return int(self.manager.provisioner.pid)  # type: ignore[union-attr]
 
     def start_cell(self, code: str) -> str:
-        """Begin a cell; the request that it is known by."""
+        """Start a cell, and return its request id."""
         request = str(self.client.execute(code))
         self.cells[request] = Cell()
         return request

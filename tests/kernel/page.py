@@ -1,4 +1,4 @@
-"""A page as a panel sees it: opens, listens and clicks, over the comms of a real kernel."""
+"""A fake page that opens a panel, records its messages and clicks, over the comms of a real kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a real notebook holds nothing of the notebook's own machinery."""
+"""Ranks of a real kernel import nothing of the notebook."""
 
 from __future__ import annotations
 

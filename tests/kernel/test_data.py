@@ -1,4 +1,4 @@
-"""A notebook's data in a real kernel: what the magic tells and frees, and what is said of large data."""
+"""A notebook's data in a real kernel: what the magic shows and frees, and the note on large data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Item 12 as the notebook's user meets it: the Interrupt button, and Restart."""
+"""Interrupting and restarting a real kernel during a launch."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_interrupt_at_any_moment_of_the_start_leaves_no_rank(kernel: Kernel, 
 
     assert kernel.finish_cell(request, 10.0).error.startswith("KeyboardInterrupt")
     eventually(lambda: marked_processes() <= before, END_LIMIT)
-    assert kernel.ask("__import__('nblaunch').launch.launch.live_launches()") == []
+    assert kernel.ask("__import__('nblaunch.launch.handle', fromlist=['live_launches']).live_launches()") == []
 
 
 # ------------------------------------------------------------------ restart

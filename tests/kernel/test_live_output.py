@@ -1,4 +1,4 @@
-"""Live output as the notebook sees it: during the cell, below Jupyter's limits, and in the right cell."""
+"""Live output: during the cell, below Jupyter's rate limits, and in the right cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Item 4: `%%distributed` and `%distributed` in a real kernel."""
+"""`%%distributed` and `%distributed` in a real kernel."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_a_module_that_the_magic_names_is_there_before_the_ranks(kernel: Kernel)
 def test_await_at_the_top_of_a_cell_names_the_substitute(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed -n 2\nimport asyncio\nawait asyncio.sleep(0)")
 
-    assert "use asyncio.run(...) in the cell" in cell.stderr
+    assert "ranks have no event loop; use asyncio.run(...)" in cell.stderr
 
 
 def test_a_syntax_error_is_shown_at_its_line(kernel: Kernel) -> None:
@@ -231,8 +231,8 @@ def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("body", "substitute"),
     [
-        ("input('name? ')", "ask in the notebook before the launch, and pass the answer as an argument"),
-        ("breakpoint()", "use print, or call the function in the notebook itself"),
+        ("input('name? ')", "call input() in the notebook before the launch, and pass the answer as an argument"),
+        ("breakpoint()", "use print, or debug the function in the notebook itself"),
         ("%cd ..", "%cd cannot run in a rank: run it in a cell of its own, before the launch"),
         ("get_ipython().user_ns", "a rank has no IPython"),
     ],

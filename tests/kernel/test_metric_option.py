@@ -1,4 +1,4 @@
-"""``%%distributed --metric``: a pattern on the magic's line arrives as it was typed."""
+"""``%%distributed --metric``: a pattern on the magic's line reaches the launcher unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each notebook of `notebooks/` as its reader runs it, from the first cell to the last, on real images."""
+"""Every notebook in `notebooks/`, executed from the first cell to the last on real images."""
 
 from __future__ import annotations
 

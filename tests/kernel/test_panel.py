@@ -1,4 +1,4 @@
-"""The panel as a page meets it, over the comms of a real kernel."""
+"""The panel's messages over the comms of a real kernel."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _ends(page: Page, rank: int) -> bool:
     return b"line 0199999" in parts[max(parts)]
 
 
-def test_a_page_that_comes_anew_learns_what_it_has_missed_and_gets_everything(page: Page) -> None:
+def test_a_reloaded_page_gets_everything_that_it_missed(page: Page) -> None:
     code = """
 import nblaunch
 def train(rank):
@@ -294,10 +294,10 @@ launch = notebook_launcher(stops_itself, num_processes=2, block=False)
 """
     page.run(code)
     page.take_until(lambda: page.messages)
-    heard = len(page.messages)
-    page.take_until(lambda: len(page.messages) >= heard + 4)
+    count = len(page.messages)
+    page.take_until(lambda: len(page.messages) >= count + 4)
     gaps = [after[0] - before[0] for before, after in itertools.pairwise(page.messages)]
-    assert max(gaps) < 5  # a page that hears nothing for so long does not interrupt the kernel
+    assert max(gaps) < 5  # after a longer silence the page does not interrupt the kernel
     page.kernel.run("launch.kill(); launch.wait()").check()
 
 

@@ -1,4 +1,4 @@
-"""What stays of a launch where no page shows a panel: nbclient, papermill, nbconvert."""
+"""The record of a launch without a page: nbclient, papermill, nbconvert."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _bundle(notebook: NotebookNode) -> dict[str, str]:
     return data
 
 
-def test_a_notebook_run_without_a_page_holds_the_record_and_waits_for_nobody(path: Path) -> None:
+def test_without_a_page_the_notebook_gets_the_record_at_once(path: Path) -> None:
     begin = time.monotonic()
     notebook = headless.execute(path)
     assert time.monotonic() - begin < 60

@@ -1,4 +1,4 @@
-"""What the kernel answers while its cell waits for a launch, and what waits for the cell."""
+"""Shell messages that a kernel answers while a cell waits for a launch, and those that it defers."""
 
 from __future__ import annotations
 

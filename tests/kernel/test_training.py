@@ -1,4 +1,4 @@
-"""The second document's Accelerator example, run in cells as its reader would."""
+"""An Accelerator training run in cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DataLoader workers that start afresh in a rank, and everything that they need defined in cells."""
+"""Spawned DataLoader workers in ranks, with datasets and functions defined in cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of other people's tools share: a launch of two CPU ranks, and the folder of a reader of the documents."""
+"""Fixtures for other libraries: a launch of two CPU ranks, and a folder with the programs' data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of the first document, "From PyTorch DDP to Accelerate to Trainer", as printed except for the repairs.
+"""The programs of the tutorial "From PyTorch DDP to Accelerate to Trainer", as printed except for the repairs.
 
 A repair is what a program needs anywhere today, under torchrun too; each is listed above its program. Every program
 also returns what it printed, so that a test can look at it.

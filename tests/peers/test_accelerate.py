@@ -1,4 +1,4 @@
-"""accelerate in a launch: it finds its place, uses the group that is there, or makes its own."""
+"""accelerate in a launch: it finds rank and world size, and uses the existing process group or makes its own."""
 
 from __future__ import annotations
 

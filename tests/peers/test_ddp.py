@@ -1,4 +1,4 @@
-"""The first document's plain DistributedDataParallel program, which makes a process group on a port of its own."""
+"""A plain DistributedDataParallel program, which creates a process group on its own port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lightning in a launch: told apart by torchrun's environment, with the panel's logger."""
+"""lightning in a launch: ranks found in torchrun's environment variables, with the panel's logger."""
 
 from __future__ import annotations
 

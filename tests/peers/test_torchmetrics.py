@@ -1,4 +1,4 @@
-"""torchmetrics in a launch: its metrics over every sample of every rank, where ranks have unequal parts or none too."""
+"""torchmetrics in a launch: metrics over all samples, with unequal and empty parts."""
 
 from __future__ import annotations
 

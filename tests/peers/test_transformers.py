@@ -1,4 +1,4 @@
-"""The first document's transformers.Trainer in a launch, with the panel's callback."""
+"""transformers.Trainer in a launch, with the panel's callback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trained_by_transformers() -> dict[str, Any]:
     }
 
 
-# transformers pins memory unless it is told `use_cpu`, and torch says that there is no GPU to pin it for
+# transformers pins memory unless `use_cpu` is set, and torch warns that there is no GPU
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning")
 def test_train_trainer_ddp(launch: Launcher, readers_folder: Path) -> None:
     result = launch(trained_by_transformers)

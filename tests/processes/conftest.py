@@ -1,4 +1,4 @@
-"""What tests with real ranks share: a launch over the test's start method, and free ports."""
+"""Fixtures for real ranks: launches with the test's start method, and free ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that cannot work is refused before anything starts, and the message names what is wrong with it."""
+"""Invalid calls raise before anything starts, with a message that names the argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data among real ranks: exact for any reader, and no rank waits for another that has finished."""
+"""Sharded loaders over real ranks: every sample once, and no rank hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Item 13: whichever process is killed, nothing of its launch survives 3 s, and the next launch works."""
+"""After SIGKILL of any process, its launch is gone within 3 s, and the next launch works."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ KINDS = ("rank", "worker", "subprocess", "session", "daemon")
 
 # ------------------------------------------------------------------ what ranks run
 def with_offspring(rank: int, folder: Path) -> None:
-    """Have a descendant of every kind, tell their pids, and wait in a collective that is never complete."""
-    tell(folder, rank, "rank", os.getpid())
-    tell(folder, rank, "reaper", os.getppid())
+    """Start a descendant of every kind, write their pids, and block in a collective that never completes."""
+    write_pid(folder, rank, "rank", os.getpid())
+    write_pid(folder, rank, "reaper", os.getppid())
     workers = start_worker()
-    tell(folder, rank, "worker", children(os.getpid())[0])
+    write_pid(folder, rank, "worker", children(os.getpid())[0])
     plain = subprocess.Popen(["sleep", "600"])
-    tell(folder, rank, "subprocess", plain.pid)
+    write_pid(folder, rank, "subprocess", plain.pid)
     alone = subprocess.Popen(["sleep", "600"], start_new_session=True, env={})
-    tell(folder, rank, "session", alone.pid)
+    write_pid(folder, rank, "session", alone.pid)
     start_daemon(folder, rank)
     if rank == 0:
         dist.barrier()
@@ -63,13 +63,13 @@ def start_daemon(folder: Path, rank: int) -> None:
         os.setsid()
         if os.fork() == 0:
             os.setsid()
-            tell(folder, rank, "daemon", os.getpid())
+            write_pid(folder, rank, "daemon", os.getpid())
             os.execve("/bin/sleep", ["sleep", "600"], {})
         os._exit(0)
     os.waitpid(middle, 0)
 
 
-def tell(folder: Path, rank: int, kind: str, pid: int) -> None:
+def write_pid(folder: Path, rank: int, kind: str, pid: int) -> None:
     (folder / f".{kind}{rank}").write_text(str(pid))
     (folder / f".{kind}{rank}").rename(folder / f"{kind}{rank}")
 
@@ -127,7 +127,7 @@ def other(tmp_path: Path) -> Iterator[Family]:
 
 
 def end_all(family: Family) -> None:
-    """After a test that failed: the daemon carries no mark, so nobody else would find it."""
+    """Kill the daemon if the test fails: it carries no mark, so no other clean-up finds it."""
     for file in family.folder.glob("[!.]*[01]"):
         pid = int(file.read_text())
         if alive(pid):

@@ -1,4 +1,4 @@
-"""`distribute` as a program calls it, what comes back from it, and an Accelerator under torchrun."""
+"""`distribute` in a script, its results, and an Accelerator under torchrun."""
 
 from __future__ import annotations
 

@@ -311,7 +311,10 @@ def test_a_local_module_that_is_edited_between_launches_is_seen_fresh(
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     module = tmp_path / "local_to_this_test.py"
-    for version in ("one", "another"):  # of different lengths: Python tells a stale .pyc by time in seconds, and size
+    for version in (
+        "one",
+        "another",
+    ):  # of different lengths: Python compares a .pyc's source time, in seconds, and size
         module.write_text(f"VERSION = {version!r}\n")
         importlib.invalidate_caches()
         assert list(launch(version_of_local_module)) == [version, version]

@@ -1,4 +1,4 @@
-"""What failed first comes up in the notebook, as itself where that is possible and with a clear text where not."""
+"""The notebook raises the first failure: the rank's own exception if it unpickles, else a clear substitute."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HoldsALockError(Exception):
 
 
 class SpeechlessError(Exception):
-    """Its text cannot be had."""
+    """Raises in ``str()``."""
 
     def __str__(self) -> str:
         raise ZeroDivisionError
@@ -75,7 +75,7 @@ class WithDetailsError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class FrozenError(Exception):
-    """It lets nobody set an attribute, and so not even contextlib its traceback."""
+    """Refuses every attribute, even ``__traceback__``, which contextlib sets."""
 
     code: int
 
@@ -168,7 +168,7 @@ class WithResultsError(Exception):
 
 
 class StrictError(Exception):
-    """It lets nobody set what it does not know."""
+    """Refuses attributes that it does not define."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "results":

@@ -1,4 +1,4 @@
-"""The tutorial's exercises 3 and 4 in real ranks: figures over all of them, and results that they share by a file."""
+"""`time_workers` and `preprocess` in real ranks: timings of all ranks, and results shared through a file."""
 
 from __future__ import annotations
 

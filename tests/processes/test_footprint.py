@@ -1,4 +1,4 @@
-"""Item 14: what launches leave in the notebook's process, and who can reach them."""
+"""Leaks of launches in the notebook's process, and listeners that others can reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fork server that cannot be started, dies in its imports or never gets through them."""
+"""Fork servers that cannot start, or that crash or hang during their imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does with functions and classes of ``__main__``, which only the notebook can import."""
+"""Functions and classes of a script's ``__main__`` in ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics over real ranks: the figure of one process, to the last digit, for unequal parts and none too."""
+"""Metrics over real ranks: bit-equal to one process, for unequal and empty parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data in, results out: one copy for all ranks, which may write to it, and none where nothing has changed."""
+"""Data in, results out: one writable copy for all ranks, and none for unchanged data."""
 
 from __future__ import annotations
 

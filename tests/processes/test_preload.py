@@ -1,4 +1,4 @@
-"""Packages that the notebook uses are imported before ranks are forked; what ranks must not share is left out."""
+"""Packages that are imported before ranks fork, and packages that are left out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nblaunch.machine.packages import KNOWN_SAFE
 from tests.conftest import LONG, eventually
 
 TELLS = "import os\nWHO, SETTING = os.getpid(), os.environ.get('A_SETTING')\n"
-"""A package that tells who imported it, and what it saw."""
+"""A package that records the importing process and a variable of its environment."""
 PACKAGES = dict.fromkeys(("tells", "another", "hidden", "upgraded"), TELLS) | {
     "configured": "import os\nWHO, HERE = os.getpid(), os.path.exists('settings')\n"
     "SETTING = open('settings').read() if HERE else ''\n",
@@ -175,7 +175,7 @@ def test_a_module_of_the_notebooks_own_hides_an_installed_one(
 
 def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     first = had(own, "tells")
-    for seed in range(3):  # a sweep, of which each is used once
+    for seed in range(3):  # a sweep: the server uses each package once
         assert [setting for _, _, setting in launched("tells", env={"A_SETTING": f"{seed}"})] == [f"{seed}"] * 2
         settle(own)
     assert own._stocked is first

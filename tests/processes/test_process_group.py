@@ -1,4 +1,4 @@
-"""The default process group is ready, and a function that makes one of its own gets what it asked for."""
+"""The default process group, and functions that create their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics and progress that ranks report, and what they print: all of it reaches the result and the log files."""
+"""Reported metrics and progress, and printed lines: all reach the result and the logs."""
 
 from __future__ import annotations
 

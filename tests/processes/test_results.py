@@ -1,4 +1,4 @@
-"""A function runs on every rank from the notebook's own state, and what it returns comes back."""
+"""Functions run on every rank with the notebook's state, and their values return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What once went wrong, or could: races, processes that do not answer, views and disks that fail."""
+"""Races, unresponsive processes, failing views and full disks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def own_rank(rank: int) -> int:
     return rank
 
 
-def wait_for_ever(folder: str, rank: int) -> None:
+def wait_forever(folder: str, rank: int) -> None:
     Path(folder, f"running{rank}").write_text(str(os.getppid()))
     while True:
         time.sleep(0.01)
 
 
 def begun(folder: Path, rank: int = 0) -> bool:
-    """Whether a rank of `wait_for_ever` has said that it runs, whole."""
+    """Return True once a rank of `wait_forever` has written its whole file."""
     file = folder / f"running{rank}"
     return file.exists() and file.read_text() != ""
 
@@ -55,7 +55,7 @@ def test_ranks_that_return_at_once_do_not_cut_off_those_that_still_connect() -> 
 
 
 def test_a_reaper_that_does_not_answer_is_done_without(tmp_path: Path) -> None:
-    launch: Any = quiet(wait_for_ever, (str(tmp_path),), block=False)
+    launch: Any = quiet(wait_forever, (str(tmp_path),), block=False)
     eventually(lambda: begun(tmp_path))
     reaper = int((tmp_path / "running0").read_text())
     ranks = marked_processes()
@@ -107,7 +107,7 @@ def leave_its_group(folder: str, rank: int) -> None:
     eventually(lambda: os.getpgid(child) == child)
     os.setpgid(0, child)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    wait_for_ever(folder, rank)
+    wait_forever(folder, rank)
 
 
 def test_a_rank_that_moved_to_another_process_group_is_killed(tmp_path: Path, start_method: str) -> None:
@@ -119,7 +119,7 @@ def test_a_rank_that_moved_to_another_process_group_is_killed(tmp_path: Path, st
 
 def fail_to_save(folder: str, rank: int) -> None:
     try:
-        wait_for_ever(folder, rank)
+        wait_forever(folder, rank)
     finally:
         if rank == 1:
             raise OSError("disk full: checkpoint not written")
@@ -135,7 +135,7 @@ def test_what_goes_wrong_while_stopping_is_said(tmp_path: Path, start_method: st
 
 def save_too_long(folder: str, rank: int) -> None:
     try:
-        wait_for_ever(folder, rank)
+        wait_forever(folder, rank)
     finally:
         time.sleep(600)
 
@@ -249,7 +249,7 @@ def load_in_spawned_workers(folder: str, rank: int) -> None:
     workers = iter(DataLoader(data, sampler=sampler, num_workers=1, multiprocessing_context="spawn"))
     next(workers)  # their queues' semaphores have names in /dev/shm for as long as they live
     assert list(Path("/dev/shm").glob("sem.mp-*"))
-    wait_for_ever(folder, rank)
+    wait_forever(folder, rank)
 
 
 def stop(launch: Any, reaper: int) -> None:

@@ -1,4 +1,4 @@
-"""Launches that run in the background, side by side, from threads, and many of them."""
+"""Launches in the background, in parallel, from threads, and in large numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.processes.conftest import Launcher
 
 # ------------------------------------------------------------------ what ranks run
 def wait_for(folder: str, rank: int) -> str:
-    """Say that this rank has begun, and wait for the file that says go."""
+    """Write a file for this rank, and wait for the file "go"."""
     (Path(folder) / f"begun{rank}").touch()
     eventually((Path(folder) / "go").exists)
     return Path(folder).name
@@ -133,7 +133,7 @@ def test_a_launch_that_is_stopped_cleans_up_and_keeps_what_ranks_had_returned(
 
 
 def _has_ended(pid_file: Path) -> bool:
-    """Whether the rank that wrote its pid there is gone."""
+    """Return True if the rank that wrote its pid there has exited."""
     return not Path(f"/proc/{pid_file.read_text()}").exists()
 
 

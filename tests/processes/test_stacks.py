@@ -1,4 +1,4 @@
-"""What each rank is doing: stacks of ranks that compute, wait, or are stuck, which go on as if nobody had asked."""
+"""Stacks of ranks that compute, wait or are stuck; taking them disturbs no rank."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def be_in_many_places(rank: int, folder: Path) -> None:
 
 
 def lock_twice_with_the_gil() -> None:
-    """Wait in C for ever, and let no other Python run; unlike a sleep, no signal ends it."""
+    """Block forever in C with the GIL held; unlike a sleep, no signal ends it."""
     mutex = ctypes.create_string_buffer(64)
     libc = ctypes.PyDLL(None)
     libc.pthread_mutex_lock(mutex)
@@ -80,7 +80,7 @@ class Never:
 
 
 def begin_no_worker(rank: int, folder: Path) -> None:
-    """Wait for two workers, of which the second is kept, at its fork, from its first line."""
+    """Wait for two workers; the second blocks at its fork, before its first line."""
     forks = iter(range(2))
     keep = [False]
     os.register_at_fork(
@@ -116,7 +116,7 @@ def wait(rank: int, folder: Path) -> None:
 
 
 def go_through_signals(rank: int, folder: Path) -> int:
-    """Be what tools make of a process: a handler for SIGUSR1 and SIGUSR2, and faulthandler begun anew."""
+    """Handle SIGUSR1 and SIGUSR2, and enable faulthandler again, as debugging tools do."""
     import faulthandler
 
     seen: list[int] = []
@@ -224,7 +224,7 @@ def test_a_worker_that_never_began_is_said_so(start_method: str, tmp_path: Path)
 
 
 @conformance("forkserver", "spawn", "fork")
-def test_a_sleep_goes_on_as_if_nobody_had_asked(start_method: str, tmp_path: Path) -> None:
+def test_stacks_do_not_disturb_a_sleep(start_method: str, tmp_path: Path) -> None:
     launch = begun(nap, tmp_path, start_method)
 
     asked = [launch.stacks() for _ in range(5)]

@@ -1,4 +1,4 @@
-"""Item 12: ranks that are stopped see one KeyboardInterrupt, get their time, and end whatever they do."""
+"""Stopped ranks get one KeyboardInterrupt and their grace period, and always end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STOP_LIMIT = 5.0
 
 # ------------------------------------------------------------------ what ranks run, and what they leave in files
 def note(folder: Path, name: str, rank: int, text: object = "") -> None:
-    """Write a file at once or not at all, so that whoever waits for it reads all of it."""
+    """Write a file atomically: a reader never sees part of it."""
     scratch = folder / f".{name}{rank}"
     scratch.write_text(str(text))
     scratch.rename(folder / f"{name}{rank}")
@@ -48,7 +48,7 @@ def read(folder: Path, name: str, rank: int) -> int:
 
 
 def count_interrupts(rank: int, folder: Path) -> int:
-    """Count KeyboardInterrupts until the file "leave" is there; "beat" says how often it has looked."""
+    """Count KeyboardInterrupts until the file "leave" is there; "beat" holds the number of checks."""
     seen = beats = 0
     note(folder, "pid", rank, os.getpid())
     while not (folder / "leave").exists():
@@ -92,7 +92,7 @@ def be_obstinate(rank: int, folder: Path) -> None:
 
 
 def lock_twice_in_c() -> None:
-    """Wait in C for ever; unlike a sleep, no signal ends it."""
+    """Block forever in C; unlike a sleep, no signal ends it."""
     mutex = ctypes.create_string_buffer(64)
     libc = ctypes.CDLL(None)
     libc.pthread_mutex_lock(mutex)

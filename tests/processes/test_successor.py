@@ -1,4 +1,4 @@
-"""How one fork server follows another, and what is left of them whichever ends: each serves as it was when it began."""
+"""Successions of fork servers, and their clean-up when any of them ends."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def parent() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def many_files() -> Iterator[None]:
-    """More open files than ``select`` can tell apart, as a notebook has with a thousand shared tensors."""
+    """Open more files than ``select`` supports, as a notebook with a thousand shared tensors does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
     files: list[int] = []
@@ -309,7 +309,8 @@ def test_no_zombie_is_left_of_it_in_a_kernel_that_adopts_it(own: Servers, soon: 
     """As the first process of a container does; its first parent ends as soon as it serves."""
     code = (
         "import ctypes, os, sys, time; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)\n"
-        "from nblaunch.launch import servers as all_servers\n"
+        "from nblaunch.engines import generations as all_servers\n"
+        "from nblaunch.machine import timeouts\n"
         "all_servers._SOON, timeouts.BUILD_QUIET_S = (), 0.0\n"
         "servers = all_servers.servers; servers.warm_up(); first = servers._warm\n"
         "while servers._builder.thread is not None or first.alive(): time.sleep(0.02)\n"
@@ -339,7 +340,7 @@ def test_a_server_that_is_killed_while_it_builds_the_next_is_to_blame(
     assert launched(os.getpid)
 
 
-def test_a_server_that_serves_nobody_any_more_takes_its_builder_with_it(
+def test_an_unused_server_ends_with_its_builder(
     own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soon(HANGS)
@@ -493,7 +494,7 @@ STAGES = ("first with the second in the making", "second", "second with the thir
 
 
 def be_a_kernel(stage: str, folder: str) -> None:
-    """In a process of its own: come so far, tell who runs, and wait to be killed."""
+    """In a separate process: reach `stage`, write the pids, and wait to be killed."""
     site = Path(folder, "site-packages")
     site.mkdir()
     (site / "hangs.py").write_text(HANGS)

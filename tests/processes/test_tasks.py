@@ -1,4 +1,4 @@
-"""Several tasks one after the other in the same ranks: results, failures, and interrupts that come too late."""
+"""Consecutive tasks in the same ranks: results, failures, and stale interrupts."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Group:
             task.step()
 
     def end(self, task: Task) -> dict[int, Any]:
-        """Wait for the task's end; what the ranks returned."""
+        """Wait for the task's end, and return the ranks' values."""
         self.follow(task, lambda: task.is_over)
         return {rank: unpack(fds) for rank, fds in task.take_results().items()}
 

@@ -1,4 +1,4 @@
-"""The Trainer over real ranks: what comes back, exact figures, and resuming to the very same weights."""
+"""The Trainer over real ranks: results, exact metrics, and bit-equal resuming."""
 
 from __future__ import annotations
 

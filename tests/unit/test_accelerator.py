@@ -1,4 +1,4 @@
-"""The Accelerator in one process: nothing is wrapped that need not be, and what is steps as it should."""
+"""The Accelerator in one process: wrappers only where needed, and their steps."""
 
 from __future__ import annotations
 

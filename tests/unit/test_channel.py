@@ -1,4 +1,4 @@
-"""What crosses a process: the framing of messages, descriptors that travel, blobs."""
+"""The channel: framing of messages, descriptors in flight, blobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks could not write: counted without room on the disk, and in words."""
+"""Dropped output: counted without disk space, and worded for users."""
 
 from __future__ import annotations
 

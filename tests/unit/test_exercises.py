@@ -1,4 +1,4 @@
-"""The tutorial's exercises 3 and 4 as functions: how many workers, and results made once by several processes."""
+"""`time_workers` and `preprocess` in one process."""
 
 from __future__ import annotations
 
@@ -84,7 +84,10 @@ def test_every_other_argument_is_kept_and_the_loader_stays_as_it_was() -> None:
     before, state, own = torch.get_rng_state(), generator.get_state(), {**vars(loader)}
     timings = time_workers(loader, (0, 1), step=lambda batch: told.append(len(batch["given"])), batches=3)
     assert told == [10] * 10
-    assert [timing.samples for timing in timings.values()] == [3, 3]  # of a dict, its entries: nothing tells better
+    assert [timing.samples for timing in timings.values()] == [
+        3,
+        3,
+    ]  # a dict's length is its number of entries: no better guess
     assert vars(loader) == own
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(generator.get_state(), state)

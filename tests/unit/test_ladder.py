@@ -1,4 +1,4 @@
-"""Stopping ranks, on a made-up clock."""
+"""Stopping ranks, on a fake clock."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_second_interrupt_kills_now_also_those_that_answered() -> None:
     assert stop.at(0.1) == kills(0, 1)
 
 
-def test_a_kill_asked_for_at_once_interrupts_nobody() -> None:
+def test_an_immediate_kill_interrupts_no_rank() -> None:
     stop = Stop(2)
     stop.ladder.kill()
     assert stop.at(0) == kills(0, 1)

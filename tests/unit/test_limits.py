@@ -1,4 +1,4 @@
-"""What this process may use, on made-up machines."""
+"""CPUs, memory and descriptors that this process may use, on fake machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is what a file holds is mapped from that file, and all else, whatever may change it, is not."""
+"""Which memory is mapped from its file: unchanged private mappings, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics that are read out of printed lines: which patterns are taken, what counts as a number, and what as a line."""
+"""Metrics from printed lines: valid patterns, numbers and lines."""
 
 from __future__ import annotations
 

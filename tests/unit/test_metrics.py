@@ -1,4 +1,4 @@
-"""Metrics in one process: exact to the last digit, whatever the order and the split; and `evaluate` without ranks."""
+"""Metrics in one process: exact for any order and split; `evaluate` without ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of the notebook's own hide an installed package, and when what is installed has changed."""
+"""The notebook's modules that shadow installed packages, and changes of installations."""
 
 from __future__ import annotations
 

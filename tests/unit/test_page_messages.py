@@ -1,4 +1,4 @@
-"""The messages between panel and page: how they travel, and which of a page's messages count."""
+"""The messages between panel and page: their JSON, and malformed messages of a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a launch stands, part by part, and what the page is told of it."""
+"""The state of a launch, and the changes sent to the page."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_the_end_brings_the_root_cause_and_marks_its_rank(state: PanelState) -> 
     assert state.pids == {}
 
 
-def test_another_attempt_begins_anew_but_keeps_what_was_reported(state: PanelState) -> None:
+def test_a_new_attempt_starts_fresh_but_keeps_reports(state: PanelState) -> None:
     report(state, 0, loss=1.0)
     state.add_reports(0, [bar("", 3)])
     state.set_ranks([RankStatus(0, "failed", 70)])
@@ -207,7 +207,7 @@ def test_a_bar_whose_end_is_no_number_has_none(state: PanelState, total: Any) ->
     assert changes_of(state).progress == [(0, "x", 1, None, 1.0)]
 
 
-def test_a_page_that_comes_anew_gets_a_bounded_number_of_points(state: PanelState) -> None:
+def test_a_reloaded_page_gets_a_bounded_number_of_points(state: PanelState) -> None:
     for number in range(40):
         for rank in (0, 1):
             for step in range(1000):

@@ -1,4 +1,4 @@
-"""What arrives is what was sent, aliasing included; what is large is copied once; the sender's own is out of reach."""
+"""Parcels: values and aliasing survive, large buffers are copied once, the sender's memory is safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch sends: its calls checked, its parts named, its sources and settings along."""
+"""Payloads: argument checks, names of parts, sources and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users define travels by value, and what cannot travel is named part by part."""
+"""Pickling of user definitions by value, and explanations of what cannot be pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a launch, on made-up machines."""
+"""The plan of a launch, on fake machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefetcher: the loader's batches in order and to the end, each waited for, and its memory kept.
+"""The prefetcher: all batches in order, each synchronized, with its memory kept alive.
 
 There is no GPU here: what runs on one is tested with a stand-in for ``torch.cuda`` that writes down what it is asked.
 """
@@ -116,7 +116,7 @@ def test_every_batch_comes_once_in_order(cuda: Cuda, depth: int, size: int) -> N
 
 
 def test_the_next_batch_is_copied_before_one_is_given_out_and_each_is_waited_for(cuda: Cuda) -> None:
-    """And the allocator is told of the stream that uses each tensor, however deep it is nested."""
+    """Each tensor's stream is recorded with the allocator, at any nesting depth."""
     batches = [{"x": pinned(cuda, value), "more": [(pinned(cuda, value), None)]} for value in range(3)]
     for batch in Prefetcher(batches, "cuda:0"):
         cuda.log.append(("given out", int(batch["x"])))

@@ -1,4 +1,4 @@
-"""Going through nests: what moves, what is rebuilt, and what stays the very same object."""
+"""Pytrees: moved leaves, rebuilt containers, and objects that stay identical."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays of a launch in a saved notebook."""
+"""The record of a launch in a saved notebook."""
 
 from __future__ import annotations
 

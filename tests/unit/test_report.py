@@ -1,4 +1,4 @@
-"""report and progress: into the spool of a rank, and nothing at all anywhere else."""
+"""report and progress: written to the spool in a rank, without effect elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch gives back."""
+"""The result of a launch."""
 
 from __future__ import annotations
 

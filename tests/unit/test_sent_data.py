@@ -1,4 +1,4 @@
-"""What the last launches sent is not copied again, as long as it is the same and there is room."""
+"""The cache of sent data: unchanged data is not copied again, within the budget."""
 
 from __future__ import annotations
 

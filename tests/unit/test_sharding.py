@@ -1,4 +1,4 @@
-"""`shard`: every sample exactly once and as many batches on every rank, whatever the loader and the number of ranks."""
+"""`shard`: every sample exactly once and equally many batches on every rank, for any loader."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_drop_last_deals_whole_rounds_alone(cut: tuple[int, int, int]) -> None:
 
 @FAST
 @given(st.lists(st.integers(1, 5), max_size=12), st.integers(1, 5), st.booleans())
-def test_dealt_batches_stay_whole_but_for_the_last_round(lengths: list[int], ranks: int, drop_last: bool) -> None:
+def test_dealt_batches_stay_whole_until_the_last_round(lengths: list[int], ranks: int, drop_last: bool) -> None:
     batches = [[(place, item) for item in range(length)] for place, length in enumerate(lengths)]
     dealt = list(partition_batches(batches, ranks, drop_last=drop_last))
     whole = len(batches) - len(batches) % ranks

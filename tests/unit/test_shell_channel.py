@@ -1,4 +1,4 @@
-"""The shell channel of a kernel that reads it in the thread that runs cells, as ipykernel 6 does; and of none."""
+"""The shell channel of a kernel that reads it in the cells' thread, as ipykernel 6 does; and no kernel."""
 
 from __future__ import annotations
 

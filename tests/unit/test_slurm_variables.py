@@ -1,4 +1,4 @@
-"""Which task of a Slurm step a process is, by the variables that Slurm 22.05 was seen to set."""
+"""The task of a Slurm step, from the variables that Slurm 22.05 sets."""
 
 from __future__ import annotations
 

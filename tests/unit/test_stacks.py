@@ -1,4 +1,4 @@
-"""Stacks as faulthandler writes them, and as the notebook is told of them."""
+"""Stacks as faulthandler writes them, and as the notebook shows them."""
 
 from __future__ import annotations
 

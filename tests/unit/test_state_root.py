@@ -1,4 +1,4 @@
-"""The directory of all launches: which one it is, and which are refused."""
+"""The state directory: its choice, and the directories that are refused."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_directory_that_another_user_can_change_is_objected_to(found: os.stat_
         (status(stat.S_IFDIR | 0o1700), False),
     ],
 )
-def test_a_directory_is_shared_where_nobody_can_touch_anothers_files(found: os.stat_result, shared: bool) -> None:
+def test_a_directory_counts_as_shared_if_files_are_protected(found: os.stat_result, shared: bool) -> None:
     assert is_shared(found, OURS) == shared
 
 

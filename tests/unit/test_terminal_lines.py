@@ -93,7 +93,7 @@ def test_a_bar_that_wiped_itself_leaves_no_line() -> None:
     assert lines_of(b"\r100%|####|", b"\r           \r") == []
 
 
-def test_after_finish_it_starts_anew() -> None:
+def test_after_finish_it_starts_empty() -> None:
     assembler = LineAssembler()
     assembler.feed(b"\x1b[31mred \xe2\x82")
     assert assembler.finish() == ["\x1b[31mred \ufffd\x1b[0m"]
@@ -207,7 +207,7 @@ def test_an_excerpt_of_everything_has_no_gap() -> None:
     assert (excerpt.size, excerpt.left_lines) == (14, 0)
 
 
-def test_what_nobody_counted_stays_uncounted() -> None:
+def test_uncounted_lines_stay_uncounted() -> None:
     excerpt = Excerpt(100, 100)
     excerpt.add("first")
     excerpt.skip(-1, 1 << 30)

@@ -1,4 +1,4 @@
-"""What a Trainer is told, and how checkpoints are written."""
+"""A Trainer's configuration, and how it writes checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank takes of the machine: itself and its group; the GPU that it has, by a driver that may tell little."""
+"""CPU and memory of a rank's process group, and its GPU's usage with incomplete drivers."""
 
 from __future__ import annotations
 

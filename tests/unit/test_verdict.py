@@ -1,4 +1,4 @@
-"""Who failed first, and whose error is only an echo of that."""
+"""Verdicts: the first primary failure, and errors that only follow from it."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ for (const [name, manager] of [
   });
 }
 
-test("an interrupt that fails is told", async () => {
+test("a failed interrupt is reported", async () => {
   const kernel = new FakeKernel();
   kernel.interrupt = () => Promise.reject(new Error("403"));
   const { clock, panel } = running({ kernel });
@@ -290,7 +290,7 @@ test("in VS Code restart points at the editor's button", () => {
   assert.match(panel.notice, /Use your editor's Restart button/);
 });
 
-test("a restart that fails is told", async () => {
+test("a failed restart is reported", async () => {
   const kernel = new FakeKernel();
   kernel.restart = () => Promise.reject(new Error("500"));
   const { panel } = running({ kernel });
@@ -334,7 +334,7 @@ test("after it is disposed of nothing is left: no timer, no listener", () => {
   assert.equal(kernel.slots.size, 0);
 });
 
-test("stacks that do not come are told", () => {
+test("missing stacks are reported", () => {
   const { clock, model, panel } = running();
   panel.kernel.stacks();
   assert.deepEqual(model.sentMessages, [{ kind: "stacks", launch: "L1" }]);

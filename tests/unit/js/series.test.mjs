@@ -69,7 +69,7 @@ test("latest is where the slowest rank is, and never better than the best", () =
   assert.equal(made.table().xs[made.end], 1);
 });
 
-test("what is not finite is left out, and told where nothing else comes", () => {
+test("non-finite values are left out, and reported if no others follow", () => {
   const made = metric("loss", [
     [0, 1, 1],
     [1, 1, 3],

@@ -317,7 +317,7 @@ test("bars of one rank are bounded", () => {
   assert.deepEqual([...panel.progress.get(0).keys()], ["bar 97", "bar 98", "bar 99"]);
 });
 
-test("views are told of every change, and of none once they are gone", () => {
+test("views get every change until they are removed", () => {
   const { model, panel } = opened();
   let told = 0;
   const view = () => told++;
@@ -330,7 +330,7 @@ test("views are told of every change, and of none once they are gone", () => {
   assert.equal(told, before);
 });
 
-test("a message that makes no sense is told and breaks nothing", () => {
+test("a malformed message is reported and breaks nothing", () => {
   const { model, panel } = opened();
   delta(model, 1, { metrics: 5 });
   assert.match(panel.notice, /could not read a message/);

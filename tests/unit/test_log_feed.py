@@ -1,4 +1,4 @@
-"""What of the logs goes to the page: each byte once, in order, in fair shares, and of a flood the last lines."""
+"""Log bytes sent to the page: each once, in order, in fair shares; during a flood the last lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nblaunch.wire.launch_files import rank_file
 
 
 class Logs:
-    """Files that grow, and the feed that is told so."""
+    """Growing files, and the feed that follows them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.feed = directory, LogFeed()
@@ -96,7 +96,7 @@ def test_of_a_flood_the_last_ten_thousand_lines_are_sent(logs: Logs) -> None:
     first = logs.take(1 << 22)[0]
     assert first[3].startswith(b"line 90000\n")
     assert first[3].count(b"\n") == MAX_LINES
-    assert first[2] > 0  # its offset tells the page what is missing
+    assert first[2] > 0  # its offset shows the page what is missing
 
 
 def test_a_live_panel_is_never_far_behind_however_long_the_lines(logs: Logs) -> None:

@@ -1,4 +1,4 @@
-"""Noticing what a rank changed and did not return."""
+"""Finding values that a rank changed but did not return."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nblaunch.ranks.changed_values import fingerprints, unreturned
 
 
 def noticed(value: Any, change: Callable[[Any], object], result: Callable[[Any], object] = lambda value: None) -> bool:
-    """Whether a change of something that is called `it` is to be told of."""
+    """Return True if a change of the value named `it` is reported."""
     watched = {"it": value, "untouched": [1]}
     before = fingerprints(watched)
     change(value)

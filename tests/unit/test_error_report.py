@@ -1,4 +1,4 @@
-"""What a rank says of an exception, whatever the exception is like."""
+"""Reports of a rank's exception, for odd exceptions too."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_an_exception_is_described_and_can_be_rebuilt() -> None:
     before = time.monotonic_ns()
     failed = said_of(DetailedError("shapes differ", layer=3))
     assert (failed.rank, failed.kind, failed.text, failed.collective) == (1, "exception", "shapes differ", "")
-    assert failed.type_name == "tests.unit.test_failure.DetailedError"
+    assert failed.type_name == "tests.unit.test_error_report.DetailedError"
     assert before <= failed.time_ns <= time.monotonic_ns()
     rebuilt = pickle.loads(failed.pickled)
     assert (type(rebuilt), rebuilt.args, rebuilt.layer) == (DetailedError, ("shapes differ",), 3)

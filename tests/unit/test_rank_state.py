@@ -1,4 +1,4 @@
-"""Where a rank stands, from what is known of it."""
+"""The state of a rank, from its messages and its exit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_error_out_of_a_collective_is_an_echo_of_anothers(rank: Rank) -> None
     assert rank.state(()) == "ended"
 
 
-def test_a_result_that_nobody_took_is_closed_with_its_rank(rank: Rank) -> None:
+def test_an_untaken_result_is_closed_with_its_rank(rank: Rank) -> None:
     taken, left = os.pipe()
     rank.result = [taken]
     assert rank.take_result() == [taken]

@@ -1,4 +1,4 @@
-"""The root cause in parts, as a view shows it: the user's own line out of a rank's traceback."""
+"""A failure in parts, as a view shows it: the user's own line from a rank's traceback."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def test_a_rank_that_died_has_its_log() -> None:
     assert (failure.rank, failure.log, failure.traceback) == (2, "/logs/rank2.err", "")
 
 
-def test_an_error_of_nobody_has_no_rank() -> None:
+def test_an_error_without_a_rank_has_none() -> None:
     assert describe(RuntimeError("no server"), None).rank == -1
