@@ -24,9 +24,10 @@ def check_fork(cuda_cell: str) -> None:
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        started = f", started by {cuda_cell}" if cuda_cell else ""
+        started = f", started by {cuda_cell}," if cuda_cell else ""
         raise StartError(
-            f"start_method='fork': CUDA runs in the notebook{started}, and no fork survives that: use 'auto'"
+            f"start_method='fork': CUDA runs in the notebook{started} and does not work after a fork: "
+            "use start_method='auto'"
         )
     warn(
         "start_method='fork' copies a process with threads: ranks hang if a lock is held, or if OpenMP has run in the "

@@ -279,7 +279,7 @@ def test_fork_is_refused_once_cuda_runs_and_names_the_cell_that_started_it(fresh
     assert cell.error.startswith(
         f"StartError: start_method='fork': CUDA runs in the notebook, started by cell [{number}]"
     )
-    assert "use 'auto'" in cell.error
+    assert "use start_method='auto'" in cell.error
 
 
 # ------------------------------------------------------------------ several

@@ -188,7 +188,8 @@ def test_a_launch_without_a_place_for_temporary_files_says_so_and_leaves_nothing
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(
-        StartError, match=r"no place for temporary files: .*/gone/nbl-.*: free space there, or set TMPDIR"
+        StartError,
+        match=r"cannot create temporary files for the ranks: .*/gone/nbl-.*: free space there, or set TMPDIR",
     ):
         quiet(own_rank, start_method=start_method)
 
