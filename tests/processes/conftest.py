@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import random
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +40,10 @@ def launch(start_method: str) -> Launcher:
 
 @pytest.fixture
 def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free loopback port, below those that the system hands out, and in a range of this worker's own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in random.Random(os.urandom(8)).sample(range(20_000 + 1000 * worker, 21_000 + 1000 * worker), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("100 ports are in use")

@@ -30,9 +30,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.views.base import NullView
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.parcel import unpack
-from tests.conftest import eventually
-
-LONG = 60.0
+from tests.conftest import LONG, eventually
 
 
 class Group:
@@ -117,6 +115,7 @@ def wait_for_file(path: str, rank: int) -> str:
     return "undisturbed"
 
 
+@conformance("forkserver", "spawn")
 def test_ranks_run_one_task_after_the_other(ranks: Group) -> None:
     first, second, third = (ranks.run(sum_of_ranks, add) for add in (0, 1, 2))
     assert [total for _, total in first.values()] == [1.0, 1.0]
