@@ -30,7 +30,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.views.base import NullView
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.parcel import unpack
-from tests.conftest import LONG, eventually
+from tests.conftest import LONG, conformance, eventually
 
 
 class Group:
