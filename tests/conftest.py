@@ -127,7 +127,7 @@ def eventually(
 def settled_server() -> ForkServer:
     """The fork server, once none is being built that would take its place."""
     servers.warm_up()
-    eventually(lambda: servers._builder is None, otherwise=servers.status)
+    eventually(lambda: servers._builder.thread is None, otherwise=servers.status)
     assert servers._warm is not None
     return servers._warm
 
