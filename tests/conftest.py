@@ -218,16 +218,24 @@ def files() -> set[str]:
 def left_files(before: set[str]) -> set[str]:
     """Files that `before` does not have, without the shared memory that other workers use."""
     new = files() - before
-    return new - _mapped_elsewhere() if new else new
+    mapped = _mapped_elsewhere() if new else set()
+    return {name for name in new if _inode(name) not in mapped}
 
 
-def _mapped_elsewhere() -> set[str]:
-    """Shared memory that processes of other workers have mapped."""
+def _inode(name: str) -> int:
+    try:
+        return os.stat(name).st_ino
+    except OSError:
+        return 0  # gone meanwhile
+
+
+def _mapped_elsewhere() -> set[int]:
+    """Inodes of shared memory that processes of other workers have mapped: a semaphore is mapped by another name."""
     ours = {os.getpid(), *descendants(os.getpid()), *marked_processes()}
-    found: set[str] = set()
+    found: set[int] = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in ours:
             with contextlib.suppress(OSError):  # exited meanwhile, or another user's
                 maps = Path(f"/proc/{name}/maps").read_text()
-                found |= {line[line.index("/dev/shm/") :] for line in maps.splitlines() if "/dev/shm/" in line}
+                found |= {int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/" in line}
     return found

@@ -32,6 +32,8 @@ check mypy
 if [ $# -gt 0 ]; then
     check pytest "$@"
 else
-    check pytest -m "not alone" -n 3 --dist loadfile --no-loadscope-reorder
-    check pytest -m alone
+    status=0
+    check pytest -m "not alone" -n 3 --dist loadfile --no-loadscope-reorder || status=$?
+    check pytest -m alone || status=$?
+    exit $status
 fi
