@@ -141,12 +141,21 @@ def marked_processes() -> set[int]:
             try:
                 if mark not in Path(f"/proc/{name}/environ").read_bytes() or is_spare(int(name)):
                     continue
-                state = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0]
+                state = state_of(int(name))
             except OSError:
                 continue  # it has ended meanwhile
             if state != "Z":
                 found.add(int(name))
     return found
+
+
+def state_of(pid: int) -> str:
+    """Return the state letter of a process: ``T`` if stopped, ``Z`` if it has exited.
+
+    Raises:
+        OSError: There is no such process.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def is_spare(pid: int) -> bool:

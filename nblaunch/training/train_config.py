@@ -46,7 +46,7 @@ class TrainConfig:
             ``(optimizer, steps) -> LRScheduler``, stepped after each of that many optimizer steps. Default: constant.
         warmup: Optimizer steps in which the learning rate of a named schedule rises from zero.
         extend_schedule: How a named schedule continues if a run resumes with more `epochs` than it began with.
-            ``"stretch"``: the learning rate is that of a run with so many epochs from the start, so it jumps.
+            ``"stretch"``: the learning rate jumps to that of a run that had all `epochs` from the start.
             ``"restart"``: the schedule begins again, with its warm-up, over the remaining steps. Default: as
             ``"stretch"``, with a warning that names both learning rates.
         checkpoint_dir: Folder for checkpoints. Default: none are written.
@@ -56,7 +56,7 @@ class TrainConfig:
             there.
         seed: Seed of the order of samples and all random numbers in the ranks.
         log_every: Optimizer steps between two reports of the loss.
-        early_stop: Stop after so many epochs in which `monitor` did not improve. Default: never.
+        early_stop: Stop after this many epochs without an improvement of `monitor`. Default: never.
         monitor: The result of an epoch that `early_stop` watches. Default: ``valid_loss``, without validation ``loss``.
         higher_is_better: Whether a higher `monitor` is an improvement.
         num_workers: Workers of the DataLoaders that `Trainer.fit` makes of datasets.

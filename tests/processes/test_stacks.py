@@ -21,7 +21,7 @@ from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Event, StacksShown
-from tests.conftest import LONG, conformance, eventually
+from tests.conftest import LONG, conformance, eventually, state_of
 
 NAP = 2.0
 
@@ -173,10 +173,6 @@ def end(launch: Launch) -> None:
 def calls(text: str) -> list[str]:
     """The functions of a rank's main thread, in the order of the text."""
     return re.findall(r", in (\S+)", text.partition("\n\n")[0])
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def stopped(pids: Mapping[int, int]) -> bool:

@@ -25,7 +25,7 @@ from nblaunch.machine.processes import descendants
 from nblaunch.ranks.worker import _Voice
 from nblaunch.wire.channel import Channel, channel_pair
 from nblaunch.wire.messages import Interrupted
-from tests.conftest import LONG, conformance, eventually
+from tests.conftest import LONG, conformance, eventually, state_of
 
 STOP_LIMIT = 5.0
 """Within so many seconds a rank that does not cooperate has ended."""
@@ -196,7 +196,7 @@ def fail_while_others_wait_and_save(rank: int, folder: Path) -> None:
     try:
         time.sleep(LONG)
     finally:
-        eventually(lambda: not state_of(read(folder, "pid", 1)), 2.0)
+        eventually(lambda: not state_if_any(read(folder, "pid", 1)), 2.0)
         note(folder, "outlived", rank)
 
 
@@ -238,10 +238,10 @@ def stick_beside_a_child(rank: int, folder: Path) -> None:
     lock_twice_in_c()
 
 
-def state_of(pid: int) -> str:
-    """The state letter of a process; empty when there is none."""
+def state_if_any(pid: int) -> str:
+    """Return the state letter of a process; empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state_of(pid)
     except OSError:
         return ""
 
@@ -478,7 +478,7 @@ def test_ranks_that_cannot_be_interrupted_end_within_five_seconds(start_method: 
     """Signals ignored, in C with and without the GIL, under SIGSTOP, in a collective: one rank each."""
     launch = begin(be_obstinate, tmp_path, start_method, ranks=5)
     eventually(lambda: noted(tmp_path, "pid", 5))
-    eventually(lambda: state_of(read(tmp_path, "pid", 3)) == "T")
+    eventually(lambda: state_if_any(read(tmp_path, "pid", 3)) == "T")
     begun = time.monotonic()
 
     launch.stop()
@@ -537,7 +537,7 @@ def test_an_interrupt_in_the_moment_of_the_start_leaves_no_launch(
 def test_what_ranks_returned_before_the_stop_is_kept(start_method: str, tmp_path: Path) -> None:
     launch = begin(return_or_wait, tmp_path, start_method)
     eventually(lambda: noted(tmp_path, "pid", 2))
-    eventually(lambda: not state_of(read(tmp_path, "pid", 0)))
+    eventually(lambda: not state_if_any(read(tmp_path, "pid", 0)))
 
     launch.stop()
 

@@ -35,7 +35,7 @@ from nblaunch.machine.processes import descendants
 from nblaunch.ranks import reaper
 from nblaunch.wire.channel import Channel, channel_pair, readable
 from nblaunch.wire.messages import NewReaper
-from tests.conftest import LONG, eventually, is_spare
+from tests.conftest import LONG, eventually, is_spare, state_of
 from tests.processes.conftest import Launcher
 from tests.processes.test_deaths import SURVIVES_AT_MOST, alive
 
@@ -100,11 +100,6 @@ def launched(function: Callable[..., Any], *args: object) -> list[Any]:
 def reaper_and_modules(*names: str) -> tuple[int, list[str]]:
     """The reaper's pid, and which modules were there before this rank imported anything."""
     return os.getppid(), [name for name in names if name in sys.modules]
-
-
-def state_of(pid: int) -> str:
-    """As the system has it: ``T`` for stopped."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def built(own: Servers) -> bool:

@@ -30,7 +30,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.views.base import NullView
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.parcel import unpack
-from tests.conftest import LONG, conformance, eventually
+from tests.conftest import LONG, conformance, eventually, state_of
 
 
 class Group:
@@ -182,7 +182,7 @@ def parent_of(pid: int) -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return state_of(pid) == "T"
 
 
 def has_taken_sigint(pid: int) -> bool:

@@ -30,13 +30,15 @@ def test_the_rank_runtime_is_known_by_its_files(filename: str) -> None:
     assert not is_users(filename)
 
 
-@pytest.mark.parametrize("filename", ["/work/nblaunch/ranks/mine.py", os.path.join(PACKAGE, "training", "trainer.py")])
+@pytest.mark.parametrize(
+    "filename", ["/home/me/nblaunch/ranks/mine.py", os.path.join(PACKAGE, "training", "trainer.py")]
+)
 def test_other_files_are_no_rank_runtime(filename: str) -> None:
     assert not is_rank_runtime(filename)
 
 
 @pytest.mark.parametrize(
-    "filename", ["/work/nblaunch/train.py", "/tmp/ipykernel_7/123.py", "/work/site-packages.py", "<stdin>"]
+    "filename", ["/home/me/nblaunch/train.py", "/tmp/ipykernel_7/123.py", "/home/me/site-packages.py", "<stdin>"]
 )
 def test_a_file_of_the_users_may_have_any_name(filename: str) -> None:
     assert is_users(filename)
