@@ -176,7 +176,6 @@ def test_a_hostile_inherited_environment_changes_nothing(launch: Launcher, monke
 
 
 # ------------------------------------------------------------------ the notebook as it is now
-@conformance("forkserver", "spawn")
 def test_variables_are_the_notebooks_of_now_and_a_deleted_one_is_gone(
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,17 +187,16 @@ def test_variables_are_the_notebooks_of_now_and_a_deleted_one_is_gone(
     assert all("NBTEST_A" not in env for env in launch(environment))
 
 
-@conformance("forkserver", "spawn")
 def test_a_variable_that_torch_reads_at_import_counts_in_the_next_launch(
-    launch: Launcher, start_method: str, monkeypatch: pytest.MonkeyPatch
+    launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(launch(jit_is_on)) == [True, True]
     before = server_pid()
     monkeypatch.setenv("PYTORCH_JIT", "0")
     assert list(launch(jit_is_on)) == [False, False]
     assert servers._warm is not None
-    assert (servers._warm.process.pid != before) == (start_method == "forkserver")  # what is spawned reads it itself
-    eventually(lambda: (before in marked_processes()) == (start_method == "spawn"))
+    assert servers._warm.process.pid != before
+    eventually(lambda: before not in marked_processes())
 
 
 def debug_level() -> str:
@@ -269,6 +267,11 @@ def test_variables_of_the_call_go_to_the_ranks_alone(launch: Launcher) -> None:
 
 
 @pytest.fixture
+def _no_threads_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.fixture
 def _own_process_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder, a path, arguments, a umask, limits and CPUs that the fork server did not start with."""
     cpus = os.sched_getaffinity(0)
@@ -287,13 +290,36 @@ def _own_process_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
 
 
-@conformance("forkserver", "spawn")
 @pytest.mark.usefixtures("_own_process_settings")
 def test_folder_path_arguments_umask_limits_and_cpus_are_the_notebooks_of_now(launch: Launcher) -> None:
     here = process()
     assert here["umask"] == 0o027
     assert len(here["cpus"]) == 1
     assert list(launch(process)) == [here, here]
+
+
+def as_born() -> tuple[dict[str, Any], dict[str, str], bool, int, tuple[int, set[int], str | None]]:
+    """All that the notebook's side decides of a rank before its function runs."""
+    return process(), environment(), jit_is_on(), oom_score(), threads()
+
+
+@conformance("spawn")
+@pytest.mark.usefixtures("_own_process_settings", "_no_threads_chosen")
+def test_spawned_ranks_are_as_the_notebook_is_now(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch what the fork server's ranks are asked one by one: importing torch is most of a spawned rank."""
+    before, here = server_pid(), process()
+    monkeypatch.setenv("NBTEST_A", "first")
+    monkeypatch.setenv("NBTEST_B", "second\nline = é")
+    monkeypatch.delenv("NBTEST_A")
+    monkeypatch.setenv("PYTORCH_JIT", "0")
+    for settings, variables, jit, score, count in launch(as_born, threads_per_rank=3):
+        assert settings == here
+        assert variables["NBTEST_B"] == "second\nline = é"
+        assert "NBTEST_A" not in variables
+        assert not jit
+        assert score == min(1000, oom_score() + 500)
+        assert count == (3, {3}, "3")
+    assert before in marked_processes()  # what is spawned reads PYTORCH_JIT itself
 
 
 def test_a_folder_that_is_gone_stops_no_launch(
@@ -338,7 +364,6 @@ def test_what_the_notebook_ran_before_harms_no_rank(first: Callable[[], Any], la
     assert list(launch(train_on_many_threads)) == [True, True]
 
 
-@conformance("forkserver", "spawn")
 def test_ranks_are_offered_to_the_out_of_memory_killer_before_the_notebook(launch: Launcher) -> None:
     own = oom_score()
     assert list(launch(oom_score)) == [min(1000, own + 500)] * 2
@@ -360,11 +385,6 @@ def test_a_matplotlib_backend_that_needs_a_notebook_is_replaced(
 
 
 # ------------------------------------------------------------------ threads
-@pytest.fixture
-def _no_threads_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-
-
 @pytest.mark.usefixtures("_no_threads_chosen")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_share_the_usable_cpus_as_threads(ranks: int, launch: Launcher) -> None:
@@ -372,7 +392,6 @@ def test_ranks_share_the_usable_cpus_as_threads(ranks: int, launch: Launcher) ->
     assert list(launch(threads, num_processes=ranks)) == [(share, {share}, str(share))] * ranks
 
 
-@conformance("forkserver", "spawn")
 @pytest.mark.usefixtures("_no_threads_chosen")
 def test_the_calls_number_of_threads_counts(launch: Launcher) -> None:
     assert list(launch(threads, threads_per_rank=3)) == [(3, {3}, "3")] * 2
@@ -387,7 +406,6 @@ def test_the_users_own_omp_num_threads_counts_and_the_call_goes_before_it(
 
 
 # ------------------------------------------------------------------ restarts
-@conformance("forkserver", "spawn")
 def test_all_ranks_are_started_again_after_a_failure_and_that_is_said(
     launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

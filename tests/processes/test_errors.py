@@ -312,14 +312,12 @@ def test_the_rank_that_raised_is_named_among_four(launch: Launcher) -> None:
         assert getattr(caught.value, "rank", None) == 1
 
 
-@conformance("forkserver", "spawn")
 def test_an_echo_that_user_code_has_wrapped_does_not_hide_the_first_failure(launch: Launcher) -> None:
     with pytest.raises(LookupError, match=r"^the first to fail$") as caught:
         launch(catch_the_echo_and_raise)
     assert getattr(caught.value, "rank", None) == 1
 
 
-@conformance("forkserver", "spawn")
 def test_ranks_that_are_busy_are_stopped_when_one_fails(launch: Launcher) -> None:
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"^early$"):
@@ -459,7 +457,6 @@ def test_a_crash_that_is_an_error_by_the_warning_filters_carries_the_results(lau
     assert getattr(raised.value, "results", None) == {0: 0, 1: 1}
 
 
-@conformance("forkserver", "spawn")
 def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launcher) -> None:
     with pytest.warns(UserWarning, match="rank 1 was killed by SIGABRT after"):
         result = launch(die_after_returning_before_the_other_returns)
@@ -501,7 +498,6 @@ def test_an_exception_that_takes_no_results_comes_up_all_the_same(launch: Launch
 
 
 # ------------------------------------------------------------------ no primary failure
-@conformance("forkserver", "spawn")
 def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher) -> None:
     message = "rank 0 finished while rank 1 waited in all_reduce: every rank must make the same collective calls"
     with pytest.raises(CollectiveError, match=message) as caught:
@@ -511,7 +507,6 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher
 
 
 # ------------------------------------------------------------------ results that cannot come back
-@conformance("forkserver", "spawn")
 def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_survive(
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.launch.frontend import ScriptFrontend
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Begun, Event, Note, RanksChanged, Reports
-from tests.conftest import LONG, conformance, eventually
+from tests.conftest import LONG, eventually
 from tests.processes.conftest import Launcher
 
 EPOCH = r"epoch (?P<step>\d+): loss (?P<loss>[\d.]+)"
@@ -148,7 +148,6 @@ def test_they_are_shown_while_the_ranks_run(
     assert len(running.result().metrics) == 2
 
 
-@conformance("forkserver", "spawn")
 def test_of_restarts_the_last_attempt_counts(launch: Launcher) -> None:
     metrics = launch(print_and_fail_once, metric_patterns=ACCURACY, max_restarts=1).metrics
     assert sorted((report.rank, report.values["accuracy"]) for report in metrics) == [(0, 0.1), (1, 0.1)]

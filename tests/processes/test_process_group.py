@@ -173,7 +173,6 @@ def test_the_default_group_is_ready(launch: Launcher) -> None:
     assert list(launch(group_as_found)) == [(True, "gloo", rank, 2, 3.0) for rank in range(2)]
 
 
-@conformance("forkserver", "spawn")
 def test_one_rank_alone_has_a_group_too(launch: Launcher) -> None:
     assert list(launch(group_as_found, num_processes=1)) == [(True, "gloo", 0, 1, 1.0)]
 
@@ -297,7 +296,6 @@ def test_nothing_listens_beyond_loopback_while_a_launch_runs(
     assert beyond == set()
 
 
-@conformance("forkserver", "spawn")
 def test_a_launch_that_is_stopped_frees_the_users_own_port(launch: Launcher, free_port: int, tmp_path: Path) -> None:
     running = launch(wait_for, kwargs={"folder": str(tmp_path), "port": free_port}, block=False, stop_grace=1.0)
     eventually(lambda: running.done or all((tmp_path / f"ready{rank}").exists() for rank in range(2)))

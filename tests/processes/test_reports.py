@@ -204,7 +204,6 @@ def test_a_metric_that_is_no_number_is_named(launch: Launcher) -> None:
         launch(report_words)
 
 
-@conformance("forkserver", "spawn")
 def test_a_dataloader_worker_can_report_and_print(launch: Launcher) -> None:
     result = launch(report_in_workers)
     assert sorted((report.rank, report.step) for report in result.metrics) == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -224,7 +223,6 @@ def test_progress_iterates_and_is_no_metric(launch: Launcher) -> None:
     assert repr(result.metrics) == "Metrics(0 reports)"
 
 
-@conformance("forkserver", "spawn")
 def test_reports_of_ranks_are_shown_while_they_run(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     launch(report_some, view="text")
     shown = capsys.readouterr().out
@@ -306,7 +304,6 @@ def test_whatever_a_function_does_to_its_streams_the_file_has_it(
     assert [log.out.read_text() for log in launch(function).logs] == [kept, kept]
 
 
-@conformance("forkserver", "spawn")
 def test_what_a_rank_printed_before_it_died_is_shown(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(nblaunch.errors.RankDiedError, match="rank 1 exited with status 1"):
         launch(print_then_vanish, view="text")

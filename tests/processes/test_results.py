@@ -141,7 +141,7 @@ def test_arguments_and_keyword_arguments_reach_every_rank(launch: Launcher) -> N
     assert list(launch(echo, args, kwargs=kwargs)) == [(args, kwargs)] * 2
 
 
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_parameters_that_the_call_leaves_out_are_filled_in_and_its_own_are_kept(launch: Launcher) -> None:
     assert list(launch(tell_apart, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
     assert list(launch(tell_apart, (7, "mine"), kwargs={"factor": 10})) == [(70, "mine"), (70, "mine")]
@@ -197,7 +197,6 @@ def test_a_function_that_does_not_tell_its_signature_can_be_launched(launch: Lau
     assert list(launch(max, (3, 8))) == [8, 8]
 
 
-@conformance("forkserver", "spawn")
 def test_tensors_models_and_arrays_come_back_as_they_were(launch: Launcher) -> None:
     for back in launch(tensors):
         expected = tensors()
@@ -283,7 +282,6 @@ def _not_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nblaunch.launch.handle._noted", set())
 
 
-@conformance("forkserver", "spawn")
 @pytest.mark.usefixtures("_not_told_yet")
 def test_what_ranks_changed_and_did_not_return_is_told_once_with_the_fix(
     launch: Launcher, capsys: pytest.CaptureFixture[str]
@@ -323,7 +321,6 @@ def _settings_restored() -> Iterator[None]:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
-@conformance("forkserver", "spawn")
 def test_ranks_draw_what_the_notebook_would_draw_next_and_leave_it_where_it_was(launch: Launcher) -> None:
     torch.manual_seed(11)
     np.random.seed(12)
@@ -341,7 +338,6 @@ def test_ranks_draw_on_when_the_notebook_has_drawn(launch: Launcher) -> None:
     assert launch(draws)[0][2] != first[2]
 
 
-@conformance("forkserver", "spawn")
 @pytest.mark.usefixtures("_settings_restored")
 def test_ranks_start_from_the_notebooks_dtype_precision_and_determinism(launch: Launcher) -> None:
     usual = torch_settings()
@@ -355,7 +351,6 @@ def test_ranks_start_from_the_notebooks_dtype_precision_and_determinism(launch: 
     assert list(launch(torch_settings)) == [changed, changed]
 
 
-@conformance("forkserver", "spawn")
 @pytest.mark.parametrize(("action", "outcome"), [("error", "raised FutureWarning"), ("ignore", "went on")])
 def test_ranks_filter_warnings_as_the_notebook_does(action: Any, outcome: str, launch: Launcher) -> None:
     with warnings.catch_warnings():
@@ -363,6 +358,33 @@ def test_ranks_filter_warnings_as_the_notebook_does(action: Any, outcome: str, l
         warnings.simplefilter(action, FutureWarning)
         result = launch(warn, (FutureWarning,))
     assert list(result) == [outcome] * 2
+
+
+def as_begun() -> tuple[tuple[float, float, list[float]], dict[str, Any], str, str]:
+    return draws(), torch_settings(), warn(FutureWarning), warn(DeprecationWarning)
+
+
+@conformance("spawn")
+@pytest.mark.usefixtures("_settings_restored")
+def test_spawned_ranks_start_from_the_notebooks_settings(launch: Launcher) -> None:
+    """In one launch what the fork server's ranks are asked one by one: importing torch is most of a spawned rank."""
+    usual = torch_settings()
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, True
+    changed = torch_settings()
+    assert all(changed[name] != usual[name] for name in usual)
+    torch.manual_seed(11)
+    np.random.seed(12)
+    random.seed(13)
+    torch.rand(5), np.random.rand(), random.random()  # not right after a seed
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from_ranks = list(launch(as_begun))
+    assert from_ranks == [(draws(), changed, "raised FutureWarning", "went on")] * 2
 
 
 # ------------------------------------------------------------------ coming from accelerate

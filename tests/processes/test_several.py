@@ -88,7 +88,6 @@ def begin(launch: Launcher, tmp_path: Path) -> Callable[..., Launch]:
 
 
 # ------------------------------------------------------------------ in the background
-@conformance("forkserver", "spawn")
 def test_a_launch_in_the_background_is_waited_for_and_gives_its_result(
     begin: Callable[..., Launch], tmp_path: Path
 ) -> None:
@@ -154,7 +153,6 @@ def test_launches_run_side_by_side_each_with_its_own_ranks(begin: Callable[..., 
     assert [list(launched.result()) for launched in running] == [[name] * 2 for name in names]
 
 
-@conformance("forkserver", "spawn")
 def test_stopping_one_launch_leaves_the_other_alone(begin: Callable[..., Launch], tmp_path: Path) -> None:
     one, other = begin(name="one"), begin(name="other")
     one.stop()

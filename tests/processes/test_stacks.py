@@ -180,7 +180,7 @@ def stopped(pids: Mapping[int, int]) -> bool:
 
 
 # ------------------------------------------------------------------ wherever they are
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_ranks_tell_where_they_are_whatever_they_do(start_method: str, tmp_path: Path) -> None:
     """In C with the GIL held, in a collective, waiting for a loader's worker, computing: one rank each."""
     launch = begun(be_in_many_places, tmp_path, start_method, ranks=4)

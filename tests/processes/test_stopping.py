@@ -298,7 +298,7 @@ def test_sigints_to_loader_workers_too_give_the_rank_one_interrupt(start_method:
 
 
 # ------------------------------------------------------------------ time to finish
-@conformance("forkserver", "spawn", "fork")
+@conformance("forkserver", "fork")
 def test_a_checkpoint_in_finally_is_written_whole(start_method: str, tmp_path: Path) -> None:
     launch = begin(checkpoint_for_a_second, tmp_path, start_method)
     eventually(lambda: noted(tmp_path, "ready", 2))
@@ -426,7 +426,6 @@ def test_kill_ends_ranks_in_the_middle_of_a_checkpoint(start_method: str, tmp_pa
     assert not (tmp_path / "checkpoint0").exists()
 
 
-@conformance("forkserver", "spawn")
 def test_survivors_of_a_failing_rank_get_their_finally(start_method: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 0 gives up"):
         begin(fail_while_the_other_works, tmp_path, start_method).result()
@@ -533,7 +532,6 @@ def test_an_interrupt_in_the_moment_of_the_start_leaves_no_launch(
 
 
 # ------------------------------------------------------------------ what is known afterwards
-@conformance("forkserver", "spawn")
 def test_what_ranks_returned_before_the_stop_is_kept(start_method: str, tmp_path: Path) -> None:
     launch = begin(return_or_wait, tmp_path, start_method)
     eventually(lambda: noted(tmp_path, "pid", 2))
