@@ -1,4 +1,4 @@
-"""A kernel that the tests of one module share."""
+"""Kernels that the tests of one module share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import eventually
 from tests.kernel.harness import Kernel, running_kernel
+from tests.kernel.page import Page
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +33,37 @@ def folder(tmp_path: Path, kernel: Kernel) -> Path:
     """A folder for ranks to leave files in, known to the kernel as `folder`."""
     kernel.run(f"from pathlib import Path; folder = Path({str(tmp_path)!r})").check()
     return tmp_path
+
+
+# ------------------------------------------------------------------ with panels
+_CALLBACK = "get_ipython().kernel.shell_stream._recv_callback"
+_THREADS = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
+_LAUNCHES = "__import__('nblaunch.launch.handle', fromlist=['live_launches']).live_launches()"
+_FREE = "__import__('nblaunch.transfer.sent_data', fromlist=['sent_data_cache']).sent_data_cache.free()"
+
+
+@pytest.fixture(scope="module")
+def panel_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel that shows panels, with the extension loaded and its fork server up."""
+    state = tmp_path_factory.mktemp("state")
+    with running_kernel(NBLAUNCH_VIEW="auto", NBLAUNCH_STATE_DIR=str(state)) as kernel:
+        kernel.run(f"import builtins; builtins.own_callback = {_CALLBACK}").check()
+        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
+        kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
+        yield kernel
+
+
+@pytest.fixture
+def page(panel_kernel: Kernel) -> Iterator[Page]:
+    """A page in the module's kernel, which has an empty notebook; afterwards no launch of the test runs."""
+    pid = panel_kernel.pid
+    panel_kernel.run("%reset -f\nfrom nblaunch import notebook_launcher").check()
+    page = Page(panel_kernel)
+    yield page
+    assert panel_kernel.manager.is_alive()
+    assert panel_kernel.pid == pid
+    panel_kernel.run(f"for launch in {_LAUNCHES}: launch.kill(); launch.wait()").check()
+    panel_kernel.run(_FREE).check()
+    eventually(lambda: panel_kernel.ask(_THREADS) == [], otherwise=lambda: panel_kernel.ask(_THREADS))
+    eventually(lambda: panel_kernel.ask(f"{_CALLBACK} == own_callback"))
+    page.end_subshells()

@@ -31,6 +31,8 @@ class Page:
     displays: list[dict[str, Any]] = field(default_factory=list)
     """Each bundle that was displayed."""
     idle: set[str] = field(default_factory=set)
+    subshells: list[str] = field(default_factory=list)
+    """All that it has asked for."""
 
     def new_subshell(self) -> None:
         """Send by a thread of the kernel's own from now on, as JupyterLab does."""
@@ -38,6 +40,15 @@ class Page:
         client.control_channel.send(client.session.msg("create_subshell_request", {}))
         reply = client.control_channel.get_msg(timeout=LONG)
         self.subshell = reply["content"]["subshell_id"]
+        self.subshells.append(self.subshell)
+
+    def end_subshells(self) -> None:
+        """End the kernel's threads that were started for this page, as a page does that is closed."""
+        client = self.kernel.client
+        for subshell in self.subshells:
+            client.control_channel.send(client.session.msg("delete_subshell_request", {"subshell_id": subshell}))
+            assert client.control_channel.get_msg(timeout=LONG)["content"]["status"] == "ok"
+        self.subshells.clear()
 
     def send(self, **content: Any) -> None:
         """What the page's script sends with ``model.send``."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import eventually
-from tests.kernel.harness import running_kernel
+from tests.kernel.harness import Kernel, running_kernel
 from tests.kernel.page import WIDGET, Page
 
 WAITS = """
@@ -27,12 +28,14 @@ def prints(lines):
 """
 
 
-@pytest.fixture
-def page() -> Iterator[Page]:
-    with running_kernel(NBLAUNCH_VIEW="auto") as kernel:
-        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
-        kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
-        yield Page(kernel)
+@contextmanager
+def _changed(kernel: Kernel, module: str, name: str, value: float) -> Iterator[None]:
+    """Give a constant in the kernel another value meanwhile."""
+    constant = f"importlib.import_module({module!r}).{name}"
+    before = kernel.ask(f"__import__({module!r}, fromlist=['']).{name}")
+    kernel.run(f"import importlib; {constant} = {value}").check()
+    yield
+    kernel.run(f"import importlib; {constant} = {before}").check()
 
 
 def _whole(parts: dict[int, bytes]) -> bytes:
@@ -53,9 +56,9 @@ def test_a_launch_is_one_display_that_ends_as_its_record(page: Page) -> None:
 
 
 def test_a_short_launch_that_prints_little_makes_no_widget(page: Page) -> None:
-    page.kernel.run("from nblaunch.machine import timeouts; timeouts.PANEL_SHOW_DELAY_S = 60").check()
-    page.run("notebook_launcher(lambda: print('hello'), num_processes=2)")
-    page.run("1 + 1")
+    with _changed(page.kernel, "nblaunch.machine.timeouts", "PANEL_SHOW_DELAY_S", 600):
+        page.run("notebook_launcher(lambda: print('hello'), num_processes=2)")
+        page.run("1 + 1")
     assert page.panel == ""
     assert len(page.displays) == 1
     assert "hello" in page.displays[0]["text/plain"]
@@ -88,9 +91,9 @@ launch.wait(60)
 
 
 def test_that_much_is_sent_is_said_among_the_lines(page: Page) -> None:
-    page.kernel.run("from nblaunch.launch import handle; handle.NOTED_BYTES = 1_000_000").check()
     page.kernel.run("import torch\ndata = torch.ones(1_000_000)").check()
-    page.run("notebook_launcher(lambda: float(data[0]), num_processes=2)")
+    with _changed(page.kernel, "nblaunch.launch.handle", "NOTED_BYTES", 1_000_000):
+        page.run("notebook_launcher(lambda: float(data[0]), num_processes=2)")
     assert "the ranks are sent 4 MB, and share one copy in memory: data 4 MB" in page.displays[-1]["text/plain"]
 
 

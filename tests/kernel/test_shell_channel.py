@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import eventually
-from tests.kernel.harness import Kernel, running_kernel
+from tests.kernel.harness import Kernel
 from tests.kernel.page import Page
 
 ANSWER_LIMIT = 10.0
@@ -29,12 +29,9 @@ except LaunchStoppedError:
 BLOCKS = "notebook_launcher(waits, num_processes=2)"
 
 
-@pytest.fixture
-def page() -> Iterator[Page]:
-    with running_kernel(NBLAUNCH_VIEW="auto") as kernel:
-        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher\norder = []").check()
-        kernel.run("own = get_ipython().kernel.shell_stream._recv_callback").check()
-        yield Page(kernel)
+@pytest.fixture(autouse=True)
+def _empty_order(page: Page) -> None:
+    page.kernel.run("order = []").check()
 
 
 @pytest.fixture
@@ -107,7 +104,7 @@ def test_queued_cells_run_once_and_in_their_order_and_output_goes_to_its_own_cel
     assert page.kernel.finish_cell(request).check().stdout.endswith("stopped\n")
     assert [page.kernel.finish_cell(cell).check().stdout for cell in queued] == [f"cell {n}\n" for n in range(5)]
     assert page.kernel.ask("order") == [0, 1, 2, 3, 4]
-    eventually(lambda: page.kernel.ask("get_ipython().kernel.shell_stream._recv_callback == own"), ANSWER_LIMIT)
+    eventually(lambda: page.kernel.ask("get_ipython().kernel.shell_stream._recv_callback == own_callback"))
 
 
 def test_an_error_still_aborts_the_cells_that_are_queued(page: Page, newcomer: Page) -> None:
@@ -154,7 +151,8 @@ def test_the_users_own_widgets_wait_for_the_cell(page: Page, newcomer: Page, tmp
 
 
 def test_unfinished_figures_of_the_cell_are_not_shown_by_a_page_that_connects(page: Page, newcomer: Page) -> None:
-    page.kernel.run("show = lambda: order.append('shown'); get_ipython().events.register('post_execute', show)").check()
+    events = "get_ipython().events"
+    page.kernel.run(f"show = lambda: order.append('shown'); {events}.register('post_execute', show)").check()
     request = _start(page, newcomer, "order.clear(); " + BLOCKS)
     _states(newcomer.kernel)
     newcomer.send(kind="resync", seq=0, has_lines=False)
@@ -162,3 +160,4 @@ def test_unfinished_figures_of_the_cell_are_not_shown_by_a_page_that_connects(pa
     _stop(page, newcomer)
     page.kernel.finish_cell(request)
     assert page.kernel.ask("order") == ["shown"]  # by the cell itself, at its end
+    page.kernel.run(f"{events}.unregister('post_execute', show)").check()
