@@ -49,8 +49,13 @@ def conformance(*methods: str) -> pytest.MarkDecorator:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests/unit last: its short files fill up the workers that finish early."""
-    items.sort(key=lambda item: "unit" in item.path.parts)
+    """Run the longest files first and tests/unit last: its short files fill up the workers that finish early."""
+    items.sort(key=lambda item: (not _is_long(item.path), "unit" in item.path.parts))
+
+
+def _is_long(path: Path) -> bool:
+    """Return True for a file of several minutes: those of the browser, which mostly wait, and the notebooks."""
+    return "browser" in path.parts or path.name.startswith("test_notebooks")
 
 
 @pytest.fixture(scope="session", autouse=True)

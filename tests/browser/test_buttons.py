@@ -1,0 +1,194 @@
+"""The buttons of the panel and of its notebook in a real JupyterLab in Chromium: Stop, Kill, Restart, Stacks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.browser.cells import GRACE, TRAINS
+from tests.browser.conftest import LAB, NO_SUBSHELLS, NOTEBOOK, Lab, keep_picture
+from tests.browser.lab import wait_until_idle
+from tests.conftest import eventually, marked_processes
+
+SAVES = """
+def train(rank):
+    import time
+    for step in progress(range(10_000)):
+        report(step=step, loss=1 / (step + 1))
+        try:
+            print("step", step, flush=True)
+            time.sleep(0.05)
+        except KeyboardInterrupt:
+            print("saving a checkpoint", flush=True)
+            for part in progress(range(100_000), desc="checkpoint"):
+                time.sleep(0.1)
+                if go.exists():
+                    break
+            print("saved", flush=True)
+            raise
+notebook_launcher(train, num_processes=2, stop_grace=600)
+"""
+DEAF = "from nblaunch.launch.frontend import host; host()._channel._stream = None  # as with another ipykernel"
+
+
+@pytest.mark.parametrize(
+    ("server", "kernel", "raised"),
+    [
+        (LAB, "", "LaunchStoppedError"),
+        (NO_SUBSHELLS, "", "LaunchStoppedError"),
+        (NO_SUBSHELLS, DEAF, "KeyboardInterrupt"),
+        (NOTEBOOK, "", "LaunchStoppedError"),
+    ],
+    ids=["lab", "without subshells", "kernel that cannot hear", "notebook"],
+    indirect=["server"],
+)
+def test_stop_ends_the_ranks_of_a_cell_that_blocks(lab: Lab, kernel: str, raised: str) -> None:
+    lab.run(f"{kernel}\n{TRAINS}notebook_launcher(train, num_processes=2, stop_grace={GRACE})", "40 + 2")
+    lab.log_says("begun")
+    lab.panel.locator(".nbl-card").first.wait_for()
+    assert lab.state() == "running"
+    assert lab.page.locator('.jp-Notebook-ExecutionIndicator[data-status="busy"]').count() == 1
+    lab.button("Stop").click()
+    lab.wait_for_state("stopped")
+    lab.output(raised).wait_for()
+    lab.run_cell(2)
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
+
+
+def test_the_interrupt_button_stops_the_ranks_and_the_kernel_goes_on(lab: Lab) -> None:
+    waits = "import time\nprint('begun', flush=True)\nwhile True:\n    time.sleep(0.01)"
+    lab.run(f"%%distributed -n 2 --stop-grace {GRACE}\n{waits}", "40 + 2")
+    lab.log_says("begun")
+    lab.page.click('[data-command="notebook:interrupt-kernel"], jp-button[title*="Interrupt"]')
+    lab.output("KeyboardInterrupt").wait_for()
+    lab.wait_for_state("stopped")
+    lab.run_cell(2)
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
+
+
+def test_a_checkpoint_is_finished_with_the_countdown_shown_and_a_second_click_would_kill(lab: Lab) -> None:
+    go = lab.folder / "go"
+    lab.run(f"from pathlib import Path\ngo = Path({str(go)!r}){SAVES}")
+    lab.log_says("step 5")
+    lab.button("Stop").click()
+    lab.log_says("saving a checkpoint")
+    lab.panel.get_by_text(re.compile(r"\d+ s left for checkpoints")).wait_for()
+    keep_picture(lab.page, "panel-stopping.png")
+    lab.button("Kill").wait_for()
+    go.touch()
+    lab.wait_for_state("stopped")
+    lab.log_says("saved")
+
+
+def test_a_second_click_kills_ranks_that_do_not_obey(lab: Lab) -> None:
+    ignores = f"""
+import time
+def ignores():
+    print("begun", flush=True)
+    while True:
+        try:
+            time.sleep(100)
+        except KeyboardInterrupt:
+            print("not now", flush=True)
+notebook_launcher(ignores, num_processes=2, stop_grace={GRACE})
+"""
+    lab.run(ignores)
+    lab.log_says("begun")
+    lab.button("Stop").click()
+    lab.log_says("not now")
+    lab.button("Kill").click()
+    lab.wait_for_state("stopped")
+
+
+@pytest.mark.parametrize("server", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
+def test_restart_ends_everything_with_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
+    lab.run(
+        TRAINS + "notebook_launcher(train, num_processes=2)", "notebook_launcher(lambda: 'fresh', num_processes=2)[1]"
+    )
+    lab.log_says("begun")
+    ranks = _ranks()
+    assert len(ranks) == 2
+    lab.button("Restart kernel").click()
+    lab.button("Click again").click()
+    eventually(lambda: not ranks & marked_processes())
+    assert lab.page.locator(".jp-Dialog").count() == 0
+    lab.panel.locator('.nbl-pill[data-state="gone"]').wait_for()
+    wait_until_idle(lab.page)
+    lab.run_cell(0)
+    lab.run_cell(2)
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="fresh").wait_for()
+    assert lab.button("Stop").count() == 0 or not lab.button("Stop").is_visible()
+
+
+@pytest.mark.parametrize("server", [NO_SUBSHELLS], ids=["without subshells"], indirect=True)
+def test_stop_ends_ranks_that_have_long_been_silent(lab: Lab) -> None:
+    silent = f"""
+def stops_itself():
+    import os, signal
+    print("begun", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+notebook_launcher(stops_itself, num_processes=2, stop_grace={GRACE})
+"""
+    lab.run(silent)
+    lab.log_says("begun")
+    lab.page.wait_for_timeout(7000)  # longer than MAX_SILENCE_MS of the page: it now counts the launch as silent
+    lab.button("Stop").click()
+    lab.wait_for_state("stopped")
+
+
+def test_a_background_launch_is_followed_and_stopped_with_the_kernel_free(lab: Lab) -> None:
+    lab.run(TRAINS + f"launch = notebook_launcher(train, num_processes=2, stop_grace={GRACE}, block=False)", "40 + 2")
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
+    lab.log_says("step 40")
+    lab.button("Stop").click()
+    lab.wait_for_state("stopped")
+
+
+def test_stacks_show_what_ranks_do_while_the_cell_blocks(lab: Lab) -> None:
+    lab.run(TRAINS + "notebook_launcher(train, num_processes=2)")
+    lab.log_says("begun")
+    lab.button("Stacks").click()
+    lab.panel.locator(".nbl-stacks", has_text="time.sleep(0.02)").wait_for()
+    keep_picture(lab.page, "panel-stacks.png")
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["runs in the background", "has ended"])
+def test_after_a_reload_the_panel_of_a_launch_comes_back_whole_with_the_kernel_free(lab: Lab, ended: bool) -> None:
+    steps = 60 if ended else 10_000
+    lab.run(
+        TRAINS
+        + f"launch = notebook_launcher(train, [], 2, kwargs={{'steps': {steps}}}, stop_grace={GRACE}, block={ended})"
+    )
+    lab.log_says("step 40")
+    if ended:
+        lab.wait_for_state("finished")
+    lab.save_and_reload()
+    lab.panel.wait_for()
+    lab.panel.locator(".nbl-card").first.wait_for()
+    lab.log_says("step ")
+    lab.find("begun")
+    if ended:
+        lab.wait_for_state("finished")
+        record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in")
+        assert (record.count(), record.is_visible()) == (1, False)  # the panel is in its place
+    else:
+        lab.button("Stop").click()
+        lab.wait_for_state("stopped")
+
+
+def _ranks() -> set[int]:
+    """Processes of this test run that lead a group whose parent is a reaper: the ranks."""
+    ranks = set()
+    for pid in marked_processes():
+        try:
+            group, parent = (int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[i]) for i in (2, 1))
+            names = Path(f"/proc/{pid}/comm").read_text()
+            grandparent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
+            is_rank = group == pid and "forkserver" in Path(f"/proc/{grandparent}/cmdline").read_text()
+        except (OSError, IndexError):
+            continue
+        if is_rank and names:
+            ranks.add(pid)
+    return ranks
