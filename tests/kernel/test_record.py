@@ -27,24 +27,27 @@ notebook_launcher(train, num_processes=2);
 """
 
 
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NBLAUNCH_VIEW", "auto")
-    path = tmp_path / "trains.ipynb"
-    write_notebook(path, TRAINS)
-    return path
-
-
 def _bundle(notebook: NotebookNode) -> dict[str, str]:
     (output,) = [o for o in notebook.cells[0].outputs if o.output_type == "display_data"]
     data: dict[str, str] = output.data
     return data
 
 
-def test_without_a_page_the_notebook_gets_the_record_at_once(path: Path) -> None:
-    begin = time.monotonic()
-    notebook = headless.execute(path)
-    assert time.monotonic() - begin < 60
+@pytest.fixture(scope="module")
+def executed(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[NotebookNode, float]:
+    """The notebook without a page, by nbclient, and the seconds that it took."""
+    folder = tmp_path_factory.mktemp("executed")
+    write_notebook(folder / "trains.ipynb", TRAINS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NBLAUNCH_VIEW", "auto")
+        patch.setenv("NBLAUNCH_STATE_DIR", str(folder / "state"))
+        begin = time.monotonic()
+        return headless.execute(folder / "trains.ipynb"), time.monotonic() - begin
+
+
+def test_without_a_page_the_notebook_gets_the_record_at_once(executed: tuple[NotebookNode, float]) -> None:
+    notebook, seconds = executed
+    assert seconds < 60
     bundle = _bundle(notebook)
     assert WIDGET not in bundle
     assert bundle["text/plain"].startswith("train: finished in")
@@ -53,13 +56,16 @@ def test_without_a_page_the_notebook_gets_the_record_at_once(path: Path) -> None
     assert "data:image/svg+xml" in bundle["text/html"]
 
 
-def test_nbconvert_shows_the_record(path: Path) -> None:
-    html, _ = HTMLExporter().from_notebook_node(headless.execute(path))
+def test_nbconvert_shows_the_record(executed: tuple[NotebookNode, float]) -> None:
+    html, _ = HTMLExporter().from_notebook_node(executed[0])
     assert "0.9667" in html
     assert "&lt;b&gt;step&lt;/b&gt; 29" in html
     assert "data:image/svg+xml" in html
 
 
-def test_papermill_keeps_the_record(path: Path) -> None:
+def test_papermill_keeps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_VIEW", "auto")
+    path = tmp_path / "trains.ipynb"
+    write_notebook(path, TRAINS)
     notebook = papermill.execute_notebook(str(path), str(path.with_name("out.ipynb")), progress_bar=False)
     assert _bundle(notebook)["text/plain"].startswith("train: finished in")

@@ -119,11 +119,10 @@ def raising(context):
     except Odd as error:
         return "Odd: -1" in str(error)
 
-def run(context):
-    persistent(context)
-    composed(context)
-    streamed(context)
-    return raising(context)
+def run(context, rank):
+    if rank == 0:  # each rank checks one half: importing torch in workers is most of the time
+        return persistent(context), raising(context)
+    return composed(context), streamed(context)
 """
 
 NEWEST = """
@@ -138,7 +137,7 @@ def test_fresh_workers_know_all_that_the_cells_define(kernel: Kernel, context: s
     kernel.run(DEFINITIONS).check()
     kernel.run(CHECKS).check()
     launched: Any = kernel.ask(f"list(notebook_launcher(run, args=({context!r},), num_processes=2, view='none'))")
-    assert launched == [True, True]
+    assert launched == [(None, True), (None, None)]
 
 
 def test_fresh_workers_know_what_another_cell_replaced(kernel: Kernel) -> None:

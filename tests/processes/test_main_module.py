@@ -40,13 +40,13 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("check", [check.__name__ for check in in_main.CHECKS])
 def test_what_a_script_defines_works_on_ranks(check: str, start_method: str, state: str) -> None:
-    came = outcomes(start_method, in_main.CHECKS, state)[check]
+    came = outcomes(start_method, (*in_main.CHECKS, *in_main.AT_HOME), state)[check]
     assert came == "ok", came
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in in_main.AT_HOME])
 def test_what_a_script_defines_comes_back_as_its_own(check: str, start_method: str, state: str) -> None:
-    came = outcomes(start_method, in_main.AT_HOME, state)[check]
+    came = outcomes(start_method, (*in_main.CHECKS, *in_main.AT_HOME), state)[check]
     assert came == "ok", came
 
 
