@@ -116,10 +116,12 @@ def test_a_result_that_holds_itself_is_gone_through_once() -> None:
     assert noticed([1], lambda it: it.append(2), lambda it: loop)
 
 
+@pytest.mark.usefixtures("sparse_forgotten")
 def test_sparse_tensors_in_a_result_harm_nothing() -> None:
     assert noticed(module(), trained, lambda it: [torch.ones(2, 2).to_sparse()])
 
 
+@pytest.mark.usefixtures("sparse_forgotten")
 def test_a_sparse_buffer_of_a_module_harms_nothing() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("adjacency", torch.eye(2).to_sparse())

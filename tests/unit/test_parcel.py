@@ -87,6 +87,7 @@ def large(dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*nested tensors|.*Sparse|.*quantiz|TypedStorage::")  # torch's own, of prototypes
+@pytest.mark.usefixtures("sparse_forgotten")
 def test_tensors_of_every_kind_arrive_as_they_were(make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     arrived = sent(tensor)
