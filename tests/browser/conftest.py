@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page
+from playwright.sync_api import BrowserContext, Locator, Page
 
 from tests.browser.lab import (
     end_kernels,
@@ -118,10 +118,10 @@ Server = tuple[str, Path, str]
 
 
 @pytest.fixture(scope="package")
-def chromium(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """The browser of all tests."""
+def chromium(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
+    """The browser of all tests; its cache is one, as compiling JupyterLab's scripts takes seconds."""
     with running_chromium(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
+        yield browser.new_context()
 
 
 @pytest.fixture(scope="package")
@@ -155,7 +155,7 @@ def size() -> tuple[int, int]:
 
 
 @pytest.fixture
-def lab(chromium: Browser, server: Server, size: tuple[int, int]) -> Iterator[Lab]:
+def lab(chromium: BrowserContext, server: Server, size: tuple[int, int]) -> Iterator[Lab]:
     """A page in the server; its kernels are ended with the test."""
     url, folder, app = server
     try:

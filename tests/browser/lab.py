@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 from tests.conftest import LONG, MARK
 
@@ -111,16 +111,16 @@ def running_chromium(temporary: Path) -> Iterator[Browser]:
 
 
 @contextmanager
-def open_page(browser: Browser, url: str, width: int = 1200, height: int = 1000) -> Iterator[Page]:
-    """Open a page with its own storage and a default timeout of LONG."""
-    context = browser.new_context(viewport={"width": width, "height": height})
-    context.set_default_timeout(LONG * 1000)
+def open_page(context: BrowserContext, url: str, width: int = 1200, height: int = 1000) -> Iterator[Page]:
+    """Open a page with a default timeout of LONG, which shares the context's cache: JupyterLab is loaded once."""
+    page = context.new_page()
     try:
-        page = context.new_page()
+        page.set_default_timeout(LONG * 1000)
+        page.set_viewport_size({"width": width, "height": height})
         page.goto(url)
         yield page
     finally:
-        context.close()
+        page.close()
 
 
 def open_notebook(page: Page, url: str, name: str, app: str = "jupyterlab") -> None:
