@@ -87,8 +87,25 @@ def _warm() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left(_marked: None, _own_logs: None, _warm: None) -> Iterator[None]:
+def _nothing_left(request: pytest.FixtureRequest, _marked: None, _own_logs: None, _warm: None) -> Iterator[None]:
     """Assert that a test leaves no process, descriptor, shared memory or temporary file."""
+    with contextlib.nullcontext() if _is_unit(request) else _leaving_nothing():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_by_units(request: pytest.FixtureRequest, _marked: None) -> Iterator[None]:
+    """Assert the same of a whole file of tests/unit: looking takes longer than most of its tests."""
+    with _leaving_nothing() if _is_unit(request) else contextlib.nullcontext():
+        yield
+
+
+def _is_unit(request: pytest.FixtureRequest) -> bool:
+    return "unit" in request.path.parts
+
+
+@contextlib.contextmanager
+def _leaving_nothing() -> Iterator[None]:
     before = _Belongings.now()
     yield
     sent_data_cache.free()
