@@ -1,4 +1,6 @@
-"""One Chromium for all tests and one server for each configuration; each test has a page and kernels of its own.
+"""One Chromium for all tests, one server for each configuration, and one page with JupyterLab in it for each file.
+
+A test opens its notebook in the file's page, with a kernel of its own. A page that a test leaves in doubt is replaced.
 
 With NBLAUNCH_PICTURES set to a folder, the pictures of the README and of the panel are kept there.
 """
@@ -7,15 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import BrowserContext, Locator, Page
+from playwright.sync_api import BrowserContext, Error, Locator, Page
 
 from tests.browser.lab import (
+    choose_theme,
+    close_documents,
     end_kernels,
+    load_lab,
+    load_notebook,
     open_notebook,
     open_page,
     run_all,
@@ -37,17 +44,26 @@ class Lab:
         folder: Its notebooks.
         app: ``jupyterlab`` or ``notebook``.
         page: What the user sees.
+        loaded: JupyterLab is in the page already.
     """
 
     url: str
     folder: Path
     app: str
     page: Page
+    loaded: bool
 
-    def run(self, *cells: str, name: str = "test") -> Locator:
+    def open(self, name: str) -> None:
+        """Open a notebook alone, and wait until its kernel is idle."""
+        if self.loaded:
+            open_notebook(self.page, name)
+        else:
+            load_notebook(self.page, self.url, name, self.app)
+
+    def run(self, *cells: str) -> Locator:
         """Make a notebook of these cells, run all of it, and wait for the first panel, which is given."""
-        write_notebook(self.folder / f"{name}.ipynb", SETUP, *cells)
-        open_notebook(self.page, self.url, f"{name}.ipynb", self.app)
+        write_notebook(self.folder / "test.ipynb", SETUP, *cells)
+        self.open("test.ipynb")
         run_all(self.page)
         self.panel.wait_for()
         return self.panel
@@ -96,6 +112,16 @@ class Lab:
         self.page.locator(".jp-CodeCell").nth(number).locator(".jp-InputArea").click()
         self.page.keyboard.press("Control+Enter")
 
+    @contextmanager
+    def theme(self, name: str) -> Iterator[None]:
+        """Choose another theme for a while."""
+        before = self.page.evaluate("() => document.body.dataset.jpThemeName")
+        choose_theme(self.page, name)
+        try:
+            yield
+        finally:
+            choose_theme(self.page, before)
+
 
 @dataclass(frozen=True)
 class Served:
@@ -109,7 +135,6 @@ LAB = Served()
 NO_SUBSHELLS = Served(
     settings=(("@jupyterlab/apputils-extension/kernels-settings", (("commsOverSubshells", "disabled"),)),)
 )
-DARK = Served(settings=(("@jupyterlab/apputils-extension/themes", (("theme", "JupyterLab Dark"),)),))
 NOTEBOOK = Served(app="notebook")
 
 
@@ -155,14 +180,84 @@ def size() -> tuple[int, int]:
 
 
 @pytest.fixture
-def lab(chromium: BrowserContext, server: Server, size: tuple[int, int]) -> Iterator[Lab]:
-    """A page in the server; its kernels are ended with the test."""
+def fresh_lab(chromium: BrowserContext, server: Server, size: tuple[int, int]) -> Iterator[Lab]:
+    """A page of the test's own, which loads its notebook by address; its kernels are ended with the test."""
     url, folder, app = server
     try:
-        with open_page(chromium, url, *size) as page:
-            yield Lab(url, folder, app, page)
+        with open_page(chromium) as page:
+            page.set_viewport_size({"width": size[0], "height": size[1]})
+            yield Lab(url, folder, app, page, loaded=False)
     finally:
         end_kernels(url)  # the page has gone: it asks for no more of them
+
+
+@pytest.fixture
+def lab(request: pytest.FixtureRequest, server: Server, size: tuple[int, int], _pages: _Pages) -> Iterator[Lab]:
+    """The file's page in the server, with no document open; its kernels are ended with the test.
+
+    Jupyter Notebook has a page for each notebook: there it is `fresh_lab`.
+    """
+    url, folder, app = server
+    if app == "notebook":
+        yield request.getfixturevalue("fresh_lab")
+        return
+    page = _pages.get(url)
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    try:
+        yield Lab(url, folder, app, page, loaded=True)
+    finally:
+        _pages.clear(url, failed=request.node.stash.get(_FAILED, True))
+        end_kernels(url)  # no document is open: the page asks for no more of them
+
+
+@pytest.fixture(scope="module")
+def _pages(chromium: BrowserContext) -> Iterator[_Pages]:
+    pages = _Pages(chromium)
+    yield pages
+    pages.close()
+
+
+class _Pages:
+    """The pages of a file, in which JupyterLab is loaded: one for each server."""
+
+    def __init__(self, chromium: BrowserContext) -> None:
+        self._chromium = chromium
+        self._opened: dict[str, tuple[Page, contextlib.ExitStack, list[Error]]] = {}
+
+    def get(self, url: str) -> Page:
+        """Return the server's page, which has no document open."""
+        if url not in self._opened:
+            errors: list[Error] = []
+            with contextlib.ExitStack() as stack:
+                page = stack.enter_context(open_page(self._chromium))
+                page.on("pageerror", lambda error: errors.append(error))
+                load_lab(page, url)
+                self._opened[url] = page, stack.pop_all(), errors
+        return self._opened[url][0]
+
+    def clear(self, url: str, failed: bool) -> None:
+        """Close all documents of a page, or the page itself if what was done there may reach the next test."""
+        page, stack, errors = self._opened[url]
+        if failed or not close_documents(page) or errors:
+            del self._opened[url]
+            stack.close()
+
+    def close(self) -> None:
+        """Close all pages."""
+        for _, stack, _ in self._opened.values():
+            stack.close()
+
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remember whether a test failed: its page is not for another test."""
+    report = yield
+    if report.when == "call":
+        item.stash[_FAILED] = report.failed
+    return report
 
 
 def keep_picture(page: Page, name: str) -> None:

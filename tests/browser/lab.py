@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Error, Page, sync_playwright
 
 from tests.conftest import LONG, MARK
 
@@ -111,23 +111,72 @@ def running_chromium(temporary: Path) -> Iterator[Browser]:
 
 
 @contextmanager
-def open_page(context: BrowserContext, url: str, width: int = 1200, height: int = 1000) -> Iterator[Page]:
-    """Open a page with a default timeout of LONG, which shares the context's cache: JupyterLab is loaded once."""
+def open_page(context: BrowserContext) -> Iterator[Page]:
+    """Open a page with a default timeout of LONG, which shares the context's cache."""
     page = context.new_page()
     try:
         page.set_default_timeout(LONG * 1000)
-        page.set_viewport_size({"width": width, "height": height})
-        page.goto(url)
         yield page
     finally:
         page.close()
 
 
-def open_notebook(page: Page, url: str, name: str, app: str = "jupyterlab") -> None:
-    """Open a notebook alone, in a workspace of its own, and wait until its kernel is idle."""
-    lab = f"doc/workspaces/nblaunch-{time.monotonic_ns()}/tree/{name}?reset"
-    page.goto(url + (lab if app == "jupyterlab" else f"notebooks/{name}"))
+def load_notebook(page: Page, url: str, name: str, app: str = "jupyterlab") -> None:
+    """Load a page with this notebook alone, in a workspace of its own, and wait until its kernel is idle."""
+    page.goto(url + (f"{_workspace()}/tree/{name}?reset" if app == "jupyterlab" else f"notebooks/{name}"))
     wait_until_idle(page)
+
+
+def load_lab(page: Page, url: str) -> None:
+    """Load JupyterLab in a workspace of its own, and wait for its launcher: no document is open."""
+    page.goto(f"{url}{_workspace()}?reset")
+    page.locator(".jp-Launcher").wait_for()
+
+
+def _workspace() -> str:
+    """The address of a new workspace that shows one document."""
+    return f"doc/workspaces/nblaunch-{time.monotonic_ns()}"
+
+
+def open_notebook(page: Page, name: str) -> None:
+    """Open a notebook in JupyterLab as it is loaded, and wait until its kernel is idle."""
+    page.evaluate(_OPENED, name)
+    wait_until_idle(page)
+
+
+_OPENED = """async path => {
+    const { commands, restored } = window.jupyterapp
+    await restored
+    await commands.execute("docmanager:open", { path, factory: "Notebook" })
+}"""
+
+
+def close_documents(page: Page) -> bool:
+    """Close all documents of JupyterLab without saving them.
+
+    Returns:
+        Whether the page is as it was loaded: it shows its launcher and no dialog.
+    """
+    try:
+        page.evaluate(_DOCUMENTS_CLOSED)
+        page.mouse.move(0, 0)  # nothing of the next notebook is hovered
+        page.locator(".jp-Launcher").wait_for()
+        return bool(page.evaluate(_NOTHING_OPEN))
+    except Error:
+        return False
+
+
+_DOCUMENTS_CLOSED = """() => {
+    for (const widget of [...window.jupyterapp.shell.widgets("main")]) if (widget.context) widget.dispose()
+}"""
+_NOTHING_OPEN = """() => [...window.jupyterapp.shell.widgets("main")].length === 1
+    && !document.querySelector(".jp-Dialog, .jp-Document, .nbl-root")"""
+
+
+def choose_theme(page: Page, name: str) -> None:
+    """Choose a theme in the settings of JupyterLab, and wait until the page has it."""
+    page.evaluate("theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })", name)
+    page.wait_for_function("name => document.body.dataset.jpThemeName === name", arg=name)
 
 
 def wait_until_idle(page: Page) -> None:

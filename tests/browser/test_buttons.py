@@ -155,7 +155,10 @@ def test_stacks_show_what_ranks_do_while_the_cell_blocks(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True], ids=["runs in the background", "has ended"])
-def test_after_a_reload_the_panel_of_a_launch_comes_back_whole_with_the_kernel_free(lab: Lab, ended: bool) -> None:
+def test_after_a_reload_the_panel_of_a_launch_comes_back_whole_with_the_kernel_free(
+    fresh_lab: Lab, ended: bool
+) -> None:
+    lab = fresh_lab
     steps = 60 if ended else 10_000
     lab.run(
         TRAINS

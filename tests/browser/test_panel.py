@@ -10,12 +10,14 @@ from pathlib import Path
 import headless
 import nbformat
 import pytest
+from playwright.sync_api import Dialog
 
 from tests.browser.cells import TRAINS
-from tests.browser.conftest import DARK, LAB, Lab, keep_picture
-from tests.browser.lab import end_kernels, open_notebook, run_all, wait_until_idle, write_notebook
+from tests.browser.conftest import Lab, keep_picture
+from tests.browser.lab import end_kernels, run_all, wait_until_idle, write_notebook
 from tests.conftest import eventually
 
+DARK = "JupyterLab Dark"
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 FAILS = """
 def train(rank):
@@ -34,7 +36,7 @@ notebook_launcher(train, num_processes=8)
 def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) -> None:
     for name in ("quickstart.ipynb", "mnist_or_digits.py"):
         shutil.copy(NOTEBOOKS / name, lab.folder)
-    open_notebook(lab.page, lab.url, "quickstart.ipynb")
+    lab.open("quickstart.ipynb")
     run_all(lab.page)
     accuracy = lab.panel.locator(".nbl-card", has_text="accuracy").first
     accuracy.wait_for()
@@ -57,7 +59,7 @@ def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) ->
 def test_the_text_view_shows_each_line_with_its_rank(lab: Lab) -> None:
     prints = "notebook_launcher(lambda rank: print('I am', rank), num_processes=2, view='text')"
     write_notebook(lab.folder / "text.ipynb", "from nblaunch import notebook_launcher", prints)
-    open_notebook(lab.page, lab.url, "text.ipynb")
+    lab.open("text.ipynb")
     run_all(lab.page)
     lab.output("[rank 1] I am 1").wait_for()
     assert lab.page.locator(".nbl-root").count() == 0
@@ -94,34 +96,35 @@ _SCROLLED_AND_HIDDEN = """async () => {
 }"""
 
 
-@pytest.mark.parametrize("kernel", ["python3", "gone"], ids=["another kernel", "no kernel"])
-def test_a_saved_notebook_shows_the_record_also_untrusted(lab: Lab, kernel: str) -> None:
+def test_a_saved_notebook_shows_the_record_also_untrusted(fresh_lab: Lab) -> None:
+    lab = fresh_lab
     lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 60}, num_processes=2)")
     lab.wait_for_state("finished")
     lab.page.keyboard.press("Control+s")
     path = lab.folder / "test.ipynb"
     eventually(lambda: "finished in" in path.read_text())
-    end_kernels(lab.url)
     notebook = nbformat.read(path, as_version=4)
     notebook.cells[0].source += "  # changed elsewhere: this notebook is not trusted"
-    notebook.metadata["kernelspec"]["name"] = kernel
-    if kernel == "gone":
-        notebook.metadata["kernelspec"]["language"] = notebook.metadata["language_info"]["name"] = "gone"
-    nbformat.write(notebook, lab.folder / "saved.ipynb")
-    lab.page.goto(f"{lab.url}doc/workspaces/nblaunch-saved-{kernel}/tree/saved.ipynb?reset")
-    record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in")
-    record.wait_for()
-    if kernel == "gone":  # not by name, nor another one of its language: JupyterLab asks, and starts none
-        lab.page.locator(".jp-Dialog", has_text="Select Kernel").wait_for()
-    else:
-        wait_until_idle(lab.page)
-        keep_picture(lab.page, "record.png")
-    assert record.is_visible()
-    assert lab.page.get_by_text("Error displaying widget").count() == 0
-    assert lab.page.locator(".nbl-root").count() == 0
-    chart = record.locator("img").first
-    assert chart.evaluate("image => image.complete && image.naturalWidth > 0")
-    assert "accuracy" in (chart.get_attribute("alt") or "")
+    for kernel in ("python3", "gone"):  # another kernel, no kernel
+        end_kernels(lab.url)
+        notebook.metadata["kernelspec"]["name"] = kernel
+        if kernel == "gone":
+            notebook.metadata["kernelspec"]["language"] = notebook.metadata["language_info"]["name"] = "gone"
+        nbformat.write(notebook, lab.folder / f"saved-{kernel}.ipynb")
+        lab.page.goto(f"{lab.url}doc/workspaces/nblaunch-saved-{kernel}/tree/saved-{kernel}.ipynb?reset")
+        record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in")
+        record.wait_for()
+        if kernel == "gone":  # not by name, nor another one of its language: JupyterLab asks, and starts none
+            lab.page.locator(".jp-Dialog", has_text="Select Kernel").wait_for()
+        else:
+            wait_until_idle(lab.page)
+            keep_picture(lab.page, "record.png")
+        assert record.is_visible()
+        assert lab.page.get_by_text("Error displaying widget").count() == 0
+        assert lab.page.locator(".nbl-root").count() == 0
+        chart = record.locator("img").first
+        assert chart.evaluate("image => image.complete && image.naturalWidth > 0")
+        assert "accuracy" in (chart.get_attribute("alt") or "")
 
 
 def test_the_panel_stays_alive_in_the_place_of_the_record(lab: Lab) -> None:
@@ -152,11 +155,19 @@ def train(rank):
 train.__name__ = train.__qualname__ = evil
 notebook_launcher(train, num_processes=2)
 """
-    lab.page.on("dialog", lambda dialog: pytest.fail(dialog.message))
+    dialogs: list[str] = []
+
+    def opens(dialog: Dialog) -> None:
+        dialogs.append(dialog.message)
+        dialog.dismiss()
+
+    lab.page.on("dialog", opens)
     lab.run(hostile)
     lab.wait_for_state("failed")
     lab.log_says("<img src=x onerror")
     assert lab.page.evaluate("() => window.hacked === undefined")
+    lab.page.remove_listener("dialog", opens)
+    assert dialogs == []
     assert lab.panel.locator("img, script, [onerror]").count() == 0
     assert lab.panel.locator(".nbl-failure", has_text="<script>window.hacked").count() == 1
     lab.page.keyboard.press("Control+s")
@@ -168,14 +179,22 @@ notebook_launcher(train, num_processes=2)
     assert "<script" not in html
 
 
-@pytest.mark.parametrize(
-    ("name", "server", "size"),
-    [("light", LAB, (1200, 1000)), ("narrow", LAB, (520, 1000)), ("dark", DARK, (1200, 1000))],
-    indirect=["server"],
-)
-def test_the_rank_that_failed_first_is_on_top_among_eight_noisy_ones(lab: Lab, name: str) -> None:
+@pytest.mark.parametrize("size", [(520, 1000)])
+def test_the_rank_that_failed_first_is_on_top_among_eight_noisy_ones(lab: Lab) -> None:
     lab.run(FAILS)
     lab.wait_for_state("failed")
+    _failure_is_on_top(lab)
+    keep_picture(lab.page, "panel-failed-narrow.png")
+    lab.page.set_viewport_size({"width": 1200, "height": 1000})
+    lab.page.wait_for_function("() => document.querySelector('.nbl-root').clientWidth > 520")
+    _failure_is_on_top(lab)
+    keep_picture(lab.page, "failed.png")
+    with lab.theme(DARK):
+        _failure_is_on_top(lab)
+        keep_picture(lab.page, "panel-failed-dark.png")
+
+
+def _failure_is_on_top(lab: Lab) -> None:
     failure = lab.panel.locator(".nbl-failure")
     box, panel = failure.bounding_box(), lab.panel.bounding_box()
     assert box
@@ -190,21 +209,27 @@ def test_the_rank_that_failed_first_is_on_top_among_eight_noisy_ones(lab: Lab, n
         "() => { const p = document.querySelector('.nbl-root'); return p.scrollWidth <= p.clientWidth }"
     )
     lab.panel.scroll_into_view_if_needed()
-    keep_picture(lab.page, "failed.png" if name == "light" else f"panel-failed-{name}.png")
 
 
-@pytest.mark.parametrize(("name", "server"), [("light", LAB), ("dark", DARK)], indirect=["server"])
 @pytest.mark.parametrize("size", [(1200, 1300)])
-def test_eight_ranks_that_go_well_show_their_progress_and_metrics(lab: Lab, name: str) -> None:
-    lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 200}, num_processes=8)")
-    lab.log_says("step 60")
-    assert lab.panel.get_by_role("progressbar").count() == 8
-    cards = lab.panel.locator(".nbl-card .nbl-metric-name").all_inner_texts()
-    assert cards == ["accuracy", "loss"]
-    lab.panel.scroll_into_view_if_needed()
-    keep_picture(lab.page, f"panel-running-{name}.png")
+def test_eight_ranks_that_go_well_show_their_progress_and_metrics(lab: Lab) -> None:
+    with lab.theme(DARK):
+        lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 400}, num_processes=8)")
+        lab.log_says("step 60")
+        _progress_and_metrics_are_shown(lab)
+        keep_picture(lab.page, "panel-running-dark.png")
+    _progress_and_metrics_are_shown(lab)
+    keep_picture(lab.page, "panel-running-light.png")
     lab.wait_for_state("finished")
-    keep_picture(lab.page, f"panel-finished-{name}.png")
+    keep_picture(lab.page, "panel-finished-light.png")
+    with lab.theme(DARK):
+        keep_picture(lab.page, "panel-finished-dark.png")
+
+
+def _progress_and_metrics_are_shown(lab: Lab) -> None:
+    assert lab.panel.get_by_role("progressbar").count() == 8
+    assert lab.panel.locator(".nbl-card .nbl-metric-name").all_inner_texts() == ["accuracy", "loss"]
+    lab.panel.scroll_into_view_if_needed()
 
 
 def test_everything_is_reached_by_the_keyboard_and_has_a_name(lab: Lab) -> None:

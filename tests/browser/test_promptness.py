@@ -16,7 +16,8 @@ pytestmark = pytest.mark.alone  # no other test takes a part of these seconds
 @pytest.mark.parametrize(
     "server", [LAB, NO_SUBSHELLS, NOTEBOOK], ids=["lab", "without subshells", "notebook"], indirect=True
 )
-def test_after_a_reload_the_panel_is_back_whole_while_its_cell_still_blocks(lab: Lab) -> None:
+def test_after_a_reload_the_panel_is_back_whole_while_its_cell_still_blocks(fresh_lab: Lab) -> None:
+    lab = fresh_lab
     trains = f"from nblaunch.errors import LaunchStoppedError\n{TRAINS}"
     waits = "try:\n    notebook_launcher(train, num_processes=2)\nexcept LaunchStoppedError:\n    order = ['stopped']"
     lab.run(trains + waits, *(f"order.append({number})" for number in range(3)), "order")
