@@ -91,6 +91,7 @@ def _nothing_left(request: pytest.FixtureRequest, _marked: None, _own_logs: None
     """Assert that a test leaves no process, descriptor, shared memory or temporary file."""
     with contextlib.nullcontext() if _is_unit(request) else _leaving_nothing():
         yield
+    sent_data_cache.free()  # or what a test sends depends on those before it
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -64,7 +64,11 @@ def running_lab(folder: Path, app: str = "jupyterlab", settings: Mapping[str, An
         yield _address(server, config / "runtime", log)
     finally:
         server.send_signal(signal.SIGTERM)
-        server.wait(30)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:  # seen: it waits for a worker thread of its own that never ends
+            server.kill()
+            server.wait()
 
 
 def _settings(folder: Path, chosen: Mapping[str, Any]) -> Path:

@@ -79,6 +79,7 @@ def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
     sampler.sample({0: pid, 1: NO_PID})
     os.killpg(pid, signal.SIGKILL)
     eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # not reaped yet
+    eventually(lambda: sampler.sample({0: pid})[0].memory == 0)  # its child ends apart
 
     ended, never = sampler.sample({0: pid, 1: NO_PID})
 
