@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_long(path: Path) -> bool:
-    """Return True for a file of several minutes: those of the browser, which mostly wait, and the notebooks."""
+    """Return True for a file of several minutes: those of the browser, and the notebooks."""
     return "browser" in path.parts or path.name.startswith("test_notebooks")
 
 
@@ -91,7 +91,7 @@ def _nothing_left(request: pytest.FixtureRequest, _marked: None, _own_logs: None
     """Assert that a test leaves no process, descriptor, shared memory or temporary file."""
     with contextlib.nullcontext() if _is_unit(request) else _leaving_nothing():
         yield
-    sent_data_cache.free()  # or what a test sends depends on those before it
+        sent_data_cache.free()  # it is no leak, and what a test sends must not depend on those before it
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,7 +109,6 @@ def _is_unit(request: pytest.FixtureRequest) -> bool:
 def _leaving_nothing() -> Iterator[None]:
     before = _Belongings.now()
     yield
-    sent_data_cache.free()
     eventually(lambda: not before.more_than_then(), _LEFT_WITHIN, before.more_than_then)
 
 

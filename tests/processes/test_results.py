@@ -321,11 +321,28 @@ def _settings_restored() -> Iterator[None]:
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
-def test_ranks_draw_what_the_notebook_would_draw_next_and_leave_it_where_it_was(launch: Launcher) -> None:
+def draw_some() -> None:
+    """Seed every generator, and draw: its state is then not that right after a seed."""
     torch.manual_seed(11)
     np.random.seed(12)
     random.seed(13)
-    torch.rand(5), np.random.rand(), random.random()  # not right after a seed
+    torch.rand(5), np.random.rand(), random.random()
+
+
+def change_torch_settings() -> dict[str, Any]:
+    """Change each of `torch_settings`, and return them."""
+    usual = torch_settings()
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, True
+    changed = torch_settings()
+    assert all(changed[name] != usual[name] for name in usual)
+    return changed
+
+
+def test_ranks_draw_what_the_notebook_would_draw_next_and_leave_it_where_it_was(launch: Launcher) -> None:
+    draw_some()
     from_ranks = list(launch(draws))
     here = draws()
     assert from_ranks == [here, here]
@@ -342,12 +359,7 @@ def test_ranks_draw_on_when_the_notebook_has_drawn(launch: Launcher) -> None:
 def test_ranks_start_from_the_notebooks_dtype_precision_and_determinism(launch: Launcher) -> None:
     usual = torch_settings()
     assert list(launch(torch_settings)) == [usual, usual]
-    torch.set_default_dtype(torch.float64)
-    torch.set_float32_matmul_precision("medium")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, True
-    changed = torch_settings()
-    assert all(changed[name] != usual[name] for name in usual)
+    changed = change_torch_settings()
     assert list(launch(torch_settings)) == [changed, changed]
 
 
@@ -368,17 +380,8 @@ def as_begun() -> tuple[tuple[float, float, list[float]], dict[str, Any], str, s
 @pytest.mark.usefixtures("_settings_restored")
 def test_spawned_ranks_start_from_the_notebooks_settings(launch: Launcher) -> None:
     """In one launch what the fork server's ranks are asked one by one: importing torch is most of a spawned rank."""
-    usual = torch_settings()
-    torch.set_default_dtype(torch.float64)
-    torch.set_float32_matmul_precision("medium")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, True
-    changed = torch_settings()
-    assert all(changed[name] != usual[name] for name in usual)
-    torch.manual_seed(11)
-    np.random.seed(12)
-    random.seed(13)
-    torch.rand(5), np.random.rand(), random.random()  # not right after a seed
+    changed = change_torch_settings()
+    draw_some()
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.simplefilter("error", FutureWarning)
