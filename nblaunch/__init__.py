@@ -13,19 +13,32 @@ if TYPE_CHECKING:
     from nblaunch.launch.api import notebook_launcher
     from nblaunch.launch.handle import Launch
     from nblaunch.launch.result import LaunchResult
+    from nblaunch.launch.session import Session, session
     from nblaunch.ranks.report import progress, report
     from nblaunch.training.accelerator import Accelerator
 
 __version__ = "0.1.0"
-__all__ = ["Accelerator", "Launch", "LaunchResult", "__version__", "notebook_launcher", "progress", "report"]
+__all__ = [
+    "Accelerator",
+    "Launch",
+    "LaunchResult",
+    "Session",
+    "__version__",
+    "notebook_launcher",
+    "progress",
+    "report",
+    "session",
+]
 
 _ROOMS = {
     "Accelerator": "nblaunch.training.accelerator",
     "Launch": "nblaunch.launch.handle",
     "LaunchResult": "nblaunch.launch.result",
+    "Session": "nblaunch.launch.session",
     "notebook_launcher": "nblaunch.launch.api",
     "progress": "nblaunch.ranks.report",
     "report": "nblaunch.ranks.report",
+    "session": "nblaunch.launch.session",
 }
 
 
@@ -35,7 +48,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
     from importlib import import_module
 
-    if name == "notebook_launcher":
+    if name in ("notebook_launcher", "session"):
         _set_up_notebook()
     return globals().setdefault(name, getattr(import_module(_ROOMS[name]), name))
 
@@ -46,6 +59,10 @@ def __dir__() -> list[str]:
 
 def _set_up_notebook() -> None:
     """Inside IPython, show launches in the notebook, even without ``%load_ext nblaunch``."""
+    from nblaunch.ranks import report
+
+    if report.current() is not None:
+        return  # a rank's shell is no notebook
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -41,6 +42,9 @@ def fork_kernel(payload: Payload) -> Reaper:
     Import before the fork: another thread may hold an import lock, which the child would never see released.
     """
     from nblaunch.ranks import reaper, worker
+
+    if "IPython" in sys.modules:
+        importlib.import_module("nblaunch.ranks.rank_shell")
 
     here, there = channel_pair()
     kernel = os.getpid()

@@ -14,7 +14,7 @@ import signal
 import socket
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,8 @@ from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, m
 from nblaunch.wire.drops import Dropped, Table
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
+    EndGroup,
+    Free,
     Interrupt,
     NotStarted,
     RankExited,
@@ -57,13 +59,11 @@ class LocalWorker:
         self.rank = rank
         self.channel = channel
         self.stacks = StackFile(rank_file(log_dir, rank, "stacks"), self.signal)
-        self.is_started = False
-        self.has_exited = False
-        self.is_shut = False
-        """No more messages go to the rank."""
+        self.is_started = self.has_exited = self.is_shut = False
         self.owes = False
         """The rank was sent descriptors that it has not taken yet."""
-        self._log_dir, self._group = log_dir, group
+        self.log_dir = log_dir  # where the present task writes
+        self._group, self._dropped_before = group, Dropped()
 
     @property
     def is_open(self) -> bool:
@@ -71,11 +71,22 @@ class LocalWorker:
         return not self.channel.closed
 
     def interrupt(self, task: int) -> None:
-        """Send SIGINT, announced if the rank can have a later task."""
+        """Send SIGINT, announced if the rank can have a later task. A kept rank sends it to itself."""
         if not self.is_shut:
             with contextlib.suppress(OSError):  # already exited; RankExited will report it
                 self.channel.send(Interrupt(task))
+            if self._group.is_kept:
+                return
         self.signal(signal.SIGINT)
+
+    def free(self, task: int) -> None:
+        """Ask the rank's reader thread."""
+        with contextlib.suppress(OSError):  # already exited; RankExited will report it
+            self.channel.send(Free(task))
+
+    def turn_to(self, log_dir: str) -> None:
+        """Follow another task's files and counters."""
+        self.log_dir, self._dropped_before = Path(log_dir), self._dropped()
 
     def shut(self) -> None:
         """Send no more messages: the rank reads EOF."""
@@ -89,10 +100,14 @@ class LocalWorker:
 
     def log(self, stream: Stream) -> GrowingFile:
         """Open the file that the rank writes."""
-        return GrowingFile(rank_file(self._log_dir, self.rank, stream))
+        return GrowingFile(rank_file(self.log_dir, self.rank, stream))
 
     def dropped(self) -> Dropped:
         """Read the rank's counters."""
+        now, before = self._dropped(), self._dropped_before
+        return Dropped(now.output - before.output, now.reports - before.reports, now.reason)
+
+    def _dropped(self) -> Dropped:
         return self._group.drops.read(self.rank) if self._group.drops is not None else Dropped()
 
 
@@ -107,6 +122,7 @@ class LocalWorkers:
 
     def __init__(self, order: Order, reaper: Reaper, wakeup: Wakeup) -> None:
         self.has_begun = False
+        self.is_kept = order.is_kept
         self.drops: Table | None = None
         self._order, self._reaper, self._wakeup = order, reaper, wakeup
         self._control = reaper.channel
@@ -144,10 +160,28 @@ class LocalWorkers:
             raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
         return self._workers
 
-    def _start(self, rank: int, env: Mapping[str, str]) -> None:
+    def restart(self, rank: int, environment: Mapping[str, str]) -> LocalWorker:
+        """Ask the reaper for another process in the place of one that has exited."""
+        old = self._workers[rank]
+        self._unwatch(old.channel)
+        old.channel.close()
+        with contextlib.suppress(OSError):  # it never answered
+            rank_file(self._order.log_dir, rank, "stacks").unlink()  # the new process replaces it once it can answer
+        try:
+            return self._start(rank, environment)
+        except OSError as error:
+            raise StartError(f"rank {rank} could not be started: {error}{remedy(error)}") from error
+
+    def listen_to(self, wakeup: Wakeup) -> None:
+        """Watch another wakeup in place of the present one."""
+        self._unwatch(self._wakeup)
+        self._wakeup = wakeup
+        self._watch(wakeup, wakeup.clear)
+
+    def _start(self, rank: int, env: Mapping[str, str]) -> LocalWorker:
         channel, there = channel_pair()
         worker = LocalWorker(rank, channel, Path(self._order.log_dir), self)
-        self._workers.append(worker)
+        self._workers[rank:] = [worker, *self._workers[rank + 1 :]]
         spec = self._spec(rank, env)
         with there:
             self.tell_reaper(StartRank(spec), [there.fileno()])
@@ -155,6 +189,7 @@ class LocalWorkers:
             with contextlib.suppress(ConnectionError):  # already exited; RankExited will report it
                 channel.send(StartRank(spec))
         self._watch(channel, partial(self._read_rank, worker))
+        return worker
 
     def _spec(self, rank: int, env: Mapping[str, str]) -> RankSpec:
         order, process = self._order, self._order.process
@@ -174,6 +209,7 @@ class LocalWorkers:
             cpus=process.cpus,
             log_dir=order.log_dir,
             scratch=self._scratch,
+            is_kept=order.is_kept,
         )
 
     def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
@@ -181,6 +217,10 @@ class LocalWorkers:
         self._fds_each, self._is_last = len(parcel), last
         is_careful = len(parcel) * len(tasks) > MAX_FDS_IN_FLIGHT
         for worker, task in zip(self._workers, tasks, strict=True):
+            if worker.has_exited:
+                continue
+            if task.log_dir:
+                worker.turn_to(task.log_dir)
             worker.channel.post(replace(task, acknowledge=is_careful), parcel)
             self._taskless.append(worker)
         self._is_careful = is_careful
@@ -205,12 +245,19 @@ class LocalWorkers:
         owing = [each for each in self._workers if each.owes and not each.has_exited and each.is_open]
         return worker.is_started and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
 
+    def let_go(self, ranks: Collection[int]) -> None:
+        """Let these ranks exit."""
+        for rank in ranks:
+            self._workers[rank].shut()
+
     def dismiss(self) -> None:
         """Let the ranks exit."""
         self._is_last = True
         for worker in self._workers:
             if worker not in self._taskless:
                 worker.shut()
+        if self.is_kept:
+            self.tell_reaper(EndGroup())
 
     def tell_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to the reaper. Read its messages first: it reads nothing while its own buffer is full."""
@@ -261,6 +308,8 @@ class LocalWorkers:
                 self._reaper_pidfd = fds[0]
                 self._watch(fds[0], self._reaper_ended)
         elif isinstance(message, NotStarted):
+            if message.rank >= 0:
+                self._workers[message.rank].has_exited = True
             self._events.append(message)
         elif isinstance(message, RankStarted):
             self._workers[message.rank].is_started = True

@@ -6,7 +6,7 @@ on any machine. A group is used from one thread; `Workers.wait` returns its even
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -104,6 +104,9 @@ class Worker(Protocol):
     def interrupt(self, task: int) -> None:
         """Send SIGINT; no effect on a later task."""
 
+    def free(self, task: int) -> None:
+        """Make a call of a kept rank that waits for a peer raise, by cutting the connections of its process groups."""
+
     def signal(self, signum: int, group: bool = False) -> None:
         """Send a signal to the rank, or to its process group."""
 
@@ -140,6 +143,8 @@ class Order:
     log_dir: str
     payload: Payload | None = None
     """For an engine whose ranks share the notebook's memory."""
+    is_kept: bool = False
+    """Whether the ranks stay for many tasks, and can be restarted one by one."""
 
 
 class Workers(Protocol):
@@ -156,10 +161,20 @@ class Workers(Protocol):
             StartError: The system refuses.
         """
 
+    def restart(self, rank: int, environment: Mapping[str, str]) -> Worker:
+        """Start a kept rank again that has exited.
+
+        Raises:
+            StartError: The system refuses.
+        """
+
+    def listen_to(self, wakeup: Wakeup) -> None:
+        """Let another wakeup end `wait`."""
+
     def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
         """Send each rank its task and the payload's descriptors, as fast as descriptors can travel.
 
-        The descriptors must stay open until every rank is `Running`.
+        The descriptors must stay open until every rank is `Running`. Ranks that have exited get nothing.
 
         Args:
             tasks: One for each rank.
@@ -167,8 +182,11 @@ class Workers(Protocol):
             last: Let the ranks exit afterwards.
         """
 
+    def let_go(self, ranks: Collection[int]) -> None:
+        """Let these kept ranks exit after their present tasks."""
+
     def dismiss(self) -> None:
-        """Let the ranks exit after their present tasks."""
+        """Let the ranks exit after their present tasks, and end the group with the last of them."""
 
     def wait(self, seconds: float) -> Iterable[Event]:
         """Wait for events, at most `seconds` or until the wakeup; return them."""

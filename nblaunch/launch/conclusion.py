@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError, NblaunchError, ResultError, text_of
+from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError, ResultError, text_of
 from nblaunch.launch import failures
 from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.session_turn import Turn
 from nblaunch.launch.supervisor import Attempt
 from nblaunch.launch.task import Task
 from nblaunch.transfer.parcel import unpack
@@ -37,7 +38,7 @@ def load_results(
     return values, error
 
 
-def stop_error(name: str, attempt: Attempt, seconds: float) -> NblaunchError:
+def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchError:
     """Return the error of a launch that the user or its timeout stopped.
 
     Args:
@@ -46,6 +47,14 @@ def stop_error(name: str, attempt: Attempt, seconds: float) -> NblaunchError:
         seconds: How long the launch has run.
     """
     job, task = attempt.job, attempt.task
+    if task.abandoned is not None:
+        waiting, returned = task.abandoned
+        return CollectiveError(
+            f"rank {waiting} waited in a collective for rank {returned}, which had finished {name}. Every rank must "
+            f"call each collective. The variables are kept, the process group is new. Logs: {attempt.files.directory}",
+            waiting,
+            attempt.files.err(waiting),
+        )
     if task.ladder is not None and task.ladder.reason == "timeout":
         return LaunchTimeoutError(
             f"{name} took longer than timeout={job.plan.timeout:g} s and was stopped."

@@ -34,6 +34,7 @@ class WorkerGroup:
     Args:
         workers: The group's processes.
         note: Shows a message to the user.
+        is_kept: Whether ranks can be started again after their exit, so that the group lives without any.
 
     Attributes:
         members: The ranks, once started.
@@ -42,8 +43,8 @@ class WorkerGroup:
         stuck: Pids that survived SIGKILL.
     """
 
-    def __init__(self, workers: Workers, note: Callable[[str], None]) -> None:
-        self.workers, self._note = workers, note
+    def __init__(self, workers: Workers, note: Callable[[str], None], is_kept: bool = False) -> None:
+        self.workers, self._note, self._is_kept = workers, note, is_kept
         self.members: list[Member] = []
         self.refusal = ""
         self.is_lost = False
@@ -75,6 +76,22 @@ class WorkerGroup:
         """
         self.members = [Member(worker.rank, worker) for worker in self.workers.start(environment)]
 
+    def restart(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Start a kept rank again that has exited.
+
+        Raises:
+            StartError: The system refuses.
+        """
+        self.refusal = ""
+        self._killed.discard(rank)
+        self._exited_at = self._killed_at = None
+        self.members[rank] = Member(rank, self.workers.restart(rank, environment))
+
+    def end(self) -> None:
+        """Let kept ranks exit; the group is over once they have."""
+        self._is_kept = False
+        self.workers.dismiss()
+
     def wait(self, seconds: float) -> Iterator[Event]:
         """Wait for events, at most `seconds`; update the group with each and yield it."""
         yield from map(self._noted, self.workers.wait(seconds))
@@ -91,6 +108,8 @@ class WorkerGroup:
             self.members[event.rank].exited = event
         elif isinstance(event, NotStarted):
             which = f"rank {event.rank}" if event.rank >= 0 else "no rank"
+            if self._is_kept and event.rank >= 0:
+                self.members[event.rank].exited = RankExited(event.rank, 1, time.monotonic_ns())
             self.refusal = self.refusal or f"{which} could {'not ' * (event.rank >= 0)}be started: {event.reason}"
         elif isinstance(event, Swept):
             self._is_swept, self.stuck = True, event.stuck
@@ -108,15 +127,21 @@ class WorkerGroup:
         """Send SIGINT to a rank; no effect on a later task."""
         self.members[rank].worker.interrupt(task)
 
+    def free(self, rank: int, task: int) -> None:
+        """Free a kept rank from a collective; no effect on a later task."""
+        self.members[rank].worker.free(task)
+
     def _check(self, now: float) -> None:
         """Give up on a reaper that hangs: after the last exit, after SIGKILL, or at the start."""
         live = self.live
-        if self.members and not live:
+        if self.members and not live and not self._is_kept:
             self._exited_at = self._exited_at or now
             if now - self._exited_at > timeouts.GROUP_SWEEP_TIMEOUT_S:
                 self.is_lost = True
         if live and self._killed.issuperset(live):
             self._killed_at = self._killed_at or now
+        if self._is_kept and not live:
+            self._killed_at = None
         if self._killed_at is not None and now - self._killed_at > timeouts.GROUP_DEAF_TIMEOUT_S:
             self.workers.abandon()
             self.is_lost = True

@@ -10,11 +10,12 @@ import os
 import secrets
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 from nblaunch.engines.local import engine
 from nblaunch.engines.server_client import remedy
-from nblaunch.errors import LaunchStoppedError, StartError, warn
+from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.conclusion import (
@@ -31,7 +32,9 @@ from nblaunch.launch.output.pruning import prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.result import LaunchResult, Metrics, named
+from nblaunch.launch.session_turn import Place, Turn
 from nblaunch.launch.supervisor import Attempt, Job
+from nblaunch.launch.turn_queue import BusyError
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import ShieldedView, View
 from nblaunch.launch.views.events import Begun, Ended, LaunchInfo, Note, Outcome, Started, State
@@ -58,11 +61,15 @@ class Launch:
         id: Names the launch in ``%distributed status`` and in its ranks' ``TORCHELASTIC_RUN_ID``.
     """
 
-    def __init__(self, plan: Plan, payload: Payload, shipment: Shipment, view: View) -> None:
+    def __init__(
+        self, plan: Plan, payload: Payload, shipment: Shipment, view: View, place: Place | None = None
+    ) -> None:
         self.name = name_of(payload.function)
         self.world_size = plan.world_size
         self.id = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(3)}"
         self._plan, self._shipment, self._view = plan, shipment, ShieldedView(view)
+        self._place = place
+        """The session whose ranks it uses; None: it starts its own."""
         self._commands = Commands()
         self._finished = threading.Event()
         self._begin = time.monotonic()
@@ -94,17 +101,17 @@ class Launch:
         Raises:
             StartError: This process cannot have another thread.
         """
-        self._view.on(Begun(self, blocking))
-        _live[self.id] = self
         try:
+            self._view.on(Begun(self, blocking))
+            _live[self.id] = self
             self._thread.start()
         except RuntimeError as error:
-            _live.pop(self.id)
-            self._commands.close()
-            self._close_parcel()
+            self._release()
             raise StartError(f"{self.name} could not be started: {error} (ulimit -u)") from error
         except BaseException:  # the user's interrupt: the caller gets no handle
             self._abandon()
+            if self._thread.ident is None:
+                self._release()
             raise
 
     @property
@@ -204,10 +211,15 @@ class Launch:
     def _wait_out(self) -> bool:
         """Wait for the end. Return True if the user interrupted the launch."""
         interrupts = 0
+        to_kill = 2 if self._place is None else 3  # the variables of a session are lost with its ranks
         while not self._finished.is_set():
             try:
                 if interrupts:
-                    self._commands.ask(kill=interrupts > 1)
+                    self._commands.ask(kill=interrupts >= to_kill)
+                if self._place is not None and interrupts == 2:
+                    self._view.on(
+                        Note("interrupt once more to kill the ranks that do not respond, with their variables")
+                    )
                 self.wait()
             except KeyboardInterrupt:
                 interrupts += 1
@@ -217,21 +229,30 @@ class Launch:
     def _supervise(self) -> None:
         try:
             self._run()
-        except StartError as error:
+        except (StartError, RankError) as error:
             self._error = error
             self._view.on(Ended(self._outcome("failed", error)))
+        except BusyError:
+            self._error = LaunchStoppedError(f"{self.name} was stopped before its turn in the session")
+            self._view.on(Ended(self._outcome("stopped", self._error)))
         except BaseException as error:  # noqa: BLE001  # `result` raises it
             _log.exception("the supervisor of launch %s failed", self.id)
             self._error = error
             self._view.on(Ended(self._outcome("failed", error)))
         finally:
-            _live.pop(self.id, None)
-            self._commands.close()
             del self._job  # the payload: the notebook may keep this handle for long
-            self._close_parcel()
-            self._finished.set()
+            self._release()
             engine.prepare_next()
             prune()  # last: no caller waits for it
+
+    def _release(self) -> None:
+        _live.pop(self.id, None)
+        self._commands.close()
+        self._close_parcel()
+        if self._place is not None:
+            self._place.ranks.queue.discard(self._place.ticket)
+            self._place = replace(self._place, names={})
+        self._finished.set()
 
     def _run(self) -> None:
         for number in range(self._plan.max_restarts + 1):
@@ -285,8 +306,11 @@ class Launch:
         finally:
             files.close()
 
-    def _run_ranks(self, number: int, files: LaunchFiles) -> tuple[Attempt, Verdict]:
+    def _run_ranks(self, number: int, files: LaunchFiles) -> tuple[Attempt | Turn, Verdict]:
         """Run the ranks to their end; once more if their fork server died before it could start them."""
+        if self._place is not None:
+            turn = Turn(self._job, self._place, files, self._view, self._commands)
+            return turn, turn.run()
         for _ in range(2):
             attempt = Attempt(self._job, number, files, self._view, self._commands)
             verdict = attempt.run(engine)
@@ -298,7 +322,8 @@ class Launch:
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan = self._plan
         where = files.directory
-        return LaunchInfo(self.id, self.name, plan.world_size, plan.device, plan.method, where, number, plan.env, files)
+        name = self.name if self._place is None else f"{self.name}, session {self._place.session}"
+        return LaunchInfo(self.id, name, plan.world_size, plan.device, plan.method, where, number, plan.env, files)
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin
@@ -308,10 +333,10 @@ class Launch:
         return Outcome(state, seconds, summary(error), failure)
 
     # -------------------------------------------------------------- results
-    def _conclude(self, verdict: Verdict, attempt: Attempt, files: LaunchFiles) -> BaseException | None:
+    def _conclude(self, verdict: Verdict, attempt: Attempt | Turn, files: LaunchFiles) -> BaseException | None:
         """Keep the result, or return the error that explains why there is none."""
         self._returned, error = load_results(attempt.results, files)
-        ends = [rank.end for rank in attempt.task.ranks]
+        ends = [rank.end for rank in attempt.task.present]
         account = failures.Account(self.name, ends, files, self._shipment.sources)
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
@@ -321,7 +346,7 @@ class Launch:
             metrics = Metrics(attempt.output.reports, sum(rank.dropped.reports for rank in written))
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
             seconds = time.monotonic() - self._begin
-            values = list(self._returned.values())
+            values = [self._returned.get(rank) for rank in range(self.world_size)]  # a session may lack a rank
             self._result = LaunchResult(self.name, values, metrics, logs, seconds, self._shipment.sent)
             self._note_changes(attempt)
         elif verdict.cause is not None:
@@ -333,7 +358,7 @@ class Launch:
             attach_results(self._returned, error)
         return error
 
-    def _note_changes(self, attempt: Attempt) -> None:
+    def _note_changes(self, attempt: Attempt | Turn) -> None:
         changed = {name for rank in attempt.task.ranks if rank.done is not None for name in rank.done.changed}
         for name in sorted(changed - _noted):
             _noted.add(name)

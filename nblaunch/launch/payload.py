@@ -49,7 +49,7 @@ def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
     namespace = _namespace()
     needed = _for_class_bodies([(name_of(function), function), *by_name.items()], namespace)
-    return Payload(function, args, kwargs, _anchor(namespace, sorted(needed)), _settings(), watched)
+    return Payload(function, args, kwargs, _anchor(namespace, sorted(needed)), settings(), watched)
 
 
 def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
@@ -57,7 +57,7 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
     namespace = _namespace()
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
     needed = _for_class_bodies([(name, namespace[name]) for name in names], namespace)
-    return Payload(cell, (), {}, _anchor(namespace, sorted(needed.union(names))), _settings(), watched)
+    return Payload(cell, (), {}, _anchor(namespace, sorted(needed.union(names))), settings(), watched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def ship(payload: Payload) -> Shipment:
         sources.update(sources_in(payload))
 
     def note(files: set[str]) -> dict[str, Source]:
-        sources.update(_sources_of(files))
+        sources.update(sources_of(files))
         return sources
 
     def build(found: pickling.Found) -> Payload:
@@ -90,7 +90,7 @@ def ship(payload: Payload) -> Shipment:
         )
 
     try:
-        parcel = pack(build, _Reusing(), parts_of(payload))
+        parcel = pack(build, Reusing(), parts_of(payload))
     except ArgumentError:
         raise
     except NoRoomError as error:
@@ -106,7 +106,7 @@ def ship(payload: Payload) -> Shipment:
     return Shipment(parcel, sources, Sent.of(parcel))
 
 
-class _Reusing:
+class Reusing:
     """Places data for the ranks. Mapped files and data that an earlier launch sent are not copied again."""
 
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
@@ -128,10 +128,10 @@ def sources_in(payload: Payload) -> dict[str, Source]:
     if isinstance(function, Cell):
         return {function.filename: Source(function.source, function.label)}
     code = getattr(function, "__code__", None)
-    return {} if code is None else _sources_of({code.co_filename})
+    return {} if code is None else sources_of({code.co_filename})
 
 
-def _sources_of(files: set[str]) -> dict[str, Source]:
+def sources_of(files: set[str]) -> dict[str, Source]:
     """Return the sources of cells by the file names in their code objects."""
     found = {}
     for filename in files:
@@ -254,7 +254,8 @@ def _is_watched(value: Any) -> bool:
     return type(value) in (list, dict, set) or (torch is not None and isinstance(value, torch.nn.Module))
 
 
-def _settings() -> Settings:
+def settings() -> Settings:
+    """Return the random states and defaults of this process."""
     numpy_random = sys.modules.get("numpy.random")
     torch = sys.modules.get("torch")
     return Settings(

@@ -90,6 +90,17 @@ class Plan:
     preload: tuple[str, ...] = ()
     """Modules to import ahead of later launches."""
 
+    def check_kept(self) -> None:
+        """Check that ranks can stay for many tasks.
+
+        Raises:
+            ArgumentError: They would be forks of the kernel, which have its memory as it was then.
+        """
+        if self.method == "fork":
+            raise ArgumentError(
+                "start_method='fork': a session's ranks are not forks of the notebook; use 'forkserver' or 'spawn'"
+            )
+
     def device_of(self, rank: int) -> str:
         """Return the device of a rank, such as ``"cuda:0"``."""
         return f"cuda:{rank % self.gpus}" if self.device == "cuda" else "cpu"

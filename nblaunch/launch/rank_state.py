@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from nblaunch.launch.group import Member
 from nblaunch.launch.verdict import RankEnd
 from nblaunch.launch.views.events import RankState
-from nblaunch.wire.messages import Done, Failed
+from nblaunch.wire.messages import Bound, Done, Failed
 
 
 @dataclass(slots=True)
@@ -29,6 +29,10 @@ class Rank:
     """The descriptors of its result's parcel."""
     shown: RankState | None = None
     """The state that the view has."""
+    is_absent: bool = False
+    """It had exited before the task began: a kept rank that was not restarted."""
+    names: tuple[Bound, ...] | None = None
+    """What a kept rank has bound; None: it has not said yet."""
 
     @property
     def rank(self) -> int:
@@ -43,12 +47,13 @@ class Rank:
     @property
     def has_failed(self) -> bool:
         """Return True if it raised, could not send its result, or exited before it returned."""
-        return self.failed is not None or (self.member.exited is not None and self.done is None)
+        has_died = self.member.exited is not None and not self.is_absent
+        return self.failed is not None or (has_died and self.done is None)
 
     @property
     def is_over(self) -> bool:
         """Return True if it has returned, failed or exited."""
-        return self.done is not None or self.has_failed
+        return self.done is not None or self.has_failed or self.is_absent
 
     def state(self, stopped: Collection[int]) -> RankState:
         """Return the state to show; `stopped` are the ranks that were interrupted or killed."""
@@ -56,7 +61,7 @@ class Rank:
         if self.failed is not None:
             return "ended" if self.failed.collective or was_stopped else "failed"
         if self.member.exited is not None:
-            if not self.has_failed:
+            if not self.has_failed and not self.is_absent:
                 return "returned"
             return "ended" if was_stopped else "failed"
         if was_stopped:

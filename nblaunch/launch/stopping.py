@@ -103,3 +103,49 @@ class Ladder:
             return "stopping"
         how_often = "again" if self.reason == "user" else "twice"
         return f"stopping: {left:.0f} s left for checkpoints; interrupt {how_often} to kill now"
+
+
+@dataclass(slots=True)
+class KeptLadder(Ladder):
+    """The stop of one task on ranks that stay: they are interrupted, then freed from collectives, never killed early.
+
+    A rank is killed when its grace period is over, or when the user insists with a third interrupt.
+    """
+
+    freed: dict[int, float] = field(default_factory=dict)
+    """When each rank was last freed."""
+
+    def due(self, now: float, live: Iterable[int], running: Collection[int], leaving: Collection[int]) -> list[Due]:
+        """Return the signals that are due; see `Ladder.due`. `live` are the ranks that have not finished the task."""
+        signals = []
+        for rank in live:
+            if rank in self.killed:
+                continue
+            if self.at_once or now >= self.begun + self.grace:
+                self.killed.add(rank)
+                signals.append(Due(rank, signal.SIGKILL, group=True))
+            elif rank not in self.interrupted:
+                self.interrupted.add(rank)
+                signals.append(Due(rank, signal.SIGINT, group=False))
+        return signals
+
+    def to_free(self, now: float, live: Iterable[int]) -> list[int]:
+        """Return the ranks to free from what they wait for."""
+        delay = timeouts.FREE_AFTER_FAILURE_S if self.reason == "failure" else timeouts.FREE_DELAY_S
+        waiting = [rank for rank in live if rank in self.interrupted - self.killed and now >= self.begun + delay]
+        found = [rank for rank in waiting if now >= self.freed.get(rank, 0.0) + timeouts.FREE_INTERVAL_S]
+        self.freed.update(dict.fromkeys(found, now))
+        return found
+
+    def silent(self, now: float, live: Iterable[int]) -> list[int]:
+        """Return none: a rank that waits in a collective is freed, not killed."""
+        return []
+
+    def countdown(self, now: float) -> str:
+        """Return what to show meanwhile."""
+        left = max(0.0, self.begun + self.grace - now)
+        if self.at_once:
+            return "stopping"
+        return (
+            f"stopping: {left:.0f} s left; interrupt {'twice more' if self.reason == 'user' else 'three times'} to kill"
+        )

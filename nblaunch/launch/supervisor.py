@@ -111,7 +111,7 @@ class Attempt:
         opened.callback(self.task.close)
         self.task.send(lambda rank: plan.world(rank, port), job.parcel, last=True)
         workers = [member.worker for member in self.group.members]
-        self.output = OutputFollower(workers, plan.metric_patterns, self.view, self.commands)
+        self.output = OutputFollower(workers, self.files.directory, plan.metric_patterns, self.view, self.commands)
         opened.callback(self.output.close)
 
     def _follow(self) -> None:

@@ -7,15 +7,17 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from nblaunch.engines.protocol import Event, LostDescriptors, Received
 from nblaunch.launch import failures
+from nblaunch.launch.abandoned import AbandonedRanks
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import Stacks
-from nblaunch.launch.stopping import Ladder, Reason
+from nblaunch.launch.stopping import KeptLadder, Ladder, Reason
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Countdown, Note, RanksChanged, RankStatus
@@ -26,6 +28,7 @@ from nblaunch.wire.messages import (
     Failed,
     Interrupted,
     Leaving,
+    Names,
     NotStarted,
     RankExited,
     Running,
@@ -48,6 +51,7 @@ class Task:
         sources: The cells that define its functions.
         stop_grace: Seconds that an interrupted rank has for ``finally`` and checkpoints.
         deadline: When to stop the task, by the monotonic clock.
+        is_kept: Whether the ranks stay after the task: they are freed from collectives, and not killed.
 
     Attributes:
         ranks: The state of each rank.
@@ -65,13 +69,22 @@ class Task:
         sources: Mapping[str, Source],
         stop_grace: float,
         deadline: float = math.inf,
+        is_kept: bool = False,
     ) -> None:
         self.number, self.group, self.view, self.commands = number, group, view, commands
         self.sources, self.stop_grace, self.deadline = sources, stop_grace, deadline
-        self.ranks = [Rank(member) for member in group.members]
+        self.ranks = [Rank(member, is_absent=member.exited is not None) for member in group.members]
+        self.present = [rank for rank in self.ranks if not rank.is_absent]
+        """The ranks that take part: a kept rank may have exited before."""
+        self._is_kept = is_kept
+        self.is_question = False
+        """It asks kept ranks for their names: it needs no process group, and frees no rank."""
         self.phase: Phase = "running"
         self.ladder: Ladder | None = None
         self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
+        self.abandoned: tuple[int, int] | None = None
+        """A rank that waited in a collective, and one that had returned, if that has ended the task."""
+        self._abandoned = AbandonedRanks(lambda rank: group.members[rank].worker.stacks)
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
         self._failed_at: float | None = None
@@ -83,16 +96,22 @@ class Task:
         self._has_noted_threads = False
         self._is_last = False
 
-    def send(self, world: Callable[[int], World], parcel: Sequence[int], *, last: bool = False) -> None:
+    def send(
+        self, world: Callable[[int], World], parcel: Sequence[int], *, last: bool = False, log_dir: str = ""
+    ) -> None:
         """Send the task to every rank.
 
         Args:
             world: Returns the rendezvous of a rank.
             parcel: The payload's descriptors, which stay open until every rank runs.
             last: Let the ranks exit after this task. Default: False.
+            log_dir: Where kept ranks write from now on. Default: where they did before.
         """
         self._is_last = last
-        tasks = [messages.Task(self.number, world(rank.rank)) for rank in self.ranks]
+        tasks = [
+            messages.Task(self.number, world(rank.rank), log_dir=log_dir, joins=not self.is_question)
+            for rank in self.ranks
+        ]
         self.group.workers.send_tasks(tasks, parcel, last=last)
 
     # -------------------------------------------------------------- events
@@ -122,6 +141,8 @@ class Task:
             self._note_failure(rank)
         elif isinstance(message, Leaving):
             rank.is_leaving = True
+        elif isinstance(message, Names):
+            rank.names = message.names
 
     def _lose_result(self, rank: Rank, event: LostDescriptors) -> None:
         if not isinstance(event.message, Done):
@@ -153,12 +174,12 @@ class Task:
     def step(self) -> None:
         """Do what is due: start or continue stopping the ranks, and show their states."""
         now = time.monotonic()
-        if self._returned_at is None and all(rank.done is not None for rank in self.ranks):
+        if self._returned_at is None and all(rank.done is not None for rank in self.present):
             self._returned_at = self._threads_ended_at = now
             self.phase = "stopping" if self.ladder is not None else "returned"
         reason = self._reason_to_stop(now) if self.ladder is None else None
         if reason is not None:
-            self._stop(Ladder(reason, now, self.stop_grace))
+            self._stop((KeptLadder if self._is_kept else Ladder)(reason, now, self.stop_grace))
         live = self.group.live
         if not self._is_last:  # ranks that are done wait for the next task
             live = [rank for rank in live if not self.ranks[rank].is_over]
@@ -166,7 +187,7 @@ class Task:
             self._climb(self.ladder, now, live)
         if self._failed_at is not None and now >= self._failed_at + timeouts.FAILURE_NOTE_DELAY_S:
             self._note_failure_once(live)
-        if self._returned_at is not None and live:
+        if self._returned_at is not None and live and self._is_last:
             self._await_exits(now, live, self._returned_at)
         self._show_states()
 
@@ -175,9 +196,18 @@ class Task:
             return "user"
         if now >= self.deadline and self.stacks.located(now):
             return "timeout"
-        if now >= self._stop_at:
+        if now >= self._stop_at or self._is_abandoned(now):
             return "failure"
         return None
+
+    def _is_abandoned(self, now: float) -> bool:
+        """Return True if kept ranks wait in a collective for ranks that have returned."""
+        waiting = [rank.rank for rank in self.present if not rank.is_over]
+        returned = [rank.rank for rank in self.present if rank.done is not None]
+        if not self._is_kept or not waiting or not returned or not self._abandoned.found(waiting, now):
+            return False
+        self.abandoned = waiting[0], returned[0]
+        return True
 
     def _stop(self, ladder: Ladder) -> None:
         self.ladder, self.phase = ladder, "stopping"
@@ -189,6 +219,9 @@ class Task:
         leaving = [rank.rank for rank in self.ranks if rank.is_leaving or rank.failed is not None]
         ladder.answered.update(rank.rank for rank in self.ranks if rank.interrupted)
         ladder.waiting.update(self.stacks.in_collectives(ladder.silent(now, live)))
+        if isinstance(ladder, KeptLadder) and not self.is_question:
+            for number in ladder.to_free(now, live):
+                self.group.free(number, self.number)
         for due in ladder.due(now, live, running, leaving):
             if due.signum == signal.SIGINT:
                 self.group.interrupt(due.rank, self.number)
@@ -250,7 +283,8 @@ class Task:
 
     def verdict(self) -> Verdict:
         """Return the verdict so far."""
-        return judge([rank.end for rank in self.ranks], self.ladder, self.group.is_lost)
+        verdict = judge([rank.end for rank in self.present], self.ladder, self.group.is_lost)
+        return replace(verdict, crashed=()) if self._is_kept else verdict  # a kept rank does not exit
 
     def take_results(self) -> dict[int, list[int]]:
         """Return the parcels of the ranks that have returned; the caller closes their descriptors."""

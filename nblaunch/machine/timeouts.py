@@ -90,6 +90,22 @@ COLLECTIVE_ACK_TIMEOUT_S = 0.3
 """The same after a failure for a rank blocked in a collective: without its peer it never returns from C."""
 COLLECTIVE_CHECK_DELAY_S = 0.2
 """Without an acknowledgement after a failure before a rank is asked whether it waits in a collective."""
+ABANDONED_S = 5.0
+"""For kept ranks to wait in the same collectives, after others have left the task, before they are freed."""
+ABANDONED_CHECK_INTERVAL_S = 1.0
+"""Between two looks at where they wait."""
+FREE_DELAY_S = 0.5
+"""After its interrupt before a kept rank that does not respond is freed from a collective."""
+FREE_AFTER_FAILURE_S = 0.1
+"""The same after the failure of another rank: its peers cannot meet it any more."""
+FREE_INTERVAL_S = 1.0
+"""Before a kept rank that still does not respond is freed again: a later collective may wait too."""
+KEPT_EXIT_TIMEOUT_S = 5.0
+"""For the ranks of a stopped session to exit before they are killed."""
+QUESTION_TIMEOUT_S = 0.3
+"""For idle kept ranks to answer a completion or an inspection."""
+SESSION_POLL_S = 0.5
+"""Between two looks whether a session has been idle for too long."""
 STACKS_TIMEOUT_S = 2.0
 """For a rank to answer with its stacks."""
 TIMEOUT_STACKS_S = 1.0

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import inspect
+import io
 import itertools
 import linecache
 import re
 import symtable
+import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from IPython.core.error import UsageError
-
+from nblaunch.notebook.auto_cells import paused
 from nblaunch.wire.messages import Cell
 
 _PROVIDED = {
@@ -31,31 +31,44 @@ _PROVIDED = {
 """Names that each rank defines itself."""
 
 
-def make_cell(shell: Any, body: str, ranks: tuple[int, ...] | None) -> Cell:
+def make_cell(
+    shell: Any, body: str, ranks: tuple[int, ...] | None, value_rank: int | None = None, keeps_value: bool = False
+) -> Cell:
     """Return the cell for the ranks: notebook syntax translated, lines counted from the magic line.
+
+    Args:
+        shell: The notebook's shell.
+        body: The cell without the magic's line.
+        ranks: The ranks that run it; None: all.
+        value_rank: Ranks display the value of the last expression, except this one (-1: all do). Default: none do.
 
     Raises:
         SyntaxError: As for any cell.
-        UsageError: The cell awaits at the top level.
     """
     count = len(shell.history_manager.input_hist_raw) - 1  # execution_count may already be the next cell's
     filename, label = f"<distributed cell {count}>", f"Cell In[{count}]"
     leading = sum(1 for _ in itertools.takewhile(str.isspace, body.splitlines(keepends=True)))  # IPython drops them
-    source = "\n" * (1 + leading) + shell.transform_cell(body)
+    with paused():
+        source = "\n" * (1 + leading) + shell.transform_cell(body)
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # for a SyntaxError
-    code = compile(source, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    if code.co_flags & inspect.CO_COROUTINE:
-        raise UsageError(
-            "`await` at the top level of a %%distributed cell: ranks have no event loop; use asyncio.run(...)"
-        )
-    return Cell(source, filename, label, ranks)
+    compile(source, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if value_rank is None or _ends_with_semicolon(source):
+        return Cell(source, filename, label, ranks, keeps_value=keeps_value)
+    return Cell(source, filename, label, ranks, True, value_rank, keeps_value)
+
+
+def _ends_with_semicolon(source: str) -> bool:
+    """Return True if the last token is a semicolon: as in any cell, it keeps the value back."""
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.string for token in tokens if token.type not in blank][-1:] == [";"]
 
 
 def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
     """Return the notebook's names that the cell reads, without those that it assigns first."""
     used: set[str] = set()
     bound: set[str] = set()
-    for statement in ast.parse(cell.source).body:
+    for statement in map(_Synchronous().visit, ast.parse(cell.source).body):
         table = symtable.symtable(ast.unparse(statement), cell.filename, "exec")
         reads = {*_global_names(table, reads=True), *_in_notebook_syntax(statement)}
         reads |= _changed(statement).intersection(_global_names(table, reads=False))
@@ -65,6 +78,32 @@ def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
                 symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
             }
     return sorted(name for name in used if name in namespace and name not in _PROVIDED and not name.startswith("__"))
+
+
+class _Synchronous(ast.NodeTransformer):
+    """Removes ``await`` and ``async`` outside functions: symtable refuses them there."""
+
+    def visit_Await(self, node: ast.Await) -> ast.AST:  # ast's name for it
+        return self.visit(node.value)  # type: ignore[no-any-return]  # an expression stays one
+
+    def visit_AsyncFor(self, node: ast.AsyncFor) -> ast.AST:
+        return self.generic_visit(ast.copy_location(ast.For(**dict(ast.iter_fields(node))), node))
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> ast.AST:
+        return self.generic_visit(ast.copy_location(ast.With(**dict(ast.iter_fields(node))), node))
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        node.is_async = 0
+        return self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node
 
 
 _BINDS = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -9,8 +9,10 @@ from typing import Any
 from nblaunch.engines.generations import servers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
+from nblaunch.launch.session import stop_all
+from nblaunch.notebook import auto_cells
 from nblaunch.notebook.completion import complete_distributed
-from nblaunch.notebook.magics import DistributedMagics
+from nblaunch.notebook.magics import DistributedMagics, RankMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
 from nblaunch.transfer.sent_data import sent_data_cache
 
@@ -31,7 +33,7 @@ def register_frontend(shell: Any) -> NotebookFrontend:
 def load(shell: Any) -> None:
     """Register the magic and its completion, and start the fork server in the background."""
     register_frontend(shell)
-    shell.register_magics(DistributedMagics)
+    shell.register_magics(DistributedMagics, RankMagics)
     matchers = _matchers(shell)
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
@@ -51,8 +53,10 @@ def unload(shell: Any) -> None:
     if isinstance(current, NotebookFrontend):
         shell.events.unregister(_HOOK, current.after_cell)
         frontend.register(None)
-    for kind in ("line", "cell"):
-        shell.magics_manager.magics[kind].pop("distributed", None)
+    auto_cells.set_auto(shell, False)
+    stop_all()
+    for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "rank"), ("cell", "local")):
+        shell.magics_manager.magics[kind].pop(name, None)
     matchers = _matchers(shell)
     if complete_distributed in matchers:
         matchers.remove(complete_distributed)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
-from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand, output_can_be_silenced
+from IPython.core.magic import (
+    Magics,
+    cell_magic,
+    line_cell_magic,
+    magics_class,
+    no_var_expand,
+    output_can_be_silenced,
+)
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
@@ -18,13 +25,16 @@ from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.handle import Launch, live_launches
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.session import live_sessions
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
+from nblaunch.notebook import session_magics
+from nblaunch.notebook.auto_cells import paused
 from nblaunch.notebook.cells import make_cell, names_used
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.wire.messages import Payload
+from nblaunch.wire.messages import Cell, Payload
 
-ACTIONS = ("free", "preload", "stacks", "status", "stop")
+ACTIONS = ("auto", "free", "preload", "session", "stacks", "status", "stop", "who")
 _OPTIONS = {"metric_patterns": "metric"}
 """Arguments of the launcher whose option has another name."""
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
@@ -35,6 +45,35 @@ _NO_FRAME = 1 << 20
 
 
 @magics_class
+class RankMagics(Magics):
+    """``%%rank`` and ``%%local``, for sessions."""
+
+    @cell_magic
+    @no_var_expand
+    @output_can_be_silenced
+    def rank(self, line: str, cell: str) -> None:
+        """Run the cell on some ranks of the session: ``%%rank 0`` or ``%%rank 0,2``."""
+        __tracebackhide__ = True  # IPython omits this frame
+        session = session_magics.chosen_session(None)
+        if session is None:
+            raise UsageError("%%rank: no session: start one with %distributed session -n 2")
+        ranks = _ranks(line.strip() or None)
+        if ranks is None:
+            raise UsageError("%%rank: which rank? Write %%rank 0, or %%rank 0,2")
+        assert self.shell is not None
+        made = make_cell(self.shell, cell, ranks, -1, keeps_value=True)
+        session_magics.run_cell(session, made, self.shell.user_ns, "auto", False, {})
+
+    @cell_magic
+    @no_var_expand
+    def local(self, line: str, cell: str) -> None:
+        """Run the cell in the notebook, also after ``%distributed auto on``."""
+        assert self.shell is not None
+        with paused():
+            self.shell.run_cell(cell).raise_error()
+
+
+@magics_class
 class DistributedMagics(Magics):
     """Parses the magics' lines, and delegates to the launcher."""
 
@@ -42,11 +81,18 @@ class DistributedMagics(Magics):
     @argument(
         "action",
         nargs="?",
-        help="without a cell: status (live launches, the fork server), stacks (of all ranks), stop (all launches), "
-        "free (data of earlier launches, cached for the next ones) or preload (import the modules that follow ahead "
-        "of later launches)",
+        help="without a cell: status (live launches, sessions, the fork server), stacks (of all ranks), stop (all "
+        "launches), free (data of earlier launches, cached for the next ones), preload (import the modules that follow "
+        "ahead of later launches), session (start ranks that stay; then status, restart, regroup or stop), who (the "
+        "names that a session's ranks have) or auto on (every cell runs in the session; %%%%local does not)",
     )
-    @argument("modules", nargs="*", help="of preload: names of modules, as in torchvision.transforms")
+    @argument("words", nargs="*", help="of preload: names of modules; of session: what to do; of auto: on or off")
+    @argument("--session", metavar="NAME", help="run in this session; default: the one used last, if there is one")
+    @argument("--fresh", action="store_true", help="start ranks for this cell, though there is a session")
+    @argument("--name", help="of session: its name; default main")
+    @argument("--idle-timeout", type=float, help="of session: stop it after so many seconds without a cell")
+    @argument("--rank", type=int, action="append", help="of session restart: this rank; may be given several times")
+    @argument("--keep", action="store_true", help="of session restart: new ranks get the variables of the old")
     @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU, without GPUs 2")
     @argument(
         "-o",
@@ -104,7 +150,7 @@ class DistributedMagics(Magics):
 
         The names rank, world_size, local_rank and device are defined in each rank, and the default process group
         is ready. Names that the cell assigns stay in the ranks: return values with the cell's last expression.
-        Rank 0's value is displayed; -o binds every rank's.
+        Every rank's value is displayed; -o binds them instead, and displays rank 0's.
 
             %%distributed -n 2 -o sums
             import torch.distributed as dist
@@ -113,12 +159,13 @@ class DistributedMagics(Magics):
             t.item()
 
         Without a cell: %distributed status, %distributed stacks, %distributed stop, %distributed free,
-        %distributed preload NAME ...
+        %distributed preload NAME ..., %distributed session -n 2, %distributed who, %distributed auto on
         """
         arguments = dict(vars(self.distributed.parser.parse_args(_words(line, self._expand))))
-        action, modules = arguments.pop("action"), arguments.pop("modules")
+        action, words = arguments.pop("action"), arguments.pop("words")
+        given = {name: value for name, value in arguments.items() if value not in (None, False)}
         if cell is None:
-            return _act(action, modules, [name for name, value in arguments.items() if value not in (None, False)])
+            return self._act(action, words, given)
         if action is not None:
             raise UsageError(
                 f"%%distributed {action}: a cell takes options, such as -n 2; without a cell: %distributed {action}"
@@ -128,13 +175,26 @@ class DistributedMagics(Magics):
     def _run(self, body: str, arguments: dict[str, Any]) -> Any:
         __tracebackhide__ = True  # IPython omits this frame
         output, background = arguments.pop("output"), arguments.pop("background")
+        name, is_fresh = arguments.pop("session"), arguments.pop("fresh")
+        for option in ("name", "idle_timeout", "rank", "keep"):
+            if arguments.pop(option) not in (None, False):
+                raise UsageError(f"{_option(option)}: only for %distributed session")
         if output is not None and not (output.isidentifier() and not keyword.iskeyword(output)):
             raise UsageError(f"-o {output}: must be a valid Python name")
         ranks = _ranks(arguments.pop("ranks"))
         view = arguments.pop("view") or "auto"
         chosen = {name: value for name, value in arguments.items() if value is not None}
-        launch = self._prepare(body, ranks, view, chosen)
-        result: Any = launch
+        session = None if is_fresh else session_magics.chosen_session(name)
+        if session is not None:
+            cell = make_cell(self.shell, body, ranks, None if output is not None else -1, keeps_value=output is None)
+            result = session_magics.run_cell(session, cell, self._names(), view, background, chosen)
+            if output is not None:
+                self._names()[output] = result
+            return result[ranks[0] if ranks else 0] if output is not None and not background else None
+        shown = -1 if background else ranks[0] if ranks else 0
+        cell = make_cell(self.shell, body, ranks, None if output is not None else shown)
+        launch = self._prepare(cell, view, chosen)
+        result = launch
         if background:
             launch.begin()
         else:
@@ -142,6 +202,33 @@ class DistributedMagics(Magics):
         if output is not None:
             self._names()[output] = result
         return None if background else result[ranks[0] if ranks else 0]
+
+    def _act(self, action: str | None, words: Sequence[str], given: dict[str, Any]) -> None:
+        if action in session_magics.ACTIONS:
+            _show(session_magics.act(self.shell, action, words, given, _as_option))
+            return
+        for name in given:
+            raise UsageError(f"{_option(name)}: options need a cell: write them after %%distributed")
+        if (action == "preload") != bool(words):
+            raise UsageError("%distributed preload NAME ...: names of modules, as in torchvision.transforms")
+        if action == "preload":
+            try:
+                api.preload(words)
+            except ArgumentError as error:
+                raise UsageError(f"%distributed {str(error).replace('=', ' ', 1)}") from None
+        elif action == "stop":
+            _stop_all()
+        elif action == "status":
+            _show_status()
+        elif action == "stacks":
+            _show_stacks()
+        elif action == "free":
+            _show(f"freed {in_words(sent_data_cache.free())}")
+        else:
+            raise UsageError(
+                f"%distributed {action or ''}: write %distributed status, stacks, stop, free, who, session, auto on or "
+                "preload NAME, or put %%distributed on top of a cell"
+            )
 
     def _expand(self, text: str) -> str:
         """Expand ``$name`` and ``{name}`` as IPython does. Not for patterns: they contain ``{2}``."""
@@ -153,11 +240,10 @@ class DistributedMagics(Magics):
         names: dict[str, Any] = self.shell.user_ns
         return names
 
-    def _prepare(self, body: str, ranks: tuple[int, ...] | None, view: str, chosen: dict[str, Any]) -> Launch:
+    def _prepare(self, cell: Cell, view: str, chosen: dict[str, Any]) -> Launch:
         __tracebackhide__ = True  # IPython omits this frame
         api.refuse_nested()
-        cell = make_cell(self.shell, body, ranks)
-        used = names_used(cell, self._names())
+        ranks, used = cell.ranks, names_used(cell, self._names())
 
         def gather(world_size: int) -> Payload:
             if ranks is not None and not set(ranks) <= set(range(world_size)):
@@ -206,34 +292,10 @@ def _option(name: str) -> str:
     return f"--{_OPTIONS.get(name, name).replace('_', '-')}"
 
 
-def _act(action: str | None, modules: Sequence[str], options: Iterable[str]) -> None:
-    for name in options:
-        raise UsageError(f"{_option(name)}: options need a cell: write them after %%distributed")
-    if (action == "preload") != bool(modules):
-        raise UsageError("%distributed preload NAME ...: names of modules, as in torchvision.transforms")
-    if action == "preload":
-        try:
-            api.preload(modules)
-        except ArgumentError as error:
-            raise UsageError(f"%distributed {str(error).replace('=', ' ', 1)}") from None
-    elif action == "stop":
-        _stop_all()
-    elif action == "status":
-        _show_status()
-    elif action == "stacks":
-        _show_stacks()
-    elif action == "free":
-        _show(f"freed {in_words(sent_data_cache.free())}")
-    else:
-        raise UsageError(
-            f"%distributed {action or ''}: write %distributed status, %distributed stacks, %distributed stop, "
-            "%distributed free or %distributed preload NAME, or put %%distributed on top of a cell"
-        )
-
-
 def _show_status() -> None:
     kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
-    lines = [*map(repr, live_launches()), *servers.status(), *([kept] if sent_data_cache.size else [])]
+    sessions = [session.status() for session in live_sessions().values()]
+    lines = [*map(repr, live_launches()), *sessions, *servers.status(), *([kept] if sent_data_cache.size else [])]
     _show("\n".join(lines))
 
 

@@ -68,6 +68,23 @@ class StackEntry(NamedTuple):
     text: str
 
 
+class OutputsEntry(NamedTuple):
+    """The numbers of the outputs that a rank shows, in order, and how many are left out."""
+
+    rank: int
+    numbers: Sequence[int]
+    left_out: int
+
+
+class OutputPart(NamedTuple):
+    """Bytes of one output's JSON, in the message's buffer after those of the logs; total is the size of the whole."""
+
+    number: int
+    offset: int
+    size: int
+    total: int
+
+
 class Span(NamedTuple):
     """Bytes of a log that were printed at one time, in seconds since the launch began."""
 
@@ -110,6 +127,17 @@ class StacksEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputContent:
+    """One output: safe HTML, the source of an image, or text; with the text that stands for it."""
+
+    kind: Literal["html", "image", "text"]
+    body: str
+    text: str
+    width: int | None
+    height: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class LogPart:
     """A part of one log; its bytes are in the message's buffer, those of each part after the previous one's."""
 
@@ -143,6 +171,7 @@ class Changes:
     progress: Sequence[ProgressEntry] | None = None
     metrics: Sequence[PointEntry] | None = None
     resources: Sequence[ResourceEntry] | None = None
+    outputs: Sequence[OutputsEntry] | None = None
     notes: Sequence[NoteEntry] | None = None
     failure: FailureEntry | None = None
     stacks: StacksEntry | None = None
@@ -157,6 +186,7 @@ class Delta:
     now: float
     changes: Changes | None = None
     logs: Sequence[LogPart] | None = None
+    outputs: Sequence[OutputPart] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,7 +260,7 @@ class OlderRequest:
 FromPage = Request | Resync | OlderRequest
 
 
-def to_content(message: ToPage | PanelInfo) -> dict[str, Any]:
+def to_content(message: ToPage | PanelInfo | OutputContent) -> dict[str, Any]:
     """Return a message as plain values. Leave out fields that are optional and None."""
     return _plain(message)  # type: ignore[no-any-return]  # a dataclass becomes a dict
 

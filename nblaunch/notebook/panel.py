@@ -23,6 +23,7 @@ from nblaunch.launch.views.events import (
     Begun,
     Controls,
     Countdown,
+    Displays,
     Ended,
     Event,
     LaunchInfo,
@@ -38,7 +39,9 @@ from nblaunch.launch.views.events import (
 from nblaunch.machine import timeouts
 from nblaunch.machine.usage import Sampler
 from nblaunch.notebook.cell_display import CellDisplay
+from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.log_feed import Chunk, LogFeed
+from nblaunch.notebook.output_store import OutputStore
 from nblaunch.notebook.page_messages import (
     Acknowledged,
     Delta,
@@ -53,7 +56,7 @@ from nblaunch.notebook.page_messages import (
     from_content,
     to_content,
 )
-from nblaunch.notebook.panel_state import PanelState, thinned
+from nblaunch.notebook.panel_state import PanelState
 from nblaunch.notebook.record import Record
 from nblaunch.notebook.record_html import as_html
 from nblaunch.notebook.record_text import as_text
@@ -64,8 +67,6 @@ _MAX_BYTES_PER_S = 200 << 10
 _MIN_LOG_BYTES = 2 << 10
 _MAX_SHORT_LOG_BYTES = 1000
 """A short launch with a longer log gets a panel."""
-_RECORD_POINTS = 300
-"""Points of one series in the record's charts."""
 _TAIL_LINES = 20
 _MAX_ENDED_PANELS = 20
 """Ended launches whose panels stay live; older ones keep only their record."""
@@ -84,6 +85,7 @@ class PanelView(View):
     def __init__(self, shell: Any) -> None:
         self._display = CellDisplay(shell)
         self._feed = LogFeed()
+        self._outputs = OutputStore()
         self._lock = threading.RLock()
         """Guards the state and the display. Never held during a wait."""
         self._state = PanelState(0)
@@ -129,6 +131,8 @@ class PanelView(View):
             self._info = info
             self._files.append(info.files)
             self._state.start(info)
+            for entry in self._outputs.clear():
+                self._state.set_outputs(entry)
             self._send_in_background()
 
     def _add_logs(self, pieces: Sequence[LogPiece]) -> None:
@@ -143,6 +147,8 @@ class PanelView(View):
                 self._state.set_ranks(ranks)
             case Reports(rank, records):
                 self._state.add_reports(rank, records)
+            case Displays():
+                self._state.set_outputs(self._outputs.add(event))
             case Note(text):
                 self._state.add_note(self._now(), text)
             case Countdown(text):
@@ -179,30 +185,15 @@ class PanelView(View):
         self._display.show(bundle)
 
     def _record(self) -> Record:
-        state, info = self._state, self._info
-        return Record(
-            name=info.name if info else "the launch",
-            state=state.state.name if self._over.is_set() else "running",
-            seconds=state.state.seconds or self._now(),
-            message=state.state.message,
-            world_size=info.world_size if info else 0,
-            device=info.device if info else "",
-            ended_at=self._ended_at,
-            metrics={
-                name: {rank: thinned(series.points, _RECORD_POINTS) for rank, series in ranks.items()}
-                for name, ranks in state.series.items()
-            },
-            tails=self._feed.tails(_TAIL_LINES) if self._over.is_set() else [],
-            notes=[note.text for note in state.notes],
-            failure=state.failure,
-            log_dir=str(info.log_dir) if info else "",
-            launch_id=info.launch_id if info else "",
-        )
+        if not self._over.is_set():
+            return record_of(self._state, self._info, self._now())
+        tails, outputs = self._feed.tails(_TAIL_LINES), self._outputs.for_record()
+        return record_of(self._state, self._info, self._now(), self._ended_at, tails, outputs)
 
     def _record_suffices(self) -> bool:
         """Return True if the record shows everything that a panel could."""
         is_long = self._feed.waiting > _MAX_SHORT_LOG_BYTES or any(tail.more for tail in self._feed.tails(_TAIL_LINES))
-        return not (self._state.series or is_long)
+        return not (self._state.series or is_long) and self._outputs.fits_record
 
     def _open(self) -> None:
         """Construct the widget, in the panel's thread: the first import of anywidget is slow."""
@@ -272,7 +263,8 @@ class PanelView(View):
     def _has_more(self) -> bool:
         """Return True if the sender must continue; False ends its thread."""
         with self._lock:
-            over = self._over.is_set() and not (self._state.is_changed or self._feed.has_more or self._needs_snapshot)
+            is_sent = not (self._state.is_changed or self._feed.has_more or self._outputs.has_more)
+            over = self._over.is_set() and is_sent and not self._needs_snapshot
             if self._widget is None or over:
                 self._sender = None
                 return False
@@ -294,6 +286,7 @@ class PanelView(View):
             widget, is_over = self._widget, self._over.is_set()
             snapshot = None
             if self._needs_snapshot:
+                self._outputs.rewind()
                 snapshot = Snapshot(now=self._now(), changes=self._state.snapshot(), rewound=self._needs_rewind)
                 if self._needs_rewind:
                     self._feed.rewind()  # under the lock: no message in between may carry the same lines
@@ -306,14 +299,17 @@ class PanelView(View):
             return
         delta = Delta(now=self._now(), changes=changes)
         size = len(json.dumps(to_content(delta)))
-        chunks = self._feed.take(max(_MIN_LOG_BYTES, int(self._credit) - size), is_over=is_over)
+        room = max(_MIN_LOG_BYTES, int(self._credit) - size)
+        outputs, output_bytes = self._outputs.take(room // 2 if self._feed.waiting else room)
+        chunks = self._feed.take(max(_MIN_LOG_BYTES, room - len(output_bytes)), is_over=is_over)
         needs_heartbeat = not is_over and time.monotonic() - self._sent_at > timeouts.PANEL_HEARTBEAT_INTERVAL_S
-        if changes or chunks or needs_heartbeat:
+        if changes or chunks or outputs or needs_heartbeat:
             parts = [
                 LogPart(chunk.attempt, chunk.rank, chunk.stream, chunk.offset, len(chunk.data), chunk.time)
                 for chunk in chunks
             ]
-            self._send_message(widget, Delta(now=delta.now, changes=changes, logs=parts or None), _joined(chunks))
+            delta = Delta(now=delta.now, changes=changes, logs=parts or None, outputs=outputs or None)
+            self._send_message(widget, delta, _joined(chunks) + output_bytes)
         elif is_over:
             self._fill(widget)
 

@@ -19,6 +19,7 @@ from nblaunch.notebook.page_messages import (
     Changes,
     FailureEntry,
     NoteEntry,
+    OutputsEntry,
     PointEntry,
     ProgressEntry,
     RankEntry,
@@ -28,7 +29,7 @@ from nblaunch.notebook.page_messages import (
     StateEntry,
 )
 
-_Part = Literal["state", "ranks", "progress", "metrics", "resources", "notes", "failure", "stacks"]
+_Part = Literal["state", "ranks", "progress", "metrics", "resources", "outputs", "notes", "failure", "stacks"]
 _MAX_SERIES_POINTS = 2000
 """A longer series is thinned, repeatedly."""
 _MAX_MESSAGE_POINTS = 300
@@ -109,6 +110,8 @@ class PanelState:
         self.progress: dict[int, dict[str, ProgressEntry]] = {}
         self.series: dict[str, dict[int, Series]] = {}
         self.resources: dict[int, ResourceEntry] = {}
+        self.outputs: dict[int, OutputsEntry] = {}
+        """What each rank displays."""
         self.notes: list[NoteEntry] = []
         self.failure: Failure | None = None
         self.stacks: StacksEntry | None = None
@@ -166,6 +169,11 @@ class PanelState:
                 self.resources[usage.rank] = entry
                 self._mark("resources", [usage.rank])
 
+    def set_outputs(self, entry: OutputsEntry) -> None:
+        """Set what a rank displays."""
+        self.outputs[entry.rank] = entry
+        self._mark("outputs", [entry.rank])
+
     def add_note(self, now: float, text: str) -> None:
         """Add a message of nblaunch."""
         self.notes.append(NoteEntry(round(now, 2), text[:_MAX_TEXT_LENGTH]))
@@ -221,6 +229,7 @@ class PanelState:
             progress=self._progress_entries(changed["progress"]) if "progress" in changed else None,
             metrics=self._new_points() if "metrics" in changed else None,
             resources=self._resource_entries(changed["resources"]) if "resources" in changed else None,
+            outputs=[self.outputs[rank] for rank in sorted(changed["outputs"])] if "outputs" in changed else None,
             notes=[self.notes[at] for at in sorted(changed["notes"])[-_MAX_NOTES:]] if "notes" in changed else None,
             failure=_failure_entry(self.failure) if "failure" in changed else None,
             stacks=self.stacks if "stacks" in changed else None,
@@ -235,6 +244,7 @@ class PanelState:
             progress=self._progress_entries(self.progress),
             metrics=self._all_points(),
             resources=self._resource_entries(self.resources),
+            outputs=[self.outputs[rank] for rank in sorted(self.outputs)],
             notes=self.notes[-_MAX_NOTES:],
             failure=_failure_entry(self.failure),
             stacks=self.stacks,

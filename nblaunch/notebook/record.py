@@ -10,6 +10,7 @@ from nblaunch.launch.output.terminal_lines import without_colours
 from nblaunch.launch.views.events import Failure
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH
 from nblaunch.notebook.charts import MEAN_COLOUR, Point, clean
+from nblaunch.notebook.page_messages import OutputContent
 
 FAILED_COLOUR = "#d64a3f"
 _STATES = {
@@ -34,6 +35,16 @@ class RankTail:
 
 
 @dataclass(frozen=True, slots=True)
+class RankOutputs:
+    """What one rank has displayed."""
+
+    rank: int
+    contents: tuple[OutputContent, ...]
+    left_out: int
+    """Outputs that are missing."""
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """A launch as a saved notebook keeps it."""
 
@@ -54,6 +65,8 @@ class Record:
     log_dir: str
     launch_id: str = ""
     """The page's script shows the live panel in place of the record with this id."""
+    outputs: Sequence[RankOutputs] = ()
+    """What ranks have displayed, by rank."""
 
     def heading(self) -> tuple[str, str, list[str]]:
         """Return the mark and colour of the state, and the facts that follow it."""

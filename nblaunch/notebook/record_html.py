@@ -28,6 +28,7 @@ from nblaunch.notebook.charts import (
     summarise,
 )
 from nblaunch.notebook.record import FAILED_COLOUR, RankTail, Record, counted, plain, rank_name
+from nblaunch.notebook.record_outputs import outputs_html
 
 _MAX_CHARTS = 12
 _MAX_METRICS = 24
@@ -49,7 +50,7 @@ _PICTURE = "display:block;max-width:100%;height:auto"
 
 
 def as_html(record: Record) -> str:
-    """Return the record as at most 150 KB of HTML. No text of the launch can become a tag or an attribute."""
+    """Return the record as at most 150 KB of HTML, and what ranks displayed. No text becomes a tag or an attribute."""
     summaries = summarise(record.metrics)
     message = ""
     if record.message.strip():
@@ -58,6 +59,7 @@ def as_html(record: Record) -> str:
         _header(record),
         _failure(record.failure) if record.failure else message,
         *(f'<div style="margin-top:6px">{_text(note, 200)}</div>' for note in record.notes[-_MAX_NOTES:]),
+        outputs_html(record.outputs),
         _metrics(record, summaries),
         _table(summaries),
         _tails(record),

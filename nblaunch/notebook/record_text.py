@@ -10,6 +10,7 @@ from nblaunch.launch.views.text_view import number
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH, terminal_lines
 from nblaunch.notebook.charts import Summary, clean, summarise
 from nblaunch.notebook.record import Record, one_line, plain, rank_name, within
+from nblaunch.notebook.record_outputs import outputs_text
 
 _MAX_TRACEBACK_BYTES = 2000
 _MAX_METRICS_BYTES = 1300
@@ -20,7 +21,7 @@ _MAX_OTHERS = 8
 
 
 def as_text(record: Record) -> str:
-    """Return the record as at most 8 KB of text."""
+    """Return the record as at most 10 KB of text."""
     summaries = summarise(record.metrics)
     _, _, facts = record.heading()
     first = f"{one_line(record.name, 200)}: {one_line(record.state, 40)} {' · '.join(filter(None, facts))}"
@@ -28,6 +29,7 @@ def as_text(record: Record) -> str:
         first,
         _failure_text(record.failure) if record.failure else within(plain(record.message), 500),
         "\n".join(one_line(note, 150) for note in record.notes[-3:]),
+        outputs_text(record.outputs),
         _metrics_text(summaries),
         _tails_text(record),
         f"logs: {one_line(record.log_dir, 300)}" if record.log_dir else "",

@@ -1,6 +1,6 @@
-"""A matplotlib backend for ranks: ``plt.show()`` saves each figure beside the rank's log and prints its path.
+"""A matplotlib backend for ranks: ``plt.show()`` and the end of a cell show figures in the notebook.
 
-Ranks inherit the notebook's ``MPLBACKEND``, and its inline backend needs IPython.
+Ranks inherit the notebook's ``MPLBACKEND``, and its inline backend needs a kernel.
 """
 
 from __future__ import annotations
@@ -11,21 +11,31 @@ from matplotlib import _pylab_helpers
 from matplotlib.backend_bases import FigureManagerBase
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from nblaunch.ranks.notebook_stand_ins import save_figure
+from nblaunch.ranks import rank_display
 
 
 class FigureManager(FigureManagerBase):
-    """Saves figures instead of showing them."""
+    """Shows figures in the notebook instead of in windows."""
 
     @classmethod
     def pyplot_show(cls, *, block: bool | None = None) -> None:
-        """Save all open figures, and close them."""
-        for manager in _pylab_helpers.Gcf.get_all_fig_managers():
-            save_figure(manager.canvas.figure)
-        _pylab_helpers.Gcf.destroy_all()
+        """Show all open figures, and close them."""
+        show_open_figures()
 
 
 class FigureCanvas(FigureCanvasAgg):
     """What matplotlib looks for in a backend's module."""
 
     manager_class: Any = FigureManager
+
+
+def show_open_figures() -> None:
+    """Show the figures of pyplot that are still open, and close them."""
+    managers = _pylab_helpers.Gcf.get_all_fig_managers()
+    try:
+        for manager in managers:
+            png = rank_display.as_png(manager.canvas.figure)
+            if png is not None:
+                rank_display.publish({"image/png": png, "text/plain": repr(manager.canvas.figure)}, {})
+    finally:
+        _pylab_helpers.Gcf.destroy_all()

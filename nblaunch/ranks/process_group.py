@@ -77,7 +77,8 @@ def find_backends() -> None:
 def join(world: World, rank: int, world_size: int) -> None:
     """Make the default group of this rank, which the user's code finds ready.
 
-    A later task keeps the group of the one before, unless its world is of another generation.
+    A later task keeps the group of the one before, unless its world is of another generation. Without a backend there
+    is no group: a rank is missing.
     """
     global _home
     import torch.distributed as dist
@@ -87,6 +88,8 @@ def join(world: World, rank: int, world_size: int) -> None:
             leave()
         _home = _Home(world, rank, world_size)
     elif dist.is_initialized():
+        return
+    if not world.backend:
         return
     dist.init_process_group(world.backend)
     _home.ours = dist.group.WORLD

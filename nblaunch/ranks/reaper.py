@@ -25,6 +25,7 @@ from nblaunch.machine import processes, timeouts
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
+    EndGroup,
     NewReaper,
     NotStarted,
     RankExited,
@@ -86,6 +87,8 @@ class _Reaper:
         self.spares: list[tuple[int, Channel]] = []
         """The pids of spare ranks and the channels to them."""
         self.started, self.expected = 0, 1
+        self.keeps = False
+        """Kept ranks: more may be started, until `EndGroup`."""
         self.scratch = ""
         self.children = processes.ChildWatch()
         self.watched = list(watched)
@@ -142,7 +145,7 @@ class _Reaper:
         """Run the launch: start ranks, forward signals, report exits, sweep."""
         own = processes.pidfd(os.getpid())
         self.send(ReaperStarted(os.getpid()), [] if own is None else [own])
-        while not self.control.closed and (self.ranks or self.started < self.expected):
+        while not self.control.closed and (self.ranks or self.started < self.expected or self.keeps):
             ready = self.select()
             if self.is_orphan(ready):
                 # Report no exits: the death of the watching process is the cause, not the SIGKILL from here.
@@ -172,6 +175,8 @@ class _Reaper:
                 self.start(message.spec, fds[0])
             except Exception as error:  # noqa: BLE001  # E2BIG, ENOMEM, a missing log directory
                 self.send(NotStarted(message.spec.rank, f"{type(error).__name__}: {error}"))
+        elif isinstance(message, EndGroup):
+            self.keeps = False
         elif isinstance(message, SendSignal):
             # On Linux the sweep finds the rest of the group, and leaves resource trackers time to unlink.
             is_for_group = message.group and not processes.LINUX
@@ -183,6 +188,7 @@ class _Reaper:
 
     def start(self, spec: RankSpec, fd: int) -> None:
         self.started, self.expected = self.started + 1, spec.local_world_size
+        self.keeps = self.keeps or (spec.is_kept and self.started <= self.expected)
         self.scratch = spec.scratch
         pid = self.spawn(spec, fd) if spec.method == "spawn" else self.fork(spec, fd)
         os.close(fd)
@@ -252,7 +258,17 @@ class _Reaper:
             if rank is not None:
                 if not processes.LINUX:  # on Linux the sweep finds what the rank has left
                     processes.kill(pid, signal.SIGKILL, group=True)
+                if self.keeps:
+                    self.kill_orphans()
                 self.send(RankExited(rank, returncode, time.monotonic_ns()))
+
+    def kill_orphans(self) -> None:
+        """Kill what an exited rank has left. Kept ranks are subreapers: the orphans here are of no other rank."""
+        own = {*self.ranks, *(pid for pid, _ in self.spares)}
+        for pid in set(processes.children(os.getpid())) - own:
+            for below in (pid, *processes.descendants(pid)):
+                if not processes.is_resource_tracker(below):  # it unlinks shared memory, and exits
+                    processes.kill(below, signal.SIGKILL)
 
     def send(self, message: object, fds: Sequence[int] = ()) -> None:
         with contextlib.suppress(OSError):  # the kernel is dead; `serve` will notice

@@ -65,7 +65,7 @@ def report(step: int | None = None, **metrics: SupportsFloat) -> None:
         return
     values = {name: _number(name, value) for name, value in metrics.items()}
     at = None if step is None else _whole("step", step)
-    _spool(_current, {"time": time.time(), "step": at, "metrics": values})
+    spool({"time": time.time(), "step": at, "metrics": values})
 
 
 class progress(Generic[T]):  # noqa: N801  # called like a function: for batch in progress(loader)
@@ -93,18 +93,18 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
             return
         begin = shown = time.monotonic()
         done = 0
-        self._show(_current, done, 0.0)
+        self._show(done, 0.0)
         for item in self.iterable:
             yield item
             done += 1
             now = time.monotonic()
             if now - shown >= timeouts.PROGRESS_INTERVAL_S:
                 shown = now
-                self._show(_current, done, now - begin)
-        self._show(_current, done, time.monotonic() - begin)
+                self._show(done, now - begin)
+        self._show(done, time.monotonic() - begin)
 
-    def _show(self, context: Context, done: int, seconds: float) -> None:
-        _spool(context, {"progress": self.desc, "done": done, "total": self.total, "seconds": seconds})
+    def _show(self, done: int, seconds: float) -> None:
+        spool({"progress": self.desc, "done": done, "total": self.total, "seconds": seconds})
 
 
 def _length(iterable: Any) -> int | None:
@@ -129,9 +129,12 @@ def _whole(name: str, value: Any) -> int:
         raise TypeError(f"report({name}={value!r:.80}): a step must be a whole number") from error
 
 
-def _spool(context: Context, record: dict[str, Any]) -> None:
-    """Append a record to the spool. A full disk drops records and never fails the training."""
+def spool(record: dict[str, Any]) -> None:
+    """Append a record to this rank's spool. A full disk drops records and never fails the training."""
     global _is_torn
+    context = _current
+    if context is None:
+        return
     line = b"\n" * _is_torn + json.dumps(record).encode() + b"\n"
     reason = 0
     try:
@@ -139,5 +142,5 @@ def _spool(context: Context, record: dict[str, Any]) -> None:
         reason = errno.ENOSPC * _is_torn
     except OSError as error:
         reason = error.errno or errno.EIO
-    if reason and context.drops is not None and "metrics" in record:  # a later progress record replaces a dropped one
+    if reason and context.drops is not None and "progress" not in record:  # a later one replaces it
         context.drops.add("reports", 1, reason)

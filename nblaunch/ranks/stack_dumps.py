@@ -44,6 +44,8 @@ def answer(spec: RankSpec) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # best effort: must never fail the rank
         dumps = processes.open_log(f"{path}.new")
         faulthandler.register(_SIGNAL, file=dumps, all_threads=True, chain=False)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(pipe)  # of a process that this one replaces
         os.mkfifo(pipe, 0o600)
         questions = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # O_RDWR: no EOF when a reader of stacks closes it
         _thread.start_new_thread(_answer_questions, (questions, dumps))  # `threading` must list the user's threads only

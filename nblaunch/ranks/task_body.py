@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import inspect
 import linecache
 import logging
+from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
-from nblaunch.ranks import changed_values
+from nblaunch.ranks import changed_values, notebook_names
+from nblaunch.ranks.namespace import Namespace
 from nblaunch.ranks.report import Context, current
 from nblaunch.transfer import parameters
-from nblaunch.wire.messages import Cell, Payload
+from nblaunch.wire.messages import Cell, Payload, Question
 
 _log = logging.getLogger(__name__)
 
 
-def call(payload: Payload) -> tuple[Any, tuple[str, ...]]:
+def call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[str, ...]]:
     """Run the payload in this rank.
+
+    Args:
+        payload: What to run.
+        home: The names of a kept rank. Default: the rank runs one task.
 
     Returns:
         Its return value, and the names of arguments and globals that it modified but did not return.
@@ -29,11 +38,15 @@ def call(payload: Payload) -> tuple[Any, tuple[str, ...]]:
     except Exception:  # noqa: BLE001  # a user's named_parameters; best effort: must never fail the task
         _log.info("cannot watch the payload's values for modifications", exc_info=True)
     if isinstance(payload.function, Cell):
-        result = _run_cell(payload.function, payload.anchor.__globals__, context)
+        result = _run_cell(payload.function, payload.anchor.__globals__ if home is None else home.names, context)
+    elif isinstance(payload.function, Question):
+        assert home is not None
+        result = home.answer(payload.function)
     else:
         own = _own_values(context)
         filled = {name: own[name] for name in parameters.left_out(payload.function, payload.args, payload.kwargs)}
         result = payload.function(*payload.args, **payload.kwargs, **filled)
+    notebook_names.after_task()
     try:
         return result, changed_values.unreturned(payload.watched, before, result)
     except Exception:  # noqa: BLE001  # a user's module or container
@@ -61,7 +74,32 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     linecache.cache[cell.filename] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.filename)
     tree = ast.parse(cell.source, cell.filename)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, cell.filename, "exec"), namespace)
+    codes = [compile(tree, cell.filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]
     if isinstance(last, ast.Expr):
-        return eval(compile(ast.Expression(last.value), cell.filename, "eval"), namespace)
-    return None
+        expression = ast.Expression(last.value)
+        codes.append(compile(expression, cell.filename, "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    if any(code.co_flags & inspect.CO_COROUTINE for code in codes):
+        value, error = asyncio.run(_await(codes, namespace))
+        if error is not None:
+            raise error  # here, so that the traceback has no frames of asyncio
+    else:
+        for code in codes:
+            value = eval(code, namespace)  # None for code compiled with "exec"
+    if last is None:
+        return None
+    if cell.shows_value and context.rank != cell.value_rank and value is not None:
+        notebook_names.show_value(value)
+    return None if cell.keeps_value else value
+
+
+async def _await(codes: Sequence[CodeType], namespace: dict[str, Any]) -> tuple[Any, Exception | None]:
+    """Run code that awaits at the top level. Return its last value, and its exception."""
+    value = None
+    try:
+        for code in codes:
+            value = eval(code, namespace)
+            if code.co_flags & inspect.CO_COROUTINE:
+                value = await value
+    except Exception as error:  # noqa: BLE001  # the notebook raises whatever user code raised
+        return None, error
+    return value, None

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import functools
 import linecache
 import multiprocessing.process
 import multiprocessing.util
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 from nblaunch.machine import processes
@@ -33,11 +32,13 @@ from nblaunch.ranks import (
     environment,
     error_report,
     main_module,
-    notebook_stand_ins,
+    notebook_names,
     process_group,
     stack_dumps,
     task_body,
 )
+from nblaunch.ranks.kernel_channel import KeptChannel, KernelChannel
+from nblaunch.ranks.namespace import Namespace
 from nblaunch.ranks.report import Context, enter
 from nblaunch.transfer import definitions
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
@@ -46,9 +47,8 @@ from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     Done,
     Failed,
-    Interrupt,
-    Interrupted,
     Leaving,
+    Names,
     Payload,
     RankSpec,
     Running,
@@ -66,6 +66,7 @@ def prepare() -> None:
 
     environment.find_pools()
     process_group.find_backends()
+    notebook_names.prepare()
     forget_finalizers()
 
 
@@ -134,6 +135,8 @@ def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload) -> NoRetu
 
 
 def _from_parcel(fds: list[int]) -> Payload:
+    if not fds:
+        raise OSError(errno.EMFILE, "the task could not be received: this rank has too many open files (ulimit -n)")
     payload: Payload = unpack(fds)
     return payload
 
@@ -143,31 +146,57 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     """Run tasks until EOF; return the exit status of the last."""
     faulthandler.enable(file=2)
     spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
-    voice = _Voice(channel, spec.rank)
+    home = Namespace(spec.rank) if spec.is_kept else None
+    if spec.is_kept:
+        processes.become_subreaper()  # another rank's death must not cost this rank's orphans
+    voice = (KeptChannel if spec.is_kept else KernelChannel)(channel, spec.rank)
     code = 0
     while (received := voice.next_task()) is not None:
         task, fds = received
         if task.acknowledge:
             voice.say(Taken(spec.rank, task.task))
+        if task.log_dir not in ("", spec.log_dir):
+            spec = _turn_to(task.log_dir, spec, spool)
         place = (spec.rank, spec.local_rank, spec.world_size)
         enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops))
-        code = _run(spec, task, functools.partial(load, fds), voice)
+        code = _run(spec, task, functools.partial(load, fds), voice, home)
     _await_threads()
     voice.say(Leaving(spec.rank, voice.task))
     return code
 
 
-def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice) -> int:
+def _turn_to(log_dir: str, spec: RankSpec, spool: int) -> RankSpec:
+    """Write output and reports to another log directory from now on; return the changed spec."""
+    _flush()
+    spec = replace(spec, log_dir=log_dir)
+    with contextlib.suppress(OSError):  # the directory was removed, or user code has closed a descriptor
+        environment.redirect(spec)
+        opened = processes.open_log(str(rank_file(log_dir, spec.rank, "spool")))
+        os.dup2(opened, spool, inheritable=False)  # same number: workers of the user's DataLoaders report to it
+        os.close(opened)
+    return spec
+
+
+def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: KernelChannel, home: Namespace | None) -> int:
     """Join the group, rebuild the payload, run it and send its outcome; return the exit status so far."""
     try:
-        result, changed = _work(spec, task, load, voice)
+        result, changed = _work(spec, task, load, voice, home)
     except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
+        _send_names(spec, task, voice, home)
         return _send_failure(error_report.describe(spec.rank, task.task, error), voice)
     _flush()
-    return _send(result, changed, spec, voice)
+    _send_names(spec, task, voice, home)
+    return _send(result, changed, spec, voice, home)
 
 
-def _work(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice) -> tuple[Any, tuple[str, ...]]:
+def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:
+    if home is not None:
+        voice.say(Names(spec.rank, task.task, home.describe()))
+
+
+def _work(
+    spec: RankSpec, task: Task, load: Callable[[], Payload], voice: KernelChannel, home: Namespace | None
+) -> tuple[Any, tuple[str, ...]]:
     """Run the part of a task in which SIGINT raises KeyboardInterrupt."""
     voice.armed = True
     try:  # no context manager: contextlib sets __traceback__, which an exception may refuse
@@ -175,17 +204,20 @@ def _work(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: _Voice
             raise KeyboardInterrupt
         environment.set_threads(task.world.threads)
         _set_device(task.world.device)
-        process_group.join(task.world, spec.rank, spec.world_size)
+        if task.joins:
+            process_group.join(task.world, spec.rank, spec.world_size)
         payload = load()
-        _set_the_scene(payload)
+        if home is not None:
+            home.take(payload)
+        _set_the_scene(payload, home)
         environment.apply_settings(payload.settings)
         voice.say(Running(spec.rank, task.task))
-        return task_body.call(payload)
+        return task_body.call(payload, home)
     finally:
         voice.armed = False
 
 
-def _send_failure(failed: Failed, voice: _Voice) -> int:
+def _send_failure(failed: Failed, voice: KernelChannel) -> int:
     """Send the failure; return the exit status."""
     if voice.interrupted and failed.kind == "exception":  # the notebook raises the stop: only the log shows this
         with contextlib.suppress(Exception):  # the user may have replaced sys.stderr
@@ -195,10 +227,11 @@ def _send_failure(failed: Failed, voice: _Voice) -> int:
     return failed.status if failed.kind == "exit" else 1
 
 
-def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, voice: _Voice) -> int:
+def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, voice: KernelChannel, home: Namespace | None) -> int:
     ended = time.monotonic_ns()
     try:
-        parcel = pack(lambda found: result, UncachedStore(Path(spec.log_dir), _may_be_replaced()))
+        at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
+        parcel = pack(lambda found: result, UncachedStore(Path(spec.log_dir), _may_be_replaced()), home=at_home)
     except BaseException as error:
         if not isinstance(error, Exception):
             raise
@@ -235,127 +268,13 @@ def _set_device(device: str) -> None:
         torch.cuda.set_device(torch.device(device))
 
 
-def _set_the_scene(payload: Payload) -> None:
+def _set_the_scene(payload: Payload, home: Namespace | None) -> None:
     """Give the rank's ``__main__`` and tracebacks the notebook's names and cell sources."""
     for filename, source in payload.sources.items():
         linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
-    main_module.install(payload.anchor.__globals__, payload.main)
-    notebook_stand_ins.install(payload.anchor.__globals__)
-
-
-# ------------------------------------------------------------------ the kernel's channel, and SIGINT
-class _Voice:
-    """The rank's channel to the kernel, and its SIGINT handler.
-
-    The first SIGINT of a task, and only the first, raises KeyboardInterrupt: editors signal every descendant, then
-    the kernel does, and a second KeyboardInterrupt would cut a ``finally`` in the middle of a checkpoint.
-
-    A SIGINT carries no task, and may arrive late. So the kernel sends `Interrupt` first: a SIGINT that belongs to an
-    earlier task is dropped.
-    """
-
-    def __init__(self, channel: Channel, rank: int) -> None:
-        self.channel = channel
-        self.rank = rank
-        self.owner = os.getpid()
-        self.task = 0
-        """The task that runs, or ran last."""
-        self.armed = False
-        """Whether SIGINT raises KeyboardInterrupt now."""
-        self._tasks: deque[tuple[Task, list[int]]] = deque()
-        """Tasks that arrived while the handler read the channel."""
-        self._asked = 0
-        """The last task that the kernel has announced a SIGINT for."""
-        self._seen = 0
-        """The last task whose SIGINT has arrived."""
-        self._arrived = 0
-        """SIGINTs that are not attributed to a task yet."""
-        self._answered = 0
-        """The last task whose SIGINT was acknowledged."""
-        self._speaking = False
-        self._reading = False
-        signal.signal(signal.SIGINT, self._on_interrupt)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    @property
-    def interrupted(self) -> bool:
-        """Return True if the current task has got its SIGINT."""
-        return 0 < self.task == self._seen
-
-    def next_task(self) -> tuple[Task, list[int]] | None:
-        """Wait for the next task and its descriptors; None at EOF."""
-        self._reading = True  # the handler must not read in the middle of a message
-        try:
-            while not self._tasks:
-                received = self.channel.receive()
-                if received is None:
-                    return None
-                self._sort(*received)
-            task, fds = self._tasks.popleft()
-            if self._arrived:  # between two tasks: the SIGINT was for the one before
-                self._seen = max(self._seen, min(self._asked, task.task - 1))
-            self.task, self._arrived = task.task, 0
-            return task, fds
-        finally:
-            self._reading = False
-
-    def _sort(self, message: object, fds: list[int]) -> None:
-        if isinstance(message, Task):
-            self._tasks.append((message, fds))
-        elif isinstance(message, Interrupt):
-            self._asked = max(self._asked, message.task)
-
-    def say(self, message: object, *fds: int) -> None:
-        """Send a message. An interrupt meanwhile takes effect right after it: a handler cannot send in its middle.
-
-        Blocking the signal would not do: if another thread takes it, Python still runs the handler in this one.
-
-        Raises:
-            KeyboardInterrupt: The rank was interrupted meanwhile.
-        """
-        if os.getpid() != self.owner:
-            return  # a forked child, such as a DataLoader worker, must not speak for its rank
-        self._speaking = True
-        try:
-            with contextlib.suppress(OSError):  # the kernel is gone; the reaper is about to end this process
-                self.channel.send(message, fds)
-        finally:
-            self._speaking = False
-            if self._answered < self._seen == self.task:
-                self._answer()
-
-    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        self._arrived += 1
-        if self._reading:
-            return
-        while self._arrived and self._seen < self.task:
-            self._read_announcements()
-            self._arrived -= 1
-            is_stale = self._seen < self._asked < self.task
-            self._seen = self._asked if is_stale else self.task
-        self._arrived = 0
-        if self._answered < self._seen == self.task and not self._speaking:
-            self._answer()
-
-    def _read_announcements(self) -> None:
-        """Read what the kernel has sent so far. Each `Interrupt` arrives before its SIGINT."""
-        if os.getpid() != self.owner or self.channel.closed:
-            return
-        self._reading = True
-        try:
-            with contextlib.suppress(OSError):  # user code has closed the descriptor
-                self.channel.poll()
-                for message, fds in self.channel.drain():
-                    self._sort(message, fds)
-        finally:
-            self._reading = False
-
-    def _answer(self) -> None:
-        """Acknowledge the interrupt, and let it take effect."""
-        self._answered = self._seen
-        self.say(Interrupted(self.rank, self._seen))
-        if self.armed:
-            raise KeyboardInterrupt
+    names, more = (payload.anchor.__globals__, payload.main) if home is None else (home.names, home.main)
+    main_module.install(names, more)
+    notebook_names.install(names)
 
 
 # ------------------------------------------------------------------ the end

@@ -31,6 +31,18 @@ _unfinished: weakref.WeakSet[Any] = weakref.WeakSet()
 """Definitions that were created here and have no state yet."""
 
 
+_home: dict[str, Any] | None = None
+"""The globals of every function that a kept rank receives from the notebook."""
+_kept: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""Tensors and modules that the notebook has sent to this kept rank, by key."""
+_unset: set[int] = set()
+"""Ids of objects in `_kept` that have no state yet."""
+
+
+class LostReferenceError(LookupError):
+    """An object was sent as a reference to one that this rank no longer has."""
+
+
 def look_up(module: str | None, name: str) -> Any:
     """Return what this process has under a qualified name, or None."""
     found: Any = sys.modules.get(module or "")
@@ -92,6 +104,92 @@ def _has_name(definition: Any) -> bool:
 def _is_plain(function: types.FunctionType) -> bool:
     """Return True if a function consists of code and globals alone."""
     return not (function.__closure__ or function.__defaults__ or function.__kwdefaults__ or vars(function))
+
+
+# ------------------------------------------------------------------ kept ranks
+def set_home(names: dict[str, Any]) -> None:
+    """Give every function that arrives from the notebook these globals: for a kept rank."""
+    global _home
+    _home = names
+
+
+def home() -> dict[str, Any]:
+    """Return the globals of the notebook's functions in this process."""
+    return {} if _home is None else _home
+
+
+def reduce_at_home(definition: Any, reduced: tuple[Any, ...], names: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the reduction of a definition that kept ranks hold, without its globals: the receiver has its own.
+
+    Args:
+        definition: The function or class.
+        reduced: The reduction that `reduce_by_value` returned.
+        names: The sender's namespace.
+    """
+    make, (maker, made_of, *known_by), (set_state, state), items, entries, _ = reduced
+    if isinstance(definition, types.FunctionType) and definition.__globals__ is names:
+        made_of = (made_of[0], _Home(), *made_of[2:])
+        attributes, slots = state
+        state = attributes, {**slots, "__globals__": {}}
+    return make, (maker, made_of, *known_by), (set_state, state), items, entries, set_state_at_home
+
+
+class _Home:
+    """Pickles as the receiver's `home`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return home, ()
+
+
+def set_state_at_home(definition: Any, content: tuple[Callable[[Any, Any], object], Any]) -> None:
+    """Set the state of a definition that the notebook has sent, also if this kept rank has an earlier state of it."""
+    if definition in _unfinished or definition in _received:
+        _unfinished.discard(definition)
+        set_state, state = content
+        set_state(definition, state)
+
+
+def keep(key: str, make: Callable[..., Any], made_of: tuple[Any, ...]) -> Any:
+    """Return the object that was sent under this key before, else create it."""
+    known = _kept.get(key)
+    if known is None:
+        known = _kept[key] = make(*made_of)
+        _unset.add(id(known))
+    return known
+
+
+def kept_things() -> list[tuple[str, Any]]:
+    """Return the objects that were sent under keys and live, by key."""
+    return list(_kept.items())
+
+
+def kept(key: str) -> Any:
+    """Return the object that was sent under this key before.
+
+    Raises:
+        LostReferenceError: It is gone.
+    """
+    try:
+        return _kept[key]
+    except KeyError:
+        raise LostReferenceError(
+            "an object refers to a tensor or module that the notebook sent before, and that this rank has deleted: "
+            "assign both again in the notebook, or send them with push()"
+        ) from None
+
+
+def set_kept_state(thing: Any, state: Any) -> None:
+    """Set the state of an object that `keep` has just created. An earlier one keeps what the rank made of it."""
+    if id(thing) not in _unset:
+        return
+    _unset.discard(id(thing))
+    if hasattr(thing, "__setstate__"):
+        thing.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    vars(thing).update(attributes or {})
+    for name, value in (slots or {}).items():
+        setattr(thing, name, value)
 
 
 def find_or_create(

@@ -77,13 +77,19 @@ def _close(blob: int, held: list[object]) -> None:
 
 
 # ------------------------------------------------------------------ packing
-def pack(build: Callable[[pickling.Found], Any], store: Store, parts: Mapping[str, Any] | None = None) -> Parcel:
+def pack(
+    build: Callable[[pickling.Found], Any],
+    store: Store,
+    parts: Mapping[str, Any] | None = None,
+    home: pickling.Home | None = None,
+) -> Parcel:
     """Pack what `build` returns; it gets the notes that the pickler takes meanwhile.
 
     Args:
         build: See `nblaunch.transfer.pickling.dump`.
         store: Puts large buffers into segments.
         parts: Parts of the object whose sizes to measure, by name. Default: none.
+        home: See `nblaunch.transfer.pickling.Pickler`.
 
     Raises:
         Exception: Pickling failed; `nblaunch.transfer.pickling.explain` gives the reason.
@@ -91,7 +97,7 @@ def pack(build: Callable[[pickling.Found], Any], store: Store, parts: Mapping[st
     """
     outgoing = Outgoing()
     try:
-        pickler = pickling.Pickler(outgoing, outgoing)
+        pickler = pickling.Pickler(outgoing, outgoing, home)
         for name, value in (parts or {}).items():
             pickler.dump(value)  # later occurrences are references to this one
             outgoing.count(name)

@@ -5,6 +5,7 @@ Not for messages between nblaunch's own processes, and not for storage: both end
 
 from __future__ import annotations
 
+import copyreg
 import dis
 import functools
 import importlib
@@ -62,6 +63,22 @@ class BufferTaker(tensors.BufferSink, Protocol):
         """Take a buffer; return True to leave it in the pickle."""
 
 
+class Home(Protocol):
+    """What a pickler must know of kept ranks, which hold the notebook's names already."""
+
+    names: dict[str, Any]
+    """The sender's namespace: functions that have it as their globals are sent without it."""
+
+    def note(self, function: types.FunctionType) -> None:
+        """Note a function that is sent without its globals."""
+
+    def alias_of(self, definition: object) -> str:
+        """Return what stands for a function or class in a digest; empty: its content."""
+
+    def key_of(self, obj: object) -> tuple[str, bool]:
+        """Return an object's key in the receiver, and whether the key alone is sent. Empty: it has none."""
+
+
 class _LateDict:
     """Pickles as a dict whose content is computed when the pickler reaches it."""
 
@@ -78,15 +95,41 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     Args:
         file: Where to write.
         buffers: Takes the memory of large tensors and arrays. Default: it stays in the pickle.
+        home: For kept ranks. Default: definitions are sent with the globals that they use.
     """
 
-    def __init__(self, file: Writable, buffers: BufferTaker | None = None) -> None:
+    def __init__(self, file: Writable, buffers: BufferTaker | None = None, home: Home | None = None) -> None:
         super().__init__(file, protocol=5, buffer_callback=None if buffers is None else buffers.take)
         self.found = Found()
-        self._buffers = buffers
+        self._buffers, self._home = buffers, home
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for each."""
+        if self._home is not None:
+            alias = self._home.alias_of(obj) if isinstance(obj, (type, types.FunctionType)) else ""
+            if alias:
+                return str, (alias,)
+            key, is_alone = self._home.key_of(obj)
+            if is_alone:
+                return definitions.kept, (key,)
+            if key:
+                return self._reduce_kept(obj, key)
+        return self._reduce(obj)
+
+    def _reduce_kept(self, obj: Any, key: str) -> Any:
+        """Reduce an object that the receiver keeps under a key."""
+        reduced = self._reduce(obj)
+        if reduced is NotImplemented:
+            reduced = copyreg.dispatch_table[type(obj)](obj) if type(obj) in copyreg.dispatch_table else None
+            reduced = reduced or obj.__reduce_ex__(5)
+        if isinstance(reduced, str) or any(part is not None for part in reduced[3:]):
+            return reduced
+        make, made_of, *state = reduced
+        if not state or state[0] is None:
+            return definitions.keep, (key, make, made_of)
+        return definitions.keep, (key, make, made_of), state[0], None, None, definitions.set_kept_state
+
+    def _reduce(self, obj: Any) -> Any:
         reduced = tensors.reduce(obj, self._buffers) or _reduce_shell(obj) or _reduce_cached(obj)
         if reduced is not None:
             return reduced
@@ -94,7 +137,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if isinstance(obj, (type, types.FunctionType)):
             self._note(obj)
             if definitions.is_by_value(reduced):
-                return definitions.reduce_by_value(obj, reduced)
+                by_value = definitions.reduce_by_value(obj, reduced)
+                if self._home is None:
+                    return by_value
+                if isinstance(obj, types.FunctionType) and obj.__globals__ is self._home.names:
+                    self._home.note(obj)
+                return definitions.reduce_at_home(obj, by_value, self._home.names)
         return reduced
 
     def _note(self, obj: Any) -> None:
@@ -226,6 +274,11 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         yield "a default value of {}", default
 
 
+def globals_used(function: types.FunctionType) -> frozenset[str]:
+    """Return the global names that a function's code, and the functions and classes inside it, may use."""
+    return _global_names(function.__code__) | names_in_class_bodies(function.__code__)
+
+
 def names_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the globals and enclosing variables that a function itself uses: values by name."""
     used = sorted(_global_names(function.__code__))
@@ -316,7 +369,7 @@ def is_shells(obj: Any) -> bool:
 
 
 def _stand_in(name: str) -> Any:
-    return getattr(importlib.import_module("nblaunch.ranks.notebook_stand_ins"), name)
+    return getattr(importlib.import_module("nblaunch.ranks.notebook_names"), name)
 
 
 def loads(data: bytes | memoryview) -> Any:

@@ -66,6 +66,11 @@ class SentDataCache:
             self._watch_memory()
             return [placed[region] for region in regions]
 
+    def same(self, region: Region) -> Placed | None:
+        """Return the cached copy of a region, if its content is the same."""
+        with self._lock:
+            return self._same(region)
+
     @property
     def size(self) -> int:
         """Bytes in the cache."""

@@ -21,9 +21,9 @@ def rank_file(log_dir: Directory, rank: int, kind: RankFile) -> Path:
     return Path(log_dir, f"rank{rank}.{kind}")
 
 
-def figure_file(log_dir: Directory, rank: int, number: int) -> Path:
-    """Return the path of a rank's figure. Figures count from 1."""
-    return Path(log_dir, f"rank{rank}-figure{number}.png")
+def output_file(log_dir: Directory, rank: int, key: str, suffix: str) -> Path:
+    """Return the path of what a rank has displayed, such as a figure."""
+    return Path(log_dir, f"rank{rank}-output{key}.{suffix}")
 
 
 def stacks_pipe(scratch: Directory, rank: int) -> Path:

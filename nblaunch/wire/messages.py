@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Bump it whenever a message changes: a kernel refuses a fork server of another release."""
 
 Method = Literal["forkserver", "spawn", "fork"]
@@ -102,6 +102,8 @@ class RankSpec:
     log_dir: str
     scratch: str
     """Directory for temporary files and sockets; removed with the launch."""
+    is_kept: bool = False
+    """Whether the rank stays for many tasks, as in a session: its names live on, and a restart may replace it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,11 @@ class SendSignal:
 
 
 @dataclass(frozen=True, slots=True)
+class EndGroup:
+    """Kernel -> reaper of kept ranks: start no more; sweep once the present ranks have exited."""
+
+
+@dataclass(frozen=True, slots=True)
 class Swept:
     """Reaper -> kernel, as its last message: no process of the launch is left, except ``stuck``."""
 
@@ -182,6 +189,10 @@ class Task:
     world: World
     acknowledge: bool = False
     """Whether the rank must reply with `Taken`."""
+    log_dir: str = ""
+    """Where a kept rank writes the task's output and reports; empty: where the task before did."""
+    joins: bool = True
+    """Whether the task needs the process group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +206,13 @@ class Taken:
 @dataclass(frozen=True, slots=True)
 class Interrupt:
     """Kernel -> rank, before the SIGINT: it is meant for this task. A SIGINT that arrives in a later task is stale."""
+
+    task: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Kernel -> kept rank: cut the connections of the process groups, so that a call that waits for a peer raises."""
 
     task: int
 
@@ -224,6 +242,29 @@ class Done:
     time_ns: int
     changed: tuple[str, ...] = ()
     """Names of arguments and globals that the function changed but did not return."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A name of a kept rank, as far as it can be described without sending the value."""
+
+    name: str
+    type_name: str
+    detail: str = ""
+    """The shape and dtype of an array, the length of a container, or the beginning of the repr of a number."""
+    size: int = 0
+    """Bytes of memory, as far as they are known."""
+    is_stale: bool = False
+    """Whether a value of this type is useless after its process group was replaced, as with DDP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Kept rank -> kernel, before `Done` and `Failed`: the names that it has bound."""
+
+    rank: int
+    task: int
+    names: tuple[Bound, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +342,32 @@ class Payload:
     sources: Mapping[str, Source] = field(default_factory=dict)
     main: Mapping[str, Any] = field(default_factory=dict)
     """Classes and functions that only the notebook's ``__main__`` defines. Pickled last, like `sources`."""
+    names: Mapping[str, SentName] = field(default_factory=dict)
+    """For kept ranks: names of the notebook to bind first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentName:
+    """A name of the notebook on its way to kept ranks."""
+
+    value: Any
+    digest: bytes
+    """Of the pickled value: a rank that was sent the same before keeps what it has."""
+    is_forced: bool = False
+    """Whether to bind it in any case: the user has pushed it."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks that bind it; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the kernel asks kept ranks about their names, in place of a function."""
+
+    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "dump"]
+    text: str = ""
+    """An expression, or for ``complete`` the code up to the cursor."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks that answer; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +379,12 @@ class Cell:
     label: str
     ranks: tuple[int, ...] | None = None
     """Ranks that run it; None: all."""
+    shows_value: bool = False
+    """Ranks display the value of the last expression."""
+    value_rank: int = -1
+    """The rank whose value the notebook displays itself; -1: none."""
+    keeps_value: bool = False
+    """Whether the value stays in the ranks, so that it need not be sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from nblaunch.engines.protocol import Worker
 from nblaunch.launch.commands import Commands
+from nblaunch.launch.output.displays import displays_in
 from nblaunch.launch.output.metric_patterns import PrintedMetrics
 from nblaunch.launch.output.report_columns import ReportColumns
 from nblaunch.launch.output.tails import Piece, Spool, Tail
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import LogPiece, Logs, Note, Reports, Stream, Tick
+from nblaunch.launch.views.events import Displays, LogPiece, Logs, Note, Reports, Stream, Tick
 from nblaunch.machine import timeouts
+from nblaunch.machine.segments import in_words
+from nblaunch.wire.display_records import MAX_KEPT_BYTES, MAX_OUTPUTS, is_display
 from nblaunch.wire.drops import Dropped
 
 MAX_READ_BYTES = 1 << 16
@@ -48,6 +52,7 @@ class OutputFollower:
 
     Args:
         workers: The ranks.
+        log_dir: Where the ranks keep the files of what they display.
         patterns: Searched for in every printed line.
         view: Shows output and reports.
         commands: A stop ends a long search.
@@ -57,12 +62,18 @@ class OutputFollower:
     """
 
     def __init__(
-        self, workers: Sequence[Worker], patterns: Sequence[re.Pattern[str]], view: View, commands: Commands
+        self,
+        workers: Sequence[Worker],
+        log_dir: Path,
+        patterns: Sequence[re.Pattern[str]],
+        view: View,
+        commands: Commands,
     ) -> None:
         self.ranks = [RankOutput(worker, patterns) for worker in workers]
-        self.view, self.commands = view, commands
+        self.log_dir, self.view, self.commands = log_dir, view, commands
         self.reports = ReportColumns()
         self._has_noted_drops = False
+        self._noted_limits: set[int] = set()
 
     def poll(self) -> None:
         """Show what the ranks have written since the last call."""
@@ -83,10 +94,27 @@ class OutputFollower:
     def _take(self, rank: RankOutput, records: Sequence[Mapping[str, Any]]) -> None:
         if not records:
             return
+        displayed = displays_in(rank.rank, self.log_dir, records)
+        if displayed is not None:
+            self._show(displayed)
+            records = [record for record in records if not is_display(record)]
         for record in records:
             if "metrics" in record:
                 self.reports.add(rank.rank, record["time"], record["step"], record["metrics"])
-        self.view.on(Reports(rank.rank, records))
+        if records:
+            self.view.on(Reports(rank.rank, records))
+
+    def _show(self, displayed: Displays) -> None:
+        """Show what a rank displays. Note the first time that a limit leaves something out."""
+        self.view.on(displayed)
+        if displayed.left_out and displayed.rank not in self._noted_limits:
+            self._noted_limits.add(displayed.rank)
+            self.view.on(
+                Note(
+                    f"rank {displayed.rank} displays more than is kept ({MAX_OUTPUTS} outputs, "
+                    f"{in_words(MAX_KEPT_BYTES)}): further outputs are left out until clear_output()"
+                )
+            )
 
     def _appended(self, tail: Tail) -> Piece | None:
         if self.view.wants_text:

@@ -144,6 +144,38 @@ class Reports:
 
 
 @dataclass(frozen=True, slots=True)
+class Output:
+    """Something that a rank displays. It replaces an earlier output of the rank with the same key."""
+
+    key: str
+    mime: str
+    """One of `nblaunch.wire.display_records.SUFFIXES`."""
+    text: str
+    """Stands for it where only text can be shown."""
+    size: int
+    """Bytes of the body."""
+    body: str | None = None
+    """None if the body is in a file."""
+    path: Path | None = None
+    """The file of the body."""
+    width: int | None = None
+    height: int | None = None
+    """Pixels on the page, if the user chose them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Displays:
+    """What a rank has displayed since the last event."""
+
+    rank: int
+    outputs: Sequence[Output]
+    is_cleared: bool = False
+    """Earlier outputs were removed first."""
+    left_out: int | None = None
+    """Outputs that the limits have left out since the last clear; None: as before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A message of nblaunch itself, such as "restarting (1 of 3)"."""
 
@@ -177,4 +209,4 @@ class Ended:
     outcome: Outcome
 
 
-Event = Begun | Started | RanksChanged | Logs | Reports | Note | Countdown | StacksShown | Tick | Ended
+Event = Begun | Started | RanksChanged | Logs | Reports | Displays | Note | Countdown | StacksShown | Tick | Ended

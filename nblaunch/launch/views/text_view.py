@@ -15,6 +15,7 @@ from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, fair_s
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import (
     Countdown,
+    Displays,
     Ended,
     Event,
     LaunchInfo,
@@ -22,6 +23,7 @@ from nblaunch.launch.views.events import (
     Logs,
     Note,
     Outcome,
+    Output,
     Reports,
     Started,
     Stream,
@@ -48,7 +50,7 @@ class _Source(NamedTuple):
     """The source of a line: the log of a rank, its reports, or (rank -1) nblaunch."""
 
     rank: int
-    stream: Literal["out", "err", "report"]
+    stream: Literal["out", "err", "report", "display"]
     where: str
     """The file or attribute that holds every line."""
 
@@ -129,6 +131,10 @@ class TextView(View):
                         self._add_metrics(rank, record)
                     elif "progress" in record:
                         self._set_status(rank, "progress", _progress_text(record))
+                self._emit_if_due()
+            case Displays(rank, outputs):
+                for output in outputs:
+                    self._add(_Source(rank, "display", "the files beside the logs"), _output_lines(output))
                 self._emit_if_due()
             case Note(text):
                 self._noted = True
@@ -355,6 +361,14 @@ def _human(size: int) -> str:
         if size >= factor:
             return f"{size / factor:.1f} {unit}"
     return f"{size} bytes"
+
+
+def _output_lines(output: Output) -> list[str]:
+    """Return what a rank displays as lines of text; for an image also its file."""
+    lines = [_CONTROL.sub(" ", line) for line in without_colours(output.text).splitlines()] or [""]
+    if output.path is not None and output.mime.startswith("image/"):
+        lines[-1] += f": {output.path}"
+    return lines
 
 
 def _one_line(text: str) -> str:

@@ -13,6 +13,10 @@
  * @typedef {[time: number, text: string]} NoteEntry */
 /** The stack of one rank.
  * @typedef {[rank: number, text: string]} StackEntry */
+/** The numbers of the outputs that a rank shows, in order, and how many are left out.
+ * @typedef {[rank: number, numbers: number[], left_out: number]} OutputsEntry */
+/** Bytes of one output's JSON, in the message's buffer after those of the logs; total is the size of the whole.
+ * @typedef {[number: number, offset: number, size: number, total: number]} OutputPart */
 /** Bytes of a log that were printed at one time, in seconds since the launch began.
  * @typedef {[size: number, time: number]} Span */
 /** The state of the launch.
@@ -37,6 +41,13 @@
  * @typedef {object} StacksEntry
  * @property {number} time
  * @property {StackEntry[]} ranks */
+/** One output: safe HTML, the source of an image, or text; with the text that stands for it.
+ * @typedef {object} OutputContent
+ * @property {"html" | "image" | "text"} kind
+ * @property {string} body
+ * @property {string} text
+ * @property {number | null} width
+ * @property {number | null} height */
 /** A part of one log; its bytes are in the message's buffer, those of each part after the previous one's.
  * @typedef {object} LogPart
  * @property {number} attempt
@@ -60,6 +71,7 @@
  * @property {ProgressEntry[]} [progress]
  * @property {PointEntry[]} [metrics]
  * @property {ResourceEntry[]} [resources]
+ * @property {OutputsEntry[]} [outputs]
  * @property {NoteEntry[]} [notes]
  * @property {FailureEntry} [failure]
  * @property {StacksEntry} [stacks] */
@@ -69,7 +81,8 @@
  * @property {number} seq
  * @property {number} now
  * @property {Changes} [changes]
- * @property {LogPart[]} [logs] */
+ * @property {LogPart[]} [logs]
+ * @property {OutputPart[]} [outputs] */
 /** Everything but the logs, for a page that has missed messages; rewound if the last lines of the logs follow.
  * @typedef {object} Snapshot
  * @property {"snapshot"} kind

@@ -5,6 +5,7 @@ import { el } from "./format.js";
 import { ACTIVE_STATES } from "./kernel.js";
 import { LogView } from "./log_view.js";
 import { MetricsView } from "./metrics.js";
+import { OutputsView } from "./outputs.js";
 import { RanksView } from "./ranks.js";
 import { RecordKeeper } from "./record.js";
 import { PanelState } from "./state.js";
@@ -49,6 +50,7 @@ function render({ model, el: host }) {
     new FailureView(panel, showLog),
     new RanksView(panel, showLog),
     new StacksView(panel),
+    new OutputsView(panel),
     metrics,
     logs,
   ];

@@ -1,5 +1,6 @@
 // The state of one launch: one for its model, shared by all views, changed by the kernel's messages.
 import { ACTIVE_STATES, KernelLink } from "./kernel.js";
+import { OutputStore } from "./output_store.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
@@ -29,7 +30,8 @@ const BARS = 3; // progress bars shown for one rank
  * @property {string} height of the log, if the reader changed it
  * @property {number | null} closed time of the stacks that the reader closed
  * @property {boolean} traceback whether it is open
- * @property {boolean} others whether they are open */
+ * @property {boolean} others whether they are open
+ * @property {Map<number, boolean>} opened whether the outputs of a rank are open, if the reader has chosen */
 /** @returns {Reading} */
 function freshReading() {
   return {
@@ -46,6 +48,7 @@ function freshReading() {
     closed: null,
     traceback: true,
     others: false,
+    opened: new Map(),
   };
 }
 
@@ -58,7 +61,7 @@ function bytesOf(buffer) {
 
 /** Return true if a message is only a heartbeat. @param {ToPage} message */
 function isHeartbeat(message) {
-  return message?.kind === "delta" && !message.changes && !message.logs;
+  return message?.kind === "delta" && !message.changes && !message.logs && !message.outputs;
 }
 
 /** @returns {StateEntry} */
@@ -87,6 +90,7 @@ export class PanelState {
     /** @type {Set<() => void>} */ this.views = new Set();
     this.reading = freshReading();
     this.logs = new LogStore();
+    this.outputs = new OutputStore();
     this.state = blankState();
     /** @type {Map<number, string>} */ this.ranks = new Map();
     /** @type {Map<number, Map<string, Bar>>} */ this.progress = new Map();
@@ -184,13 +188,15 @@ export class PanelState {
   }
 
   /** @param {import("./page_messages.js").Delta} delta @param {Uint8Array} bytes */
-  #delta({ seq, now, changes, logs }, bytes) {
+  #delta({ seq, now, changes, logs, outputs }, bytes) {
     this.highest = seq;
     if (seq === this.seq + 1) this.seq = seq;
     else this.kernel.resync(); // show what has arrived meanwhile
     this.now = Number(now) || 0;
     if (changes) this.#apply(changes, false);
     if (logs && !this.kernel.rewinds) this.logs.add(logs, bytes);
+    const logBytes = (logs ?? []).reduce((sum, { size }) => sum + size, 0);
+    if (outputs) this.outputs.add(outputs, bytes.subarray(logBytes));
     if (!ACTIVE_STATES.includes(this.state.name)) this.logs.settle();
   }
 
@@ -200,6 +206,7 @@ export class PanelState {
     this.progress.clear();
     this.resources.clear();
     this.failure = this.stacks = null;
+    this.outputs.clear();
     this.metrics = new MetricBook();
   }
 
@@ -210,6 +217,7 @@ export class PanelState {
     for (const bar of changes.progress ?? []) this.#setBar(bar);
     if (changes.metrics) this.metrics.add(changes.metrics);
     for (const use of changes.resources ?? []) this.#setUse(use);
+    for (const entry of changes.outputs ?? []) this.outputs.set(entry);
     if (changes.notes || isWhole) this.logs.addNotes(changes.notes ?? [], isWhole);
     if (changes.failure) this.failure = changes.failure;
     if (changes.stacks) {

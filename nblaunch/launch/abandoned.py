@@ -1,0 +1,59 @@
+"""Kept ranks that wait in a collective for ranks that have left the task: they would wait forever.
+
+In a launch, a rank that has returned exits, and the collective fails. Kept ranks stay connected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+
+from nblaunch.engines.protocol import StackDumps
+from nblaunch.launch.stack_text import Frame, parse, waits_in_collective
+from nblaunch.machine import timeouts
+
+
+class AbandonedRanks:
+    """See the module. Called from the supervisor's thread.
+
+    Args:
+        dumps: Returns the `StackDumps` of a rank.
+    """
+
+    def __init__(self, dumps: Callable[[int], StackDumps]) -> None:
+        self._dumps = dumps
+        self._asked: set[int] = set()
+        self._places: dict[int, tuple[Frame, ...]] = {}
+        """Where the ranks waited at the last look; empty if one did not wait in a collective."""
+        self._since = self._ask_at = 0.0
+
+    def found(self, waiting: Collection[int], now: float) -> bool:
+        """Return True once all these ranks have waited in the same calls of collectives for `timeouts.ABANDONED_S`.
+
+        Args:
+            waiting: The ranks that have not finished the task, while others have.
+            now: The current time.
+        """
+        if now < self._ask_at:
+            return False
+        if self._asked != set(waiting):
+            for rank in waiting:
+                self._dumps(rank).ask(math.inf)  # no signal: C code that holds the GIL is not a collective
+            self._asked = set(waiting)
+            return False
+        answered = [self._dumps(rank).look(now) for rank in waiting]  # ask all of them, each time
+        if not all(answered):
+            return False
+        self._asked, self._ask_at = set(), now + timeouts.ABANDONED_CHECK_INTERVAL_S
+        places = {rank: self._place(rank) for rank in waiting}
+        if not all(places.values()) or places != self._places:
+            self._places, self._since = (places if all(places.values()) else {}), now
+            return False
+        return now >= self._since + timeouts.ABANDONED_S
+
+    def _place(self, rank: int) -> tuple[Frame, ...]:
+        dumps = self._dumps(rank)
+        stacks = parse(dumps.dump or "")
+        if not waits_in_collective(stacks, dumps.main):
+            return ()
+        return next(stack.frames for stack in stacks if stack.thread == dumps.main)

@@ -1,0 +1,400 @@
+"""Sessions: ranks that stay between cells, with their variables."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, overload
+
+from nblaunch.engines.local import engine
+from nblaunch.errors import ArgumentError, NblaunchError, StartError
+from nblaunch.launch import session_payload
+from nblaunch.launch.api import refuse_nested
+from nblaunch.launch.frontend import host
+from nblaunch.launch.handle import Launch
+from nblaunch.launch.output.metric_patterns import compile_patterns
+from nblaunch.launch.plan import Plan, make_plan, this_machine
+from nblaunch.launch.rank_names import RankNames
+from nblaunch.launch.result import LaunchResult
+from nblaunch.launch.session_payload import SessionTask
+from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.session_turn import Place
+from nblaunch.launch.turn_queue import BusyError
+from nblaunch.machine import argument_checks, timeouts
+from nblaunch.machine.segments import in_words
+from nblaunch.wire.messages import Bound, Cell, Question
+
+DEFAULT_NAME = "main"
+_sessions: dict[str, Session] = {}
+"""The sessions that have not been stopped, by name."""
+_active: str = ""
+"""The session that was started or used last."""
+
+
+class Session:
+    """Ranks that stay: each `run` and each ``%%distributed`` cell finds the variables of the ones before.
+
+    ``session[rank]["model"]`` is the repr of a rank's value. As a context manager, the session stops at the end.
+
+    Attributes:
+        name: Its name.
+        world_size: The number of ranks.
+    """
+
+    def __init__(self, name: str, plan: Plan, names: dict[str, Any], idle_timeout: float | None) -> None:
+        self.name, self.world_size = name, plan.world_size
+        self._plan, self._idle_timeout = plan, idle_timeout
+        self._ranks = SessionRanks(f"{os.getpid()}-{name}-{secrets.token_hex(3)}", plan, names, engine)
+        self._has_run = False
+
+    # -------------------------------------------------------------- running
+    @overload
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        block: Literal[True] = True,
+        view: str = "auto",
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> LaunchResult: ...
+    @overload
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        block: Literal[False],
+        view: str = "auto",
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Launch: ...
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        block: bool = True,
+        view: str = "auto",
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> LaunchResult | Launch:
+        """Run a function on every rank, and return what each returns.
+
+        The function may use any name of the notebook, and any name that earlier tasks have bound in the ranks. What a
+        rank has bound stays the rank's; names of the notebook are sent if the ranks lack them, or if they have changed.
+
+        Args:
+            function: The function. Parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are
+                filled in unless they are given.
+            args: Its positional arguments.
+            block: True (default): wait for the ranks. False: return a `Launch` at once; tasks queue.
+            view: See `nblaunch.notebook_launcher`.
+            timeout: Seconds after which the task is stopped. Default: None, no limit.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            ArgumentError: An argument is invalid. Nothing has run.
+            PayloadError: The function or an object that it uses cannot be sent. Nothing has run.
+            Exception: The exception of the rank that failed first. The ranks keep their variables.
+            KeyboardInterrupt: The cell was interrupted. The ranks keep their variables.
+        """
+        __tracebackhide__ = True  # IPython omits this frame
+        task = self._packed(
+            lambda: session_payload.pack_call(function, args, kwargs, self._ranks, is_first=not self._has_run)
+        )
+        return self._launch(task, view, block, timeout=timeout)
+
+    def run_cell(
+        self, cell: Cell, used: Sequence[str], *, view: str = "auto", block: bool = True, **changes: Any
+    ) -> LaunchResult | Launch:
+        """Run a cell on the ranks; for the magics.
+
+        Args:
+            cell: The cell.
+            used: The names of the notebook that it uses.
+            view: See `nblaunch.notebook_launcher`.
+            block: See `run`.
+            changes: ``timeout``, ``stop_grace`` and ``metric_patterns`` of this task.
+        """
+        __tracebackhide__ = True  # IPython omits this frame
+        task = self._packed(lambda: session_payload.pack_cell(cell, used, self._ranks, is_first=not self._has_run))
+        return self._launch(task, view, block, **changes)
+
+    def _packed(self, pack: Callable[[], SessionTask]) -> SessionTask:
+        __tracebackhide__ = True  # IPython omits this frame
+        refuse_nested()
+        self._check_open()
+        try:
+            return pack()
+        except NblaunchError as error:
+            raise error.with_traceback(None) from None  # the frames below are nblaunch's own
+
+    def _launch(self, task: SessionTask, view: str, block: bool, **changes: Any) -> LaunchResult | Launch:
+        __tracebackhide__ = True  # IPython omits this frame
+        global _active
+        plan = changed(self._plan, **changes)
+        shown = host().view(view)
+        place = Place(self.name, self._ranks, self._ranks.queue.enqueue(), task.names)
+        try:
+            launch = Launch(plan, task.payload, task.shipment, shown, place)
+        except BaseException:
+            self._ranks.queue.discard(place.ticket)
+            raise
+        self._has_run = True
+        _active = self.name
+        if block:
+            return launch.join()
+        launch.begin()
+        return launch
+
+    # -------------------------------------------------------------- names
+    def push(self, *, ranks: Sequence[int] | None = None, **values: Any) -> None:
+        """Bind names in the ranks, whatever these have bound before.
+
+        Args:
+            ranks: The ranks. Default: all.
+            values: The values by name.
+
+        Raises:
+            PayloadError: A value cannot be sent.
+        """
+        self._check_open()
+        only = self._checked(ranks)
+        gathered = session_payload.gather_values(values, self._ranks, only)
+        self._ranks.ask(Question("push"), gathered.names, home=gathered.home)
+
+    def pull(self, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
+        """Return the value of an expression from each rank.
+
+        Args:
+            expression: A name, or any expression in terms of the ranks' names, such as ``"model.state_dict()"``.
+            ranks: The ranks to ask, in the order of the result. Default: all.
+
+        Raises:
+            NameError: A rank has no such name; any other exception of the expression is raised as well.
+            RankError: A rank to ask is dead.
+        """
+        self._check_open()
+        wanted = self._checked(ranks) or tuple(range(self.world_size))
+        dead = [rank for rank in wanted if rank in self._ranks.absent]
+        if dead:
+            raise ArgumentError(
+                f"ranks={list(wanted)}: rank {dead[0]} is dead; pull from ranks={self._ranks.present}, or "
+                f"restart it: %distributed session restart --rank {dead[0]}"
+            )
+        answers = self._ranks.ask(Question("value", _expression(expression), wanted))
+        return [answers[rank] for rank in wanted]
+
+    def __getitem__(self, rank: int) -> RankNames:
+        self._checked([rank])
+        return RankNames(lambda: self.who()[rank], lambda text: self.repr_of(rank, text))
+
+    def who(self) -> list[tuple[Bound, ...]]:
+        """Return what each rank has bound: name, type, shape and memory, as of the end of its last task."""
+        return list(self._ranks.bound)
+
+    def repr_of(self, rank: int, expression: str) -> str:
+        """Return the repr of an expression's value in one rank."""
+        self._check_open()
+        return str(self._ranks.ask(Question("repr", _expression(expression), (rank,)))[rank])
+
+    def complete(self, text: str) -> list[str]:
+        """Return the names that complete `text` in the ranks; while they are busy, those known from their last task."""
+        try:
+            answers = self._ranks.ask(Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
+        except (BusyError, NblaunchError):
+            return sorted({each.name for names in self._ranks.bound for each in names if each.name.startswith(text)})
+        except Exception:  # noqa: BLE001  # a property of the user's raised
+            return []
+        return sorted({name for names in answers.values() for name in names or ()})
+
+    def inspect(self, expression: str) -> str:
+        """Return signature, type and documentation of an expression's value in the lowest rank; empty if unknown."""
+        try:
+            first = self._ranks.present[:1]
+            question = Question("inspect", _expression(expression), tuple(first))
+            return str(self._ranks.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[first[0]])
+        except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
+            return ""
+
+    # -------------------------------------------------------------- life
+    def restart(self, ranks: Sequence[int] | None = None, *, keep: bool = False) -> None:
+        """Start ranks again, dead or alive, and replace the process group.
+
+        Args:
+            ranks: The ranks. Default: all.
+            keep: Give each new rank the variables of the old one, if it lives and they can be sent. Default: False.
+
+        Raises:
+            StartError: The system refuses.
+        """
+        self._check_open()
+        self._ranks.restart(self._checked(ranks) or range(self.world_size), keep)
+
+    def regroup(self) -> None:
+        """Replace the process group with the next task: objects of the old group are stale."""
+        self._check_open()
+        self._ranks.generation += 1
+
+    def stop(self) -> None:
+        """End the ranks. A task that runs is stopped first. Idempotent."""
+        global _active
+        self._ranks.queue.close()
+        self._ranks.end()
+        _sessions.pop(self.name, None)
+        if _active == self.name:
+            _active = next(reversed(_sessions), "")
+
+    @property
+    def is_open(self) -> bool:
+        """Return True until the session is stopped."""
+        return not self._ranks.is_ended
+
+    def status(self) -> str:
+        """Return the state of each rank, and what it holds, as text."""
+        ranks = self._ranks
+        running = "busy" if ranks.queue else f"idle for {time.monotonic() - ranks.idle_since:.0f} s"
+        queue = f", {len(ranks.queue) - 1} more queued" if len(ranks.queue) > 1 else ""
+        lines = [f"session {self.name}: {self.world_size} ranks on {self._plan.device}, {running}{queue}"]
+        for rank in range(self.world_size):
+            size = sum(each.size for each in ranks.bound[rank])
+            state = "dead" if rank in ranks.absent else f"pid {ranks.group.members[rank].pid}"
+            lines.append(f"  rank {rank}: {state}, {len(ranks.bound[rank])} names, {in_words(size)}")
+        return "\n".join(lines)
+
+    def _checked(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
+        if ranks is None:
+            return None
+        chosen = tuple(argument_checks.whole_number("ranks", rank, least=0) for rank in ranks)
+        if not chosen or max(chosen) >= self.world_size or len(set(chosen)) < len(chosen):
+            raise ArgumentError(f"ranks={list(ranks)}: must be different ranks, from 0 to {self.world_size - 1}")
+        return chosen
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise StartError(f"session {self.name!r} has ended: start another with %distributed session")
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return self.status() if self.is_open else f"<Session {self.name}: stopped>"
+
+    # -------------------------------------------------------------- idle
+    def stop_when_idle(self) -> None:
+        """Stop the session once it has been idle for its timeout. Runs in a thread."""
+        while self.is_open and self._idle_timeout is not None:
+            idle = 0.0 if self._ranks.queue else time.monotonic() - self._ranks.idle_since
+            if idle >= self._idle_timeout:
+                self.stop()
+            time.sleep(min(timeouts.SESSION_POLL_S, self._idle_timeout))
+
+
+def session(
+    num_processes: int | None = None,
+    *,
+    name: str = DEFAULT_NAME,
+    idle_timeout: float | None = None,
+    **options: Any,
+) -> Session:
+    """Start ranks that stay, with their variables, until the session is stopped or the kernel ends.
+
+    While a session is active, ``%%distributed`` cells run in it.
+
+    Args:
+        num_processes: The number of ranks. Default: one per visible GPU, or 2 without a GPU.
+        name: Names the session; several may live side by side. Default: ``"main"``.
+        idle_timeout: Stop the session after this many seconds without a task. Default: None, never.
+        options: ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``), ``threads_per_rank``,
+            ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for `nblaunch.notebook_launcher`.
+
+    Raises:
+        ArgumentError: An argument is invalid, or a session of this name lives. Nothing was started.
+        StartError: The ranks could not be started.
+
+    Example:
+        >>> with nblaunch.session(2) as s:  # doctest: +SKIP
+        ...     s.push(lr=0.1)
+        ...     s.run(lambda rank: rank * lr).values
+    """
+    global _active
+    refuse_nested()
+    if not str(name).isidentifier():
+        raise ArgumentError(f"name={name!r}: must be a Python name")
+    if name in _sessions:
+        raise ArgumentError(
+            f"name={name!r}: this session lives already; stop it with %distributed session stop, or choose another name"
+        )
+    unknown = set(options) - _OPTIONS
+    if unknown:
+        raise ArgumentError(f"{min(unknown)}={options[min(unknown)]!r}: a session has no such option")
+    timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
+    plan = make_plan(this_machine(), num_processes=num_processes, **options)
+    plan.check_kept()
+    method = engine.usable(plan.method, plan.env, plan.named, host().cuda_cell)
+    names = host().notebook_names()
+    made = Session(name, changed(plan, method=method), main_names() if names is None else names, timeout)
+    made._ranks.start()
+    _sessions[name] = made
+    _active = name
+    if timeout is not None:
+        threading.Thread(target=made.stop_when_idle, name=f"nblaunch-session-{name}", daemon=True).start()
+    return made
+
+
+_OPTIONS = {
+    *("device", "backend", "start_method", "threads_per_rank", "env", "mixed_precision", "stop_grace"),
+    "metric_patterns",
+}
+
+
+def changed(plan: Plan, **changes: Any) -> Plan:
+    """Return a plan with other settings, validated; None leaves a setting alone."""
+    given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+    for name in ("timeout", "stop_grace"):
+        if name in given:
+            given[name] = argument_checks.seconds(name, given[name])
+    if "metric_patterns" in given:
+        given["metric_patterns"] = compile_patterns(given["metric_patterns"])
+    return replace(plan, **given)
+
+
+def main_names() -> dict[str, Any]:
+    """Return the names of a script's main module."""
+    return vars(sys.modules["__main__"])
+
+
+def find(name: str | None = None) -> Session | None:
+    """Return a session by name, or the one that was used last; None if there is none."""
+    return _sessions.get(_active if name is None else name)
+
+
+def live_sessions() -> Mapping[str, Session]:
+    """Return the sessions that have not been stopped, by name."""
+    return dict(_sessions)
+
+
+def stop_all() -> None:
+    """Stop every session."""
+    for each in list(_sessions.values()):
+        each.stop()
+
+
+def _expression(text: Any) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise ArgumentError(f"expression={text!r}: must be a name or an expression, as a string")
+    try:
+        compile(text.strip(), "<expression>", "eval")
+    except SyntaxError as error:
+        raise ArgumentError(f"expression={text!r}: {error.msg}") from None
+    return text.strip()

@@ -1,0 +1,120 @@
+"""The payload of a task on kept ranks: the function or cell, and the notebook's names that the ranks lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nblaunch.errors import ArgumentError, PayloadError
+from nblaunch.launch import payload as payloads
+from nblaunch.launch.payload import Shipment
+from nblaunch.launch.result import Sent
+from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.transfer import parameters, pickling
+from nblaunch.transfer.parcel import pack
+from nblaunch.transfer.sent_names import Gathered
+from nblaunch.wire.messages import Cell, Payload, SentName, Settings, Source
+
+_FIX = "create it in the ranks, or send the data to create it from"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTask:
+    """A packed task.
+
+    Attributes:
+        payload: What runs.
+        shipment: The same, packed.
+        names: The notebook's names that it binds.
+    """
+
+    payload: Payload
+    shipment: Shipment
+    names: Mapping[str, SentName]
+
+
+def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, *, is_first: bool) -> SessionTask:
+    """Pack a cell that uses these names of the notebook.
+
+    Raises:
+        PayloadError: A name that it uses cannot be sent, and the ranks do not have it.
+    """
+    return _pack(Payload(cell, (), {}, None, _settings(is_first), {}), used, (), ranks)
+
+
+def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, *, is_first: bool) -> SessionTask:
+    """Pack a call.
+
+    Raises:
+        ArgumentError: The function cannot be called with these arguments.
+        PayloadError: The function or an argument cannot be sent.
+    """
+    if not callable(function):
+        raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}")
+    try:
+        parameters.check(function, args, kwargs)
+    except TypeError as error:
+        raise ArgumentError(
+            f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {payloads.name_of(function)}: {error}"
+        ) from None
+    payload = Payload(function, args, kwargs, None, _settings(is_first), {})
+    return _pack(payload, (), (function, args, kwargs), ranks)
+
+
+def gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequence[int] | None) -> Gathered:
+    """Return what `Session.push` sends: these values, whatever the ranks have, and the names that they use.
+
+    Raises:
+        PayloadError: A value cannot be sent.
+    """
+    try:
+        gathered = ranks.sent.gather_pushed(values, ranks.present)
+    except Exception as error:
+        raise PayloadError(_why(values) or f"push: {error}") from error
+    where = None if only is None else tuple(only)
+    pushed = {name: replace(gathered.names[name], ranks=where) for name in values}
+    return replace(gathered, names={**gathered.names, **pushed})
+
+
+def _pack(payload: Payload, used: Iterable[str], code: Sequence[Any], ranks: SessionRanks) -> SessionTask:
+    sources: dict[str, Source] = dict(payloads.sources_in(payload))
+    bound = {each.name for names in ranks.bound for each in names}
+    gathered: Gathered | None = None
+    try:
+        gathered = ranks.sent.gather(used, code, ranks.present, bound, is_idle=not ranks.queue)
+        names = gathered.names
+
+        def note(files: set[str]) -> dict[str, Source]:
+            sources.update(payloads.sources_of(files))
+            return sources
+
+        def build(found: pickling.Found) -> Payload:
+            return replace(
+                payload,
+                names=names,
+                sources=pickling.late(lambda: note(found.files)),
+                main=pickling.late(lambda: found.main),
+            )
+
+        parts = {name: sent.value for name, sent in names.items()}
+        parcel = pack(build, payloads.Reusing(), parts, gathered.home)
+    except Exception as error:
+        name = payloads.name_of(payload.function)
+        suspects = {name: ranks.sent.names[name] for name in used if name in ranks.sent.names}
+        suspects |= {f"args of {name}": code[1:]} if code else {}
+        raise PayloadError(_why(suspects) or f"{name} cannot be sent to the ranks: {error}") from error
+    return SessionTask(payload, Shipment(parcel, sources, Sent.of(parcel)), names)
+
+
+def _why(values: Mapping[str, Any]) -> str:
+    for name, value in values.items():
+        reason = pickling.explain(value, f"`{name}`")
+        if reason is not None:
+            return f"{reason}: {_FIX}"
+    return ""
+
+
+def _settings(is_first: bool) -> Settings:
+    """Return the notebook's random states and defaults for the first task; later the ranks go on with their own."""
+    return payloads.settings() if is_first else Settings()

@@ -1,0 +1,153 @@
+"""One turn of a session: a task that runs on kept ranks, for a launch. Runs in a thread of the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nblaunch.launch.commands import Commands
+from nblaunch.launch.output.follower import OutputFollower
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.task import Task
+from nblaunch.launch.verdict import Verdict
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import Note, Tick
+from nblaunch.machine import timeouts
+from nblaunch.wire.messages import SentName
+
+if TYPE_CHECKING:
+    from nblaunch.launch.group import WorkerGroup
+    from nblaunch.launch.supervisor import Job
+
+_MAX_NAMED = 6
+"""Names in one note."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a launch runs, if it does not start ranks of its own."""
+
+    session: str
+    """The session's name."""
+    ranks: SessionRanks
+    ticket: object
+    """Its place in the queue."""
+    names: Mapping[str, SentName]
+    """The notebook's names that the payload binds."""
+
+
+class Turn:
+    """See the module. Has the attributes of an `Attempt`.
+
+    Args:
+        job: What to run.
+        place: Where.
+        files: Where the ranks write meanwhile.
+        view: Shows the launch.
+        commands: Requests of other threads.
+    """
+
+    task: Task
+    output: OutputFollower
+
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        files: LaunchFiles,
+        view: View,
+        commands: Commands,
+    ) -> None:
+        self.job, self.files, self.view, self.commands = job, files, view, commands
+        self.results: dict[int, list[int]] = {}
+        self._ranks, self._ticket, self._names = place.ranks, place.ticket, place.names
+
+    @property
+    def group(self) -> WorkerGroup:
+        """The processes of the ranks."""
+        return self._ranks.group
+
+    def run(self) -> Verdict:
+        """Wait for the turn, and run the task to its end.
+
+        Raises:
+            BusyError: The launch was stopped before its turn.
+            StartError: The session has ended.
+            RankError: The ranks are lost.
+        """
+        ranks = self._ranks
+        if len(ranks.queue) > 1:
+            self.view.on(Note("queued: the session runs another cell"))
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(ranks.claimed(self._ticket, lambda: self.commands.stop, self.commands.ask))
+            self.group.workers.listen_to(self.commands)
+            absent = ranks.absent
+            grace = self.job.plan.stop_grace
+            timeout = self.job.plan.timeout
+            deadline = float("inf") if timeout is None else time.monotonic() + timeout  # without the time in the queue
+            self.task = ranks.new_task(self.view, self.commands, self.job.sources, grace, deadline)
+            opened.callback(self.task.close)
+            if absent:
+                self.view.on(
+                    Note(
+                        f"rank {absent[0]} is dead: no process group. `%distributed session restart --rank "
+                        f"{absent[0]}` starts another rank and makes one"
+                    )
+                )
+            if self._names:
+                self._note_sent()
+            self.task.send(ranks.world, self.job.parcel, log_dir=str(self.files.directory))
+            present = [rank.member.worker for rank in self.task.present]
+            self.output = OutputFollower(
+                present, self.files.directory, self.job.plan.metric_patterns, self.view, self.commands
+            )
+            opened.callback(self.output.close)
+            self._follow()
+            verdict = self.task.finish()
+            self.output.finish()
+            self._note_end(absent)
+            ranks.finish(self.task, self._names)
+            self.results = self.task.take_results()
+            return verdict
+
+    def _follow(self) -> None:
+        """Handle events and poll the logs until every rank is done with the task."""
+        poll_at = 0.0
+        while not (self.task.is_over or self.group.is_over):
+            for event in self.group.wait(max(0.0, poll_at - time.monotonic())):
+                self.task.take(event)
+            self.task.step()
+            if time.monotonic() >= poll_at:
+                poll_at = time.monotonic() + timeouts.LOG_POLL_S
+                self.output.poll()
+                self.task.stacks.look([rank.rank for rank in self.task.present if rank.member.listens])
+                self.view.on(Tick())
+
+    # -------------------------------------------------------------- notes
+    def _note_sent(self) -> None:
+        names = sorted(self._names)
+        more = ", …" if len(names) > _MAX_NAMED else ""
+        self.view.on(Note(f"sent: {', '.join(names[:_MAX_NAMED])}{more}"))
+
+    def _note_end(self, absent_before: list[int]) -> None:
+        """Note what the task has cost: ranks, and the process group."""
+        ranks, task = self._ranks, self.task
+        for rank in [rank for rank in ranks.absent if rank not in absent_before]:
+            self.view.on(
+                Note(
+                    f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and run cells "
+                    f"without collectives. `%distributed session restart --rank {rank}` starts another"
+                )
+            )
+        stale = sorted({each.name for rank in task.present for each in rank.names or () if each.is_stale})
+        if task.ladder is not None and stale:
+            self.view.on(
+                Note(
+                    f"{', '.join(stale)}: made for the process group that was replaced. Create it again, as in "
+                    "model = DistributedDataParallel(model.module)"
+                )
+            )

@@ -1,0 +1,75 @@
+"""The queue of tasks that want the same ranks: one has them at a time, in the order of the calls."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from nblaunch.machine import timeouts
+
+
+class BusyError(Exception):
+    """The ranks run something else."""
+
+
+class TurnQueue:
+    """See the module. Thread-safe.
+
+    Attributes:
+        is_closed: No further task gets a turn.
+    """
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self._tickets: deque[object] = deque()
+        """The first has the ranks."""
+        self._stops: dict[int, Callable[[], None]] = {}
+        """What stops the task of a ticket, by the ticket's id."""
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def enqueue(self) -> object:
+        """Return a ticket, whose turn comes after those before it."""
+        ticket = object()
+        with self._changed:
+            self._tickets.append(ticket)
+        return ticket
+
+    def discard(self, ticket: object) -> None:
+        """End the turn of a ticket, or give it up. Idempotent."""
+        with self._changed:
+            if ticket in self._tickets:
+                self._tickets.remove(ticket)
+            self._stops.pop(id(ticket), None)
+            self._changed.notify_all()
+
+    def wait_for(self, ticket: object, give_up: Callable[[], bool], stop: Callable[[], None]) -> None:
+        """Wait for the turn of a ticket, or until the queue is closed.
+
+        Args:
+            ticket: From `enqueue`. The caller discards it.
+            give_up: Return True to wait no longer.
+            stop: Called to stop the task when the queue is closed.
+
+        Raises:
+            BusyError: `give_up` returned True first, or the ticket was discarded.
+        """
+        with self._changed:
+            self._stops[id(ticket)] = stop
+            while not self.is_closed and (ticket not in self._tickets or self._tickets[0] is not ticket):
+                if give_up() or ticket not in self._tickets:
+                    raise BusyError
+                self._changed.wait(timeouts.LOG_POLL_S)
+
+    def close(self) -> None:
+        """Stop what has its turn, let nothing else have one, and wait until the queue is empty."""
+        self.is_closed = True
+        with self._changed:
+            self._changed.notify_all()
+            while self._tickets:
+                for stop in list(self._stops.values()):
+                    stop()
+                self._changed.wait(timeouts.LOG_POLL_S)

@@ -1,0 +1,41 @@
+"""``%distributed auto on``: every cell gets ``%%distributed`` on top, by a transformer of IPython's input."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from nblaunch.launch import session as sessions
+
+_OWN = ("%%", "%distributed", "%load_ext", "%reload_ext", "%unload_ext")
+"""Beginnings of cells that run in the notebook."""
+_pauses = 0
+
+
+def set_auto(shell: Any, is_on: bool) -> None:
+    """Send every cell to the session, or no longer."""
+    transformers = shell.input_transformers_cleanup
+    if _to_session in transformers:
+        transformers.remove(_to_session)
+    if is_on:
+        transformers.append(_to_session)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Leave cells alone for a while: the body of a cell magic is transformed as well."""
+    global _pauses
+    _pauses += 1
+    try:
+        yield
+    finally:
+        _pauses -= 1
+
+
+def _to_session(lines: list[str]) -> list[str]:
+    first = next((line.strip() for line in lines if line.strip()), "")
+    is_help = first.startswith("?") or first.endswith("?")
+    if _pauses or not first or first.startswith(_OWN) or is_help or sessions.find() is None:
+        return lines
+    return ["%%distributed\n", *lines]

@@ -1,0 +1,131 @@
+"""Sessions in magics: ``%distributed session``, ``who`` and ``auto``, and cells that run in a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from IPython.core.error import UsageError
+
+from nblaunch.errors import ArgumentError
+from nblaunch.launch import session as sessions
+from nblaunch.launch.rank_names import line_of
+from nblaunch.launch.session import Session
+from nblaunch.notebook.auto_cells import set_auto
+from nblaunch.notebook.cells import names_used
+from nblaunch.wire.messages import Cell
+
+ACTIONS = ("auto", "session", "who")
+DEEDS = ("regroup", "restart", "status", "stop")
+_OF_A_TASK = {"timeout", "stop_grace", "metric_patterns"}
+"""Options that a cell of a session may have."""
+_OF_A_SESSION = {
+    *("num_processes", "device", "backend", "start_method", "threads_per_rank", "stop_grace", "name", "idle_timeout"),
+    "metric_patterns",
+}
+
+
+def chosen_session(name: str | None) -> Session | None:
+    """Return the session that a cell runs in; None for ranks of its own.
+
+    Raises:
+        UsageError: There is no session of this name.
+    """
+    found = sessions.find(name)
+    if found is None and name is not None:
+        raise UsageError(f"--session {name}: there is no such session{_known()}")
+    return found
+
+
+def _known() -> str:
+    names = ", ".join(sessions.live_sessions())
+    return f"; there are {names}" if names else ": start one with %distributed session -n 2"
+
+
+def run_cell(
+    session: Session, cell: Cell, names: Mapping[str, Any], view: str, background: bool, chosen: Mapping[str, Any]
+) -> Any:
+    """Run a cell in a session; return its result, or a `Launch` for the background.
+
+    Raises:
+        UsageError: An option does not fit a session.
+    """
+    __tracebackhide__ = True  # IPython omits this frame
+    for option in chosen:
+        if option == "num_processes" and chosen[option] == session.world_size:
+            continue
+        if option not in _OF_A_TASK:
+            raise UsageError(
+                f"--{option.replace('_', '-')} {chosen[option]}: session {session.name} has its ranks already; use "
+                "--fresh for ranks of the cell's own"
+            )
+    if cell.ranks is not None and not set(cell.ranks) <= set(range(session.world_size)):
+        raise UsageError(f"--ranks {','.join(map(str, cell.ranks))}: the ranks are 0 to {session.world_size - 1}")
+    options = {name: value for name, value in chosen.items() if name in _OF_A_TASK}
+    return session.run_cell(cell, names_used(cell, names), view=view, block=not background, **options)
+
+
+def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], as_option: Callable[[str], str]) -> str:
+    """Do what ``%distributed session``, ``who`` or ``auto`` asks for; return what to show.
+
+    Raises:
+        UsageError: The line is wrong.
+    """
+    try:
+        if action == "auto":
+            return _auto(shell, words)
+        if action == "who":
+            return _who(_named(given.get("session") or given.get("name")))
+        return _session(words, given)
+    except ArgumentError as error:
+        raise UsageError(as_option(str(error))) from None
+
+
+def _auto(shell: Any, words: Sequence[str]) -> str:
+    if list(words) not in (["on"], ["off"]):
+        raise UsageError("%distributed auto: write %distributed auto on, or %distributed auto off")
+    is_on = words[0] == "on"
+    if is_on:
+        _named(None)
+    set_auto(shell, is_on)
+    return "every cell runs in the session; %%local on top of a cell runs it here" if is_on else "cells run here again"
+
+
+def _session(words: Sequence[str], given: dict[str, Any]) -> str:
+    deed = words[0] if words else "start"
+    if len(words) > 1 or deed not in ("start", *DEEDS):
+        raise UsageError(f"%distributed session {' '.join(words)}: write -n 2 to start one, or {', '.join(DEEDS)}")
+    if deed == "start":
+        given.setdefault("name", given.pop("session", None) or sessions.DEFAULT_NAME)
+        _refuse_others(given, _OF_A_SESSION)
+        return sessions.session(**given).status()
+    _refuse_others(given, {"name", "session", *(("rank", "keep") if deed == "restart" else ())})
+    session = _named(given.get("session") or given.get("name"))
+    if deed == "restart":
+        session.restart(given.get("rank"), keep=bool(given.get("keep")))
+    elif deed == "regroup":
+        session.regroup()
+    elif deed == "stop":
+        session.stop()
+        return f"session {session.name} stopped"
+    return session.status()
+
+
+def _refuse_others(given: Mapping[str, Any], allowed: set[str]) -> None:
+    for name in given:
+        if name not in allowed:
+            raise UsageError(f"--{name.replace('_', '-')}: not an option of this action")
+
+
+def _named(name: str | None) -> Session:
+    found = chosen_session(name)
+    if found is None:
+        raise UsageError("there is no session: start one with %distributed session -n 2")
+    return found
+
+
+def _who(session: Session) -> str:
+    lines = []
+    for rank, names in enumerate(session.who()):
+        lines += [f"rank {rank}", *(f"  {line_of(each)}" for each in sorted(names, key=lambda each: each.name))]
+    return "\n".join(lines)

@@ -1,0 +1,72 @@
+"""The connections of this rank's process groups: cutting them frees a call that waits for a peer.
+
+SIGINT, ``abort`` and timeouts do not end a collective of gloo that waits. Shutting down its TCP connections makes the
+call raise RuntimeError within milliseconds, and a new group can be made in the same process. Listening sockets stay
+open: gloo ends the process if one fails. Runs in a kept rank's reader thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from typing import Any
+
+from nblaunch.machine import processes
+
+_Pair = tuple[Any, Any]
+
+
+def cut() -> None:
+    """Shut down the connections to the other ranks and to the rendezvous; abort communicators on GPUs."""
+    _abort_on_gpus()
+    store = _store_address()
+    peers = _connections_of_siblings()
+    for fd, own, other in _connections(os.getpid()):
+        if fd >= 0 and (other == store or (other, own) in peers):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _store_address() -> tuple[str, int] | None:
+    with contextlib.suppress(KeyError, ValueError):  # user code has changed them
+        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return None
+
+
+def _connections_of_siblings() -> set[_Pair]:
+    """Return the ends of the connections of the other ranks, which have the same parent."""
+    siblings = set(processes.children(os.getppid())) - {os.getpid()}
+    return {(own, other) for pid in siblings for _, own, other in _connections(pid)}
+
+
+def _connections(pid: int) -> list[tuple[int, Any, Any]]:
+    """Return descriptor, own address and peer's address of each established TCP connection of a process."""
+    import psutil
+
+    try:
+        return [
+            (each.fd, _plain(each.laddr), _plain(each.raddr))
+            for each in psutil.Process(pid).net_connections(kind="tcp")
+            if each.raddr
+        ]
+    except (psutil.Error, OSError):  # it has exited
+        return []
+
+
+def _plain(address: Any) -> tuple[str, int]:
+    """Return an address without the prefix of an IPv4 address on an IPv6 socket, such as the store's."""
+    return address.ip.removeprefix("::ffff:"), address.port
+
+
+def _abort_on_gpus() -> None:
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(Exception):  # a backend without a communicator on a GPU
+            abort = getattr(group._get_backend(sys.modules["torch"].device("cuda")), "abort", None)
+            if abort is not None:
+                abort()

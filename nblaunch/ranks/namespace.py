@@ -1,0 +1,154 @@
+"""The names of a kept rank: what its tasks share, what the notebook has sent, and answers to questions about them."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import rlcompleter
+import sys
+import types
+from typing import Any
+
+from nblaunch.transfer import definitions, pickling
+from nblaunch.wire.messages import Bound, Payload, Question, SentName, Settings
+
+_MAX_NAMES = 2_000
+"""Names that are described after a task."""
+_MAX_COMPLETIONS = 500
+_MAX_REPR_CHARS = 100_000
+_OF_GROUPS = {"DistributedDataParallel", "FullyShardedDataParallel", "DeviceMesh", "ProcessGroup"}
+"""Types whose objects hold a process group."""
+_PROVIDED = {"rank", "world_size", "local_rank", "device", "get_ipython", "display", "In", "Out", "exit", "quit"}
+
+
+class Namespace:
+    """The names that live in one kept rank.
+
+    Args:
+        rank: The rank.
+
+    Attributes:
+        names: The globals of its tasks.
+        main: Further definitions of the notebook's ``__main__``.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
+        self.main: dict[str, Any] = {}
+        self._rank = rank
+        self._digests: dict[str, bytes] = {}
+        """Of the value that the notebook had when it last sent a name, or would have sent it."""
+        self._keys: dict[int, str] = {}
+        definitions.set_home(self.names)
+
+    def take(self, payload: Payload) -> None:
+        """Bind the notebook's names. A name that the rank has bound itself stays, until the notebook's value changes.
+
+        What the rank did to a value in place stays too: the notebook's unchanged value is not bound again.
+        """
+        question = payload.function
+        if isinstance(question, Question) and question.ranks is not None and self._rank not in question.ranks:
+            return
+        self.main.update(payload.main)
+        for name, sent in payload.names.items():
+            if sent.ranks is None or self._rank in sent.ranks:
+                self._take(name, sent)
+
+    def _take(self, name: str, sent: SentName) -> None:
+        before = self._digests.get(name)
+        if sent.is_forced or name not in self.names or before not in (None, b"", sent.digest):
+            self.names[name] = sent.value
+        self._digests[name] = sent.digest
+
+    # -------------------------------------------------------------- descriptions
+    def describe(self) -> tuple[Bound, ...]:
+        """Return what is bound."""
+        shown = [name for name in self.names if not name.startswith("_") and name not in _PROVIDED]
+        return tuple(_describe(name, self.names[name]) for name in shown[-_MAX_NAMES:])
+
+    def answer(self, question: Question) -> Any:
+        """Answer a question of the kernel.
+
+        Raises:
+            Exception: The expression raised it.
+        """
+        if question.ranks is not None and self._rank not in question.ranks:
+            return None
+        if question.kind == "value":
+            return eval(question.text, self.names)
+        if question.kind == "repr":
+            return repr(eval(question.text, self.names))[:_MAX_REPR_CHARS]
+        if question.kind == "complete":
+            return self._complete(question.text)
+        if question.kind == "inspect":
+            return _inspected(eval(question.text, self.names))
+        if question.kind == "dump":
+            return self._dump()
+        return None  # "names" and "push": `Names` follows in any case
+
+    def _complete(self, text: str) -> list[str]:
+        completer = rlcompleter.Completer(self.names)
+        found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
+        return sorted({name.rstrip("() ") for name in found})[:_MAX_COMPLETIONS]
+
+    def _dump(self) -> Payload:
+        """Return a payload that binds all names that can be sent."""
+        names = {
+            name: SentName(value, self._digests.get(name, b""), is_forced=True, ranks=(self._rank,))
+            for name, value in self.names.items()
+            if not name.startswith("__") and name not in _PROVIDED and pickling.explain(value, name) is None
+        }
+        question = Question("push", ranks=(self._rank,))
+        self._keys = {id(thing): key for key, thing in definitions.kept_things()}
+        return Payload(question, (), {}, None, Settings(), {}, main=dict(self.main), names=names)
+
+    # -------------------------------------------------------------- a `pickling.Home`, for `_dump`
+    def note(self, function: types.FunctionType) -> None:
+        """Nothing to note: the names that it uses are dumped as well."""
+
+    def alias_of(self, definition: object) -> str:
+        """Return none: definitions are dumped."""
+        return ""
+
+    def key_of(self, obj: object) -> tuple[str, bool]:
+        """Return the key under which the notebook has sent an object: later references must find the copy."""
+        return self._keys.get(id(obj), ""), False
+
+
+def _describe(name: str, value: Any) -> Bound:
+    try:
+        detail, size = _measure(value)
+    except Exception:  # noqa: BLE001  # a user's __len__ or property
+        detail, size = "", 0
+    kinds = {kind.__name__ for kind in type(value).__mro__}
+    return Bound(name, type(value).__name__, detail, size, not kinds.isdisjoint(_OF_GROUPS))
+
+
+def _measure(value: Any) -> tuple[str, int]:
+    torch = sys.modules.get("torch")
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value[:40] if isinstance(value, (str, bytes)) else value)[:60], sys.getsizeof(value)
+    if torch is not None and isinstance(value, torch.Tensor):
+        where = "" if value.device.type == "cpu" else f" {value.device}"
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{where}", int(value.nbytes)
+    if torch is not None and isinstance(value, torch.nn.Module):
+        parts = [*value.parameters(), *value.buffers()]
+        return f"{sum(part.numel() for part in parts):,} values", sum(int(part.nbytes) for part in parts)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {value.dtype}", int(getattr(value, "nbytes", 0))
+    if isinstance(value, (list, tuple, dict, set, frozenset)):
+        return f"{len(value)} elements", sys.getsizeof(value)
+    shape = getattr(value, "shape", None)  # a table
+    return (str(tuple(shape)), 0) if isinstance(shape, tuple) else ("", 0)
+
+
+def _inspected(value: Any) -> str:
+    lines = [f"Type: {type(value).__name__}", f"String form: {str(value)[:1000]}"]
+    detail, _ = _measure(value)
+    lines += [f"Shape: {detail}"] if detail and hasattr(value, "shape") else []
+    try:
+        lines.insert(0, f"Signature: {getattr(value, '__name__', '')}{inspect.signature(value)}")
+    except (TypeError, ValueError):
+        pass  # no callable, or one of C
+    doc = inspect.getdoc(value)
+    return "\n".join([*lines, *(["", doc] if doc else [])])

@@ -1,0 +1,114 @@
+"""The notebook's names in a rank: ``get_ipython`` and ``display`` work, ``input`` and ``breakpoint`` raise.
+
+IPython's shell exists before the fork in forked ranks. A spawned rank creates it on first use: a function that needs no
+shell does not wait for IPython's import.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, NoReturn
+
+from nblaunch.ranks import rank_display
+
+_namespace: dict[str, Any] = {}
+
+
+def prepare() -> None:
+    """Create the shell in the fork server, once for all ranks."""
+    importlib.import_module("nblaunch.ranks.rank_shell").rank_shell()
+
+
+def install(namespace: dict[str, Any]) -> None:
+    """Install the names in builtins and in the shipped functions' globals, which become the shell's namespace."""
+    global _namespace
+    _namespace = namespace
+    namespace["get_ipython"] = get_ipython
+    builtins.input = _no_input
+    sys.breakpointhook = _no_breakpoint
+    if "IPython" in sys.modules:
+        _enter()
+    else:
+        builtins.display = _display  # type: ignore[attr-defined]  # as IPython does
+        if not isinstance(sys.meta_path[0], _ShellBesideIPython):  # of a kept rank's task before
+            sys.meta_path.insert(0, _ShellBesideIPython())
+
+
+def get_ipython() -> Any:
+    """Return this rank's shell, an `IPython.core.interactiveshell.InteractiveShell`."""
+    importlib.import_module("IPython")  # which creates the shell in a spawned rank
+    return importlib.import_module("nblaunch.ranks.rank_shell").rank_shell()
+
+
+def show_value(value: Any) -> None:
+    """Display the value of a cell."""
+    get_ipython().displayhook(value)
+
+
+def after_task() -> None:
+    """Show figures that are still open, and run what extensions have registered for the end of a cell.
+
+    A figure that cannot be drawn does not fail the task: its traceback goes to the log.
+    """
+    backend = sys.modules.get("nblaunch.ranks.matplotlib_backend")
+    if backend is not None:
+        try:
+            backend.show_open_figures()
+        except Exception:  # noqa: BLE001  # whatever the user's artists raise
+            traceback.print_exc()
+    module = sys.modules.get("nblaunch.ranks.rank_shell")
+    if module is not None:
+        module.rank_shell().events.trigger("post_execute")
+    rank_display.finish()
+
+
+def _enter() -> None:
+    get_ipython().enter(_namespace)
+
+
+def _display(*objects: Any, **options: Any) -> Any:
+    """Display objects as IPython's function does. Import IPython first."""
+    return importlib.import_module("IPython.display").display(*objects, **options)
+
+
+class _ShellBesideIPython(MetaPathFinder):
+    """Creates the rank's shell when user code imports IPython: its ``display`` looks the shell up."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "IPython":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            loader.exec_module = _then_enter(loader.exec_module)
+        return spec
+
+
+def _then_enter(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        _enter()
+
+    return exec_module
+
+
+def _no_input(prompt: object = "") -> NoReturn:
+    raise RuntimeError(
+        f"input({str(prompt)!r}): a rank cannot read input; call input() in the notebook before the launch, "
+        "and pass the answer as an argument"
+    )
+
+
+def _no_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("breakpoint(): a rank has no terminal; use print, or debug the function in the notebook itself")

@@ -1,0 +1,343 @@
+"""The notebook's names that kept ranks have: which of them a task must send again.
+
+A name is sent if a rank does not have the notebook's present value, by the digest of its pickle. Functions travel
+without their globals, so the names that they use are names to send as well. A tensor or module that belongs to one name
+and is used by another, as an optimizer uses its model's parameters, travels as a reference: the ranks' optimizer then
+updates the ranks' model, whichever was sent first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import pickle
+import sys
+import types
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from nblaunch.machine.segments import Region, Segment
+from nblaunch.transfer import pickling
+from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.wire.messages import Bound, SentName
+
+PROVIDED = frozenset(
+    {"rank", "world_size", "local_rank", "device", "get_ipython", "display", "In", "Out", "exit", "quit", "open"}
+)
+"""Names that each rank defines itself."""
+_DIGEST_BYTES = 16
+_MIN_COMPARED_BYTES = 1 << 20
+"""A larger array is compared with its copy in the cache of sent data, which is faster than hashing it again."""
+_MAX_DESCRIBED = 2_000
+"""Kept ranks describe at most this many names."""
+
+
+@dataclass(slots=True)
+class _Owned:
+    """A tensor or module of the notebook that belongs to one of its names."""
+
+    thing: weakref.ref[Any]
+    name: str
+    key: str
+
+
+@dataclass(slots=True)
+class Gathered:
+    """What a task sends.
+
+    Attributes:
+        names: The names to bind, and their values.
+        digests: The digests of all names that the task needs.
+        home: For the pickler.
+    """
+
+    names: dict[str, SentName]
+    digests: dict[str, bytes]
+    home: _Packing
+
+
+class SentNames:
+    """See the module. Used from one thread at a time.
+
+    Args:
+        names: The notebook's namespace.
+        ranks: The number of ranks.
+    """
+
+    def __init__(self, names: dict[str, Any], ranks: int) -> None:
+        self.names = names
+        self._had: list[dict[str, bytes]] = [{} for _ in range(ranks)]
+        """Of each rank: the digests that it has been sent."""
+        self._digests: dict[str, bytes] = {}
+        """The last digest of each name."""
+        self._owned: dict[int, _Owned] = {}
+        self._tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next_token = itertools.count(1)
+        self._keys = itertools.count(1)
+        self._hashed: dict[tuple[int, int, int], tuple[weakref.ref[Segment], bytes]] = {}
+        """Digests of large arrays, by the segment that holds a copy."""
+
+    def gather(
+        self,
+        names: Iterable[str],
+        code: Iterable[Any],
+        present: Collection[int],
+        bound: Collection[str] = (),
+        *,
+        is_idle: bool = True,
+    ) -> Gathered:
+        """Return what a task must send.
+
+        Args:
+            names: The names that it uses itself.
+            code: Functions and arguments, whose globals it uses too.
+            present: The ranks that are alive.
+            bound: Names that ranks have bound themselves: one that cannot be sent is left to them.
+            is_idle: Whether no task runs or queues. Else every name is sent, and the ranks bind what has changed.
+
+        Raises:
+            Exception: A value cannot be pickled; `nblaunch.transfer.pickling.explain` gives the reason.
+        """
+        round_ = _Round(self, set(bound))
+        for value in code:
+            round_.scan(value)
+        round_.need(names)
+        digests = round_.digests.items()
+        to_send = {name for name, digest in digests if not is_idle or self._is_missing(name, digest, present)}
+        sent = {name: SentName(self.names[name], round_.digests[name]) for name in round_.digests if name in to_send}
+        return Gathered(sent, dict(round_.digests), _Packing(self, to_send))
+
+    def gather_pushed(self, values: Mapping[str, Any], present: Collection[int]) -> Gathered:
+        """Return what a push must send: these values, whatever the ranks have, and the names that they use."""
+        own = {name for name, value in values.items() if self.names.get(name) is value}
+        for name in own:
+            self._disown(name)
+        round_ = _Round(self, set())
+        round_.need(own)
+        plain: list[Any] = []
+        for name, value in values.items():
+            if name not in own:
+                collecting = _Digesting(round_, "", is_plain=True)
+                pickling.Pickler(_Hasher(self), None, collecting).dump(value)
+                round_.need(collecting.used)
+                plain += collecting.own
+        digests = round_.digests
+        to_send = {name for name in digests if name in own or self._is_missing(name, digests[name], present)}
+        sent = {name: SentName(self.names[name], digests[name]) for name in to_send - set(values)}
+        pushed = {
+            name: SentName(value, digests.get(name, b"") if name in own else b"", is_forced=True)
+            for name, value in values.items()
+        }
+        return Gathered({**sent, **pushed}, dict(digests), _Packing(self, to_send, [id(each) for each in plain]))
+
+    def _disown(self, name: str) -> None:
+        self._digests.pop(name, None)
+        self._owned = {at: owned for at, owned in self._owned.items() if owned.name != name}
+
+    def token_of(self, definition: Any) -> int:
+        """Return a number that stands for this function or class, and for no other."""
+        if definition not in self._tokens:
+            self._tokens[definition] = next(self._next_token)
+        return self._tokens[definition]
+
+    def _is_missing(self, name: str, digest: bytes, present: Collection[int]) -> bool:
+        return any(self._had[rank].get(name) != digest for rank in present)
+
+    def arrived(self, rank: int, names: Mapping[str, SentName]) -> None:
+        """Note that a rank has these names now."""
+        self._had[rank].update((name, sent.digest) for name, sent in names.items())
+
+    def has_bound(self, rank: int, bound: Collection[Bound]) -> None:
+        """Note what a rank has bound: a name that it has deleted is sent again if a task uses it."""
+        if len(bound) < _MAX_DESCRIBED:
+            alive = {each.name for each in bound}
+            had = self._had[rank]
+            for name in [name for name in had if name not in alive and not name.startswith("_")]:
+                del had[name]
+
+    def forget(self, rank: int) -> None:
+        """Forget what a rank had: another process takes its place."""
+        self._had[rank] = {}
+
+    # -------------------------------------------------------------- ownership
+    def owner_of(self, thing: Any) -> _Owned | None:
+        """Return who owns a tensor or module; None if no name does."""
+        owned = self._owned.get(id(thing))
+        is_valid = owned is not None and owned.thing() is thing and owned.name in self.names
+        return owned if is_valid else None
+
+    def own(self, name: str, digest: bytes, things: Iterable[Any]) -> None:
+        """Make a name the owner of these objects. New content gets new keys: references to the old are stale."""
+        is_same = self._digests.get(name) == digest
+        self._digests[name] = digest
+        before = {at: owned for at, owned in self._owned.items() if owned.name == name}
+        for at in before:
+            del self._owned[at]
+        for thing in things:
+            old = before.get(id(thing))
+            is_known = is_same and old is not None and old.thing() is thing
+            key = old.key if is_known and old is not None else f"{name}/{next(self._keys)}"
+            self._owned[id(thing)] = _Owned(weakref.ref(thing), name, key)
+
+    # -------------------------------------------------------------- digests of large arrays
+    def digest_of(self, region: Region) -> bytes:
+        """Return the digest of memory. If it equals a copy that was hashed before, it is not hashed again."""
+        copy = sent_data_cache.same(region) if region.size >= _MIN_COMPARED_BYTES else None
+        if copy is None:
+            return _hash(region.view())
+        at = (id(copy.segment), copy.offset, region.size)
+        known = self._hashed.get(at)
+        if known is None or known[0]() is not copy.segment:
+            self._hashed = {key: value for key, value in self._hashed.items() if value[0]() is not None}
+            known = self._hashed[at] = weakref.ref(copy.segment), _hash(region.view())
+        return known[1]
+
+
+@dataclass(slots=True)
+class _Round:
+    """One `SentNames.gather`: every name is digested at most once."""
+
+    sent: SentNames
+    bound: set[str]
+    digests: dict[str, bytes] = field(default_factory=dict)
+    _open: set[str] = field(default_factory=set)
+    """Names that are being digested."""
+
+    def need(self, names: Iterable[str]) -> None:
+        """Digest these names, and those that their values use."""
+        for name in sorted(names):
+            is_known = name in self.digests or name in self._open or name in PROVIDED
+            if name in self.sent.names and not is_known and not name.startswith("__"):
+                self._digest(name)
+
+    def scan(self, value: Any) -> None:
+        """Digest the names that a value uses."""
+        self._dump("", value)
+
+    def _digest(self, name: str) -> None:
+        self._open.add(name)
+        try:
+            digest, things = self._dump(name, self.sent.names[name])
+        except Exception:
+            if name in self.bound:
+                return
+            raise
+        finally:
+            self._open.discard(name)
+        self.sent.own(name, digest, things)
+        self.digests[name] = digest
+
+    def _dump(self, name: str, value: Any) -> tuple[bytes, list[Any]]:
+        hasher = _Hasher(self.sent)
+        home = _Digesting(self, name)
+        pickling.Pickler(hasher, hasher, home).dump(value)
+        self.need(home.used)
+        return hasher.digest(), home.own
+
+
+def _is_kept(obj: object) -> bool:
+    """Return True for what ranks keep under a key: tensors and modules."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(obj, (torch.Tensor, torch.nn.Module))
+
+
+class _Digesting:
+    """A `pickling.Home` for the digest of one name: what belongs to other names counts by its key."""
+
+    def __init__(self, round_: _Round, name: str, is_plain: bool = False) -> None:
+        self.names = round_.sent.names
+        self.used: set[str] = set()
+        self.own: list[Any] = []
+        self._round, self._name, self._is_plain = round_, name, is_plain
+
+    def alias_of(self, definition: Any) -> str:
+        """Return a token for a definition of another name, which counts by its identity.
+
+        A cell that defines a class again makes a new class; an object of the old one has not changed.
+        """
+        name = definition.__qualname__.partition(".")[0]
+        if definition.__module__ != "__main__" or name == self._name or not name.isidentifier():
+            return ""
+        self.used.update({name}.intersection(self.names))
+        return f"{definition.__qualname__} #{self._round.sent.token_of(definition)}"
+
+    def note(self, function: types.FunctionType) -> None:
+        self.used |= pickling.globals_used(function).intersection(self.names)
+
+    def key_of(self, obj: object) -> tuple[str, bool]:
+        if not _is_kept(obj):
+            return "", False
+        owned = None if self._is_plain else self._round.sent.owner_of(obj)
+        if owned is not None and owned.name != self._name:
+            self._round.need([owned.name])  # its content may have changed, and with it the keys
+            owned = self._round.sent.owner_of(obj)
+            if owned is not None and owned.name != self._name:
+                return owned.key, True
+        self.own.append(obj)
+        return "", False
+
+
+class _Packing:
+    """A `pickling.Home` for the names that are sent: what stays with a name that the ranks have is a reference."""
+
+    def __init__(self, sent: SentNames, to_send: Collection[str], plain: Collection[int] = ()) -> None:
+        self.names = sent.names
+        self._sent, self._to_send = sent, to_send
+        self._plain = set(plain)
+        """Ids of objects that are sent whole and without a key."""
+
+    def note(self, function: types.FunctionType) -> None:
+        """Nothing to note: the names are known."""
+
+    def alias_of(self, definition: object) -> str:
+        """Return none: definitions are sent."""
+        return ""
+
+    def key_of(self, obj: object) -> tuple[str, bool]:
+        owned = self._sent.owner_of(obj) if _is_kept(obj) and id(obj) not in self._plain else None
+        return ("", False) if owned is None else (owned.key, owned.name not in self._to_send)
+
+
+class _Hasher:
+    """Takes a pickle and its buffers, and keeps their digest alone."""
+
+    def __init__(self, sent: SentNames) -> None:
+        self._sent = sent
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+    def write(self, data: bytes, /) -> object:
+        self._hash.update(data)
+        return None
+
+    def take(self, buffer: pickle.PickleBuffer, /) -> object:
+        self._hash.update(buffer.raw())
+        return None
+
+    def keep_storage(self, storage: object) -> None:
+        """Nothing to keep: the memory is read at once."""
+
+    def keep_until_received(self, owner: object) -> None:
+        """Nothing is sent."""
+
+    def count_from_gpu(self, size: int) -> None:
+        """Nothing is sent."""
+
+    def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
+        address = getattr(owner, "data_ptr", None)  # of a storage, whose Python object may change
+        return pickle.PickleBuffer(b"%d" % (id(owner) if address is None else address()))
+
+    def add_strided(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
+        import numpy
+
+        if size <= 2 * int(array.nbytes):
+            return pickle.PickleBuffer(self._sent.digest_of(Region(address, size)))
+        return pickle.PickleBuffer(_hash(numpy.ascontiguousarray(array).view(numpy.uint8).data))
+
+
+def _hash(data: memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

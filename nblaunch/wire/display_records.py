@@ -1,0 +1,112 @@
+"""What ranks display, as records in their spools, and the limits of it.
+
+A record is one line of JSON. Images and long texts are in files of their own beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MAX_OUTPUTS = 100
+"""Of one rank at a time: further ones are left out and counted until ``clear_output``."""
+MAX_OUTPUT_BYTES = 4 << 20
+"""Of one output; of a larger one its text is shown."""
+MAX_KEPT_BYTES = 16 << 20
+"""Of all outputs that a rank shows at a time."""
+MAX_SPOOLED_BYTES = 16 << 20
+"""Of all records of a rank, replaced ones included."""
+MAX_INLINE_BYTES = 4 << 10
+"""Of a body in the record itself; a larger one is in a file."""
+MAX_TEXT_CHARS = 4000
+"""Of the text that stands for an output where only text can be shown."""
+SUFFIXES = {
+    "text/html": "html",
+    "image/png": "png",
+    "image/jpeg": "jpg",
+    "image/gif": "gif",
+    "image/webp": "webp",
+    "image/svg+xml": "svg",
+    "text/markdown": "md",
+    "text/latex": "tex",
+    "text/plain": "txt",
+}
+"""The types of bodies, the most expressive first, and the endings of their files."""
+BITMAPS = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
+"""Types whose bodies are bytes: always in a file."""
+_KEY = re.compile(r"[0-9]{1,12}-[0-9]{1,12}")
+_FIELD = "display"
+"""A record of the spool with this field is one of these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """An output of a rank; it replaces an earlier one with the same key."""
+
+    key: str
+    """The process and its count of outputs."""
+    mime: str
+    text: str
+    """Stands for the output where only text can be shown."""
+    body: str | None = None
+    """None if it is in a file: `launch_files.output_file`."""
+    size: int = 0
+    """Bytes of the body."""
+    width: int | None = None
+    height: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """The rank has removed its outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """The number of outputs that the limits have left out since the start, or the last `Cleared`."""
+
+    count: int
+
+
+DisplayRecord = Shown | Cleared | LeftOut
+_KINDS: dict[Literal["show", "clear", "left_out"], type[DisplayRecord]] = {
+    "show": Shown,
+    "clear": Cleared,
+    "left_out": LeftOut,
+}
+
+
+def to_line(record: DisplayRecord) -> dict[str, Any]:
+    """Return a record as the spool holds it."""
+    kind = next(kind for kind, cls in _KINDS.items() if type(record) is cls)
+    return {_FIELD: kind, **dataclasses.asdict(record)}
+
+
+def from_line(line: Mapping[str, Any]) -> DisplayRecord | None:
+    """Return the record of a line in a spool; None if it is none, or malformed."""
+    fields = dict(line)
+    kind = fields.pop(_FIELD, None)
+    try:
+        record = _KINDS[kind](**fields) if kind in _KINDS else None
+    except TypeError:
+        return None
+    return record if record is not None and _is_valid(record) else None
+
+
+def _is_valid(record: DisplayRecord) -> bool:
+    match record:
+        case Shown(key=str(key), mime=str(mime), text=str(), body=str() | None, size=int(), width=w, height=h):
+            sizes = all(side is None or (type(side) is int and 0 < side < 100_000) for side in (w, h))
+            return bool(_KEY.fullmatch(key)) and mime in SUFFIXES and sizes
+        case LeftOut(count=count):
+            return type(count) is int
+        case _:
+            return isinstance(record, Cleared)
+
+
+def is_display(line: Mapping[str, Any]) -> bool:
+    """Return True for a line that holds one of these records."""
+    return _FIELD in line
