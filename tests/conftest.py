@@ -89,7 +89,7 @@ def _warm() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_left(request: pytest.FixtureRequest, _marked: None, _own_logs: None, _warm: None) -> Iterator[None]:
     """Assert that a test leaves no process, descriptor, shared memory or temporary file."""
-    with contextlib.nullcontext() if _is_unit(request) else _leaving_nothing():
+    with contextlib.nullcontext() if _is_unit(request) else leaving_nothing():
         yield
         sent_data_cache.free()  # it is no leak, and what a test sends must not depend on those before it
 
@@ -97,7 +97,7 @@ def _nothing_left(request: pytest.FixtureRequest, _marked: None, _own_logs: None
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_left_by_units(request: pytest.FixtureRequest, _marked: None) -> Iterator[None]:
     """Assert the same of a whole file of tests/unit: looking takes longer than most of its tests."""
-    with _leaving_nothing() if _is_unit(request) else contextlib.nullcontext():
+    with leaving_nothing() if _is_unit(request) else contextlib.nullcontext():
         yield
 
 
@@ -106,7 +106,7 @@ def _is_unit(request: pytest.FixtureRequest) -> bool:
 
 
 @contextlib.contextmanager
-def _leaving_nothing() -> Iterator[None]:
+def leaving_nothing() -> Iterator[None]:
     before = _Belongings.now()
     yield
     eventually(lambda: not before.more_than_then(), _LEFT_WITHIN, before.more_than_then)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must pass: lint, types, all tests. It first makes the environment and installs what tests need.
 #
-#   bash tests/run.sh                 all tests: three files at a time, then those marked `alone` one by one
+#   bash tests/run.sh                 all tests: four files at a time, then those marked `alone` one by one
 #   bash tests/run.sh ARGUMENT...     one plain pytest with these arguments: bash tests/run.sh tests/unit -k plan
 #
 # notebooks/venv.sh says which variables choose the environment.
@@ -33,7 +33,7 @@ if [ $# -gt 0 ]; then
     check pytest "$@"
 else
     status=0
-    check pytest -m "not alone" -n 3 --dist loadfile --no-loadscope-reorder || status=$?
+    check pytest -m "not alone" -n 4 --dist loadfile --no-loadscope-reorder || status=$?
     check pytest -m alone || status=$?
     exit $status
 fi

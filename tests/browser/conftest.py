@@ -1,6 +1,7 @@
-"""One Chromium for all tests, one server for each configuration, and one page with JupyterLab in it for each file.
+"""One Chromium and one server for all tests, and one page with JupyterLab in it for each file and configuration.
 
-A test opens its notebook in the file's page, with a kernel of its own. A page that a test leaves in doubt is replaced.
+A test opens its notebook in the file's page. The notebook's kernel is the file's, which a test leaves idle. A page
+that a test leaves in doubt is replaced. After a test that failed, or ended the kernel, every test has its own.
 
 With NBLAUNCH_PICTURES set to a folder, the pictures of the README and of the panel are kept there.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.browser.lab import (
     choose_theme,
     close_documents,
     end_kernels,
+    kernel_states,
     load_lab,
     load_notebook,
     open_notebook,
@@ -28,11 +30,47 @@ from tests.browser.lab import (
     run_all,
     running_chromium,
     running_lab,
+    start_kernel,
     write_notebook,
+    write_settings,
 )
-from tests.conftest import LONG
+from tests.conftest import LONG, eventually
 
 SETUP = "%load_ext nblaunch\nfrom nblaunch import notebook_launcher, progress, report"
+SHARED = "test.ipynb"
+"""The notebook with the shared kernel: Jupyter keeps the kernel of a notebook that is closed."""
+
+
+@dataclass
+class Server:
+    """A server that runs.
+
+    Attributes:
+        url: Its address.
+        folder: Its notebooks.
+        settings: Where it reads what the user has set, when a page is loaded.
+        session: That of the notebook with the shared kernel; empty before there is one.
+    """
+
+    url: str
+    folder: Path
+    settings: Path
+    session: str = ""
+
+    def share_a_kernel(self) -> None:
+        """Start the shared kernel, unless it lives."""
+        if self.session not in kernel_states(self.url):
+            self.session = start_kernel(self.url, SHARED)
+
+    def settle(self, failed: bool) -> None:
+        """End a test's own kernels, and wait until the shared one does nothing; after a failure end it, too."""
+        if not failed:
+            eventually(lambda: kernel_states(self.url).get(self.session) != "busy")
+        end_kernels(self.url, but="" if failed else self.session)
+
+    def end_kernels(self) -> None:
+        """End all kernels, the shared one included: a test that does so is the last of its file."""
+        end_kernels(self.url)
 
 
 @dataclass
@@ -40,38 +78,43 @@ class Lab:
     """A server that runs, and a page in it.
 
     Attributes:
-        url: The server's address.
-        folder: Its notebooks.
+        server: The server.
         app: ``jupyterlab`` or ``notebook``.
         page: What the user sees.
         loaded: JupyterLab is in the page already.
+        number: The panel of the notebook that is looked at, from 0.
     """
 
-    url: str
-    folder: Path
+    server: Server
     app: str
     page: Page
     loaded: bool
+    number: int = 0
+
+    @property
+    def folder(self) -> Path:
+        """The server's notebooks."""
+        return self.server.folder
 
     def open(self, name: str) -> None:
         """Open a notebook alone, and wait until its kernel is idle."""
         if self.loaded:
             open_notebook(self.page, name)
         else:
-            load_notebook(self.page, self.url, name, self.app)
+            load_notebook(self.page, self.server.url, name, self.app)
 
     def run(self, *cells: str) -> Locator:
         """Make a notebook of these cells, run all of it, and wait for the first panel, which is given."""
-        write_notebook(self.folder / "test.ipynb", SETUP, *cells)
-        self.open("test.ipynb")
+        write_notebook(self.folder / SHARED, SETUP, *cells)
+        self.open(SHARED)
         run_all(self.page)
         self.panel.wait_for()
         return self.panel
 
     @property
     def panel(self) -> Locator:
-        """The first panel of the notebook."""
-        return self.page.locator(".nbl-root").first
+        """The panel that is looked at."""
+        return self.page.locator(".nbl-root").nth(self.number)
 
     def state(self) -> str:
         """What the panel's pill says."""
@@ -125,7 +168,7 @@ class Lab:
 
 @dataclass(frozen=True)
 class Served:
-    """What to serve: ``jupyterlab`` or ``notebook``, with these settings of the user."""
+    """What to load: ``jupyterlab`` or ``notebook``, with these settings of the user."""
 
     app: str = "jupyterlab"
     settings: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
@@ -138,10 +181,6 @@ NO_SUBSHELLS = Served(
 NOTEBOOK = Served(app="notebook")
 
 
-Server = tuple[str, Path, str]
-"""Address, folder and app."""
-
-
 @pytest.fixture(scope="package")
 def chromium(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserContext]:
     """The browser of all tests; its cache is one, as compiling JupyterLab's scripts takes seconds."""
@@ -150,27 +189,26 @@ def chromium(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 @pytest.fixture(scope="package")
-def _servers(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Served], Server]]:
-    """Start a server for each configuration that a test asks for, and keep it for the next."""
-    started: dict[Served, Server] = {}
-    with contextlib.ExitStack() as stack:
-
-        def start(served: Served) -> Server:
-            if served not in started:
-                folder = tmp_path_factory.mktemp("served") / "notebooks"
-                folder.mkdir()
-                settings = {plugin: dict(values) for plugin, values in served.settings}
-                url = stack.enter_context(running_lab(folder, served.app, settings))
-                started[served] = url, folder, served.app
-            return started[served]
-
-        yield start
+def server(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server, which serves JupyterLab and Jupyter Notebook."""
+    folder = tmp_path_factory.mktemp("served") / "notebooks"
+    folder.mkdir()
+    with running_lab(folder, settings := folder.parent / "settings") as url:
+        yield Server(url, folder, settings)
 
 
-@pytest.fixture(scope="package")
-def server(request: pytest.FixtureRequest, _servers: Callable[[Served], Server]) -> Server:
-    """A running server; ``parametrize("server", [...], indirect=True)`` says which."""
-    return _servers(getattr(request, "param", LAB))
+@pytest.fixture(scope="module")
+def _shared_kernel(server: Server) -> None:
+    """Start the file's kernel before its tests: none of them must leave a process."""
+    server.share_a_kernel()
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest, server: Server, _shared_kernel: None) -> Served:
+    """What pages are loaded; ``parametrize("served", [...], indirect=True)`` says which."""
+    chosen: Served = getattr(request, "param", LAB)
+    write_settings(server.settings, {plugin: dict(values) for plugin, values in chosen.settings})
+    return chosen
 
 
 @pytest.fixture
@@ -180,34 +218,36 @@ def size() -> tuple[int, int]:
 
 
 @pytest.fixture
-def fresh_lab(chromium: BrowserContext, server: Server, size: tuple[int, int]) -> Iterator[Lab]:
-    """A page of the test's own, which loads its notebook by address; its kernels are ended with the test."""
-    url, folder, app = server
+def fresh_lab(
+    request: pytest.FixtureRequest, chromium: BrowserContext, server: Server, served: Served, size: tuple[int, int]
+) -> Iterator[Lab]:
+    """A page of the test's own, which loads its notebook by address."""
     try:
         with open_page(chromium) as page:
             page.set_viewport_size({"width": size[0], "height": size[1]})
-            yield Lab(url, folder, app, page, loaded=False)
+            yield Lab(server, served.app, page, loaded=False)
     finally:
-        end_kernels(url)  # the page has gone: it asks for no more of them
+        server.settle(_has_failed(request))  # the page has gone: it asks for no more of them
 
 
 @pytest.fixture
-def lab(request: pytest.FixtureRequest, server: Server, size: tuple[int, int], _pages: _Pages) -> Iterator[Lab]:
-    """The file's page in the server, with no document open; its kernels are ended with the test.
+def lab(
+    request: pytest.FixtureRequest, server: Server, served: Served, size: tuple[int, int], _pages: _Pages
+) -> Iterator[Lab]:
+    """The file's page in the server, with no document open.
 
     Jupyter Notebook has a page for each notebook: there it is `fresh_lab`.
     """
-    url, folder, app = server
-    if app == "notebook":
+    if served.app == "notebook":
         yield request.getfixturevalue("fresh_lab")
         return
-    page = _pages.get(url)
+    page = _pages.get(server.url, served)
     page.set_viewport_size({"width": size[0], "height": size[1]})
     try:
-        yield Lab(url, folder, app, page, loaded=True)
+        yield Lab(server, served.app, page, loaded=True)
     finally:
-        _pages.clear(url, failed=request.node.stash.get(_FAILED, True))
-        end_kernels(url)  # no document is open: the page asks for no more of them
+        _pages.clear(served, failed=_has_failed(request))
+        server.settle(_has_failed(request))  # no document is open: the page asks for no more of them
 
 
 @pytest.fixture(scope="module")
@@ -218,28 +258,28 @@ def _pages(chromium: BrowserContext) -> Iterator[_Pages]:
 
 
 class _Pages:
-    """The pages of a file, in which JupyterLab is loaded: one for each server."""
+    """The pages of a file, in which JupyterLab is loaded: one for each configuration."""
 
     def __init__(self, chromium: BrowserContext) -> None:
         self._chromium = chromium
-        self._opened: dict[str, tuple[Page, contextlib.ExitStack, list[Error]]] = {}
+        self._opened: dict[Served, tuple[Page, contextlib.ExitStack, list[Error]]] = {}
 
-    def get(self, url: str) -> Page:
-        """Return the server's page, which has no document open."""
-        if url not in self._opened:
+    def get(self, url: str, served: Served) -> Page:
+        """Return the page with this configuration, which has no document open."""
+        if served not in self._opened:
             errors: list[Error] = []
             with contextlib.ExitStack() as stack:
                 page = stack.enter_context(open_page(self._chromium))
                 page.on("pageerror", lambda error: errors.append(error))
                 load_lab(page, url)
-                self._opened[url] = page, stack.pop_all(), errors
-        return self._opened[url][0]
+                self._opened[served] = page, stack.pop_all(), errors
+        return self._opened[served][0]
 
-    def clear(self, url: str, failed: bool) -> None:
+    def clear(self, served: Served, failed: bool) -> None:
         """Close all documents of a page, or the page itself if what was done there may reach the next test."""
-        page, stack, errors = self._opened[url]
+        page, stack, errors = self._opened[served]
         if failed or not close_documents(page) or errors:
-            del self._opened[url]
+            del self._opened[served]
             stack.close()
 
     def close(self) -> None:
@@ -249,6 +289,11 @@ class _Pages:
 
 
 _FAILED = pytest.StashKey[bool]()
+
+
+def _has_failed(request: pytest.FixtureRequest) -> bool:
+    """Return True if the test has failed, or did not even begin."""
+    return bool(request.node.stash.get(_FAILED, True))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,19 +36,18 @@ _KERNEL_IS_IDLE = """() => {
 
 
 @contextmanager
-def running_lab(folder: Path, app: str = "jupyterlab", settings: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """A JupyterLab (or ``notebook``) server on `folder`, on a free loopback port; gives its address.
+def running_lab(folder: Path, settings: Path) -> Iterator[str]:
+    """A JupyterLab server on `folder`, on a free loopback port, which serves Jupyter Notebook, too; gives its address.
 
     Args:
         folder: Where its notebooks are.
-        app: The module to run.
-        settings: Of the user, by plugin, besides those that tests need.
+        settings: The folder for `write_settings`.
     """
-    config = folder.parent / f"{folder.name}-{app}"
-    log = folder.parent / f"{folder.name}-{app}.log"
+    config = folder.parent / f"{folder.name}-config"
+    log = folder.parent / f"{folder.name}.log"
     command = [
-        *(sys.executable, "-m", app, "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"),
-        "--expose-app-in-browser",
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=0"),
+        *("--LabApp.expose_app_in_browser=True", "--JupyterNotebookApp.expose_app_in_browser=True"),
         *("--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.disable_check_xsrf=True"),
         f"--ServerApp.root_dir={folder}",
     ]
@@ -56,7 +55,7 @@ def running_lab(folder: Path, app: str = "jupyterlab", settings: Mapping[str, An
         **os.environ,
         "JUPYTER_CONFIG_DIR": str(config),
         "JUPYTER_RUNTIME_DIR": str(config / "runtime"),
-        "JUPYTERLAB_SETTINGS_DIR": str(_settings(config / "settings", settings or {})),
+        "JUPYTERLAB_SETTINGS_DIR": str(settings),
     }
     with log.open("wb") as out:
         server = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
@@ -71,17 +70,22 @@ def running_lab(folder: Path, app: str = "jupyterlab", settings: Mapping[str, An
             server.wait()
 
 
-def _settings(folder: Path, chosen: Mapping[str, Any]) -> Path:
-    """JupyterLab as its user has it, but every cell is in the page, and no news is asked for."""
+def write_settings(folder: Path, chosen: Mapping[str, Any]) -> None:
+    """Have the next pages as their user has them, but with every cell in the page, and no news.
+
+    Args:
+        folder: Of the server's settings; others than these are removed.
+        chosen: The user's, by plugin.
+    """
     needed = {
         "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
         "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
     }
+    shutil.rmtree(folder, ignore_errors=True)
     for plugin, settings in {**needed, **chosen}.items():
         file = folder / f"{plugin}.jupyterlab-settings"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(settings))
-    return folder
 
 
 def _address(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> str:
@@ -196,12 +200,29 @@ def write_notebook(path: Path, *cells: str) -> None:
     nbformat.write(notebook, path)
 
 
-def end_kernels(url: str) -> None:
-    """Shut down every kernel of the server."""
+def start_kernel(url: str, name: str) -> str:
+    """Start the kernel of a notebook that is not open yet, and return its session."""
+    wanted = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
+    request = urllib.request.Request(f"{url}api/sessions", data=json.dumps(wanted).encode(), method="POST")
+    with urllib.request.urlopen(request) as answer:
+        return str(json.load(answer)["id"])
+
+
+def kernel_states(url: str) -> dict[str, str]:
+    """Return what the kernel of each session does, such as ``idle``."""
     with urllib.request.urlopen(f"{url}api/sessions") as answer:
-        sessions = json.load(answer)
-    for session in sessions:
-        request = urllib.request.Request(f"{url}api/sessions/{session['id']}", method="DELETE")
+        return {session["id"]: session["kernel"]["execution_state"] for session in json.load(answer)}
+
+
+def end_kernels(url: str, but: str = "") -> None:
+    """Shut down every kernel of the server.
+
+    Args:
+        url: The server's address.
+        but: The session whose kernel is left.
+    """
+    for session in kernel_states(url).keys() - {but}:
+        request = urllib.request.Request(f"{url}api/sessions/{session}", method="DELETE")
         urllib.request.urlopen(request).close()
 
 

@@ -30,11 +30,16 @@ def train(rank):
             raise
 notebook_launcher(train, num_processes=2, stop_grace=600)
 """
-DEAF = "from nblaunch.launch.frontend import host; host()._channel._stream = None  # as with another ipykernel"
+DEAF = """
+from nblaunch.launch.frontend import host
+channel = host()._channel
+stream, channel._stream = channel._stream, None  # as with another ipykernel
+"""
+HEARS_AGAIN = "channel._stream = stream\n"
 
 
 @pytest.mark.parametrize(
-    ("server", "kernel", "raised"),
+    ("served", "kernel", "raised"),
     [
         (LAB, "", "LaunchStoppedError"),
         (NO_SUBSHELLS, "", "LaunchStoppedError"),
@@ -42,10 +47,11 @@ DEAF = "from nblaunch.launch.frontend import host; host()._channel._stream = Non
         (NOTEBOOK, "", "LaunchStoppedError"),
     ],
     ids=["lab", "without subshells", "kernel that cannot hear", "notebook"],
-    indirect=["server"],
+    indirect=["served"],
 )
 def test_stop_ends_the_ranks_of_a_cell_that_blocks(lab: Lab, kernel: str, raised: str) -> None:
-    lab.run(f"{kernel}\n{TRAINS}notebook_launcher(train, num_processes=2, stop_grace={GRACE})", "40 + 2")
+    trains = f"{kernel}\n{TRAINS}notebook_launcher(train, num_processes=2, stop_grace={GRACE})"
+    lab.run(trains, (HEARS_AGAIN if kernel else "") + "40 + 2")
     lab.log_says("begun")
     lab.panel.locator(".nbl-card").first.wait_for()
     assert lab.state() == "running"
@@ -102,34 +108,7 @@ notebook_launcher(ignores, num_processes=2, stop_grace={GRACE})
     lab.wait_for_state("stopped")
 
 
-@pytest.mark.parametrize("server", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
-def test_restart_ends_everything_with_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
-    lab.run(
-        TRAINS + "notebook_launcher(train, num_processes=2)", "notebook_launcher(lambda: 'fresh', num_processes=2)[1]"
-    )
-    lab.log_says("begun")
-    ranks = _ranks()
-    assert len(ranks) == 2
-    lab.button("Restart kernel").click(trial=True)
-    lab.button("Restart kernel").evaluate(_CLICKED_TWICE)
-    eventually(lambda: not ranks & marked_processes())
-    assert lab.page.locator(".jp-Dialog").count() == 0
-    lab.panel.locator('.nbl-pill[data-state="gone"]').wait_for()
-    wait_until_idle(lab.page)
-    lab.run_cell(0)
-    lab.run_cell(2)
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="fresh").wait_for()
-    assert lab.button("Stop").count() == 0 or not lab.button("Stop").is_visible()
-
-
-_CLICKED_TWICE = """async button => { // in the page, as the first click is forgotten after 3 s
-    button.click()
-    while (!button.textContent.startsWith("Click again")) await new Promise(requestAnimationFrame)
-    button.click()
-}"""
-
-
-@pytest.mark.parametrize("server", [NO_SUBSHELLS], ids=["without subshells"], indirect=True)
+@pytest.mark.parametrize("served", [NO_SUBSHELLS], ids=["without subshells"], indirect=True)
 def test_stop_ends_ranks_that_have_long_been_silent(lab: Lab) -> None:
     silent = f"""
 def stops_itself():
@@ -154,38 +133,61 @@ def test_a_background_launch_is_followed_and_stopped_with_the_kernel_free(lab: L
 
 
 def test_stacks_show_what_ranks_do_while_the_cell_blocks(lab: Lab) -> None:
-    lab.run(TRAINS + "notebook_launcher(train, num_processes=2)")
+    lab.run(TRAINS + f"notebook_launcher(train, num_processes=2, stop_grace={GRACE})")
     lab.log_says("begun")
     lab.button("Stacks").click()
     lab.panel.locator(".nbl-stacks", has_text="time.sleep(0.02)").wait_for()
     keep_picture(lab.page, "panel-stacks.png")
+    lab.button("Stop").click()
+    lab.wait_for_state("stopped")
 
 
-@pytest.mark.parametrize("ended", [False, True], ids=["runs in the background", "has ended"])
-def test_after_a_reload_the_panel_of_a_launch_comes_back_whole_with_the_kernel_free(
-    fresh_lab: Lab, ended: bool
-) -> None:
+def test_after_a_reload_panels_come_back_whole_with_the_kernel_free(fresh_lab: Lab) -> None:
     lab = fresh_lab
-    steps = 60 if ended else 10_000
-    lab.run(
-        TRAINS
-        + f"launch = notebook_launcher(train, [], 2, kwargs={{'steps': {steps}}}, stop_grace={GRACE}, block={ended})"
-    )
+    ends = TRAINS + "notebook_launcher(train, [], 2, kwargs={'steps': 60})"
+    lab.run(ends, f"launch = notebook_launcher(train, num_processes=2, stop_grace={GRACE}, block=False)")
+    lab.wait_for_state("finished")
+    lab.number = 1
     lab.log_says("step 40")
-    if ended:
-        lab.wait_for_state("finished")
     lab.save_and_reload()
-    lab.panel.wait_for()
-    lab.panel.locator(".nbl-card").first.wait_for()
-    lab.log_says("step ")
-    lab.find("begun")
-    if ended:
-        lab.wait_for_state("finished")
-        record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in")
-        assert (record.count(), record.is_visible()) == (1, False)  # the panel is in its place
-    else:
-        lab.button("Stop").click()
-        lab.wait_for_state("stopped")
+    for lab.number in (0, 1):
+        lab.panel.wait_for()
+        lab.panel.locator(".nbl-card").first.wait_for()
+        lab.log_says("step ")
+        lab.find("begun")
+    lab.button("Stop").click()
+    lab.wait_for_state("stopped")
+    lab.number = 0
+    lab.wait_for_state("finished")
+    record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in")
+    assert (record.count(), record.is_visible()) == (1, False)  # the panel is in its place
+
+
+@pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
+def test_restart_ends_everything_with_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
+    trains = TRAINS + "notebook_launcher(train, num_processes=2)"
+    lab.run(trains, "notebook_launcher(lambda: 'fresh', num_processes=2)[1]")
+    lab.log_says("begun")
+    ranks = _ranks()
+    assert len(ranks) == 2
+    lab.button("Restart kernel").click(trial=True)
+    lab.button("Restart kernel").evaluate(_CLICKED_TWICE)
+    eventually(lambda: not ranks & marked_processes())
+    assert lab.page.locator(".jp-Dialog").count() == 0
+    lab.panel.locator('.nbl-pill[data-state="gone"]').wait_for()
+    wait_until_idle(lab.page)
+    lab.run_cell(0)
+    lab.run_cell(2)
+    lab.page.locator(".jp-OutputArea-executeResult", has_text="fresh").wait_for()
+    assert lab.button("Stop").count() == 0 or not lab.button("Stop").is_visible()
+    lab.server.end_kernels()  # the process that the test has started
+
+
+_CLICKED_TWICE = """async button => { // in the page, as the first click is forgotten after 3 s
+    button.click()
+    while (!button.textContent.startsWith("Click again")) await new Promise(requestAnimationFrame)
+    button.click()
+}"""
 
 
 def _ranks() -> set[int]:

@@ -13,8 +13,8 @@ import pytest
 from playwright.sync_api import Dialog
 
 from tests.browser.cells import TRAINS
-from tests.browser.conftest import Lab, keep_picture
-from tests.browser.lab import end_kernels, run_all, wait_until_idle, write_notebook
+from tests.browser.conftest import SHARED, Lab, keep_picture
+from tests.browser.lab import run_all, wait_until_idle, write_notebook
 from tests.conftest import eventually
 
 DARK = "JupyterLab Dark"
@@ -58,8 +58,8 @@ def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) ->
 
 def test_the_text_view_shows_each_line_with_its_rank(lab: Lab) -> None:
     prints = "notebook_launcher(lambda rank: print('I am', rank), num_processes=2, view='text')"
-    write_notebook(lab.folder / "text.ipynb", "from nblaunch import notebook_launcher", prints)
-    lab.open("text.ipynb")
+    write_notebook(lab.folder / SHARED, "from nblaunch import notebook_launcher", prints)
+    lab.open(SHARED)
     run_all(lab.page)
     lab.output("[rank 1] I am 1").wait_for()
     assert lab.page.locator(".nbl-root").count() == 0
@@ -75,6 +75,36 @@ def test_the_end_of_a_launch_leaves_the_reader_where_he_is(lab: Lab) -> None:
     assert lab.panel.get_by_role("tab", name="rank 1").get_attribute("aria-selected") == "true"
     assert lab.panel.get_by_role("searchbox").input_value() == "begun"
     lab.panel.locator(".nbl-line", has_text="begun").first.wait_for()
+
+
+DISPLAYS = """
+def show(rank):
+    import matplotlib.pyplot as plt, pandas as pd
+    from IPython.display import display
+    print("begun", flush=True)
+    report(step=0, loss=2), report(step=1, loss=1)
+    display(pd.DataFrame({"loss": [rank + 0.5]}))
+    plt.plot([1, 2])
+    plt.show()
+notebook_launcher(show, num_processes=2)
+"""
+
+
+def test_outputs_of_ranks_are_shown_and_come_again_after_a_reload(lab: Lab) -> None:
+    lab.run(DISPLAYS)
+    for reloaded in (False, True):
+        if reloaded:
+            lab.save_and_reload()
+        outputs = lab.panel.locator(".nbl-outputs details")
+        outputs.first.locator("td", has_text="0.5").wait_for()
+        image = outputs.first.locator("img")
+        image.wait_for()
+        assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
+        assert [outputs.nth(rank).evaluate("box => box.open") for rank in (0, 1)] == [True, False]
+        outputs.nth(1).locator("summary").click()
+        outputs.nth(1).locator("td", has_text="1.5").wait_for()
+        if not reloaded:
+            keep_picture(lab.page, "outputs.png")
 
 
 def test_a_log_that_leaves_the_page_while_it_scrolls_goes_on_at_the_end(lab: Lab) -> None:
@@ -101,17 +131,16 @@ def test_a_saved_notebook_shows_the_record_also_untrusted(fresh_lab: Lab) -> Non
     lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 60}, num_processes=2)")
     lab.wait_for_state("finished")
     lab.page.keyboard.press("Control+s")
-    path = lab.folder / "test.ipynb"
+    path = lab.folder / SHARED
     eventually(lambda: "finished in" in path.read_text())
     notebook = nbformat.read(path, as_version=4)
     notebook.cells[0].source += "  # changed elsewhere: this notebook is not trusted"
     for kernel in ("python3", "gone"):  # another kernel, no kernel
-        end_kernels(lab.url)
         notebook.metadata["kernelspec"]["name"] = kernel
         if kernel == "gone":
             notebook.metadata["kernelspec"]["language"] = notebook.metadata["language_info"]["name"] = "gone"
         nbformat.write(notebook, lab.folder / f"saved-{kernel}.ipynb")
-        lab.page.goto(f"{lab.url}doc/workspaces/nblaunch-saved-{kernel}/tree/saved-{kernel}.ipynb?reset")
+        lab.page.goto(f"{lab.server.url}doc/workspaces/nblaunch-saved-{kernel}/tree/saved-{kernel}.ipynb?reset")
         record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in")
         record.wait_for()
         if kernel == "gone":  # not by name, nor another one of its language: JupyterLab asks, and starts none
@@ -125,21 +154,6 @@ def test_a_saved_notebook_shows_the_record_also_untrusted(fresh_lab: Lab) -> Non
         chart = record.locator("img").first
         assert chart.evaluate("image => image.complete && image.naturalWidth > 0")
         assert "accuracy" in (chart.get_attribute("alt") or "")
-
-
-def test_the_panel_stays_alive_in_the_place_of_the_record(lab: Lab) -> None:
-    lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 60}, num_processes=2)", "notebook_launcher(int)")
-    lab.wait_for_state("finished")
-    record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in").first
-    record.wait_for(state="hidden")
-    assert lab.panel.get_by_role("tab").count() == 3
-    box, cell = lab.panel.bounding_box(), lab.page.locator(".jp-CodeCell .jp-InputArea-editor").nth(1).bounding_box()
-    assert box
-    assert cell
-    assert abs(box["width"] - cell["width"]) < 40  # it fills the cell
-    keep_picture(lab.page, "panel-at-the-end.png")
-    end_kernels(lab.url)
-    lab.panel.wait_for()
 
 
 def test_nothing_that_a_rank_says_becomes_html(lab: Lab) -> None:
@@ -171,7 +185,7 @@ notebook_launcher(train, num_processes=2)
     assert lab.panel.locator("img, script, [onerror]").count() == 0
     assert lab.panel.locator(".nbl-failure", has_text="<script>window.hacked").count() == 1
     lab.page.keyboard.press("Control+s")
-    path = lab.folder / "test.ipynb"
+    path = lab.folder / SHARED
     eventually(lambda: "failed after" in path.read_text())
     saved = json.loads(path.read_text())
     html = "".join("".join(output.get("data", {}).get("text/html", "")) for output in saved["cells"][1]["outputs"])
@@ -244,3 +258,19 @@ def test_everything_is_reached_by_the_keyboard_and_has_a_name(lab: Lab) -> None:
     tab.focus()
     lab.page.keyboard.press("ArrowRight")
     assert lab.panel.get_by_role("tab").nth(1).get_attribute("aria-selected") == "true"
+
+
+def test_the_panel_stays_alive_in_the_place_of_the_record(lab: Lab) -> None:
+    trains = TRAINS + "notebook_launcher(train, kwargs={'steps': 60}, num_processes=2)"
+    lab.run(trains, "notebook_launcher(int)")
+    lab.wait_for_state("finished")
+    record = lab.page.locator(".jp-RenderedHTMLCommon", has_text="finished in").first
+    record.wait_for(state="hidden")
+    assert lab.panel.get_by_role("tab").count() == 3
+    box, cell = lab.panel.bounding_box(), lab.page.locator(".jp-CodeCell .jp-InputArea-editor").nth(1).bounding_box()
+    assert box
+    assert cell
+    assert abs(box["width"] - cell["width"]) < 40  # it fills the cell
+    keep_picture(lab.page, "panel-at-the-end.png")
+    lab.server.end_kernels()
+    lab.panel.wait_for()

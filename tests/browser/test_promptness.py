@@ -10,11 +10,11 @@ from playwright.sync_api import WebSocket
 from tests.browser.cells import TRAINS
 from tests.browser.conftest import LAB, NO_SUBSHELLS, NOTEBOOK, Lab, keep_picture
 
-pytestmark = pytest.mark.alone  # no other test takes a part of these seconds
+pytestmark = pytest.mark.alone  # other tests must not take a part of these seconds
 
 
 @pytest.mark.parametrize(
-    "server", [LAB, NO_SUBSHELLS, NOTEBOOK], ids=["lab", "without subshells", "notebook"], indirect=True
+    "served", [LAB, NO_SUBSHELLS, NOTEBOOK], ids=["lab", "without subshells", "notebook"], indirect=True
 )
 def test_after_a_reload_the_panel_is_back_whole_while_its_cell_still_blocks(fresh_lab: Lab) -> None:
     lab = fresh_lab

@@ -1,4 +1,4 @@
-"""Kernels that the tests of one module share."""
+"""Kernels that tests share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from tests.kernel.harness import Kernel, running_kernel
 from tests.kernel.page import Page
 
 
-@pytest.fixture(scope="module")
-def shared_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
-    """A kernel with the extension loaded and its fork server up, which sees no GPU."""
+@pytest.fixture(scope="package")
+def _loaded_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One for all files: importing torch in it and in its fork servers takes longer than most of their tests."""
     state = tmp_path_factory.mktemp("state")
     with running_kernel(NBLAUNCH_STATE_DIR=str(state), CUDA_VISIBLE_DEVICES="") as kernel:
         kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
         kernel.run("notebook_launcher(lambda: None, num_processes=1, view='none')").check()
         yield kernel
+
+
+@pytest.fixture(scope="module")
+def shared_kernel(_loaded_kernel: Kernel) -> Kernel:
+    """A kernel with the extension loaded, its fork server up and an empty notebook, which sees no GPU."""
+    _loaded_kernel.run("%reset -f\nfrom nblaunch import notebook_launcher").check()
+    return _loaded_kernel
 
 
 @pytest.fixture

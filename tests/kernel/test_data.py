@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,10 +13,11 @@ DATA = "import torch\ndata = torch.ones(1_000_000)"
 
 
 @pytest.fixture
-def kernel(shared_kernel: Kernel) -> Kernel:
+def kernel(shared_kernel: Kernel) -> Iterator[Kernel]:
     """The shared kernel, which keeps what it sends, however little memory is free."""
     shared_kernel.run("import os; os.environ['NBLAUNCH_KEEP_BYTES'] = '1000000000'").check()
-    return shared_kernel
+    yield shared_kernel
+    shared_kernel.run("del os.environ['NBLAUNCH_KEEP_BYTES']\n%distributed free").check()
 
 
 def test_a_cells_data_is_sent_once_and_freed_when_asked(kernel: Kernel) -> None:
@@ -41,11 +43,12 @@ def test_only_the_names_that_a_cell_uses_are_sent(kernel: Kernel) -> None:
 
 
 def test_that_much_is_sent_is_said_once(kernel: Kernel) -> None:
-    kernel.run(f"{DATA}\nfrom nblaunch.launch import handle as launches\nlaunches.NOTED_BYTES = 1_000_000").check()
+    kernel.run(f"{DATA}\nfrom nblaunch.launch import handle as launches").check()
+    kernel.run("noted, launches.NOTED_BYTES = launches.NOTED_BYTES, 1_000_000").check()
     said = [kernel.run("%%distributed -n 2\nfloat(data[0])").check().text for _ in range(2)]
+    kernel.run("launches.NOTED_BYTES = noted").check()
     assert re.search(r"nblaunch: the ranks are sent 4 MB, and share one copy in memory: data 4 MB", said[0])
     assert "are sent" not in said[1]
-    kernel.run("%distributed free")
 
 
 def test_a_launch_over_changed_data_has_the_change(kernel: Kernel) -> None:
@@ -53,7 +56,6 @@ def test_a_launch_over_changed_data_has_the_change(kernel: Kernel) -> None:
     for value in (1.0, 2.0, 2.0, 3.0):
         kernel.run(f"data[-1] = {value}").check()
         assert kernel.run("%%distributed -n 2\nfloat(data[-1])").check().value == str(value)
-    kernel.run("%distributed free")
 
 
 def test_a_result_is_the_notebooks_own(kernel: Kernel) -> None:

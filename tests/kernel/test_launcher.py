@@ -19,6 +19,15 @@ def fresh_kernel(tmp_path: Path) -> Iterator[Kernel]:
         yield kernel
 
 
+@pytest.fixture(scope="module")
+def bare_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """A kernel in which the extension is not loaded."""
+    state = tmp_path_factory.mktemp("bare")
+    with running_kernel(CUDA_VISIBLE_DEVICES="", NBLAUNCH_STATE_DIR=str(state)) as kernel:
+        kernel.run("from nblaunch import notebook_launcher\nimport torch").check()
+        yield kernel
+
+
 # ------------------------------------------------------------------ loading
 @pytest.mark.alone
 def test_load_ext_returns_at_once_and_imports_no_torch(tmp_path: Path) -> None:
@@ -49,8 +58,8 @@ def test_load_ext_warns_where_no_fork_server_can_start_and_a_launch_says_the_fix
     assert "del os.environ['TOO_LONG']" in launched.error
 
 
-def test_a_launch_works_without_load_ext_and_is_shown_in_the_cell(fresh_kernel: Kernel) -> None:
-    cell = fresh_kernel.run(
+def test_a_launch_works_without_load_ext_and_is_shown_in_the_cell(bare_kernel: Kernel) -> None:
+    cell = bare_kernel.run(
         "from nblaunch import notebook_launcher\ndef hello(rank):\n    print('hello')\n    return rank\n"
         "list(notebook_launcher(hello, num_processes=2))"
     ).check()
@@ -59,16 +68,17 @@ def test_a_launch_works_without_load_ext_and_is_shown_in_the_cell(fresh_kernel: 
     assert "[rank 1] hello" in cell.stdout
 
 
-def test_unloading_takes_everything_out_and_loading_brings_it_back(fresh_kernel: Kernel) -> None:
-    fresh_kernel.run("%load_ext nblaunch").check()
-    server = int(re.findall(r"pid (\d+)", fresh_kernel.run("%distributed status").stdout)[0])
+def test_unloading_takes_everything_out_and_loading_brings_it_back(bare_kernel: Kernel) -> None:
+    bare_kernel.run("%load_ext nblaunch").check()
+    server = int(re.findall(r"pid (\d+)", bare_kernel.run("%distributed status").stdout)[0])
 
-    fresh_kernel.run("%unload_ext nblaunch").check()
-    assert "not found" in fresh_kernel.run("%distributed status").stderr
+    bare_kernel.run("%unload_ext nblaunch").check()
+    assert "not found" in bare_kernel.run("%distributed status").stderr
     assert not Path(f"/proc/{server}").exists()
 
-    fresh_kernel.run("%load_ext nblaunch").check()
-    assert fresh_kernel.run("%%distributed -n 2\nrank").check().value == "0"
+    bare_kernel.run("%load_ext nblaunch").check()
+    assert bare_kernel.run("%%distributed -n 2\nrank").check().value == "0"
+    bare_kernel.run("%unload_ext nblaunch").check()
 
 
 # ------------------------------------------------------------------ what can be launched
@@ -257,8 +267,8 @@ def test_a_filter_of_a_warning_that_a_cell_defines_holds_in_the_ranks(kernel: Ke
 
 
 # ------------------------------------------------------------------ fork by name
-def test_fork_works_with_a_warning(fresh_kernel: Kernel) -> None:
-    cell = fresh_kernel.run(
+def test_fork_works_with_a_warning(bare_kernel: Kernel) -> None:
+    cell = bare_kernel.run(
         "from nblaunch import notebook_launcher\nbase = 5\ndef f(rank):\n    print('forked')\n    return base + rank\n"
         "list(notebook_launcher(f, num_processes=2, start_method='fork'))"
     ).check()
@@ -321,12 +331,14 @@ def test_a_kernel_that_ends_takes_its_background_launch_along(fresh_kernel: Kern
     eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()), 10.0)
 
 
-def test_a_kernel_that_is_one_of_several_slurm_tasks_is_refused_by_the_toolkit_too(fresh_kernel: Kernel) -> None:
+def test_a_kernel_that_is_one_of_several_slurm_tasks_is_refused_by_the_toolkit_too(bare_kernel: Kernel) -> None:
     task = {"STEP_NUM_TASKS": 2, "STEP_NUM_NODES": 1, "PROCID": 0, "LOCALID": 0, "JOB_ID": 1, "STEP_ID": 0}
-    fresh_kernel.run(f"import os\nos.environ.update({ {f'SLURM_{name}': str(value) for name, value in task.items()} })")
+    slurm = {f"SLURM_{name}": str(value) for name, value in task.items()}
+    bare_kernel.run(f"import os\nos.environ.update({slurm})").check()
 
-    cell = fresh_kernel.run(
+    cell = bare_kernel.run(
         "from nblaunch import Accelerator\nAccelerator(nprocs=2, compute_setup='cpu').distribute(int)()"
     )
+    bare_kernel.run(f"for name in {list(slurm)}: del os.environ[name]").check()
 
     assert cell.error.startswith("NestedLaunchError: this is task 0 of the 2 of a Slurm step")

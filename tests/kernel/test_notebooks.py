@@ -12,7 +12,7 @@ from tests.kernel.executed import NOTEBOOKS, run
 
 
 def test_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed, accuracy = run("ddp", tmp_path, monkeypatch)
+    printed, accuracy = run("ddp", tmp_path, monkeypatch, "accelerator")
 
     two, one = re.findall(r"^(?:two ranks|one process): +(0\.\d+)$", printed, flags=re.MULTILINE)
     assert float(two) == float(one) == accuracy >= 0.9
@@ -28,6 +28,16 @@ def test_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert accuracy >= 0.9
     assert "100 images" in printed
     assert "gathered in the data set's order: True" in printed
+
+
+def test_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, accuracy = run("sessions", tmp_path, monkeypatch)
+
+    trained, went_on = re.findall(r"^after .*: (0\.\d+)$", printed, flags=re.MULTILINE)
+    assert 0.8 <= float(trained) <= float(went_on) + 0.05
+    assert accuracy >= 0.9
+    assert "wait was stopped after" in printed
+    assert "rank 1 was killed by SIGKILL" in printed
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)

@@ -12,7 +12,7 @@ from tests.kernel.executed import execute, run
 
 
 def test_data_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed, accuracy = run("data_loading", tmp_path, monkeypatch)
+    printed, accuracy = run("data_loading", tmp_path, monkeypatch, "large_data")
 
     assert accuracy >= 0.4  # three epochs of plain SGD
     assert "719 + 718 = 1437 images" in printed

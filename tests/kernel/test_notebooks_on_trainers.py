@@ -11,7 +11,7 @@ from tests.kernel.executed import run
 
 
 def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed, accuracy = run("trainer", tmp_path, monkeypatch)
+    printed, accuracy = run("trainer", tmp_path, monkeypatch, "peers")
 
     assert f"two ranks {accuracy:.4f}, here {accuracy:.4f}" in printed
     assert accuracy >= 0.9

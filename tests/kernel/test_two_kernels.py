@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-from tests.kernel.harness import running_kernel
+from tests.kernel.harness import Kernel, running_kernel
 
 LAUNCHES = 20
 CELL = f"""
@@ -20,11 +18,12 @@ wrong
 """
 
 
-def test_two_kernels_that_launch_at_once_do_not_clash(tmp_path: Path) -> None:
+def test_two_kernels_that_launch_at_once_do_not_clash(kernel: Kernel) -> None:
     """They share the machine's ports, the state directory and the folder for temporary files."""
-    environment = {"NBLAUNCH_STATE_DIR": str(tmp_path / "state"), "CUDA_VISIBLE_DEVICES": ""}
-    with running_kernel(**environment) as one, running_kernel(**environment) as other:
-        requests = [(kernel, kernel.start_cell(CELL)) for kernel in (one, other)]
-        cells = [kernel.finish_cell(request).check() for kernel, request in requests]
+    state = kernel.ask("__import__('os').environ['NBLAUNCH_STATE_DIR']")
+    with running_kernel(NBLAUNCH_STATE_DIR=state, CUDA_VISIBLE_DEVICES="") as other:
+        other.run("from nblaunch import notebook_launcher\nnotebook_launcher(int, num_processes=1)").check()
+        requests = [(each, each.start_cell(CELL)) for each in (kernel, other)]
+        cells = [each.finish_cell(request).check() for each, request in requests]
 
     assert [cell.value for cell in cells] == ["[]", "[]"]

@@ -39,6 +39,12 @@ def launch(start_method: str) -> Launcher:
 
 
 @pytest.fixture
+def few(start_method: str) -> int:
+    """How many ranks are enough where the second only does the same: importing torch is most of a spawned one."""
+    return 1 if start_method == "spawn" else 2
+
+
+@pytest.fixture
 def free_port() -> int:
     """A free loopback port, below those that the system hands out, and in a range of this worker's own."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

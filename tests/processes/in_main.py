@@ -1,7 +1,8 @@
 """A script whose functions and classes live in ``__main__``, as those of a notebook's cells do.
 
 ``python in_main.py START_METHOD CHECK...`` runs these checks with two ranks, and writes to stdout one JSON object:
-the name of each check, and "ok" or what went wrong.
+the name of each check, and "ok" or what went wrong. Spawned ranks, and those whose children are, import torch: where
+they do not need each other, there is one.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from nblaunch import Launch, notebook_launcher
+from nblaunch.engines import generations
 from nblaunch.training import Accelerator
 from tests.conftest import LONG
 
@@ -267,6 +269,8 @@ def all_in_one_launch() -> dict[str, str]:
     return {check.__name__: _outcome(check) for check in IN_ONE}
 
 
+ALONE: tuple[Callable[[], None], ...] = (pool_by_spawn, process_by_spawn, loader_workers_by_spawn)
+"""Checks that one rank makes."""
 CHECKS: tuple[Callable[..., None], ...] = (
     what_other_ranks_and_pickle_bring_leaves_classes_as_they_are,
     pickles_by_name,
@@ -454,7 +458,9 @@ AT_HOME: tuple[Callable[..., None], ...] = (
 
 
 def main(start_method: str, *names: str) -> None:
-    options: dict[str, Any] = {"num_processes": 2, "start_method": start_method, "view": "none"}
+    generations._SOON = ()  # no rank has an optimizer
+    ranks = 1 if start_method == "spawn" else 2
+    options: dict[str, Any] = {"num_processes": ranks, "start_method": start_method, "view": "none"}
     if start_method == "fork":
         warnings.simplefilter("ignore")  # of a process with threads
     came: dict[str, str] = {}
@@ -463,7 +469,8 @@ def main(start_method: str, *names: str) -> None:
             came |= {name: outcome for name, outcome in of_rank.items() if came.get(name, "ok") == "ok"}
     on_ranks = {check.__name__: functools.partial(notebook_launcher, check) for check in CHECKS}
     checks = on_ranks | {check.__name__: check for check in AT_HOME}
-    came |= {name: _outcome(checks[name], **options) for name in names if name not in came}
+    alone = {check.__name__: {"num_processes": 1} for check in ALONE}
+    came |= {name: _outcome(checks[name], **options | alone.get(name, {})) for name in names if name not in came}
     sys.stdout.write(json.dumps(came))
 
 

@@ -21,7 +21,7 @@ from nblaunch.engines.generations import servers
 from nblaunch.errors import RankDiedError, RankLostError
 from tests.conftest import LONG, conformance, eventually, settled_server
 
-pytestmark = pytest.mark.alone  # of the 3 s that are promised, no other test takes a part
+pytestmark = pytest.mark.alone  # other tests must not take a part of the 3 s that are promised
 SURVIVES_AT_MOST = 3.0
 KINDS = ("rank", "worker", "subprocess", "session", "daemon")
 """What `with_offspring` starts, besides its rank itself."""

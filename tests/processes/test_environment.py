@@ -27,6 +27,12 @@ from tests.conftest import conformance, eventually, marked_processes, settled_se
 from tests.processes.conftest import Launcher
 
 
+@pytest.fixture(autouse=True)
+def _imported_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no successor import what takes long: each environment has servers of its own."""
+    monkeypatch.setattr(all_servers, "_SOON", ())
+
+
 # ------------------------------------------------------------------ what ranks run
 def environment() -> dict[str, str]:
     return dict(os.environ)
@@ -218,7 +224,6 @@ def test_a_variable_of_the_call_that_torch_reads_at_import_is_seen(launch: Launc
 
 
 def test_only_two_servers_are_kept_for_variables_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_servers, "_SOON", ())
     for level in ("DETAIL", "INFO", "DETAIL", "OFF"):
         result: Any = notebook_launcher(
             debug_level, (), 1, view="none", start_method="forkserver", env={"TORCH_DISTRIBUTED_DEBUG": level}
@@ -312,7 +317,7 @@ def test_spawned_ranks_are_as_the_notebook_is_now(launch: Launcher, monkeypatch:
     monkeypatch.setenv("NBTEST_B", "second\nline = é")
     monkeypatch.delenv("NBTEST_A")
     monkeypatch.setenv("PYTORCH_JIT", "0")
-    for settings, variables, jit, score, count in launch(as_born, threads_per_rank=3):
+    for settings, variables, jit, score, count in launch(as_born, num_processes=1, threads_per_rank=3):
         assert settings == here
         assert variables["NBTEST_B"] == "second\nline = é"
         assert "NBTEST_A" not in variables

@@ -27,12 +27,19 @@ from nblaunch.machine.packages import installed_path
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import Hello, Method
-from tests.conftest import LONG, eventually, marked_processes
+from tests.conftest import LONG, eventually, marked_processes, settled_server
 
 IN_ITS_IMPORT = {
     "dies": "import os, sys; sys.stderr.write('no licence'); sys.stderr.flush(); os._exit(3)",
     "hangs": "import time; time.sleep(600)",
 }
+
+
+@pytest.fixture(autouse=True)
+def _no_successors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no server of this process begin while a test looks which there are, and none import what takes long."""
+    settled_server()
+    monkeypatch.setattr(all_servers, "_SOON", ())
 
 
 @pytest.fixture
@@ -207,7 +214,6 @@ def test_launches_in_several_environments_at_once_leave_each_other_their_servers
         return method
 
     monkeypatch.setattr(all_servers, "ForkServer", Counted)
-    monkeypatch.setattr(all_servers, "_SOON", ())
     preload(
         "import os, time\n"
         f"open(os.path.join({str(tmp_path)!r}, 'begun' + os.environ['PYTHONHASHSEED']), 'w').close()\n"

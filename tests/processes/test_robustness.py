@@ -246,7 +246,7 @@ def load_in_spawned_workers(folder: str, rank: int) -> None:
     from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
     data = TensorDataset(torch.ones(1000, 8))
-    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 1, rank)
     workers = iter(DataLoader(data, sampler=sampler, num_workers=1, multiprocessing_context="spawn"))
     next(workers)  # their queues' semaphores have names in /dev/shm for as long as they live
     assert list(Path("/dev/shm").glob("sem.mp-*"))
@@ -285,8 +285,9 @@ def fork_beside_a_tracker(folder: str) -> None:
 
 
 def end_with_spawned_workers(folder: Path, start_method: str, end: Callable[[Any, int], None]) -> None:
-    launch: Any = quiet(load_in_spawned_workers, (str(folder),), start_method=start_method, block=False)
-    eventually(lambda: begun(folder, 0) and begun(folder, 1))
+    options: dict[str, Any] = {"num_processes": 1, "start_method": start_method, "block": False}
+    launch: Any = quiet(load_in_spawned_workers, (str(folder),), **options)
+    eventually(lambda: begun(folder))
     end(launch, int((folder / "running0").read_text()))
     assert launch.wait(LONG)
 

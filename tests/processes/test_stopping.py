@@ -22,7 +22,7 @@ from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, LaunchTimeoutError
 from nblaunch.launch.handle import live_launches
 from nblaunch.machine.processes import descendants
-from nblaunch.ranks.worker import _Voice
+from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.wire.channel import Channel, channel_pair
 from nblaunch.wire.messages import Interrupted
 from tests.conftest import LONG, conformance, eventually, state_of
@@ -326,12 +326,12 @@ def test_an_error_while_a_launch_stops_is_in_the_log(start_method: str, tmp_path
 
 
 @pytest.fixture
-def voice() -> Iterator[tuple[_Voice, Channel]]:
+def voice() -> Iterator[tuple[KernelChannel, Channel]]:
     """A rank's voice in this process, and the kernel's end of its channel."""
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     kernel, sock = channel_pair()
     channel = Channel(sock)
-    voice = _Voice(channel, 0)
+    voice = KernelChannel(channel, 0)
     voice.task = 1
     yield voice, kernel
     for number, handler in handlers:
@@ -340,7 +340,7 @@ def voice() -> Iterator[tuple[_Voice, Channel]]:
     channel.close()
 
 
-def interrupt_while_sending(voice: _Voice, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt_while_sending(voice: KernelChannel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Python's handler run in the middle of the next send, as it does when another thread takes the signal."""
     send = Channel._send_with
 
@@ -360,7 +360,7 @@ def heard_by(kernel: Channel) -> list[object]:
 
 @pytest.mark.parametrize("armed", [True, False])
 def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
-    voice: tuple[_Voice, Channel], monkeypatch: pytest.MonkeyPatch, armed: bool
+    voice: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch, armed: bool
 ) -> None:
     speaker, kernel = voice
     speaker.armed = armed
@@ -373,7 +373,7 @@ def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
 
 
 def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
-    voice: tuple[_Voice, Channel], monkeypatch: pytest.MonkeyPatch
+    voice: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speaker, kernel = voice
     speaker.armed = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch.engines.protocol import Event, Lost, Order, Received, Stream, Wakeup
@@ -79,6 +79,9 @@ class FakeWorker:
     signals: list[int] = field(default_factory=list)
     """The signals that it was sent."""
     on_interrupt: Callable[[], None] = lambda: None
+    freed: int = 0
+    """How often it was freed from a collective."""
+    on_free: Callable[[], None] = lambda: None
     has_exited: bool = False
 
     # -------------------------------------------------------------- what the rank does
@@ -120,6 +123,10 @@ class FakeWorker:
         self.signal(signal.SIGINT)
         self.on_interrupt()
 
+    def free(self, task: int) -> None:
+        self.freed += 1
+        self.on_free()
+
     def signal(self, signum: int, group: bool = False) -> None:
         self.signals.append(signum)
         if signum == signal.SIGKILL:
@@ -155,6 +162,18 @@ class FakeWorkers:
 
     def is_killed(self) -> None:
         self.events.append(Lost())
+
+    def restart(self, rank: int, environment: Mapping[str, str]) -> FakeWorker:
+        self.ranks[rank] = FakeWorker(rank, self.events, self.ranks[rank].clock)
+        self.events.append(RankStarted(rank, FAKE_PID + rank))
+        return self.ranks[rank]
+
+    def listen_to(self, wakeup: Wakeup) -> None:
+        """Nothing waits."""
+
+    def let_go(self, ranks: Collection[int]) -> None:
+        for rank in ranks:
+            self.ranks[rank].exits()
 
     def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
         self.tasks += tasks

@@ -6,7 +6,6 @@ import traceback
 from types import SimpleNamespace
 
 import pytest
-from IPython.core.error import UsageError
 from IPython.core.inputtransformer2 import TransformerManager
 
 from nblaunch.notebook.cells import make_cell, names_used
@@ -150,11 +149,17 @@ def test_a_cell_carries_the_notebooks_name_for_it_and_its_ranks() -> None:
 
 # ------------------------------------------------------------------ cells that cannot be run
 @pytest.mark.parametrize(
-    "body", ["await f()", "async with a: pass", "async for x in a: pass", "x = [y async for y in a]"]
+    ("body", "names"),
+    [
+        ("await f(a)", "a f"),
+        ("async with a as item: item", "a"),
+        ("async for item in a: f(item)", "a f"),
+        ("x = [y async for y in a]", "a"),
+        ("async def g(): return await f()\nawait g()", "f"),
+    ],
 )
-def test_awaiting_at_the_top_is_refused_with_the_substitute(body: str) -> None:
-    with pytest.raises(UsageError, match=r"ranks have no event loop; use asyncio\.run\(\.\.\.\)"):
-        cell_of(body)
+def test_a_cell_may_await_at_the_top(body: str, names: str) -> None:
+    assert used(body) == names
 
 
 def test_awaiting_inside_a_function_is_fine() -> None:

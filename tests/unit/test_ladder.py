@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.stopping import Due, Ladder, Reason
+from nblaunch.launch.stopping import Due, KeptLadder, Ladder, Reason
 
 BEGUN = 100.0
 GRACE = 30.0
@@ -220,3 +220,32 @@ def test_no_rank_gets_two_interrupts_nor_anything_after_its_kill(
     for rank, signals in sent.items():
         assert signals in ([], [signal.SIGINT], [signal.SIGKILL], [signal.SIGINT, signal.SIGKILL])
         assert rank not in stop.live or rank in stop.ladder.killed, "it must end when the grace is over"
+
+
+# ------------------------------------------------------------------ ranks that stay
+def test_a_kept_rank_is_interrupted_then_freed_and_not_killed() -> None:
+    stop = Stop(2)
+    stop.ladder = ladder = KeptLadder("user", BEGUN, GRACE)
+    stop.running = set()  # it waits for the others to join the group
+    assert stop.at(0) == interrupts(0, 1)
+    assert ladder.to_free(BEGUN + 0.49, [0, 1]) == []
+    assert ladder.to_free(BEGUN + 0.51, [0, 1]) == [0, 1]
+    assert ladder.to_free(BEGUN + 0.6, [0, 1]) == []
+    assert ladder.to_free(BEGUN + 1.6, [1]) == [1]  # it waits in the next collective
+    assert stop.at(GRACE - 0.01) == []
+    assert stop.at(GRACE) == kills(0, 1)
+
+
+def test_a_kept_rank_is_freed_at_once_after_a_failure() -> None:
+    ladder = KeptLadder("failure", BEGUN, GRACE)
+    ladder.due(BEGUN, [0], [0], [])
+    assert ladder.to_free(BEGUN + 0.11, [0]) == [0]
+
+
+def test_a_kept_rank_is_killed_when_the_user_insists() -> None:
+    stop = Stop(1)
+    stop.ladder = KeptLadder("user", BEGUN, GRACE)
+    assert stop.at(0) == interrupts(0)
+    stop.ladder.kill()
+    assert stop.at(0.1) == kills(0)
+    assert stop.ladder.countdown(BEGUN + 0.1) == "stopping"

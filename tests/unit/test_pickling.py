@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch.ranks import notebook_stand_ins
+from nblaunch.ranks import notebook_names
 from nblaunch.transfer import definitions
 from nblaunch.transfer.pickling import Found, UnsendableError, describe, dump, explain, late, loads, names_of
 from tests.unit.notebooks import Notebook, open_notebook
@@ -141,7 +141,7 @@ class InteractiveShell:
 
 
 def test_the_notebooks_shell_is_replaced_by_the_ranks_own() -> None:
-    assert sent({"get_ipython": InteractiveShell().get_ipython})["get_ipython"] is notebook_stand_ins.get_ipython
+    assert sent({"get_ipython": InteractiveShell().get_ipython})["get_ipython"] is notebook_names.get_ipython
 
 
 # ------------------------------------------------------------------ notes

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -546,7 +547,8 @@ def test_a_group_whose_reaper_is_gone_stays_over(scene: Scene) -> None:
 
 # ------------------------------------------------------------------ logs and metrics
 def follower(scene: Scene, *patterns: str) -> OutputFollower:
-    return OutputFollower(scene.workers.ranks, [re.compile(p) for p in patterns], scene.view, scene.commands)
+    compiled = [re.compile(pattern) for pattern in patterns]
+    return OutputFollower(scene.workers.ranks, Path("logs"), compiled, scene.view, scene.commands)
 
 
 def test_the_view_gets_what_ranks_print(scene: Scene) -> None:

@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from nblaunch.ranks import worker
+from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.wire.channel import Channel, channel_pair
 from nblaunch.wire.messages import Interrupted, Task, World
 
 
 @pytest.fixture
 def kernel() -> Iterator[tuple[Channel, Any]]:
-    """The kernel's end of a rank's channel, and the rank's `_Voice` at the other end."""
+    """The kernel's end of a rank's channel, and the rank's `KernelChannel` at the other end."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     here, there = channel_pair()
     rank = Channel(there)
-    yield here, worker._Voice(rank, 0)
+    yield here, KernelChannel(rank, 0)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     here.close()
@@ -41,7 +42,7 @@ def test_an_interrupt_before_the_first_line_of_a_task_takes_effect(kernel: tuple
     assert sent_to(channel) == [Interrupted(0, 1)]
     nothing: Any = None
     with pytest.raises(KeyboardInterrupt):
-        worker._work(nothing, task, nothing, voice)
+        worker._work(nothing, task, nothing, voice, None)
     os.kill(os.getpid(), signal.SIGINT)  # a second one, outside the task
     assert not voice.armed
     assert sent_to(channel) == []

@@ -13,9 +13,14 @@ export function randomSource(seed) {
   };
 }
 
-/** A delta with these logs and changes. */
-export function deltaOf(seq, { now = seq, logs, ...changes } = {}) {
-  return { kind: "delta", seq, now, ...(Object.keys(changes).length && { changes }), ...(logs && { logs }) };
+/** A delta with these logs, parts of outputs, and changes. */
+export function deltaOf(seq, { now = seq, logs, parts, ...changes } = {}) {
+  const some = {
+    ...(Object.keys(changes).length && { changes }),
+    ...(logs && { logs }),
+    ...(parts && { outputs: parts }),
+  };
+  return { kind: "delta", seq, now, ...some };
 }
 
 /** A snapshot of these changes. */

@@ -243,3 +243,46 @@ test("the tab of a rank that failed comes into sight, once", (t) => {
   delta({ failure: { ...FAILURE, rank: 37 } });
   assert.equal(strip.scrollLeft, 0);
 });
+
+const encoded = (content) => JSON.stringify({ text: "", width: null, height: null, ...content });
+const outputs = (rank, numbers, contents, left = 0) => {
+  const texts = contents.map(([, content]) => encoded(content));
+  const parts = contents.map(([number], i) => [number, 0, bytes(texts[i]).length, bytes(texts[i]).length]);
+  return [{ outputs: [[rank, numbers, left]], parts }, texts.join("")];
+};
+const text = (body) => ({ kind: "text", body });
+const shownBy = (host) => host.all("nbl-output").map((node) => node.textContent);
+
+test("outputs of rank 0 are open, those of others are one click away, and a new view keeps the choice", (t) => {
+  const { delta, view } = opened(t);
+  const first = view();
+  delta(...outputs(1, [1], [[1, text("one")]]));
+  delta(...outputs(0, [2, 3], [[2, text("zero")], [3, text("more")]], 4)); // prettier-ignore
+  const boxes = (host) => host.one("nbl-outputs").children;
+  assert.deepEqual(shownBy(first.host), ["zero", "more", "one"]);
+  assert.match(boxes(first.host)[0].textContent, /rank 0.*6 outputs.*4 outputs left out/);
+  const one = boxes(first.host)[1];
+  one.setAttribute("open", "");
+  one.fire("toggle");
+  first.close();
+  assert.deepEqual(
+    boxes(view().host).map((box) => box.open),
+    [true, true],
+  );
+});
+
+test("an image has its source and size, and HTML comes as the kernel made it", (t) => {
+  const { delta, view } = opened(t);
+  const { host } = view();
+  const contents = [
+    [1, { kind: "image", body: "data:image/png;base64,AA==", text: "a plot", width: 40 }],
+    [2, { kind: "html", body: "<b>x</b>" }],
+  ];
+  delta(...outputs(0, [1, 2], contents));
+  const [image, html] = host.all("nbl-output").map((node) => node.children[0]);
+  assert.deepEqual(
+    ["src", "alt", "width", "height"].map((name) => image.getAttribute(name)),
+    ["data:image/png;base64,AA==", "a plot", "40", null],
+  );
+  assert.equal(html.innerHTML, "<b>x</b>");
+});

@@ -1,0 +1,26 @@
+"""A session in a real JupyterLab and a real Jupyter Notebook, in Chromium."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.browser.conftest import LAB, NOTEBOOK, Lab, keep_picture
+
+CELLS = (
+    "%distributed session -n 2",
+    "%%distributed\nimport torch.distributed as dist\nweights = torch.ones(3) * (rank + 1)\nprint('begun')\nweights",
+    "%%distributed\nimport time\nprint('waiting', flush=True)\ndist.barrier() if rank == 0 else time.sleep(600)",
+)
+
+
+@pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
+def test_a_session_shows_its_values_and_stops_a_cell(lab: Lab) -> None:
+    lab.run("import torch", *CELLS)
+    assert "session main" in lab.panel.inner_text()
+    lab.panel.get_by_text("tensor([1., 1., 1.])").first.wait_for()
+    lab.number = 1
+    lab.log_says("waiting")
+    lab.button("Stop").first.click()
+    lab.wait_for_state("stopped")
+    keep_picture(lab.page, f"session-{lab.app}.png")
+    lab.server.end_kernels()  # and the session with its kernel

@@ -1,0 +1,125 @@
+"""What ranks display, in a real kernel: in the panel, in the record, after a reload, and in a flood."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+from tests.kernel.harness import Kernel
+from tests.kernel.page import Page
+
+SERIES = "from nblaunch import report\nreport(step=0, x=1)\nreport(step=1, x=2)\n"
+"""Makes any launch worth a panel."""
+
+
+def contents(page: Page, rank: int) -> list[dict[str, Any]]:
+    """The outputs of a rank that the page shows and that have arrived whole."""
+    found: dict[int, bytes] = {}
+    totals: dict[int, int] = {}
+    for _, message, data in page.messages:
+        at = sum(part["size"] for part in message.get("logs", []))
+        for number, offset, size, totals[number] in message.get("outputs", []):
+            found[number] = (found.get(number, b"") if offset else b"") + data[at : at + size]
+            at += size
+    numbers = next(
+        entry[1]
+        for _, message, _ in reversed(page.messages)
+        for entry in message.get("changes", {}).get("outputs", [])
+        if entry[0] == rank
+    )
+    return [json.loads(found[number]) for number in numbers if len(found.get(number, b"")) == totals.get(number)]
+
+
+def shown(page: Page) -> dict[str, Any]:
+    return page.displays[-1]
+
+
+# ------------------------------------------------------------------ what is displayed
+def test_a_short_launch_shows_its_outputs_in_the_record_alone(page: Page) -> None:
+    body = (
+        "import pandas as pd\nfrom IPython.display import HTML, Latex, Markdown\n"
+        "import matplotlib.pyplot as plt\n"
+        "display(pd.DataFrame({'loss': [rank + 0.5]}))\nplt.plot([1, 2])\nplt.show()\n"
+        "display(HTML('<b onclick=x>bold</b><script>alert(1)</script>'), Markdown('# head'), Latex('$x$'))\n"
+        "class Own:\n"
+        "    def _repr_mimebundle_(self, **kwargs): return {'text/html': '<i>own</i>', 'text/plain': 'own'}\n"
+        "Own()"
+    )
+    page.run(f"%%distributed -n 2\n{body}")
+
+    html, text = shown(page)["text/html"], shown(page)["text/plain"]
+    assert re.findall(r"<details( open)?><summary[^>]*><b>rank (\d)</b>", html)[:2] == [(" open", "0"), ("", "1")]
+    assert html.count('class="dataframe"') == 2
+    assert html.count('src="data:image/png;base64,') == 2
+    assert html.count("<b>bold</b>") == 2
+    assert "script" not in html
+    assert html.count("# head") == 2
+    assert html.count("<i>own</i>") == 1  # rank 0's value is the cell's
+    assert "[rank 1] own" in text
+    assert "[rank 1]    loss" in text
+
+
+def test_figures_that_are_open_at_the_end_of_a_cell_are_shown(page: Page) -> None:
+    page.run("%%distributed -n 2\n%matplotlib inline\nimport matplotlib.pyplot as plt\n_ = plt.plot([1, 2])")
+    assert shown(page)["text/html"].count('src="data:image/png;base64,') == 2
+
+
+def test_updates_and_clears_leave_the_last_state(page: Page) -> None:
+    body = (
+        "from IPython.display import clear_output, display, update_display\n"
+        "display('gone')\nclear_output()\nhandle = display('first', display_id=True)\ndisplay('second')\n"
+        "for n in range(100): handle.update(f'update {n}')\nclear_output(wait=True)\ndisplay('last', display_id='x')\n"
+        "update_display('very last', display_id='x')"
+    )
+    page.run(
+        f"def show():\n    {body.replace(chr(10), chr(10) + '    ')}\n    {SERIES.replace(chr(10), chr(10) + '    ')}"
+    )
+    page.run("notebook_launcher(show, num_processes=2)")
+    page.take_until(lambda: page.part("state")["name"] == "finished" and len(contents(page, 1)) == 1)
+    assert [content["body"] for content in contents(page, 0)] == ["'very last'"]
+    assert "'very last'" in shown(page)["text/html"]
+    assert "first" not in shown(page)["text/html"]
+
+
+# ------------------------------------------------------------------ the panel
+def test_a_reload_brings_the_outputs_again(page: Page) -> None:
+    page.run(
+        f"%%distributed -n 2\n{SERIES}from IPython.display import HTML\ndisplay(HTML('<u>' + 'long ' * 9000 + '</u>'))"
+    )
+    page.take_until(lambda: len(contents(page, 0)) == 1 and page.part("state")["name"] == "finished")
+    before = contents(page, 0)
+    assert before[0]["kind"] == "html"
+    assert len(before[0]["body"]) > 40_000
+
+    page.messages.clear()
+    page.send(kind="resync", seq=0, has_lines=False)
+
+    page.take_until(lambda: page.of("snapshot") and len(contents(page, 0)) == 1)
+    assert contents(page, 0) == before
+
+
+def test_a_flood_of_figures_stalls_nothing_and_is_counted(page: Page) -> None:
+    flood = (
+        "import os, base64, time\nfrom IPython.display import Image, display\n"
+        "noise = Image(data=b'\\x89PNG' + os.urandom(2_000), format='png')\nbegun = time.monotonic()\n"
+        "for n in range(1000): display(noise)\nprint(time.monotonic() - begun)\n"
+    )
+    began = time.monotonic()
+    page.run(f"%%distributed -n 2\n{SERIES}{flood}")
+    assert time.monotonic() - began < 20
+    page.take_until(lambda: page.part("state")["name"] == "finished")
+    (entry,) = [entry for entry in page.part("outputs") if entry[0] == 0] or [(0, [], 0)]
+    assert entry[2] == 900
+    assert re.search(r"\d+ outputs left out", shown(page)["text/html"])
+    assert "further outputs are left out until clear_output()" in shown(page)["text/plain"]
+    sent = [(when, len(json.dumps(content)) + len(data)) for when, content, data in page.messages]
+    assert max(size for _, size in sent) < 64 << 10
+    first = sent[0][0]
+    assert sum(size for when, size in sent if when < first + 2) < 2.5 * (256 << 10)
+
+
+def test_text_view_shows_text_with_the_rank_in_front(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed -n 2\nimport pandas as pd\ndisplay(pd.DataFrame({'loss': [rank + 0.5]}))").check()
+    assert "[rank 1]    loss\n[rank 1] 0   1.5\n" in cell.stdout

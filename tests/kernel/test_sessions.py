@@ -1,0 +1,348 @@
+"""Sessions in a real kernel: ranks that stay between cells, with their variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import eventually, leaving_nothing
+from tests.kernel.harness import Cell, Kernel
+
+NET = """
+import torch, time, os, signal
+import torch.distributed as dist
+import nblaunch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(4, 2)
+    def forward(self, x):
+        return self.fc(x) * scale
+scale = 1.0
+"""
+REDUCES = "t = torch.ones(1)\ndist.all_reduce(t)\nt.item()"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> None:
+    """Check nothing after a test, as it may restart ranks of the session; `started` checks the whole file."""
+
+
+@pytest.fixture(scope="module")
+def started(shared_kernel: Kernel) -> Iterator[Kernel]:
+    """The kernel with a session of two ranks."""
+    shared_kernel.run(NET).check()
+    with leaving_nothing():
+        shared_kernel.run("%distributed session -n 2").check()
+        shared_kernel.run("import nblaunch.launch.session as _all\ns = _all.find()").check()
+        yield shared_kernel
+        shared_kernel.run("%distributed session stop").check()
+
+
+@pytest.fixture
+def kernel(started: Kernel) -> Kernel:
+    return started
+
+
+def on_ranks(kernel: Kernel, body: str, options: str = "") -> list[object]:
+    """Run a cell in the session; return the last expression's value of each rank."""
+    kernel.run(f"%%distributed -o _result {options}\n{body}").check()
+    return list(kernel.ask("list(_result)"))
+
+
+def interrupted(kernel: Kernel, body: str, shown: str = "begun") -> Cell:
+    """Interrupt a cell once both ranks have printed `shown`."""
+    request = kernel.start_cell(f"%%distributed\nprint('{shown}', flush=True)\n{body}")
+    kernel.finish_cell(request, until=f"[rank 0] {shown}")
+    kernel.finish_cell(request, until=f"[rank 1] {shown}")
+    kernel.interrupt()
+    return kernel.finish_cell(request)
+
+
+# ------------------------------------------------------------------ names
+def test_a_cell_finds_what_the_cell_before_has_bound(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nkept = [rank]\nprint(__name__)").check()
+    kernel.run("%%distributed\nkept.append('more')").check()
+    assert on_ranks(kernel, "kept") == [[0, "more"], [1, "more"]]
+    assert kernel.run("kept").error.startswith("NameError")
+
+
+def test_the_notebooks_names_are_sent_once_and_again_when_they_change(kernel: Kernel) -> None:
+    kernel.run("lr = 0.5").check()
+    assert "sent: lr" in kernel.run("%%distributed\nprint(lr)").check().text
+    assert "sent" not in kernel.run("%%distributed\nprint(lr)").check().text
+    kernel.run("lr = 0.25").check()
+    again = kernel.run("%%distributed\nprint(lr)").check().text
+    assert "sent: lr" in again
+    assert "[rank 1] 0.25" in again
+
+
+def test_a_name_that_ranks_have_bound_stays_theirs(kernel: Kernel) -> None:
+    kernel.run("mine = 'notebook'").check()
+    kernel.run("%%distributed\nmine = rank").check()
+    assert on_ranks(kernel, "mine") == [0, 1]
+    kernel.run("mine = 'changed'").check()
+    assert on_ranks(kernel, "mine") == ["changed", "changed"]
+
+
+def test_what_ranks_trained_is_not_overwritten_by_the_same_model(kernel: Kernel) -> None:
+    kernel.run("model = Net()\nwith torch.no_grad(): model.fc.weight.fill_(1.0)").check()
+    kernel.run("%%distributed\nwith torch.no_grad(): model.fc.weight += rank + 1").check()
+    assert on_ranks(kernel, "model.fc.weight[0, 0].item()") == [2.0, 3.0]
+    kernel.run("with torch.no_grad(): model.fc.weight.fill_(9.0)").check()
+    assert on_ranks(kernel, "model.fc.weight[0, 0].item()") == [9.0, 9.0]
+
+
+def test_an_optimizer_sent_later_updates_the_ranks_own_model(kernel: Kernel) -> None:
+    kernel.run("small = torch.nn.Linear(1, 1, bias=False)").check()
+    kernel.run("%%distributed\nwith torch.no_grad(): small.weight.fill_(rank)").check()
+    kernel.run("descent = torch.optim.SGD(small.parameters(), lr=1.0)").check()
+    kernel.run("%%distributed\nsmall(torch.ones(1)).backward()\ndescent.step()").check()
+    assert on_ranks(kernel, "small.weight.item()") == [-1.0, 0.0]
+
+
+def test_an_unchanged_class_cell_may_run_again(kernel: Kernel) -> None:
+    body = "class Twice(torch.nn.Linear):\n    pass"
+    kernel.run(f"{body}\ntwice = Twice(1, 1, bias=False)").check()
+    kernel.run("%%distributed\nwith torch.no_grad(): twice.weight.fill_(7.0)").check()
+    kernel.run(body).check()
+    assert on_ranks(kernel, "twice.weight.item()") == [7.0, 7.0]
+
+
+def test_a_push_replaces_what_ranks_have_and_stays(kernel: Kernel) -> None:
+    kernel.run("rate, reset = 0.01, torch.nn.Linear(1, 1, bias=False)").check()
+    kernel.run("%%distributed\nwith torch.no_grad(): reset.weight.fill_(7.0)\nrate").check()
+    kernel.run("with torch.no_grad(): reset.weight.fill_(3.0)\ns.push(reset=reset, rate=0.5)").check()
+    assert on_ranks(kernel, "reset.weight.item(), rate") == [(3.0, 0.5)] * 2
+
+
+def test_a_deleted_owner_leaves_its_value_to_another_name(kernel: Kernel) -> None:
+    kernel.run("owner = torch.nn.Linear(1, 1)").check()
+    kernel.run("%%distributed\nowner").check()
+    kernel.run("heir = owner\ndel owner\n%distributed session restart").check()
+    kernel.run("%%distributed\nheir").check()
+
+
+def test_functions_see_the_names_of_the_ranks(kernel: Kernel) -> None:
+    kernel.run("def total():\n    return base + scale").check()
+    kernel.run("%%distributed\nbase = 10 * rank").check()
+    assert on_ranks(kernel, "total()") == [1.0, 11.0]
+    assert kernel.ask("list(s.run(total, view='none'))") == [1.0, 11.0]
+    kernel.run("scale = 3.0").check()
+    assert on_ranks(kernel, "total()") == [3.0, 13.0]
+    kernel.run("scale = 1.0").check()
+
+
+def test_a_class_is_one_class_on_both_sides_also_when_redefined(kernel: Kernel) -> None:
+    kernel.run("class Point:\n    x = 1").check()
+    kernel.run("%%distributed -o made\nPoint()").check()
+    assert kernel.ask("[isinstance(p, Point) for p in made]") == [True, True]
+    kernel.run("class Point:\n    x = 2\nold = made[0]").check()
+    kernel.run("%%distributed -o made\np = Point()\nassert type(p) is Point\np").check()
+    assert kernel.ask("[isinstance(p, Point) and p.x for p in made]") == [2, 2]
+
+
+def test_the_last_value_is_shown_and_stays_in_the_rank(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed\nlock = __import__('threading').Lock()\nlock")
+    assert "[rank 1] <unlocked _thread.lock" in cell.check().text
+    assert "unlocked" not in kernel.run("%%distributed\nlock;").check().text
+
+
+def test_values_are_pushed_and_pulled(kernel: Kernel) -> None:
+    kernel.run("s.push(pushed=torch.arange(3))").check()
+    assert kernel.ask("[t.tolist() for t in s.pull('pushed')]") == [[0, 1, 2]] * 2
+    kernel.run("s.push(pushed='one', ranks=[1])").check()
+    assert kernel.ask("s.pull('pushed', ranks=[1])") == ["one"]
+    assert "0, 1, 2" in kernel.run("s[0]['pushed']").check().value
+    assert kernel.run("s.pull('no_such_name')").error.startswith("NameError")
+    assert "ranks=[2]: must be different ranks" in kernel.run("s.pull('pushed', ranks=[2])").error
+    assert "expression='1 +'" in kernel.run("s.pull('1 +')").error
+
+
+def test_who_completion_and_help_know_the_ranks_names(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nfeatures = torch.zeros(3, 5)").check()
+    assert "features: Tensor (3, 5) float32" in kernel.run("%distributed who").check().text
+    assert kernel.ask("s.complete('featu'), s.complete('features.contig')") == (["features"], ["features.contiguous"])
+    assert "Tensor" in kernel.ask("s.inspect('features')")
+
+
+def test_tab_completes_the_ranks_names_inside_a_cell(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nonly_in_ranks = torch.zeros(1)").check()
+    assert "only_in_ranks" in kernel.complete("%%distributed\nonly_in_r")
+    assert "only_in_ranks.contiguous" in kernel.complete("%%rank 0\nx = only_in_ranks.contig")
+
+
+def test_some_ranks_may_run_a_cell_alone(kernel: Kernel) -> None:
+    kernel.run("%%rank 1\nalone = True").check()
+    assert on_ranks(kernel, "'alone' in globals()") == [False, True]
+    assert "the ranks are 0 to 1" in kernel.run("%%rank 2\n1").text
+    assert "which rank" in kernel.run("%%rank\n1").text
+
+
+# ------------------------------------------------------------------ interrupts and failures
+@pytest.mark.parametrize(
+    "body",
+    ["dist.barrier() if rank == 0 else time.sleep(100)", "time.sleep(100)", "dist.recv(torch.ones(1), 1 - rank)"],
+    ids=["a collective", "Python", "recv"],
+)
+def test_an_interrupt_keeps_the_variables(kernel: Kernel, body: str) -> None:
+    cell = interrupted(kernel, f"state = rank + 5\n{body}")
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert on_ranks(kernel, f"{REDUCES} + state") == [7.0, 8.0]
+
+
+def test_an_interrupt_frees_ddp_and_names_what_is_stale(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
+    cell = interrupted(kernel, "ddp(torch.ones(2)).sum().backward() if rank == 0 else time.sleep(100)")
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert "ddp: made for the process group that was replaced" in cell.text
+    kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(ddp.module)").check()
+    kernel.run("%%distributed\nddp(torch.ones(2)).sum().backward()").check()
+
+
+def test_an_exception_frees_the_other_ranks_and_keeps_their_names(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed\nbefore = rank\nif rank == 1:\n    raise ValueError('no')\ndist.barrier()")
+    assert cell.error == "ValueError: no"
+    assert cell.seconds < 20
+    assert on_ranks(kernel, f"{REDUCES} + before") == [2.0, 3.0]
+
+
+def test_a_collective_that_a_finished_rank_misses_ends(kernel: Kernel) -> None:
+    cell = kernel.run("%%distributed\nif rank == 0:\n    dist.all_reduce(torch.ones(1))")
+    assert cell.error.startswith("CollectiveError: rank 0 waited in a collective for rank 1, which had finished")
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+
+
+def test_a_dead_rank_costs_only_itself(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nsurvivor = rank + 1").check()
+    cell = kernel.run("%%distributed\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
+    assert "RankDiedError: rank 1 was killed by SIGKILL" in cell.error
+    assert "%distributed session restart --rank 1" in cell.text
+    assert kernel.ask("s.pull('survivor', ranks=[0])") == [1]
+    assert "rank 1 is dead" in kernel.run("s.pull('survivor')").error
+    assert "[rank 0] 1" in kernel.run("%%distributed\nsurvivor").check().text
+    kernel.run("%distributed session restart --rank 1").check()
+    assert on_ranks(kernel, f"{REDUCES}, 'survivor' in globals()") == [(2.0, True), (2.0, False)]
+
+
+def test_a_death_while_the_group_is_made_frees_the_others(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nspared = rank").check()
+    kernel.run("%distributed session regroup").check()
+    dies = "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else None"
+    cell = kernel.run(f"%%distributed\n{dies}\ntorch.distributed.new_group()")
+    assert "RankDiedError" in cell.error
+    assert cell.seconds < 20
+    assert kernel.ask("s.pull('spared', ranks=[0])") == [0]
+    kernel.run("%distributed session restart").check()
+
+
+def test_a_cell_without_ranks_says_so(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)")
+    assert "every rank of the session is dead" in kernel.run("%%distributed\n1").error
+    assert "every rank of the session is dead" in kernel.run("s.push(a=1)").error
+    kernel.run("%distributed session restart").check()
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+
+
+def test_questions_cost_no_process_group(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nclass Slow:\n    @property\n    def x(self): time.sleep(2)\nslow = Slow()").check()
+    before = kernel.ask("s._ranks.generation")
+    kernel.run("s.complete('slow.x'), s.inspect('slow.x')").check()
+    assert kernel.run("s.pull('no_such_name')").error.startswith("NameError")
+    assert kernel.ask("s._ranks.generation") == before
+
+
+def test_a_restart_may_keep_what_can_be_sent(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nheld = [rank, torch.ones(2) * rank]\nlock = __import__('threading').Lock()").check()
+    pids = on_ranks(kernel, "os.getpid()")
+    kernel.run("%distributed session restart --keep").check()
+    assert on_ranks(kernel, "held[0], held[1].sum().item(), 'lock' in globals()") == [(0, 0.0, False), (1, 2.0, False)]
+    assert not set(pids) & set(on_ranks(kernel, "os.getpid()"))
+    kernel.run("%distributed session restart").check()
+    assert on_ranks(kernel, "'held' in globals()") == [False, False]
+
+
+def test_a_name_that_cannot_be_sent_is_named(kernel: Kernel) -> None:
+    kernel.run("stuck = __import__('threading').Lock()").check()
+    cell = kernel.run("%%distributed\nprint(stuck)")
+    assert "`stuck`, a thread lock, which cannot be sent" in cell.error
+
+
+# ------------------------------------------------------------------ several cells, several sessions
+def test_background_cells_queue_in_their_order(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nseen = []").check()
+    for number in range(3):
+        kernel.run(f"%%distributed --background -o job{number}\ntime.sleep(0.1)\nseen.append({number})").check()
+    assert on_ranks(kernel, "seen") == [[0, 1, 2]] * 2
+    assert kernel.ask("[job0.done, job1.done, job2.done]") == [True] * 3
+
+
+def test_a_queued_cell_has_the_value_of_its_call(kernel: Kernel) -> None:
+    kernel.run("turn = 1").check()
+    kernel.run("%%distributed\nturn").check()
+    kernel.run("%%distributed --background\ntime.sleep(0.3)").check()
+    for value in (2, 1):
+        kernel.run(f"turn = {value}").check()
+        kernel.run(f"%%distributed --background -o turn{value}\nturn").check()
+    assert kernel.ask("list(turn2.result()), list(turn1.result())") == ([2, 2], [1, 1])
+
+
+def test_a_timeout_does_not_count_the_queue(kernel: Kernel) -> None:
+    kernel.run("%%distributed --background\ntime.sleep(1.5)").check()
+    kernel.run("%%distributed --timeout 1.2\ntime.sleep(0.1)").check()
+
+
+def test_sessions_have_names_and_options_that_fit(kernel: Kernel) -> None:
+    kernel.run("%distributed session -n 1 --name other").check()
+    kernel.run("%%distributed --session other\nplace = 'other'").check()
+    assert kernel.run("%%distributed --session main\nplace").error.startswith("NameError")
+    assert "this session lives already" in kernel.run("%distributed session --name other").text
+    assert (
+        "--device cpu: session main has its ranks already"
+        in kernel.run("%%distributed --session main --device cpu\n1").text
+    )
+    kernel.run("%distributed session stop --name other").check()
+    assert "no such session" in kernel.run("%%distributed --session other\n1").text
+    assert on_ranks(kernel, "world_size", "--session main") == [2, 2]
+
+
+def test_a_fresh_cell_has_ranks_of_its_own(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nhere = 1").check()
+    assert on_ranks(kernel, "'here' in globals()", "--fresh -n 2") == [False, False]
+
+
+def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
+    kernel.run("%distributed auto on").check()
+    try:
+        assert "[rank 1] 2" in kernel.run("automatic = 2 * rank\nautomatic").check().text
+        assert kernel.run("%%local\n'automatic' in globals()").check().value == "False"
+    finally:
+        kernel.run("%distributed auto off").check()
+    assert kernel.run("automatic").error.startswith("NameError")
+
+
+def test_an_idle_session_stops_after_its_timeout(kernel: Kernel) -> None:
+    kernel.run("brief = nblaunch.session(1, name='brief', idle_timeout=0.3)").check()
+    eventually(lambda: kernel.ask("brief.is_open") is False)
+    assert "has ended" in kernel.run("brief.run(print)").error
+
+
+def test_a_context_manager_stops_its_session(kernel: Kernel) -> None:
+    kernel.run(
+        "with nblaunch.session(1, name='inner') as inner:\n    inner.push(a=1)\n    got = inner.pull('a')"
+    ).check()
+    assert kernel.ask("got, inner.is_open") == ([1], False)
+    kernel.run("_all._active = 'main'").check()
+
+
+def test_many_cells_leave_nothing(kernel: Kernel) -> None:
+    count = "len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"
+    cell = "get_ipython().run_cell_magic('distributed', '', 'n = 1')"
+    kernel.run(f"for _ in range(20): {cell}").check()
+    before, of_ranks = kernel.ask(count), on_ranks(kernel, count)
+    kernel.run(f"for _ in range(60): {cell}").check()
+    after, of_ranks_after = kernel.ask(count), on_ranks(kernel, count)
+    assert after[0] <= before[0] + 60 + 10  # the logs' locks: at most 100 stay
+    assert after[1] <= before[1] + 2
+    assert of_ranks_after == of_ranks

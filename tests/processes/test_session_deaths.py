@@ -1,0 +1,147 @@
+"""A session leaves nothing, whatever dies: its kernel, its fork server, its reaper, all of its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import nblaunch
+from nblaunch import Session
+from nblaunch.engines.generations import servers
+from nblaunch.errors import RankDiedError, RankError, StartError
+from tests.conftest import eventually, settled_server, state_of
+from tests.processes.test_deaths import start_daemon
+
+SURVIVES_AT_MOST = 3.0
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with nblaunch.session(2, name="deaths") as made:
+        yield made
+
+
+def alive(pid: int) -> bool:
+    try:
+        return state_of(pid) not in "ZX"
+    except OSError:
+        return False
+
+
+def pids(folder: str) -> tuple[int, int]:
+    """Return the pids of a rank and its reaper, after starting a daemon that is tied to neither."""
+    rank = int(os.environ["RANK"])
+    start_daemon(Path(folder), rank)
+    while not (Path(folder) / f"daemon{rank}").exists():
+        time.sleep(0.01)
+    return os.getpid(), os.getppid()
+
+
+def family(session: Session, folder: Path) -> tuple[list[int], int]:
+    """Return every process of the session, and its reaper."""
+    result = session.run(pids, str(folder), view="none")
+    daemons = [int((folder / f"daemon{rank}").read_text()) for rank in range(2)]
+    reaper = result[0][1]
+    return [*(pid for pid, _ in result), reaper, *daemons], reaper
+
+
+@pytest.mark.alone
+def test_the_death_of_the_reaper_ends_all_and_a_restart_begins_again(session: Session, tmp_path: Path) -> None:
+    everyone, reaper = family(session, tmp_path)
+    os.kill(reaper, signal.SIGKILL)
+    eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+    with pytest.raises(RankError, match="ranks are lost: %distributed session restart"):
+        session.run(os.getpid, view="none")
+    session.restart()
+    assert len(set(session.run(os.getpid, view="none"))) == 2
+
+
+@pytest.mark.alone
+def test_the_death_of_the_fork_server_ends_the_session(session: Session, tmp_path: Path) -> None:
+    everyone, _ = family(session, tmp_path)
+    settled_server()
+    for server in servers.all():
+        os.kill(server.process.pid, signal.SIGKILL)
+    eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+    session.restart()
+    assert len(session.run(os.getpid, view="none")) == 2
+
+
+_KERNEL = """
+import os, sys, time
+import nblaunch
+from pathlib import Path
+from tests.processes.test_session_deaths import family
+if __name__ == "__main__":
+    session = nblaunch.session(2)
+    everyone, _ = family(session, Path(sys.argv[1]))
+    Path(sys.argv[1], "new").write_text(" ".join(map(str, everyone)))
+    Path(sys.argv[1], "new").rename(Path(sys.argv[1], "everyone"))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.alone
+def test_the_death_of_the_kernel_leaves_nothing(tmp_path: Path) -> None:
+    kernel = subprocess.Popen([sys.executable, "-c", _KERNEL, str(tmp_path)], cwd=Path(nblaunch.__file__).parents[1])
+    eventually((tmp_path / "everyone").exists)
+    everyone = list(map(int, (tmp_path / "everyone").read_text().split()))
+    assert all(map(alive, everyone))
+    kernel.kill()
+    kernel.wait()
+    eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+
+
+def test_a_dead_ranks_descendants_go_and_the_others_stay(session: Session, tmp_path: Path) -> None:
+    (first, second, _, *daemons), _ = family(session, tmp_path)
+    os.kill(second, signal.SIGKILL)
+    eventually(lambda: not alive(daemons[1]))
+    assert alive(first)
+    assert alive(daemons[0])
+
+
+def test_every_rank_may_die_and_be_restarted(session: Session) -> None:
+    with pytest.raises(RankDiedError):
+        session.run(os.kill, 0, signal.SIGKILL, view="none")  # its process group: the rank alone
+    eventually(lambda: "pid" not in session.status())
+    session.restart()
+    assert len(session.run(os.getpid, view="none")) == 2
+
+
+def test_stopping_a_session_ends_the_task_that_runs(session: Session) -> None:
+    launch = session.run(time.sleep, 600, view="none", block=False)
+    eventually(lambda: "busy" in session.status())
+    session.stop()
+    assert launch.done
+    with pytest.raises(StartError, match="has ended"):
+        session.run(os.getpid)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"num_processes": 0}, "num_processes=0"),
+        ({"name": "not a name"}, "name='not a name': must be a Python name"),
+        ({"idle_timeout": -1}, "idle_timeout=-1"),
+        ({"colour": 1}, "colour=1: a session has no such option"),
+        ({"start_method": "fork"}, "start_method='fork': a session's ranks are not forks"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:start_method='fork':UserWarning")
+def test_wrong_arguments_are_named_before_anything_starts(arguments: dict[str, object], said: str) -> None:
+    with pytest.raises(nblaunch.errors.ArgumentError, match=said):
+        nblaunch.session(**arguments)  # type: ignore[arg-type]  # they are wrong
+
+
+def test_spawned_ranks_stay_too() -> None:
+    with nblaunch.session(1, name="spawned", start_method="spawn") as made:
+        made.push(value=3)
+        made.run(os.getpid, view="none")
+        assert made.pull("value + 1") == [4]
