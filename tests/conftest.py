@@ -7,6 +7,7 @@ server, and the check counts only what this worker has started.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import multiprocessing.util
@@ -73,6 +74,14 @@ def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _own_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_STATE_DIR", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def port_of_the_document(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """MASTER_PORT 12355, which the first document sets: another worker may not run it at the same time."""
+    with (tmp_path_factory.getbasetemp().parent / "port-12355.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -140,6 +140,10 @@ class Lab:
     def output(self, text: str) -> Locator:
         return self.page.locator(".jp-RenderedText", has_text=text)
 
+    def wait_for_cells(self) -> None:
+        """Wait until every code cell has run: its output arrives before its number."""
+        self.page.wait_for_function(_ALL_CELLS_RAN)
+
     def save(self) -> None:
         """Save the notebook, and wait until its file is written."""
         self.page.keyboard.press("Control+s")
@@ -164,6 +168,10 @@ class Lab:
             yield
         finally:
             choose_theme(self.page, before)
+
+
+_ALL_CELLS_RAN = """() => [...window.jupyterapp.shell.currentWidget.model.cells]
+    .every(cell => cell.type !== "code" || cell.executionCount)"""
 
 
 @dataclass(frozen=True)

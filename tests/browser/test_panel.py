@@ -43,8 +43,7 @@ def test_the_quickstart_trains_and_shows_its_accuracy_while_it_runs(lab: Lab) ->
     lab.log_says("epoch 2")
     assert lab.page.locator('.jp-Notebook-ExecutionIndicator[data-status="busy"]').count() == 1
     assert re.search(r"0\.\d+", accuracy.inner_text())
-    last = lab.output("test accuracy: 0.").last
-    last.wait_for(state="attached")
+    lab.wait_for_cells()
     lab.panel.evaluate("panel => panel.closest('.jp-Cell').scrollIntoView({block: 'end'})")
     keep_picture(lab.page, "quickstart.png")
     lab.save()

@@ -11,6 +11,7 @@ import pytest
 from tests.kernel.executed import NOTEBOOKS, run
 
 
+@pytest.mark.usefixtures("port_of_the_document")
 def test_ddp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("ddp", tmp_path, monkeypatch, "accelerator")
 

@@ -106,6 +106,7 @@ def test_a_schedule_that_counts_ranks_is_accelerates(
         assert len(set(ours)) > 2
 
 
+@pytest.mark.usefixtures("port_of_the_document")
 def test_accelerate_finds_the_group_or_makes_one(launch: Launcher) -> None:
     for rank, found in enumerate(launch(places)):
         as_found, made_by_the_document, made_by_accelerate = found

@@ -12,6 +12,7 @@ from tests.peers.conftest import GOOD
 from tests.processes.conftest import Launcher
 
 
+@pytest.mark.usefixtures("port_of_the_document")
 @pytest.mark.filterwarnings("ignore:each of the 2 ranks goes through all:UserWarning")  # ours: the program does
 def test_train_ddp(launch: Launcher, readers_folder: Path) -> None:
     result = launch(documents.train_ddp)
