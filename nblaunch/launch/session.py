@@ -177,7 +177,8 @@ class Session:
 
         Raises:
             NameError: A rank has no such name; any other exception of the expression is raised as well.
-            RankError: A rank to ask is dead.
+            ArgumentError: A rank to ask is dead, or the expression is none.
+            RankError: Every rank is dead.
         """
         self._check_open()
         wanted = self._checked(ranks) or tuple(range(self.world_size))
@@ -294,8 +295,8 @@ class Session:
     def stop_when_idle(self) -> None:
         """Stop the session once it has been idle for its timeout. Runs in a thread."""
         while self.is_open and self._idle_timeout is not None:
-            idle = 0.0 if self._ranks.queue else time.monotonic() - self._ranks.idle_since
-            if idle >= self._idle_timeout:
+            is_due = time.monotonic() - self._ranks.idle_since >= self._idle_timeout
+            if is_due and self._ranks.queue.close_if_empty():  # a cell that begins now is not interrupted
                 self.stop()
             time.sleep(min(timeouts.SESSION_POLL_S, self._idle_timeout))
 
@@ -325,7 +326,8 @@ def session(
     Example:
         >>> with nblaunch.session(2) as s:  # doctest: +SKIP
         ...     s.push(lr=0.1)
-        ...     s.run(lambda rank: rank * lr).values
+        ...     list(s.run(lambda rank: rank * lr))
+        [0.0, 0.1]
     """
     global _active
     refuse_nested()

@@ -267,10 +267,11 @@ class SessionRanks:
             self._commands.stop = False
             self.finish(task, names)
             answers = task.take_results()
+            refusal, self.group.refusal = self.group.refusal, ""  # it concerns the rank that was restarted
             failed = next((rank.failed for rank in task.present if rank.failed is not None), None)
         error = KeyboardInterrupt() if interrupted else None if failed is None else _exception(failed)
-        if error is None and self.group.refusal:
-            error = StartError(self.group.refusal)
+        if error is None and refusal:
+            error = StartError(refusal)
         if error is not None:
             for answer in answers.values():
                 _close(answer)
@@ -312,18 +313,16 @@ class SessionRanks:
             return dict.fromkeys(range(self.plan.world_size), 0)
 
     def _restart(self, ranks: Collection[int], keep: bool) -> dict[int, int]:
-        dumps: dict[int, list[int]] = {}
-        if keep:
-            dumps = self._dump([rank for rank in ranks if rank in self.present])
-        with self.claimed(self.queue.enqueue(), needs_ranks=False):
-            self._let_go(ranks)
-            for rank in ranks:
-                self.group.restart(rank, self._environment(rank))
-                self.sent.forget(rank)
-                self.bound[rank] = ()
-            self.generation += 1
-        self.ask(Question("names"))
+        dumps = self._dump([rank for rank in ranks if rank in self.present]) if keep else {}
         try:
+            with self.claimed(self.queue.enqueue(), needs_ranks=False):
+                self._let_go(ranks)
+                for rank in ranks:
+                    self.group.restart(rank, self._environment(rank))
+                    self.sent.forget(rank)
+                    self.bound[rank] = ()
+                self.generation += 1
+            self.ask(Question("names"))
             while dumps:
                 _, fds = dumps.popitem()
                 try:

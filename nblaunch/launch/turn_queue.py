@@ -64,6 +64,12 @@ class TurnQueue:
                     raise BusyError
                 self._changed.wait(timeouts.LOG_POLL_S)
 
+    def close_if_empty(self) -> bool:
+        """Let nothing have a turn, unless a task runs or waits. Return True if no task gets a turn from now on."""
+        with self._changed:
+            self.is_closed = self.is_closed or not self._tickets
+            return self.is_closed
+
     def close(self) -> None:
         """Stop what has its turn, let nothing else have one, and wait until the queue is empty."""
         self.is_closed = True

@@ -1,8 +1,4 @@
-"""A rank's channel to the kernel, and its SIGINT handler.
-
-The first SIGINT of a task, and only the first, raises KeyboardInterrupt: editors signal every descendant, then the
-kernel does, and a second KeyboardInterrupt would cut a ``finally`` in the middle of a checkpoint.
-"""
+"""A rank's side of its channel to the kernel: tasks come by it, and it says which of them a SIGINT belongs to."""
 
 from __future__ import annotations
 

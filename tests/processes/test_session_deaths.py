@@ -16,6 +16,7 @@ import nblaunch
 from nblaunch import Session
 from nblaunch.engines.generations import servers
 from nblaunch.errors import RankDiedError, RankError, StartError
+from nblaunch.wire.messages import NotStarted
 from tests.conftest import eventually, settled_server, state_of
 from tests.processes.test_deaths import start_daemon
 
@@ -113,6 +114,16 @@ def test_every_rank_may_die_and_be_restarted(session: Session) -> None:
     eventually(lambda: "pid" not in session.status())
     session.restart()
     assert len(session.run(os.getpid, view="none")) == 2
+
+
+def test_a_rank_that_cannot_be_restarted_costs_one_question(session: Session) -> None:
+    session.push(value=3)
+    with pytest.raises(RankDiedError):
+        session.run(lambda rank: rank == 0 or os.kill(os.getpid(), signal.SIGKILL), view="none")
+    session._ranks.group._noted(NotStarted(1, "Cannot allocate memory"))  # as the reaper reports it
+    with pytest.raises(StartError, match="rank 1 could not be started: Cannot allocate memory"):
+        session.pull("value", ranks=[0])
+    assert session.pull("value", ranks=[0]) == [3]
 
 
 def test_stopping_a_session_ends_the_task_that_runs(session: Session) -> None:
