@@ -1,7 +1,8 @@
 """Everything that is said to be fast, side by side with what else a user would take, in one run.
 
-Launches, data and results, printed lines, growth with the number of ranks, training, and one day in a notebook; each
-way in a real kernel of its own. Medians, with ratios; of many printed lines and of the day one run each.
+Launches, cells of sessions, data and results, printed lines, growth with the number of ranks, training, and one day in
+a notebook; each way in a real kernel of its own. Medians, with ratios; of many printed lines and of the day one run
+each.
 
 Usage: python -m tests.benchmarks [--only launch,data,...] [--rounds 11] [--quick] [--write] [--json FILE]
                                   [--plots FOLDER]
@@ -33,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import data, plots, scale, scenario, streaming, training
+from tests.benchmarks import data, plots, scale, scenario, sessions, streaming, training
 from tests.benchmarks.contenders import BASELINE, CONTENDERS, Contender
 from tests.benchmarks.patience import seconds_of, shown
 from tests.conftest import LONG
@@ -140,8 +141,14 @@ def _training(options: argparse.Namespace) -> Part:
     return {"training": figures.as_json()}, training.table(figures)
 
 
+def _sessions(options: argparse.Namespace) -> Part:
+    figures = sessions.measure(1, 1 << 20) if options.quick else sessions.measure(10 * options.rounds, 64 << 20)
+    return {"sessions": figures.as_json()}, sessions.table(figures)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "launch": _launch,
+    "sessions": _sessions,
     "data": _data,
     "scale": _scale,
     "day": _day,

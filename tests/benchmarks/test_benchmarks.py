@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.benchmarks import data, scale
+from tests.benchmarks import data, scale, sessions
 from tests.benchmarks.__main__ import PARTS, README, _parts, measure, replaced, table
 from tests.benchmarks.contenders import CONTENDERS, Contender
 
@@ -32,6 +32,12 @@ def test_a_launch_over_data_is_measured() -> None:
     assert captured_row(found).count(" | ") == 6
 
 
+def test_cells_of_a_session_are_measured() -> None:
+    found = sessions.measure(1, 1 << 20, (sessions.OURS,))
+    assert all(0 < seconds < math.inf for by_way in found.seconds.values() for (seconds,) in by_way.values())
+    assert sessions.table(found).splitlines()[0] == "| median of 1, milliseconds | nblaunch, session |"
+
+
 def captured_row(found: data.Captured) -> str:
     return data.captured_table(16 << 20, 2, [found])[-1]
 
@@ -54,5 +60,7 @@ def test_growth_is_the_line_of_least_squares() -> None:
 
 def test_a_part_is_asked_for_by_its_name() -> None:
     assert _parts("training,launch") == ["training", "launch"]
-    with pytest.raises(argparse.ArgumentTypeError, match="speed: there are launch, data, scale, day, lines, training"):
+    with pytest.raises(
+        argparse.ArgumentTypeError, match="speed: there are launch, sessions, data, scale, day, lines, training"
+    ):
         _parts("launch,speed")
