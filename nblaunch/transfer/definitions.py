@@ -229,3 +229,8 @@ def set_state_if_new(definition: Any, content: tuple[Callable[[Any, Any], object
         _unfinished.discard(definition)
         set_state, state = content
         set_state(definition, state)
+
+
+def in_file(filename: str, make: Callable[..., types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
+    """Return a code object of this file, from what cloudpickle makes it of."""
+    return make(*parts).replace(co_filename=filename)

@@ -130,6 +130,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         return definitions.keep, (key, make, made_of), state[0], None, None, definitions.set_kept_state
 
     def _reduce(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 drops the file name: tracebacks would lose the cell
+            make, parts = self.dispatch_table[types.CodeType](obj)
+            return definitions.in_file, (obj.co_filename, make, parts)
         reduced = tensors.reduce(obj, self._buffers) or _reduce_shell(obj) or _reduce_cached(obj)
         if reduced is not None:
             return reduced
