@@ -178,7 +178,6 @@ class Session:
         Raises:
             NameError: A rank has no such name; any other exception of the expression is raised as well.
             ArgumentError: A rank to ask is dead, or the expression is none.
-            RankError: Every rank is dead.
         """
         self._check_open()
         wanted = self._checked(ranks) or tuple(range(self.world_size))
@@ -327,7 +326,6 @@ def session(
         >>> with nblaunch.session(2) as s:  # doctest: +SKIP
         ...     s.push(lr=0.1)
         ...     list(s.run(lambda rank: rank * lr))
-        [0.0, 0.1]
     """
     global _active
     refuse_nested()
