@@ -205,11 +205,6 @@ class SessionRanks:
         if has_died or (is_disturbed and not task.is_question):
             self.generation += 1
 
-    @property
-    def stale(self) -> list[str]:
-        """The names whose values belong to a process group that was replaced."""
-        return sorted({each.name for rank in self.present for each in self.bound[rank] if each.is_stale})
-
     # -------------------------------------------------------------- questions
     def ask(
         self,
@@ -293,26 +288,22 @@ class SessionRanks:
         return interrupted
 
     # -------------------------------------------------------------- restarting
-    def restart(self, ranks: Collection[int], keep: bool) -> dict[int, int]:
+    def restart(self, ranks: Collection[int], keep: bool) -> None:
         """Start ranks again, and replace the process group with the next task.
 
         Args:
             ranks: Those to restart; ranks that are alive are ended first.
             keep: Give each new rank the names of the old one that can be sent.
 
-        Returns:
-            How many names each restarted rank has kept.
-
         Raises:
             StartError: The system refuses.
         """
         try:
-            return self._restart(ranks, keep)
+            self._restart(ranks, keep)
         except RankLostError:  # the reaper was killed, and every rank with it
             self._renew()
-            return dict.fromkeys(range(self.plan.world_size), 0)
 
-    def _restart(self, ranks: Collection[int], keep: bool) -> dict[int, int]:
+    def _restart(self, ranks: Collection[int], keep: bool) -> None:
         dumps = self._dump([rank for rank in ranks if rank in self.present]) if keep else {}
         try:
             with self.claimed(self.queue.enqueue(), needs_ranks=False):
@@ -333,7 +324,6 @@ class SessionRanks:
         finally:
             for fds in dumps.values():
                 _close(fds)
-        return {rank: len(self.bound[rank]) for rank in ranks}
 
     def _renew(self) -> None:
         self._opened.close()

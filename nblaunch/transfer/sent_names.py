@@ -49,12 +49,10 @@ class Gathered:
 
     Attributes:
         names: The names to bind, and their values.
-        digests: The digests of all names that the task needs.
         home: For the pickler.
     """
 
     names: dict[str, SentName]
-    digests: dict[str, bytes]
     home: _Packing
 
 
@@ -107,7 +105,7 @@ class SentNames:
         digests = round_.digests.items()
         to_send = {name for name, digest in digests if not is_idle or self._is_missing(name, digest, present)}
         sent = {name: SentName(self.names[name], round_.digests[name]) for name in round_.digests if name in to_send}
-        return Gathered(sent, dict(round_.digests), _Packing(self, to_send))
+        return Gathered(sent, _Packing(self, to_send))
 
     def gather_pushed(self, values: Mapping[str, Any], present: Collection[int]) -> Gathered:
         """Return what a push must send: these values, whatever the ranks have, and the names that they use."""
@@ -130,7 +128,7 @@ class SentNames:
             name: SentName(value, digests.get(name, b"") if name in own else b"", is_forced=True)
             for name, value in values.items()
         }
-        return Gathered({**sent, **pushed}, dict(digests), _Packing(self, to_send, [id(each) for each in plain]))
+        return Gathered({**sent, **pushed}, _Packing(self, to_send, [id(each) for each in plain]))
 
     def _disown(self, name: str) -> None:
         self._digests.pop(name, None)
