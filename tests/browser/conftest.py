@@ -83,6 +83,7 @@ class Lab:
         page: What the user sees.
         loaded: JupyterLab is in the page already.
         number: The panel of the notebook that is looked at, from 0.
+        title: Looks at the panels that contain this text alone.
     """
 
     server: Server
@@ -90,6 +91,7 @@ class Lab:
     page: Page
     loaded: bool
     number: int = 0
+    title: str = ""
 
     @property
     def folder(self) -> Path:
@@ -114,7 +116,7 @@ class Lab:
     @property
     def panel(self) -> Locator:
         """The panel that is looked at."""
-        return self.page.locator(".nbl-root").nth(self.number)
+        return self.page.locator(".nbl-root", has_text=self.title).nth(self.number)
 
     def state(self) -> str:
         """What the panel's pill says."""
