@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nblaunch.launch.api import notebook_launcher
     from nblaunch.launch.handle import Launch
+    from nblaunch.launch.live_sessions import session
     from nblaunch.launch.result import LaunchResult
-    from nblaunch.launch.session import Session, session
+    from nblaunch.launch.session import Session
     from nblaunch.ranks.report import progress, report
     from nblaunch.training.accelerator import Accelerator
 
@@ -38,7 +39,7 @@ _ROOMS = {
     "notebook_launcher": "nblaunch.launch.api",
     "progress": "nblaunch.ranks.report",
     "report": "nblaunch.ranks.report",
-    "session": "nblaunch.launch.session",
+    "session": "nblaunch.launch.live_sessions",
 }
 
 

@@ -111,7 +111,7 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
             cause.rank,
             log,
         )
-    error = _rebuilt(failed)
+    error = rebuilt(failed)
     return _substitute(cause, failed, account) if error is None else error
 
 
@@ -122,7 +122,8 @@ def result_advice(type_name: str) -> str:
     return "Return tensors or plain data"
 
 
-def _rebuilt(failed: Failed) -> Any:
+def rebuilt(failed: Failed) -> Any:
+    """Return the exception of a rank; None if it cannot be unpickled here."""
     if not failed.pickled:
         return None
     try:

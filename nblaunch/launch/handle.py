@@ -72,6 +72,8 @@ class Launch:
         """The session whose ranks it uses; None: it starts its own."""
         self._commands = Commands()
         self._finished = threading.Event()
+        self._interrupts = 0
+        """Of the user, while the caller waits."""
         self._begin = time.monotonic()
         self._job = Job(
             plan,
@@ -204,26 +206,31 @@ class Launch:
         return self.result()
 
     def _abandon(self) -> None:
-        if self.id in _live:
-            self._commands.ask(kill=True)
+        """End what an interrupt between two lines of ours has left running."""
+        if self.id not in _live:
+            return
+        self._interrupts += 1
+        self._commands.ask(kill=self._place is None)  # the variables of a session are lost with its ranks
+        if self._place is not None and self._thread.ident is not None:
+            self._wait_out()
+        else:
             self._finished.wait(timeouts.KILLED_LAUNCH_TIMEOUT_S)
 
     def _wait_out(self) -> bool:
         """Wait for the end. Return True if the user interrupted the launch."""
-        interrupts = 0
-        to_kill = 2 if self._place is None else 3  # the variables of a session are lost with its ranks
+        to_kill = 2 if self._place is None else 3
         while not self._finished.is_set():
             try:
-                if interrupts:
-                    self._commands.ask(kill=interrupts >= to_kill)
-                if self._place is not None and interrupts == 2:
+                if self._interrupts:
+                    self._commands.ask(kill=self._interrupts >= to_kill)
+                if self._place is not None and self._interrupts == 2:
                     self._view.on(
                         Note("interrupt once more to kill the ranks that do not respond, with their variables")
                     )
                 self.wait()
             except KeyboardInterrupt:
-                interrupts += 1
-        return interrupts > 0
+                self._interrupts += 1
+        return self._interrupts > 0
 
     # -------------------------------------------------------------- in the supervisor thread
     def _supervise(self) -> None:

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -327,3 +327,14 @@ def _free_descriptors() -> int:
         return max(0, soft - used)
     except OSError as error:
         return 0 if error.errno == errno.EMFILE else soft  # no descriptor is left for listdir
+
+
+def changed(plan: Plan, **changes: Any) -> Plan:
+    """Return a plan with other settings, validated; None leaves a setting alone."""
+    given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+    for name in ("timeout", "stop_grace"):
+        if name in given:
+            given[name] = argument_checks.seconds(name, given[name])
+    if "metric_patterns" in given:
+        given["metric_patterns"] = compile_patterns(given["metric_patterns"])
+    return replace(plan, **given)

@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
 from nblaunch.engines.local import engine
-from nblaunch.errors import ArgumentError, NblaunchError, StartError
+from nblaunch.errors import ArgumentError, NblaunchError, StartError, warn
 from nblaunch.launch import session_payload
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.output.metric_patterns import compile_patterns
-from nblaunch.launch.plan import Plan, make_plan, this_machine
-from nblaunch.launch.rank_names import RankNames
+from nblaunch.launch.plan import Plan, changed
+from nblaunch.launch.questions import Questions
+from nblaunch.launch.rank_names import RankNames, line_of
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.session_payload import SessionTask
 from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.session_restart import Restart
 from nblaunch.launch.session_turn import Place
 from nblaunch.launch.turn_queue import BusyError
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.machine.segments import in_words
+from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Bound, Cell, Question
 
-DEFAULT_NAME = "main"
-_sessions: dict[str, Session] = {}
-"""The sessions that have not been stopped, by name."""
-_active: str = ""
-"""The session that was started or used last."""
+Register = Callable[["Session", bool], None]
+"""Called when a session starts or a task begins in it (True), and when it has stopped (False)."""
 
 
 class Session:
@@ -47,11 +44,29 @@ class Session:
         world_size: The number of ranks.
     """
 
-    def __init__(self, name: str, plan: Plan, names: dict[str, Any], idle_timeout: float | None) -> None:
+    def __init__(
+        self, name: str, plan: Plan, names: dict[str, Any], idle_timeout: float | None, register: Register
+    ) -> None:
         self.name, self.world_size = name, plan.world_size
-        self._plan, self._idle_timeout = plan, idle_timeout
+        self._plan, self._idle_timeout, self._register = plan, idle_timeout, register
         self._ranks = SessionRanks(f"{os.getpid()}-{name}-{secrets.token_hex(3)}", plan, names, engine)
-        self._has_run = False
+        self._questions = Questions(self._ranks)
+
+    def start(self) -> None:
+        """Start the ranks, and wait until each has answered.
+
+        Raises:
+            StartError: A rank could not be started; none is left.
+        """
+        self._ranks.start()
+        try:
+            self._questions.ask(Question("names"))
+        except BaseException:
+            self._ranks.end()
+            raise
+        self._register(self, True)
+        if self._idle_timeout is not None:
+            threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
 
     # -------------------------------------------------------------- running
     @overload
@@ -104,9 +119,7 @@ class Session:
             KeyboardInterrupt: The cell was interrupted. The ranks keep their variables.
         """
         __tracebackhide__ = True  # IPython omits this frame
-        task = self._packed(
-            lambda: session_payload.pack_call(function, args, kwargs, self._ranks, is_first=not self._has_run)
-        )
+        task = self._packed(lambda: session_payload.pack_call(function, args, kwargs, self._ranks))
         return self._launch(task, view, block, timeout=timeout)
 
     def run_cell(
@@ -122,7 +135,7 @@ class Session:
             changes: ``timeout``, ``stop_grace`` and ``metric_patterns`` of this task.
         """
         __tracebackhide__ = True  # IPython omits this frame
-        task = self._packed(lambda: session_payload.pack_cell(cell, used, self._ranks, is_first=not self._has_run))
+        task = self._packed(lambda: session_payload.pack_cell(cell, used, self._ranks))
         return self._launch(task, view, block, **changes)
 
     def _packed(self, pack: Callable[[], SessionTask]) -> SessionTask:
@@ -136,7 +149,6 @@ class Session:
 
     def _launch(self, task: SessionTask, view: str, block: bool, **changes: Any) -> LaunchResult | Launch:
         __tracebackhide__ = True  # IPython omits this frame
-        global _active
         plan = changed(self._plan, **changes)
         shown = host().view(view)
         place = Place(self.name, self._ranks, self._ranks.queue.enqueue(), task.names)
@@ -145,8 +157,8 @@ class Session:
         except BaseException:
             self._ranks.queue.discard(place.ticket)
             raise
-        self._has_run = True
-        _active = self.name
+        self._ranks.unset.difference_update(self._ranks.present)
+        self._register(self, True)
         if block:
             return launch.join()
         launch.begin()
@@ -161,12 +173,18 @@ class Session:
             values: The values by name.
 
         Raises:
+            ArgumentError: A name is one that each rank defines itself.
             PayloadError: A value cannot be sent.
         """
         self._check_open()
         only = self._checked(ranks)
+        provided = min(PROVIDED.intersection(values), default="")
+        if provided:
+            raise ArgumentError(
+                f"{provided}={values[provided]!r:.80}: each rank defines this name itself; choose another"
+            )
         gathered = session_payload.gather_values(values, self._ranks, only)
-        self._ranks.ask(Question("push"), gathered.names, home=gathered.home)
+        self._questions.ask(Question("push"), gathered.names, home=gathered.home)
 
     def pull(self, expression: str, ranks: Sequence[int] | None = None) -> list[Any]:
         """Return the value of an expression from each rank.
@@ -181,13 +199,14 @@ class Session:
         """
         self._check_open()
         wanted = self._checked(ranks) or tuple(range(self.world_size))
+        self._ranks.look()
         dead = [rank for rank in wanted if rank in self._ranks.absent]
         if dead:
             raise ArgumentError(
                 f"ranks={list(wanted)}: rank {dead[0]} is dead; pull from ranks={self._ranks.present}, or "
                 f"restart it: %distributed session restart --rank {dead[0]}"
             )
-        answers = self._ranks.ask(Question("value", _expression(expression), wanted))
+        answers = self._questions.ask(Question("value", _expression(expression), wanted))
         return [answers[rank] for rank in wanted]
 
     def __getitem__(self, rank: int) -> RankNames:
@@ -201,26 +220,37 @@ class Session:
     def repr_of(self, rank: int, expression: str) -> str:
         """Return the repr of an expression's value in one rank."""
         self._check_open()
-        return str(self._ranks.ask(Question("repr", _expression(expression), (rank,)))[rank])
+        return str(self._questions.ask(Question("repr", _expression(expression), (rank,)))[rank])
 
     def complete(self, text: str) -> list[str]:
         """Return the names that complete `text` in the ranks; while they are busy, those known from their last task."""
+        known = sorted({each.name for names in self._ranks.bound for each in names if each.name.startswith(text)})
+        if self._ranks.queue:
+            return known
         try:
-            answers = self._ranks.ask(Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
+            answers = self._questions.ask(Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
         except (BusyError, NblaunchError):
-            return sorted({each.name for names in self._ranks.bound for each in names if each.name.startswith(text)})
+            return known
         except Exception:  # noqa: BLE001  # a property of the user's raised
             return []
-        return sorted({name for names in answers.values() for name in names or ()})
+        return sorted({name for names in answers.values() for name in names})
 
     def inspect(self, expression: str) -> str:
-        """Return signature, type and documentation of an expression's value in the lowest rank; empty if unknown."""
-        try:
-            first = self._ranks.present[:1]
-            question = Question("inspect", _expression(expression), tuple(first))
-            return str(self._ranks.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[first[0]])
-        except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
+        """Return signature, type and documentation of an expression's value in the lowest rank.
+
+        Empty if it is unknown. While the ranks are busy, what is known of a name from their last task.
+        """
+        if not self._ranks.present:
             return ""
+        rank = self._ranks.present[0]
+        known = next((line_of(each) for each in self._ranks.bound[rank] if each.name == expression), "")
+        if self._ranks.queue:
+            return known
+        try:
+            question = Question("inspect", _expression(expression), (rank,))
+            return str(self._questions.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
+        except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
+            return known
 
     # -------------------------------------------------------------- life
     def restart(self, ranks: Sequence[int] | None = None, *, keep: bool = False) -> None:
@@ -229,12 +259,16 @@ class Session:
         Args:
             ranks: The ranks. Default: all.
             keep: Give each new rank the variables of the old one, if it lives and they can be sent. Default: False.
+                A warning names those that cannot.
 
         Raises:
             StartError: The system refuses.
         """
         self._check_open()
-        self._ranks.restart(self._checked(ranks) or range(self.world_size), keep)
+        restart = Restart(self._ranks, self._questions)
+        restart.run(self._checked(ranks) or range(self.world_size), keep)
+        if restart.lost:
+            warn("the restart could not keep " + "; ".join(restart.lost))
 
     def regroup(self) -> None:
         """Replace the process group with the next task: objects of the old group are stale."""
@@ -243,12 +277,9 @@ class Session:
 
     def stop(self) -> None:
         """End the ranks. A task that runs is stopped first. Idempotent."""
-        global _active
         self._ranks.queue.close()
         self._ranks.end()
-        _sessions.pop(self.name, None)
-        if _active == self.name:
-            _active = next(reversed(_sessions), "")
+        self._register(self, False)
 
     @property
     def is_open(self) -> bool:
@@ -258,6 +289,7 @@ class Session:
     def status(self) -> str:
         """Return the state of each rank, and what it holds, as text."""
         ranks = self._ranks
+        ranks.look()
         running = "busy" if ranks.queue else f"idle for {time.monotonic() - ranks.idle_since:.0f} s"
         queue = f", {len(ranks.queue) - 1} more queued" if len(ranks.queue) > 1 else ""
         lines = [f"session {self.name}: {self.world_size} ranks on {self._plan.device}, {running}{queue}"]
@@ -291,103 +323,13 @@ class Session:
         return self.status() if self.is_open else f"<Session {self.name}: stopped>"
 
     # -------------------------------------------------------------- idle
-    def stop_when_idle(self) -> None:
+    def _stop_when_idle(self) -> None:
         """Stop the session once it has been idle for its timeout. Runs in a thread."""
         while self.is_open and self._idle_timeout is not None:
             is_due = time.monotonic() - self._ranks.idle_since >= self._idle_timeout
             if is_due and self._ranks.queue.close_if_empty():  # a cell that begins now is not interrupted
                 self.stop()
             time.sleep(min(timeouts.SESSION_POLL_S, self._idle_timeout))
-
-
-def session(
-    num_processes: int | None = None,
-    *,
-    name: str = DEFAULT_NAME,
-    idle_timeout: float | None = None,
-    **options: Any,
-) -> Session:
-    """Start ranks that stay, with their variables, until the session is stopped or the kernel ends.
-
-    While a session is active, ``%%distributed`` cells run in it.
-
-    Args:
-        num_processes: The number of ranks. Default: one per visible GPU, or 2 without a GPU.
-        name: Names the session; several may live side by side. Default: ``"main"``.
-        idle_timeout: Stop the session after this many seconds without a task. Default: None, never.
-        options: ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``), ``threads_per_rank``,
-            ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for `nblaunch.notebook_launcher`.
-
-    Raises:
-        ArgumentError: An argument is invalid, or a session of this name lives. Nothing was started.
-        StartError: The ranks could not be started.
-
-    Example:
-        >>> with nblaunch.session(2) as s:  # doctest: +SKIP
-        ...     s.push(lr=0.1)
-        ...     list(s.run(lambda rank: rank * lr))
-    """
-    global _active
-    refuse_nested()
-    if not str(name).isidentifier():
-        raise ArgumentError(f"name={name!r}: must be a Python name")
-    if name in _sessions:
-        raise ArgumentError(
-            f"name={name!r}: this session lives already; stop it with %distributed session stop, or choose another name"
-        )
-    unknown = set(options) - _OPTIONS
-    if unknown:
-        raise ArgumentError(f"{min(unknown)}={options[min(unknown)]!r}: a session has no such option")
-    timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
-    plan = make_plan(this_machine(), num_processes=num_processes, **options)
-    plan.check_kept()
-    method = engine.usable(plan.method, plan.env, plan.named, host().cuda_cell)
-    names = host().notebook_names()
-    made = Session(name, changed(plan, method=method), main_names() if names is None else names, timeout)
-    made._ranks.start()
-    _sessions[name] = made
-    _active = name
-    if timeout is not None:
-        threading.Thread(target=made.stop_when_idle, name=f"nblaunch-session-{name}", daemon=True).start()
-    return made
-
-
-_OPTIONS = {
-    *("device", "backend", "start_method", "threads_per_rank", "env", "mixed_precision", "stop_grace"),
-    "metric_patterns",
-}
-
-
-def changed(plan: Plan, **changes: Any) -> Plan:
-    """Return a plan with other settings, validated; None leaves a setting alone."""
-    given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-    for name in ("timeout", "stop_grace"):
-        if name in given:
-            given[name] = argument_checks.seconds(name, given[name])
-    if "metric_patterns" in given:
-        given["metric_patterns"] = compile_patterns(given["metric_patterns"])
-    return replace(plan, **given)
-
-
-def main_names() -> dict[str, Any]:
-    """Return the names of a script's main module."""
-    return vars(sys.modules["__main__"])
-
-
-def find(name: str | None = None) -> Session | None:
-    """Return a session by name, or the one that was used last; None if there is none."""
-    return _sessions.get(_active if name is None else name)
-
-
-def live_sessions() -> Mapping[str, Session]:
-    """Return the sessions that have not been stopped, by name."""
-    return dict(_sessions)
-
-
-def stop_all() -> None:
-    """Stop every session."""
-    for each in list(_sessions.values()):
-        each.stop()
 
 
 def _expression(text: Any) -> str:

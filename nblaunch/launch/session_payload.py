@@ -34,16 +34,16 @@ class SessionTask:
     names: Mapping[str, SentName]
 
 
-def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, *, is_first: bool) -> SessionTask:
+def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks) -> SessionTask:
     """Pack a cell that uses these names of the notebook.
 
     Raises:
         PayloadError: A name that it uses cannot be sent, and the ranks do not have it.
     """
-    return _pack(Payload(cell, (), {}, None, _settings(is_first), {}), used, (), ranks)
+    return _pack(Payload(cell, (), {}, None, _settings(ranks), {}), used, (), ranks)
 
 
-def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, *, is_first: bool) -> SessionTask:
+def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks) -> SessionTask:
     """Pack a call.
 
     Raises:
@@ -58,7 +58,7 @@ def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, *, is_
         raise ArgumentError(
             f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {payloads.name_of(function)}: {error}"
         ) from None
-    payload = Payload(function, args, kwargs, None, _settings(is_first), {})
+    payload = Payload(function, args, kwargs, None, _settings(ranks), {})
     return _pack(payload, (), (function, args, kwargs), ranks)
 
 
@@ -115,6 +115,6 @@ def _why(values: Mapping[str, Any]) -> str:
     return ""
 
 
-def _settings(is_first: bool) -> Settings:
-    """Return the notebook's random states and defaults for the first task; later the ranks go on with their own."""
-    return payloads.settings() if is_first else Settings()
+def _settings(ranks: SessionRanks) -> Settings:
+    """Return the notebook's random states and defaults for each rank's first task; later it goes on with its own."""
+    return replace(payloads.settings(), ranks=tuple(sorted(ranks.unset))) if ranks.unset else Settings()

@@ -6,16 +6,16 @@ One task at a time has the ranks; the others queue in the order of their calls.
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
+import math
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from nblaunch.engines.protocol import Engine, Order
-from nblaunch.errors import RankError, RankLostError, StartError
+from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.log_directory import LaunchFiles
@@ -23,12 +23,13 @@ from nblaunch.launch.plan import Plan
 from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import TurnQueue
-from nblaunch.launch.views.base import NullView
+from nblaunch.launch.views.base import NullView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
-from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.transfer.sent_names import SentNames
-from nblaunch.wire.messages import Bound, Payload, Question, SentName, Settings, World
+from nblaunch.wire.messages import Bound, RankExited, SentName, Source, World
+
+_LOST = "the session's ranks are lost: %distributed session restart starts others"
 
 
 class SessionRanks:
@@ -45,6 +46,7 @@ class SessionRanks:
         sent: The notebook's names that the ranks have.
         bound: What each rank has bound, at the end of its last task.
         generation: The number of the default process group.
+        unset: The ranks that have not got the notebook's random states and defaults.
         queue: The tasks that run or wait.
         is_ended: The ranks were let go.
         idle_since: When the last task ended, by the monotonic clock.
@@ -57,6 +59,7 @@ class SessionRanks:
         self.sent = SentNames(names, plan.world_size)
         self.bound: list[tuple[Bound, ...]] = [()] * plan.world_size
         self.generation = 1
+        self.unset = set(range(plan.world_size))
         self.queue = TurnQueue()
         self.is_ended = False
         self.idle_since = time.monotonic()
@@ -67,10 +70,10 @@ class SessionRanks:
 
     # -------------------------------------------------------------- life
     def start(self) -> None:
-        """Start the ranks, and wait until each has answered.
+        """Start the ranks. They may not have answered yet.
 
         Raises:
-            StartError: A rank could not be started; none is left.
+            StartError: The system refuses; none is left.
         """
         with contextlib.ExitStack() as opened:
             opened.callback(self._commands.close)
@@ -92,11 +95,6 @@ class SessionRanks:
             self._port = meeting.port
             self.group.start(self._environment)
             self._opened = opened.pop_all()
-        try:
-            self.ask(Question("names"))
-        except BaseException:
-            self.end()
-            raise
 
     def _environment(self, rank: int) -> Mapping[str, str]:
         return self.plan.environment(rank, self._port, self.id, 0, self._files.error(rank))
@@ -125,6 +123,8 @@ class SessionRanks:
         """Read events between two tasks: exits count, late messages do not."""
         for event in self.group.wait(seconds):
             Task(0, self.group, NullView(), self._commands, {}, 0.0).take(event)
+            if isinstance(event, RankExited):  # the others may have waited for it
+                self.generation += 1
 
     # -------------------------------------------------------------- turns
     @contextlib.contextmanager
@@ -154,15 +154,22 @@ class SessionRanks:
                 raise StartError("the session has ended: start another with %distributed session")
             self._drain(0.0)  # a rank may have died meanwhile
             if self.group.is_over:
-                raise RankLostError("the session's ranks are lost: %distributed session restart starts others")
+                raise RankLostError(_LOST)
             if needs_ranks and not self.present:
                 raise RankError("every rank of the session is dead: %distributed session restart starts others")
             yield
         finally:
+            if not (self.is_ended or self.group.is_over):
+                self.group.workers.listen_to(self._commands)  # those of the task are about to be closed
             self.idle_since = time.monotonic()
             self.queue.discard(ticket)
 
     # -------------------------------------------------------------- the ranks
+    @property
+    def log_dir(self) -> Path:
+        """The directory of their logs before the first task."""
+        return self._files.directory
+
     @property
     def present(self) -> list[int]:
         """The ranks that are alive."""
@@ -178,8 +185,19 @@ class SessionRanks:
         world = self.plan.world(rank, self._port)
         return replace(world, generation=self.generation, backend="" if self.absent else world.backend)
 
+    def look(self) -> None:
+        """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""
+        if not (self.queue or self.is_ended):
+            with contextlib.suppress(NblaunchError), self.claimed(self.queue.enqueue(), needs_ranks=False):
+                pass
+
+    def new_question(self) -> Task:
+        """Return a task that asks the ranks, which `claimed` gives to the caller."""
+        self._tasks += 1
+        return Task(self._tasks, self.group, NullView(), self._commands, {}, math.inf, is_kept=True, is_question=True)
+
     def new_task(
-        self, view: Any, commands: Commands, sources: Mapping[str, Any], stop_grace: float, deadline: float
+        self, view: View, commands: Commands, sources: Mapping[str, Source], stop_grace: float, deadline: float
     ) -> Task:
         """Return a task over the ranks, which `claimed` gives to the caller."""
         self._tasks += 1
@@ -205,167 +223,37 @@ class SessionRanks:
         if has_died or (is_disturbed and not task.is_question):
             self.generation += 1
 
-    # -------------------------------------------------------------- questions
-    def ask(
-        self,
-        question: Question,
-        names: Mapping[str, SentName] | None = None,
-        *,
-        home: Any = None,
-        within: float | None = None,
-    ) -> dict[int, Any]:
-        """Ask the ranks, and return the answer of each.
-
-        Args:
-            question: What to ask.
-            names: Names to bind first. Default: none.
-            home: For the pickler.
-            within: Seconds for the ranks to become idle and to answer. Default: no limit.
-
-        Raises:
-            BusyError: The ranks were not idle in time.
-            Exception: The answer of a rank, if it is an exception.
-        """
-        parcel = pack(
-            lambda found: Payload(question, (), {}, None, Settings(), {}, names=names or {}),
-            UncachedStore(self._files.directory),
-            home=home,
-        )
-        try:
-            return self._answers(parcel.fds, names or {}, within)
-        finally:
-            parcel.close()
-
-    def _answers(self, fds: Sequence[int], names: Mapping[str, SentName], within: float | None) -> dict[int, Any]:
-        answers = self.raw_answers(fds, names, within)
-        values = {}
-        try:
-            while answers:
-                rank, parcel = answers.popitem()
-                values[rank] = unpack(parcel)
-        finally:
-            for parcel in answers.values():
-                _close(parcel)
-        return values
-
-    def raw_answers(
-        self, fds: Sequence[int], names: Mapping[str, SentName], within: float | None = None
-    ) -> dict[int, list[int]]:
-        """Send a packed question, and return the packed answers; the caller closes their descriptors."""
-        deadline = float("inf") if within is None else time.monotonic() + within
-        with self.claimed(self.queue.enqueue(), lambda: time.monotonic() > deadline):
-            self.group.workers.listen_to(self._commands)
-            self._tasks += 1
-            task = Task(self._tasks, self.group, NullView(), self._commands, {}, timeouts.STOP_GRACE_S, is_kept=True)
-            task.is_question = True
-            interrupted = self._run(task, fds, deadline)
-            self._commands.stop = False
-            self.finish(task, names)
-            answers = task.take_results()
-            refusal, self.group.refusal = self.group.refusal, ""  # it concerns the rank that was restarted
-            failed = next((rank.failed for rank in task.present if rank.failed is not None), None)
-        error = KeyboardInterrupt() if interrupted else None if failed is None else _exception(failed)
-        if error is None and refusal:
-            error = StartError(refusal)
-        if error is not None:
-            for answer in answers.values():
-                _close(answer)
-            raise error
-        return answers
-
-    def _run(self, task: Task, fds: Sequence[int], deadline: float) -> bool:
-        """Run a question to its end, and stop it at its deadline. Return True if the user has interrupted it."""
-        interrupted = False
-        task.send(self.world, fds)
-        while not (task.is_over or self.group.is_over or self.group.refusal):
-            try:
-                for event in self.group.wait(timeouts.LOG_POLL_S):
-                    task.take(event)
-                task.step()
-                self._commands.stop = self._commands.stop or time.monotonic() > deadline
-            except KeyboardInterrupt:
-                interrupted = self._commands.stop = True
-        return interrupted
-
-    # -------------------------------------------------------------- restarting
-    def restart(self, ranks: Collection[int], keep: bool) -> None:
-        """Start ranks again, and replace the process group with the next task.
-
-        Args:
-            ranks: Those to restart; ranks that are alive are ended first.
-            keep: Give each new rank the names of the old one that can be sent.
+    # -------------------------------------------------------------- other ranks in their place
+    def replace_ranks(self, ranks: Collection[int]) -> None:
+        """Start ranks again, and replace the process group with the next task. Call it within `claimed`.
 
         Raises:
             StartError: The system refuses.
+            RankLostError: The reaper was killed, and every rank with it.
         """
-        try:
-            self._restart(ranks, keep)
-        except RankLostError:  # the reaper was killed, and every rank with it
-            self._renew()
-
-    def _restart(self, ranks: Collection[int], keep: bool) -> None:
-        dumps = self._dump([rank for rank in ranks if rank in self.present]) if keep else {}
-        try:
-            with self.claimed(self.queue.enqueue(), needs_ranks=False):
-                self._let_go(ranks)
-                for rank in ranks:
-                    self.group.restart(rank, self._environment(rank))
-                    self.sent.forget(rank)
-                    self.bound[rank] = ()
-                self.generation += 1
-            self.ask(Question("names"))
-            while dumps:
-                _, fds = dumps.popitem()
-                try:
-                    for answer in self.raw_answers(fds, {}).values():
-                        _close(answer)
-                finally:
-                    _close(fds)
-        finally:
-            for fds in dumps.values():
-                _close(fds)
-
-    def _renew(self) -> None:
-        self._opened.close()
-        self._commands = Commands()
-        self.bound = [()] * self.plan.world_size
-        for rank in range(self.plan.world_size):
-            self.sent.forget(rank)
-        self.start()
-
-    def _dump(self, ranks: Sequence[int]) -> dict[int, list[int]]:
-        parcel = pack(
-            lambda found: Payload(Question("dump", ranks=tuple(ranks)), (), {}, None, Settings(), {}),
-            UncachedStore(self._files.directory),
-        )
-        try:
-            answers = self.raw_answers(parcel.fds, {})
-        finally:
-            parcel.close()
-        for rank in [rank for rank in answers if rank not in ranks]:
-            _close(answers.pop(rank))
-        return answers
-
-    def _let_go(self, ranks: Collection[int]) -> None:
-        """End these ranks."""
         self.group.workers.let_go(ranks)
         deadline = time.monotonic() + timeouts.KEPT_EXIT_TIMEOUT_S
         while left := [rank for rank in ranks if rank in self.present]:
             self._drain(timeouts.LOG_POLL_S)
+            if self.group.is_over:
+                raise RankLostError(_LOST)
             if time.monotonic() > deadline:
                 deadline += timeouts.KEPT_EXIT_TIMEOUT_S
                 self._kill(left)
+        for rank in ranks:
+            self.group.restart(rank, self._environment(rank))
+            self._forget(rank)
+        self.generation += 1
 
+    def renew(self) -> None:
+        """Start all ranks again, with another reaper."""
+        self._opened.close()
+        self._commands = Commands()
+        for rank in range(self.plan.world_size):
+            self._forget(rank)
+        self.start()
 
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def _exception(failed: Any) -> BaseException:
-    """Return the exception of a rank that could not answer."""
-    if failed.pickled:
-        with contextlib.suppress(Exception):  # a class that does not unpickle
-            error: BaseException = pickle.loads(failed.pickled)
-            return error
-    return RankError(f"rank {failed.rank} raised {failed.type_name}: {failed.text}", failed.rank)
+    def _forget(self, rank: int) -> None:
+        self.sent.forget(rank)
+        self.bound[rank] = ()
+        self.unset.add(rank)

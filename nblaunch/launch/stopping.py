@@ -114,6 +114,8 @@ class KeptLadder(Ladder):
 
     freed: dict[int, float] = field(default_factory=dict)
     """When each rank was last freed."""
+    _left_at: float | None = None
+    """When the first rank was seen to have left the task."""
 
     def due(self, now: float, live: Iterable[int], running: Collection[int], leaving: Collection[int]) -> list[Due]:
         """Return the signals that are due; see `Ladder.due`. `live` are the ranks that have not finished the task."""
@@ -129,10 +131,26 @@ class KeptLadder(Ladder):
                 signals.append(Due(rank, signal.SIGINT, group=False))
         return signals
 
-    def to_free(self, now: float, live: Iterable[int]) -> list[int]:
-        """Return the ranks to free from what they wait for."""
+    def to_free(self, now: float, live: Iterable[int], *, has_left: bool) -> list[int]:
+        """Return the ranks to free from what they wait for.
+
+        A rank that has acknowledged is in its ``finally``, which may have collectives: it is freed only once another
+        rank has left the task, and cannot answer them, or when half of the grace period is over.
+
+        Args:
+            now: The current time.
+            live: The ranks that have not finished the task.
+            has_left: Whether another rank has.
+        """
         delay = timeouts.FREE_AFTER_FAILURE_S if self.reason == "failure" else timeouts.FREE_DELAY_S
-        waiting = [rank for rank in live if rank in self.interrupted - self.killed and now >= self.begun + delay]
+        if now < self.begun + delay:
+            return []
+        if has_left and self._left_at is None:
+            self._left_at = now
+        is_alone = self._left_at is not None and now >= self._left_at + delay
+        is_late = now >= self.begun + self.grace / 2
+        cutting = self.interrupted - self.killed - (set() if is_alone or is_late else self.answered)
+        waiting = [rank for rank in live if rank in cutting]
         found = [rank for rank in waiting if now >= self.freed.get(rank, 0.0) + timeouts.FREE_INTERVAL_S]
         self.freed.update(dict.fromkeys(found, now))
         return found

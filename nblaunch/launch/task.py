@@ -52,6 +52,7 @@ class Task:
         stop_grace: Seconds that an interrupted rank has for ``finally`` and checkpoints.
         deadline: When to stop the task, by the monotonic clock.
         is_kept: Whether the ranks stay after the task: they are freed from collectives, and not killed.
+        is_question: Whether it asks kept ranks for their names: it needs no process group.
 
     Attributes:
         ranks: The state of each rank.
@@ -70,15 +71,14 @@ class Task:
         stop_grace: float,
         deadline: float = math.inf,
         is_kept: bool = False,
+        is_question: bool = False,
     ) -> None:
         self.number, self.group, self.view, self.commands = number, group, view, commands
         self.sources, self.stop_grace, self.deadline = sources, stop_grace, deadline
         self.ranks = [Rank(member, is_absent=member.exited is not None) for member in group.members]
         self.present = [rank for rank in self.ranks if not rank.is_absent]
         """The ranks that take part: a kept rank may have exited before."""
-        self._is_kept = is_kept
-        self.is_question = False
-        """It asks kept ranks for their names: it needs no process group, and frees no rank."""
+        self._is_kept, self.is_question = is_kept, is_question
         self.phase: Phase = "running"
         self.ladder: Ladder | None = None
         self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
@@ -219,8 +219,9 @@ class Task:
         leaving = [rank.rank for rank in self.ranks if rank.is_leaving or rank.failed is not None]
         ladder.answered.update(rank.rank for rank in self.ranks if rank.interrupted)
         ladder.waiting.update(self.stacks.in_collectives(ladder.silent(now, live)))
-        if isinstance(ladder, KeptLadder) and not self.is_question:
-            for number in ladder.to_free(now, live):
+        if isinstance(ladder, KeptLadder):
+            has_left = any(rank.is_over for rank in self.present)
+            for number in ladder.to_free(now, live, has_left=has_left):
                 self.group.free(number, self.number)
         for due in ladder.due(now, live, running, leaving):
             if due.signum == signal.SIGINT:

@@ -104,6 +104,8 @@ KEPT_EXIT_TIMEOUT_S = 5.0
 """For the ranks of a stopped session to exit before they are killed."""
 QUESTION_TIMEOUT_S = 0.3
 """For idle kept ranks to answer a completion or an inspection."""
+QUESTION_STOP_TIMEOUT_S = 0.2
+"""For kept ranks to answer after they were interrupted, before the question is given up."""
 SESSION_POLL_S = 0.5
 """Between two looks whether a session has been idle for too long."""
 STACKS_TIMEOUT_S = 2.0

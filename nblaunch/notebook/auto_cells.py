@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from nblaunch.launch import session as sessions
+from nblaunch.launch import live_sessions
 
 _OWN = ("%%", "%distributed", "%load_ext", "%reload_ext", "%unload_ext")
 """Beginnings of cells that run in the notebook."""
@@ -36,6 +36,6 @@ def paused() -> Iterator[None]:
 def _to_session(lines: list[str]) -> list[str]:
     first = next((line.strip() for line in lines if line.strip()), "")
     is_help = first.startswith("?") or first.endswith("?")
-    if _pauses or not first or first.startswith(_OWN) or is_help or sessions.find() is None:
+    if _pauses or not first or first.startswith(_OWN) or is_help or live_sessions.find() is None:
         return lines
     return ["%%distributed\n", *lines]

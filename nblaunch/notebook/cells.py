@@ -13,22 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nblaunch.notebook.auto_cells import paused
+from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
-
-_PROVIDED = {
-    "get_ipython",
-    "display",
-    "exit",
-    "quit",
-    "open",
-    "In",
-    "Out",
-    "rank",
-    "world_size",
-    "local_rank",
-    "device",
-}
-"""Names that each rank defines itself."""
 
 
 def make_cell(
@@ -77,7 +63,7 @@ def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
             bound |= {
                 symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()
             }
-    return sorted(name for name in used if name in namespace and name not in _PROVIDED and not name.startswith("__"))
+    return sorted(name for name in used if name in namespace and name not in PROVIDED and not name.startswith("__"))
 
 
 class _Synchronous(ast.NodeTransformer):

@@ -7,7 +7,7 @@ from typing import Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
-from nblaunch.launch import session as sessions
+from nblaunch.launch import live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
 from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 
@@ -43,7 +43,7 @@ def complete_distributed(context: Any) -> dict[str, Any]:
 
 def _names_of_ranks(context: Any) -> dict[str, Any]:
     """Complete names that the session's ranks have; IPython adds the notebook's."""
-    session = sessions.find()
+    session = live_sessions.find()
     found = re.search(r"[^\W\d][\w.]*$", context.text_until_cursor)
     if session is None or found is None:
         return {"completions": []}

@@ -9,7 +9,7 @@ from typing import Any
 from nblaunch.engines.generations import servers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
-from nblaunch.launch.session import stop_all
+from nblaunch.launch.live_sessions import stop_all
 from nblaunch.notebook import auto_cells
 from nblaunch.notebook.completion import complete_distributed
 from nblaunch.notebook.magics import DistributedMagics, RankMagics

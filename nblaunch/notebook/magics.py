@@ -24,8 +24,8 @@ from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.handle import Launch, live_launches
+from nblaunch.launch.live_sessions import live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
-from nblaunch.launch.session import live_sessions
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook import session_magics

@@ -8,7 +8,8 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from nblaunch.errors import ArgumentError
-from nblaunch.launch import session as sessions
+from nblaunch.launch import live_sessions
+from nblaunch.launch.live_sessions import DEFAULT_NAME, session
 from nblaunch.launch.rank_names import line_of
 from nblaunch.launch.session import Session
 from nblaunch.notebook.auto_cells import set_auto
@@ -16,7 +17,7 @@ from nblaunch.notebook.cells import names_used
 from nblaunch.wire.messages import Cell
 
 ACTIONS = ("auto", "session", "who")
-DEEDS = ("regroup", "restart", "status", "stop")
+SESSION_ACTIONS = ("regroup", "restart", "status", "stop")
 _OF_A_TASK = {"timeout", "stop_grace", "metric_patterns"}
 """Options that a cell of a session may have."""
 _OF_A_SESSION = {
@@ -31,14 +32,14 @@ def chosen_session(name: str | None) -> Session | None:
     Raises:
         UsageError: There is no session of this name.
     """
-    found = sessions.find(name)
+    found = live_sessions.find(name)
     if found is None and name is not None:
         raise UsageError(f"--session {name}: there is no such session{_known()}")
     return found
 
 
 def _known() -> str:
-    names = ", ".join(sessions.live_sessions())
+    names = ", ".join(live_sessions.live_sessions())
     return f"; there are {names}" if names else ": start one with %distributed session -n 2"
 
 
@@ -92,23 +93,24 @@ def _auto(shell: Any, words: Sequence[str]) -> str:
 
 
 def _session(words: Sequence[str], given: dict[str, Any]) -> str:
-    deed = words[0] if words else "start"
-    if len(words) > 1 or deed not in ("start", *DEEDS):
-        raise UsageError(f"%distributed session {' '.join(words)}: write -n 2 to start one, or {', '.join(DEEDS)}")
-    if deed == "start":
-        given.setdefault("name", given.pop("session", None) or sessions.DEFAULT_NAME)
+    action = words[0] if words else "start"
+    if len(words) > 1 or action not in ("start", *SESSION_ACTIONS):
+        known = ", ".join(SESSION_ACTIONS)
+        raise UsageError(f"%distributed session {' '.join(words)}: write -n 2 to start one, or {known}")
+    if action == "start":
+        given.setdefault("name", given.pop("session", None) or DEFAULT_NAME)
         _refuse_others(given, _OF_A_SESSION)
-        return sessions.session(**given).status()
-    _refuse_others(given, {"name", "session", *(("rank", "keep") if deed == "restart" else ())})
-    session = _named(given.get("session") or given.get("name"))
-    if deed == "restart":
-        session.restart(given.get("rank"), keep=bool(given.get("keep")))
-    elif deed == "regroup":
-        session.regroup()
-    elif deed == "stop":
-        session.stop()
-        return f"session {session.name} stopped"
-    return session.status()
+        return session(**given).status()
+    _refuse_others(given, {"name", "session", *(("rank", "keep") if action == "restart" else ())})
+    found = _named(given.get("session") or given.get("name"))
+    if action == "restart":
+        found.restart(given.get("rank"), keep=bool(given.get("keep")))
+    elif action == "regroup":
+        found.regroup()
+    elif action == "stop":
+        found.stop()
+        return f"session {found.name} stopped"
+    return found.status()
 
 
 def _refuse_others(given: Mapping[str, Any], allowed: set[str]) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _pools: ThreadpoolController | None = None
 _streams: dict[str, io.TextIOWrapper] = {}
+_logs: list[_Log] = []
+"""The files under stdout and stderr."""
 drops: Counter | None = None
 """Counts the output that this rank could not write to its logs; None outside ranks."""
 _max_log_bytes: int | None = None
@@ -48,11 +50,13 @@ def keep_filters_since(before: list[Any]) -> None:
 
 
 def redirect(spec: RankSpec) -> None:
-    """Point fds 1 and 2 at the rank's log files, and fd 0 at /dev/null. For forked ranks."""
+    """Point fds 1 and 2 at the rank's log files, and fd 0 at /dev/null. For forked ranks, and for kept ones."""
     with open_log(spec, "out") as out, open_log(spec, "err") as err, open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
         os.dup2(out.fileno(), 1)
         os.dup2(err.fileno(), 2)
+    for log in _logs:
+        log.is_full = False
 
 
 class _Log(io.FileIO):
@@ -64,14 +68,14 @@ class _Log(io.FileIO):
     def __init__(self, fd: int, kind: Kind) -> None:
         super().__init__(fd, "wb", closefd=False)
         self._kind = kind
-        self._is_full = False
+        self.is_full = False
+        """Once full, it stays full: a later, shorter write would fit and leave a gap before it."""
 
     def write(self, data: Any, /) -> Any:
         size = memoryview(data).nbytes
         if _max_log_bytes is not None:
-            # Once full, stay full: a later, shorter write would fit and leave a gap before it.
-            self._is_full = self._is_full or os.fstat(self.fileno()).st_size + size > _max_log_bytes
-        if self._is_full:
+            self.is_full = self.is_full or os.fstat(self.fileno()).st_size + size > _max_log_bytes
+        if self.is_full:
             return self._drop(size, 0)
         try:
             return super().write(data)
@@ -108,8 +112,9 @@ def open_streams(spec: RankSpec | None = None) -> None:
 
 
 def _stream(fd: int, kind: Kind) -> io.TextIOWrapper:
-    raw = io.BufferedWriter(_Log(fd, kind))
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    log = _Log(fd, kind)
+    _logs.append(log)
+    return io.TextIOWrapper(io.BufferedWriter(log), encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def apply_spec(spec: RankSpec) -> None:

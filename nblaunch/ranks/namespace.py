@@ -10,6 +10,7 @@ import types
 from typing import Any
 
 from nblaunch.transfer import definitions, pickling
+from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Bound, Payload, Question, SentName, Settings
 
 _MAX_NAMES = 2_000
@@ -18,7 +19,8 @@ _MAX_COMPLETIONS = 500
 _MAX_REPR_CHARS = 100_000
 _OF_GROUPS = {"DistributedDataParallel", "FullyShardedDataParallel", "DeviceMesh", "ProcessGroup"}
 """Types whose objects hold a process group."""
-_PROVIDED = {"rank", "world_size", "local_rank", "device", "get_ipython", "display", "In", "Out", "exit", "quit"}
+_OF_ARRAYS = {"cupy", "jax", "jaxlib", "numpy", "pandas", "polars", "pyarrow", "scipy", "xarray"}
+"""Packages whose arrays and tables say their shape at once."""
 
 
 class Namespace:
@@ -38,6 +40,8 @@ class Namespace:
         self._rank = rank
         self._digests: dict[str, bytes] = {}
         """Of the value that the notebook had when it last sent a name, or would have sent it."""
+        self._unsendable: dict[str, str] = {}
+        """Names that a restart cannot keep, and why."""
         self._keys: dict[int, str] = {}
         definitions.set_home(self.names)
 
@@ -63,8 +67,9 @@ class Namespace:
     # -------------------------------------------------------------- descriptions
     def describe(self) -> tuple[Bound, ...]:
         """Return what is bound."""
-        shown = [name for name in self.names if not name.startswith("_") and name not in _PROVIDED]
-        return tuple(_describe(name, self.names[name]) for name in shown[-_MAX_NAMES:])
+        found = list(self.names.items())  # at once: a thread of the user may bind others
+        shown = [(name, value) for name, value in found if _is_shown(name)]
+        return tuple(_describe(name, value) for name, value in shown[-_MAX_NAMES:])
 
     def answer(self, question: Question) -> Any:
         """Answer a question of the kernel.
@@ -82,21 +87,38 @@ class Namespace:
             return self._complete(question.text)
         if question.kind == "inspect":
             return _inspected(eval(question.text, self.names))
+        if question.kind == "unsendable":
+            return self._find_unsendable()
         if question.kind == "dump":
             return self._dump()
         return None  # "names" and "push": `Names` follows in any case
 
     def _complete(self, text: str) -> list[str]:
-        completer = rlcompleter.Completer(self.names)
+        names: list[tuple[Any, Any]] = list(self.names.items())
+        completer = rlcompleter.Completer({name: value for name, value in names if isinstance(name, str)})
         found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
         return sorted({name.rstrip("() ") for name in found})[:_MAX_COMPLETIONS]
 
+    def _find_unsendable(self) -> dict[str, str]:
+        """Find the names that `_dump` leaves out; return the reason for each that the user knows."""
+        self._unsendable = {name: reason for name, value in self._to_dump() if (reason := self._why_not(name, value))}
+        return {name: reason for name, reason in self._unsendable.items() if _is_shown(name)}
+
+    def _why_not(self, name: str, value: Any) -> str:
+        probe = _Probe(self.names)
+        error = pickling.explain(value, f"`{name}`", probe)
+        return f"`{name}` holds a {probe.found}, whose process group ends" if probe.found else str(error or "")
+
+    def _to_dump(self) -> list[tuple[str, Any]]:
+        found: list[tuple[Any, Any]] = list(self.names.items())  # ``globals()[5] = 1`` is possible
+        return [each for each in found if isinstance(each[0], str) and not each[0].startswith("__")]
+
     def _dump(self) -> Payload:
-        """Return a payload that binds all names that can be sent."""
+        """Return a payload that binds all names that can be sent. `_find_unsendable` comes first."""
         names = {
             name: SentName(value, self._digests.get(name, b""), is_forced=True, ranks=(self._rank,))
-            for name, value in self.names.items()
-            if not name.startswith("__") and name not in _PROVIDED and pickling.explain(value, name) is None
+            for name, value in self._to_dump()
+            if name not in PROVIDED and name not in self._unsendable
         }
         question = Question("push", ranks=(self._rank,))
         self._keys = {id(thing): key for key, thing in definitions.kept_things()}
@@ -115,31 +137,65 @@ class Namespace:
         return self._keys.get(id(obj), ""), False
 
 
+class _Probe:
+    """A `pickling.Home` that looks for an object that holds a process group."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+        self.found = ""
+        """The type of such an object."""
+
+    def note(self, function: types.FunctionType) -> None:
+        """Nothing to note: each name that it uses is looked at itself."""
+
+    def alias_of(self, definition: object) -> str:
+        """Return none: content is looked at."""
+        return ""
+
+    def key_of(self, obj: object) -> tuple[str, bool]:
+        """Look at the object."""
+        if _holds_group(type(obj)):
+            self.found = type(obj).__name__
+        return "", False
+
+
+def _holds_group(kind: type) -> bool:
+    return not _OF_GROUPS.isdisjoint(each.__name__ for each in kind.__mro__)
+
+
+def _is_shown(name: object) -> bool:
+    return isinstance(name, str) and not name.startswith("_") and name not in PROVIDED
+
+
 def _describe(name: str, value: Any) -> Bound:
+    kind = type(value)
     try:
         detail, size = _measure(value)
-    except Exception:  # noqa: BLE001  # a user's __len__ or property
+    except Exception:  # noqa: BLE001  # an array without memory, a module without parameters
         detail, size = "", 0
-    kinds = {kind.__name__ for kind in type(value).__mro__}
-    return Bound(name, type(value).__name__, detail, size, not kinds.isdisjoint(_OF_GROUPS))
+    return Bound(name, kind.__name__, detail, size, _holds_group(kind))
 
 
 def _measure(value: Any) -> tuple[str, int]:
+    """Return what describes a value, and its memory in bytes. No code of the user runs: it may take forever."""
     torch = sys.modules.get("torch")
-    if isinstance(value, (bool, int, float, complex, str, bytes)):
+    kind = type(value)
+    if kind in (bool, int, float, complex, str, bytes):
         return repr(value[:40] if isinstance(value, (str, bytes)) else value)[:60], sys.getsizeof(value)
     if torch is not None and isinstance(value, torch.Tensor):
         where = "" if value.device.type == "cpu" else f" {value.device}"
         return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{where}", int(value.nbytes)
     if torch is not None and isinstance(value, torch.nn.Module):
-        parts = [*value.parameters(), *value.buffers()]
+        module = torch.nn.Module
+        parts = [*module.parameters(value), *module.buffers(value)]
         return f"{sum(part.numel() for part in parts):,} values", sum(int(part.nbytes) for part in parts)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{tuple(value.shape)} {value.dtype}", int(getattr(value, "nbytes", 0))
-    if isinstance(value, (list, tuple, dict, set, frozenset)):
+    if kind in (list, tuple, dict, set, frozenset):
         return f"{len(value)} elements", sys.getsizeof(value)
-    shape = getattr(value, "shape", None)  # a table
-    return (str(tuple(shape)), 0) if isinstance(shape, tuple) else ("", 0)
+    if kind.__module__.partition(".")[0] not in _OF_ARRAYS or not hasattr(value, "shape"):
+        return "", 0
+    if hasattr(value, "dtype"):
+        return f"{tuple(value.shape)} {value.dtype}", int(getattr(value, "nbytes", 0))
+    return str(tuple(value.shape)), 0  # a table
 
 
 def _inspected(value: Any) -> str:

@@ -118,6 +118,12 @@ class _Outputs:
 _outputs = _Outputs()
 
 
+def begin() -> None:
+    """Begin with no outputs: the rank turns to the log directory of another cell."""
+    global _outputs
+    _outputs = _Outputs()
+
+
 def publish(
     data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str = "", *, update: bool = False
 ) -> None:

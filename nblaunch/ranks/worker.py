@@ -34,6 +34,7 @@ from nblaunch.ranks import (
     main_module,
     notebook_names,
     process_group,
+    rank_display,
     stack_dumps,
     task_body,
 )
@@ -171,6 +172,7 @@ def _turn_to(log_dir: str, spec: RankSpec, spool: int) -> RankSpec:
     spec = replace(spec, log_dir=log_dir)
     with contextlib.suppress(OSError):  # the directory was removed, or user code has closed a descriptor
         environment.redirect(spec)
+        rank_display.begin()
         opened = processes.open_log(str(rank_file(log_dir, spec.rank, "spool")))
         os.dup2(opened, spool, inheritable=False)  # same number: workers of the user's DataLoaders report to it
         os.close(opened)
@@ -210,7 +212,8 @@ def _work(
         if home is not None:
             home.take(payload)
         _set_the_scene(payload, home)
-        environment.apply_settings(payload.settings)
+        if payload.settings.ranks is None or spec.rank in payload.settings.ranks:
+            environment.apply_settings(payload.settings)
         voice.say(Running(spec.rank, task.task))
         return task_body.call(payload, home)
     finally:

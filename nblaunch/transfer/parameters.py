@@ -12,6 +12,8 @@ from typing import Any
 
 FILLED_IN = ("rank", "world_size", "local_rank", "device")
 """Parameters that a call may leave out; each rank passes its own value. Cells have the same names."""
+PROVIDED = frozenset((*FILLED_IN, "get_ipython", "display", "In", "Out", "exit", "quit", "open"))
+"""Names that each rank defines itself; the notebook's are not sent."""
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

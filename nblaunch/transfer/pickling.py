@@ -176,14 +176,15 @@ def dump(build: Callable[[Found], Any]) -> bytes:
     return file.getvalue()
 
 
-def explain(obj: Any, name: str) -> UnsendableError | None:
+def explain(obj: Any, name: str, home: Home | None = None) -> UnsendableError | None:
     """Return why `obj` cannot be pickled, with the path of the part at fault; None if it can.
 
     Args:
         obj: The object.
         name: The user's name for it, which begins the path.
+        home: See `Pickler`.
     """
-    error = _attempt(obj)
+    error = _attempt(obj, home)
     if error is None:
         return None
     path, leaf, error = _culprit(obj, name, error, set(), 0)
@@ -223,11 +224,11 @@ class _NullSink:
         return pickle.PickleBuffer(b"")
 
 
-def _attempt(obj: Any) -> Exception | None:
+def _attempt(obj: Any, home: Home | None = None) -> Exception | None:
     """Return the exception that pickling raises."""
     sink = _NullSink()
     try:
-        Pickler(sink, sink).dump(obj)
+        Pickler(sink, sink, home).dump(obj)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ may raise anything
         return error
     return None

@@ -20,13 +20,10 @@ from typing import Any
 
 from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling
+from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Bound, SentName
 
-PROVIDED = frozenset(
-    {"rank", "world_size", "local_rank", "device", "get_ipython", "display", "In", "Out", "exit", "quit", "open"}
-)
-"""Names that each rank defines itself."""
 _DIGEST_BYTES = 16
 _MIN_COMPARED_BYTES = 1 << 20
 """A larger array is compared with its copy in the cache of sent data, which is faster than hashing it again."""
@@ -144,8 +141,9 @@ class SentNames:
         return any(self._had[rank].get(name) != digest for rank in present)
 
     def arrived(self, rank: int, names: Mapping[str, SentName]) -> None:
-        """Note that a rank has these names now."""
-        self._had[rank].update((name, sent.digest) for name, sent in names.items())
+        """Note that a rank has these names now, as far as they were sent to it."""
+        own = [(name, sent) for name, sent in names.items() if sent.ranks is None or rank in sent.ranks]
+        self._had[rank].update((name, sent.digest) for name, sent in own)
 
     def has_bound(self, rank: int, bound: Collection[Bound]) -> None:
         """Note what a rank has bound: a name that it has deleted is sent again if a task uses it."""
@@ -202,6 +200,8 @@ class _Round:
     digests: dict[str, bytes] = field(default_factory=dict)
     _open: set[str] = field(default_factory=set)
     """Names that are being digested."""
+    _visited: set[int] = field(default_factory=set)
+    """Ids of the classes whose names are known."""
 
     def need(self, names: Iterable[str]) -> None:
         """Digest these names, and those that their values use."""
@@ -213,6 +213,12 @@ class _Round:
     def scan(self, value: Any) -> None:
         """Digest the names that a value uses."""
         self._dump("", value)
+
+    def visit(self, definition: type, root: str) -> None:
+        """Digest the names that a class uses which has no name itself."""
+        if id(definition) not in self._visited:
+            self._visited.add(id(definition))
+            self._dump(root, definition)
 
     def _digest(self, name: str) -> None:
         self._open.add(name)
@@ -251,14 +257,20 @@ class _Digesting:
         self._round, self._name, self._is_plain = round_, name, is_plain
 
     def alias_of(self, definition: Any) -> str:
-        """Return a token for a definition of another name, which counts by its identity.
+        """Return a token for a class of another name, which counts by its identity; functions count by their content.
 
         A cell that defines a class again makes a new class; an object of the old one has not changed.
         """
-        name = definition.__qualname__.partition(".")[0]
-        if definition.__module__ != "__main__" or name == self._name or not name.isidentifier():
+        root, *parts = definition.__qualname__.split(".")
+        if isinstance(definition, types.FunctionType) or definition.__module__ != "__main__" or root == self._name:
             return ""
-        self.used.update({name}.intersection(self.names))
+        found = self.names.get(root)
+        for part in parts:
+            found = getattr(found, part, None)
+        if found is definition:
+            self.used.add(root)
+        else:  # no name has it: redefined, decorated, or of a function
+            self._round.visit(definition, root)
         return f"{definition.__qualname__} #{self._round.sent.token_of(definition)}"
 
     def note(self, function: types.FunctionType) -> None:

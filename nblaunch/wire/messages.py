@@ -313,6 +313,8 @@ class Settings:
     cudnn: tuple[bool, bool] | None = None
     """(deterministic, benchmark)."""
     warning_filters: tuple[WarningFilter, ...] | None = None
+    ranks: tuple[int, ...] | None = None
+    """The ranks that apply them; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +365,7 @@ class SentName:
 class Question:
     """What the kernel asks kept ranks about their names, in place of a function."""
 
-    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "dump"]
+    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "unsendable", "dump"]
     text: str = ""
     """An expression, or for ``complete`` the code up to the cursor."""
     ranks: tuple[int, ...] | None = None

@@ -35,7 +35,7 @@ def started(shared_kernel: Kernel) -> Iterator[Kernel]:
     shared_kernel.run(NET).check()
     with leaving_nothing():
         shared_kernel.run("%distributed session -n 2").check()
-        shared_kernel.run("import nblaunch.launch.session as _all\ns = _all.find()").check()
+        shared_kernel.run("import nblaunch.launch.live_sessions as _all\ns = _all.find()").check()
         yield shared_kernel
         shared_kernel.run("%distributed session stop").check()
 
@@ -160,6 +160,61 @@ def test_values_are_pushed_and_pulled(kernel: Kernel) -> None:
     assert "expression='1 +'" in kernel.run("s.pull('1 +')").error
 
 
+def test_what_is_pushed_to_one_rank_goes_to_the_others_when_they_need_it(kernel: Kernel) -> None:
+    kernel.run("only = 1").check()
+    assert on_ranks(kernel, "only") == [1, 1]
+    kernel.run("only = 2\ns.push(only=only, ranks=[1])").check()
+    assert on_ranks(kernel, "only") == [2, 2]
+    assert "device='cpu': each rank defines this name itself" in kernel.run("s.push(device='cpu')").error
+
+
+DECORATED = """
+def logged(function):
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+extra = 5
+@logged
+def added(x): return x + extra
+def counter():
+    values = {'v': 1}
+    def count(): return values['v']
+    return count, values
+count, values = counter()
+def first(): return extra
+second = first
+def first(): return -1
+def base():
+    class Base:
+        def get(self): return extra
+    return Base
+class Derived(base()): pass
+derived = Derived()
+"""
+
+
+def test_functions_that_no_name_has_are_sent_with_what_they_use(kernel: Kernel) -> None:
+    kernel.run(DECORATED).check()
+    assert on_ranks(kernel, "added(1), second(), first(), derived.get()") == [(6, 5, -1, 5)] * 2
+    assert kernel.ask("list(s.run(count, view='none'))") == [1, 1]
+    kernel.run("values['v'] = 2\nextra = 6").check()
+    assert kernel.ask("list(s.run(count, view='none'))") == [2, 2]
+    assert on_ranks(kernel, "added(1), second(), derived.get()") == [(7, 6, 6)] * 2
+
+
+def test_every_cell_shows_its_outputs(kernel: Kernel) -> None:
+    many = "get_ipython().run_cell_magic('distributed', '', 'display(*[number for number in range(60)])')"
+    kernel.run(f"for _ in range(3): {many}").check()
+    assert "[rank 1] {'shown'}" in kernel.run("%%distributed\ndisplay({'shown'})").check().text
+
+
+def test_odd_names_cost_no_rank(kernel: Kernel) -> None:
+    before = on_ranks(kernel, "os.getpid()")
+    body = "globals()[5] = 1\nclass Odd:\n    @property\n    def shape(self): time.sleep(100)\nodd = Odd()"
+    kernel.run(f"%%distributed\n{body}").check()
+    assert on_ranks(kernel, "os.getpid()") == before
+
+
 def test_who_completion_and_help_know_the_ranks_names(kernel: Kernel) -> None:
     kernel.run("%%distributed\nfeatures = torch.zeros(3, 5)").check()
     assert "features: Tensor (3, 5) float32" in kernel.run("%distributed who").check().text
@@ -267,6 +322,75 @@ def test_a_name_that_cannot_be_sent_is_named(kernel: Kernel) -> None:
     kernel.run("stuck = __import__('threading').Lock()").check()
     cell = kernel.run("%%distributed\nprint(stuck)")
     assert "`stuck`, a thread lock, which cannot be sent" in cell.error
+
+
+def test_a_restart_keeps_the_rest_of_what_a_process_group_spoils(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
+    kernel.run("%%distributed\nholder, weight = [ddp], ddp.module.weight\nglobals()[5] = 1").check()
+    cell = kernel.run("%distributed session restart --keep").check()
+    assert "rank 0: `ddp` holds a DistributedDataParallel, whose process group ends" in cell.text
+    assert on_ranks(kernel, "'holder' in globals(), 'ddp' in globals(), weight.shape[0]") == [(False, False, 2)] * 2
+
+
+def test_a_restarted_rank_has_the_notebooks_settings(kernel: Kernel) -> None:
+    kernel.run("torch.set_default_dtype(torch.float64)").check()
+    try:
+        kernel.run("%distributed session restart --rank 1").check()
+        assert on_ranks(kernel, "torch.zeros(1).dtype == torch.float64") == [False, True]
+    finally:
+        kernel.run("torch.set_default_dtype(torch.float32)\n%distributed session restart").check()
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+
+
+def test_a_collective_in_finally_ends(kernel: Kernel) -> None:
+    saves = "    time.sleep(1)\n    dist.barrier()\n    saved = True"
+    cell = interrupted(kernel, f"try: time.sleep(100)\nfinally:\n{saves}")
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert on_ranks(kernel, "saved") == [True, True]
+
+
+def test_interrupts_of_short_tasks_cost_no_rank(kernel: Kernel) -> None:
+    before = on_ranks(kernel, "os.getpid()")
+    for _ in range(3):
+        request = kernel.start_cell("print('looping', flush=True)\nwhile True: s.run(len, 'ab', view='none')")
+        kernel.finish_cell(request, until="looping")
+        kernel.interrupt()
+        assert kernel.finish_cell(request).error.startswith("KeyboardInterrupt")
+    assert on_ranks(kernel, "os.getpid()") == before
+
+
+def test_an_interrupt_between_two_lines_of_ours_costs_no_rank(kernel: Kernel) -> None:
+    before = on_ranks(kernel, "os.getpid()")
+    kernel.run("sleeping = s.run(time.sleep, 600, view='none', block=False)\nsleeping._abandon()").check()
+    assert kernel.ask("sleeping.done") is True
+    assert on_ranks(kernel, "os.getpid()") == before
+
+
+def test_a_question_that_is_stuck_in_c_code_costs_no_rank(kernel: Kernel) -> None:
+    before = on_ranks(kernel, "os.getpid()")
+    body = "return __import__('hashlib').pbkdf2_hmac('sha256', b'', b'', 9_000_000)"
+    kernel.run(f"%%distributed\nclass Slow:\n    @property\n    def x(self): {body}\nslow = Slow()").check()
+    kernel.run("begun = time.monotonic()\nfound = s.complete('slow.x.')\nlasted = time.monotonic() - begun").check()
+    assert kernel.ask("found, lasted < 3") == ([], True)
+    assert on_ranks(kernel, "os.getpid()") == before
+
+
+def test_a_busy_session_completes_from_what_it_knew(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nremembered = torch.zeros(7)").check()
+    kernel.run("%%distributed --background -o busy\ntime.sleep(1)").check()
+    found = kernel.ask("s.complete('rememb'), s.inspect('remembered')")
+    assert found == (["remembered"], "remembered: Tensor (7,) float32")
+    kernel.run("busy.wait()").check()
+
+
+def test_a_dead_rank_is_named_by_whatever_asks_it(kernel: Kernel) -> None:
+    generation = kernel.ask("s._ranks.generation")
+    kernel.run(f"os.kill({on_ranks(kernel, 'os.getpid()')[1]}, signal.SIGKILL)").check()
+    eventually(lambda: "rank 1: dead" in kernel.ask("s.status()"))
+    assert "RankDiedError: rank 1 is dead" in kernel.run("s[1]['x']").error
+    assert kernel.ask("s._ranks.generation") > generation
+    kernel.run("%distributed session restart --rank 1").check()
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
 
 # ------------------------------------------------------------------ several cells, several sessions

@@ -228,10 +228,10 @@ def test_a_kept_rank_is_interrupted_then_freed_and_not_killed() -> None:
     stop.ladder = ladder = KeptLadder("user", BEGUN, GRACE)
     stop.running = set()  # it waits for the others to join the group
     assert stop.at(0) == interrupts(0, 1)
-    assert ladder.to_free(BEGUN + 0.49, [0, 1]) == []
-    assert ladder.to_free(BEGUN + 0.51, [0, 1]) == [0, 1]
-    assert ladder.to_free(BEGUN + 0.6, [0, 1]) == []
-    assert ladder.to_free(BEGUN + 1.6, [1]) == [1]  # it waits in the next collective
+    assert ladder.to_free(BEGUN + 0.49, [0, 1], has_left=False) == []
+    assert ladder.to_free(BEGUN + 0.51, [0, 1], has_left=False) == [0, 1]
+    assert ladder.to_free(BEGUN + 0.6, [0, 1], has_left=False) == []
+    assert ladder.to_free(BEGUN + 1.6, [1], has_left=False) == [1]  # it waits in the next collective
     assert stop.at(GRACE - 0.01) == []
     assert stop.at(GRACE) == kills(0, 1)
 
@@ -239,7 +239,25 @@ def test_a_kept_rank_is_interrupted_then_freed_and_not_killed() -> None:
 def test_a_kept_rank_is_freed_at_once_after_a_failure() -> None:
     ladder = KeptLadder("failure", BEGUN, GRACE)
     ladder.due(BEGUN, [0], [0], [])
-    assert ladder.to_free(BEGUN + 0.11, [0]) == [0]
+    assert ladder.to_free(BEGUN + 0.11, [0], has_left=True) == [0]
+
+
+def test_a_kept_rank_in_its_finally_is_freed_only_when_no_rank_can_answer_it() -> None:
+    ladder = KeptLadder("user", BEGUN, GRACE)
+    ladder.due(BEGUN, [0, 1, 2], [0, 1, 2], [])
+    ladder.answered = {0, 1}
+    assert ladder.to_free(BEGUN + 1, [0, 1, 2], has_left=False) == [2]
+    assert ladder.to_free(BEGUN + 1.5, [0, 1], has_left=True) == []
+    assert ladder.to_free(BEGUN + 1.9, [0, 1], has_left=True) == []
+    assert ladder.to_free(BEGUN + 2.1, [0, 1], has_left=True) == [0, 1]
+
+
+def test_a_kept_rank_in_its_finally_is_freed_before_it_is_killed() -> None:
+    ladder = KeptLadder("user", BEGUN, GRACE)
+    ladder.due(BEGUN, [0, 1], [0, 1], [])
+    ladder.answered = {0, 1}
+    assert ladder.to_free(BEGUN + GRACE * 0.49, [0, 1], has_left=False) == []
+    assert ladder.to_free(BEGUN + GRACE * 0.51, [0, 1], has_left=False) == [0, 1]
 
 
 def test_a_kept_rank_is_killed_when_the_user_insists() -> None:

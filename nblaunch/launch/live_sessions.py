@@ -1,0 +1,107 @@
+"""The sessions of this kernel that have not been stopped, and which of them cells run in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from nblaunch.engines.local import engine
+from nblaunch.errors import ArgumentError
+from nblaunch.launch.api import refuse_nested
+from nblaunch.launch.frontend import host
+from nblaunch.launch.plan import changed, make_plan, this_machine
+from nblaunch.launch.session import Session
+from nblaunch.machine import argument_checks
+
+DEFAULT_NAME = "main"
+_sessions: dict[str, Session] = {}
+"""By name."""
+_active: str = ""
+"""The session that was started or used last."""
+
+
+def session(
+    num_processes: int | None = None,
+    *,
+    name: str = DEFAULT_NAME,
+    idle_timeout: float | None = None,
+    **options: Any,
+) -> Session:
+    """Start ranks that stay, with their variables, until the session is stopped or the kernel ends.
+
+    While a session is active, ``%%distributed`` cells run in it.
+
+    Args:
+        num_processes: The number of ranks. Default: one per visible GPU, or 2 without a GPU.
+        name: Names the session; several may live side by side. Default: ``"main"``.
+        idle_timeout: Stop the session after this many seconds without a task. Default: None, never.
+        options: ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``), ``threads_per_rank``,
+            ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for `nblaunch.notebook_launcher`.
+
+    Raises:
+        ArgumentError: An argument is invalid, or a session of this name lives. Nothing was started.
+        StartError: The ranks could not be started.
+
+    Example:
+        >>> with nblaunch.session(2) as s:  # doctest: +SKIP
+        ...     s.push(lr=0.1)
+        ...     list(s.run(lambda rank: rank * lr))
+    """
+    refuse_nested()
+    if not str(name).isidentifier():
+        raise ArgumentError(f"name={name!r}: must be a Python name")
+    if find(name) is not None:
+        raise ArgumentError(
+            f"name={name!r}: this session lives already; stop it with %distributed session stop, or choose another name"
+        )
+    unknown = set(options) - _OPTIONS
+    if unknown:
+        raise ArgumentError(f"{min(unknown)}={options[min(unknown)]!r}: a session has no such option")
+    timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
+    plan = make_plan(this_machine(), num_processes=num_processes, **options)
+    plan.check_kept()
+    method = engine.usable(plan.method, plan.env, plan.named, host().cuda_cell)
+    names = host().notebook_names()
+    made = Session(name, changed(plan, method=method), main_names() if names is None else names, timeout, _register)
+    made.start()
+    return made
+
+
+_OPTIONS = {
+    *("device", "backend", "start_method", "threads_per_rank", "env", "mixed_precision", "stop_grace"),
+    "metric_patterns",
+}
+
+
+def main_names() -> dict[str, Any]:
+    """Return the names of a script's main module."""
+    return vars(sys.modules["__main__"])
+
+
+def _register(session: Session, is_live: bool) -> None:
+    """Note a session that cells run in from now on, or one that was stopped."""
+    global _active
+    if is_live:
+        _sessions[session.name] = session
+        _active = session.name
+        return
+    _sessions.pop(session.name, None)
+    if _active == session.name:
+        _active = next(reversed(_sessions), "")
+
+
+def find(name: str | None = None) -> Session | None:
+    """Return a session by name, or the one that cells run in; None if there is none."""
+    return _sessions.get(_active if name is None else name)
+
+
+def live_sessions() -> Mapping[str, Session]:
+    """Return the sessions by name."""
+    return dict(_sessions)
+
+
+def stop_all() -> None:
+    """Stop every session."""
+    for each in list(_sessions.values()):
+        each.stop()
