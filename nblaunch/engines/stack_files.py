@@ -20,6 +20,10 @@ MAX_DUMP_BYTES = 1 << 20
 """Room for 100 threads of 100 frames, faulthandler's own limits."""
 
 
+_MAX_FILE_BYTES = 4 * MAX_DUMP_BYTES
+"""Earlier answers are dropped from a longer file."""
+
+
 class StackFile:
     """An `engines.protocol.StackDumps` over the rank's file of dumps.
 
@@ -34,6 +38,8 @@ class StackFile:
         self._path, self._send = path, send
         self._signal = 0
         self._pipe = ""
+        self._head = 0
+        """Bytes of the first line."""
         self._begin = 0
         """Offset of the answer to the last question."""
         self._is_owing = False
@@ -54,6 +60,10 @@ class StackFile:
         if not self._signal and not self._read_head():
             return
         size = self._size()
+        if size > _MAX_FILE_BYTES and not self._is_owing:  # both ends append: the next answer follows the first line
+            with suppress(OSError):
+                os.truncate(self._path, self._head)
+            size = self._size()
         if not (self._is_owing and size == self._begin):
             self._begin = self._size_seen = size
             self._is_owing, self._signal_at = True, signal_at
@@ -86,9 +96,11 @@ class StackFile:
         """Read the signal and the pipe that ask the rank; return True if the file exists."""
         try:
             with open(self._path, "rb") as file:
-                head = json.loads(file.readline())
+                line = file.readline()
         except OSError:
             return False
+        head = json.loads(line)
+        self._head = len(line)
         self._signal, self._pipe, self.main = int(head["signal"]), str(head["pipe"]), str(head["main"])
         return True
 

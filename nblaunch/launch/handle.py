@@ -27,7 +27,7 @@ from nblaunch.launch.conclusion import (
     summary,
 )
 from nblaunch.launch.frontend import host
-from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs
+from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs
 from nblaunch.launch.output.pruning import prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
@@ -48,6 +48,7 @@ _live: dict[str, Launch] = {}
 _noted: set[str] = set()
 """Notes that this kernel shows once: names that the ranks changed, and large values."""
 _numbers = itertools.count(1)
+INSIST = "interrupt once more to kill the ranks that do not respond, with their variables"
 NOTED_BYTES = 10**9
 """Size of a payload from which a note names its parts."""
 
@@ -121,6 +122,11 @@ class Launch:
         """Return True if the launch has finished, failed or been stopped."""
         return self._finished.is_set()
 
+    @property
+    def keeps_ranks(self) -> bool:
+        """Return True if it runs in a session, whose ranks stay: a kill costs their variables."""
+        return self._place is not None
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds (None: forever) for the end of the launch. Return True if it has ended."""
         return host().wait(self._finished, timeout)
@@ -183,10 +189,12 @@ class Launch:
         return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
 
     def join(self) -> LaunchResult:
-        """Start the launch and wait for its end. An interrupt stops the ranks; a second one kills them.
+        """Start the launch and wait for its end.
+
+        An interrupt stops the ranks, and a second one kills them; in a session, a third one does.
 
         Raises:
-            KeyboardInterrupt: The user interrupted it. Every rank has exited.
+            KeyboardInterrupt: The user interrupted it. Every rank has exited, or, in a session, finished the task.
         """
         __tracebackhide__ = True  # IPython leaves this frame out
         try:
@@ -224,9 +232,7 @@ class Launch:
                 if self._interrupts:
                     self._commands.ask(kill=self._interrupts >= to_kill)
                 if self._place is not None and self._interrupts == 2:
-                    self._view.on(
-                        Note("interrupt once more to kill the ranks that do not respond, with their variables")
-                    )
+                    self._view.on(Note(INSIST))
                 self.wait()
             except KeyboardInterrupt:
                 self._interrupts += 1
@@ -290,7 +296,7 @@ class Launch:
     def _attempt(self, number: int) -> bool:
         """Run one attempt; return True if another follows."""
         try:
-            files = LaunchFiles.create(self.id)
+            files = LaunchFiles.create(self.id + CELL_SUFFIX if self.keeps_ranks else self.id)
         except OSError as refusal:
             raise StartError(f"cannot create the log directory of {self.name}: {refusal}{remedy(refusal)}") from refusal
         try:
@@ -329,8 +335,11 @@ class Launch:
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
         plan = self._plan
         where = files.directory
-        name = self.name if self._place is None else f"{self.name}, session {self._place.session}"
-        return LaunchInfo(self.id, name, plan.world_size, plan.device, plan.method, where, number, plan.env, files)
+        kept = self.keeps_ranks
+        name = f"{self.name}, session {self._place.session}" if self._place is not None else self.name
+        return LaunchInfo(
+            self.id, name, plan.world_size, plan.device, plan.method, where, number, plan.env, files, is_session=kept
+        )
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin

@@ -19,6 +19,8 @@ _sessions: dict[str, Session] = {}
 """By name."""
 _active: str = ""
 """The session that was started or used last."""
+_idle: str = ""
+"""A session that was stopped for its idle timeout, until it was asked for or another was started."""
 
 
 def session(
@@ -81,11 +83,12 @@ def main_names() -> dict[str, Any]:
 
 def _register(session: Session, is_live: bool) -> None:
     """Note a session that cells run in from now on, or one that was stopped."""
-    global _active
+    global _active, _idle
     if is_live:
         _sessions[session.name] = session
-        _active = session.name
+        _active, _idle = session.name, ""
         return
+    _idle = session.name if session.was_idle else ""
     _sessions.pop(session.name, None)
     if _active == session.name:
         _active = next(reversed(_sessions), "")
@@ -94,6 +97,13 @@ def _register(session: Session, is_live: bool) -> None:
 def find(name: str | None = None) -> Session | None:
     """Return a session by name, or the one that cells run in; None if there is none."""
     return _sessions.get(_active if name is None else name)
+
+
+def take_idle() -> str:
+    """Return the name of the session that cells ran in before it was stopped for its idle timeout; once, then empty."""
+    global _idle
+    name, _idle = _idle, ""
+    return name
 
 
 def live_sessions() -> Mapping[str, Session]:

@@ -18,7 +18,8 @@ from nblaunch.launch.turn_queue import BusyError
 from nblaunch.machine import timeouts
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.transfer.pickling import Home
-from nblaunch.wire.messages import Failed, Payload, Question, SentName, Settings
+from nblaunch.wire.messages import Failed, Payload, Settings
+from nblaunch.wire.session_messages import Question, SentName
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from nblaunch.machine.segments import in_words
-from nblaunch.wire.messages import Bound
+from nblaunch.wire.session_messages import Bound
 
 
 class RankNames:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from nblaunch.launch.group import Member
 from nblaunch.launch.verdict import RankEnd
 from nblaunch.launch.views.events import RankState
-from nblaunch.wire.messages import Bound, Done, Failed
+from nblaunch.wire.messages import Done, Failed
+from nblaunch.wire.session_messages import Names
 
 
 @dataclass(slots=True)
@@ -31,7 +32,7 @@ class Rank:
     """The state that the view has."""
     is_absent: bool = False
     """It had exited before the task began: a kept rank that was not restarted."""
-    names: tuple[Bound, ...] | None = None
+    names: Names | None = None
     """What a kept rank has bound; None: it has not said yet."""
 
     @property

@@ -28,7 +28,8 @@ from nblaunch.launch.turn_queue import BusyError
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parameters import PROVIDED
-from nblaunch.wire.messages import Bound, Cell, Question
+from nblaunch.wire.messages import Cell
+from nblaunch.wire.session_messages import Bound, Question
 
 Register = Callable[["Session", bool], None]
 """Called when a session starts or a task begins in it (True), and when it has stopped (False)."""
@@ -51,6 +52,8 @@ class Session:
         self._plan, self._idle_timeout, self._register = plan, idle_timeout, register
         self._ranks = SessionRanks(f"{os.getpid()}-{name}-{secrets.token_hex(3)}", plan, names, engine)
         self._questions = Questions(self._ranks)
+        self.was_idle = False
+        """It was stopped because it had been idle for its timeout."""
 
     def start(self) -> None:
         """Start the ranks, and wait until each has answered.
@@ -309,7 +312,8 @@ class Session:
 
     def _check_open(self) -> None:
         if not self.is_open:
-            raise StartError(f"session {self.name!r} has ended: start another with %distributed session")
+            why = f" after {self._idle_timeout:g} s without a task" if self.was_idle else ""
+            raise StartError(f"session {self.name!r} has ended{why}: start another with %distributed session")
 
     def __enter__(self) -> Session:
         return self
@@ -328,6 +332,7 @@ class Session:
         while self.is_open and self._idle_timeout is not None:
             is_due = time.monotonic() - self._ranks.idle_since >= self._idle_timeout
             if is_due and self._ranks.queue.close_if_empty():  # a cell that begins now is not interrupted
+                self.was_idle = True
                 self.stop()
             time.sleep(min(timeouts.SESSION_POLL_S, self._idle_timeout))
 

@@ -14,7 +14,8 @@ from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.transfer import parameters, pickling
 from nblaunch.transfer.parcel import pack
 from nblaunch.transfer.sent_names import Gathered
-from nblaunch.wire.messages import Cell, Payload, SentName, Settings, Source
+from nblaunch.wire.messages import Cell, Payload, Settings, Source
+from nblaunch.wire.session_messages import SentName
 
 _FIX = "create it in the ranks, or send the data to create it from"
 

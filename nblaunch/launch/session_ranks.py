@@ -27,7 +27,8 @@ from nblaunch.launch.views.base import NullView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.sent_names import SentNames
-from nblaunch.wire.messages import Bound, RankExited, SentName, Source, World
+from nblaunch.wire.messages import RankExited, Source, World
+from nblaunch.wire.session_messages import Bound, SentName
 
 _LOST = "the session's ranks are lost: %distributed session restart starts others"
 
@@ -214,8 +215,8 @@ class SessionRanks:
             if rank.is_running:
                 self.sent.arrived(rank.rank, names)
             if rank.names is not None:
-                self.bound[rank.rank] = rank.names
-                self.sent.has_bound(rank.rank, rank.names)
+                self.bound[rank.rank] = rank.names.names
+                self.sent.has_bound(rank.rank, rank.names.names, rank.names.private)
             if rank.failed is not None and rank.failed.type_name.endswith("LostReferenceError"):
                 self.sent.forget(rank.rank)  # the next task sends everything
         has_died = any(rank.member.exited is not None for rank in task.present)

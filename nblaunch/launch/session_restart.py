@@ -9,7 +9,7 @@ from nblaunch.errors import RankLostError
 from nblaunch.launch.questions import Questions, close_all, in_thread
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.transfer.parcel import unpack
-from nblaunch.wire.messages import Question
+from nblaunch.wire.session_messages import Question
 
 
 class Restart:

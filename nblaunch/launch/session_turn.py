@@ -17,7 +17,7 @@ from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Note, Tick
 from nblaunch.machine import timeouts
-from nblaunch.wire.messages import SentName
+from nblaunch.wire.session_messages import Begun, SentName
 
 if TYPE_CHECKING:
     from nblaunch.launch.group import WorkerGroup
@@ -80,7 +80,7 @@ class Turn:
             RankError: The ranks are lost.
         """
         ranks = self._ranks
-        if len(ranks.queue) > 1:
+        if not ranks.queue.is_first(self._ticket):
             self.view.on(Note("queued: the session runs another cell"))
         with contextlib.ExitStack() as opened:
             opened.enter_context(ranks.claimed(self._ticket, lambda: self.commands.stop, self.commands.ask))
@@ -109,8 +109,8 @@ class Turn:
             self._follow()
             verdict = self.task.finish()
             self.output.finish()
-            self._note_end(absent)
             ranks.finish(self.task, self._names)
+            self._note_end(absent)
             self.results = self.task.take_results()
             return verdict
 
@@ -133,6 +133,29 @@ class Turn:
         more = ", …" if len(names) > _MAX_NAMED else ""
         self.view.on(Note(f"sent: {', '.join(names[:_MAX_NAMED])}{more}"))
 
+    def _note_desync(self) -> bool:
+        """Note if ranks have left the task with different numbers of collectives; True: the group is replaced."""
+        begun = {rank.rank: rank.names.begun for rank in self.task.present if rank.names is not None}
+        if self.task.ladder is not None or len({each.count for each in begun.values()}) < 2:
+            return False
+        self._ranks.generation += 1
+        said = "; ".join(f"rank {rank} {self._last_of(each)}" for rank, each in begun.items())
+        self.view.on(
+            Note(
+                f"the ranks have not called the same collectives: {said}. The next one would have mixed them up: the "
+                "process group is replaced"
+            )
+        )
+        return True
+
+    def _last_of(self, begun: Begun) -> str:
+        if not begun.count:
+            return "called none"
+        source = self.job.sources.get(begun.file)
+        place = source.label if source is not None and source.label else begun.file
+        where = f" ({place}, line {begun.line})" if place else ""
+        return f"called {begun.count} in this group, the last {begun.last}{where}"
+
     def _note_end(self, absent_before: list[int]) -> None:
         """Note what the task has cost: ranks, and the process group."""
         ranks, task = self._ranks, self.task
@@ -143,8 +166,9 @@ class Turn:
                     f"without collectives. `%distributed session restart --rank {rank}` starts another"
                 )
             )
-        stale = sorted({each.name for rank in task.present for each in rank.names or () if each.is_stale})
-        if task.ladder is not None and stale:
+        is_apart = self._note_desync()
+        stale = sorted({each.name for rank in task.present for each in ranks.bound[rank.rank] if each.is_stale})
+        if (task.ladder is not None or is_apart) and stale:
             self.view.on(
                 Note(
                     f"{', '.join(stale)}: made for the process group that was replaced. Create it again, as in "

@@ -23,18 +23,8 @@ from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Countdown, Note, RanksChanged, RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
-from nblaunch.wire.messages import (
-    Done,
-    Failed,
-    Interrupted,
-    Leaving,
-    Names,
-    NotStarted,
-    RankExited,
-    Running,
-    Source,
-    World,
-)
+from nblaunch.wire.messages import Done, Failed, Interrupted, Leaving, NotStarted, RankExited, Running, Source, World
+from nblaunch.wire.session_messages import Names
 
 Phase = Literal["running", "returned", "failed", "stopping", "ended"]
 """``returned``: every rank has, and may still have threads. ``failed``: one has, and the others are stopped soon."""
@@ -142,7 +132,7 @@ class Task:
         elif isinstance(message, Leaving):
             rank.is_leaving = True
         elif isinstance(message, Names):
-            rank.names = message.names
+            rank.names = message
 
     def _lose_result(self, rank: Rank, event: LostDescriptors) -> None:
         if not isinstance(event.message, Done):
@@ -263,7 +253,7 @@ class Task:
         changed = []
         stopped = self.ladder.interrupted | self.ladder.killed if self.ladder is not None else set()
         for rank in self.ranks:
-            state = rank.state(stopped)
+            state = "returned" if self._is_kept and rank.done is not None else rank.state(stopped)
             if state != rank.shown and rank.member.pid:
                 rank.shown = state
                 changed.append(RankStatus(rank.rank, state, rank.member.pid))

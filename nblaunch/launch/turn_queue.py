@@ -38,6 +38,11 @@ class TurnQueue:
             self._tickets.append(ticket)
         return ticket
 
+    def is_first(self, ticket: object) -> bool:
+        """Return True if a ticket has its turn, or would have it now."""
+        with self._changed:
+            return bool(self._tickets) and self._tickets[0] is ticket
+
     def discard(self, ticket: object) -> None:
         """End the turn of a ticket, or give it up. Idempotent."""
         with self._changed:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nblaunch.launch import live_sessions
 
-_OWN = ("%%", "%distributed", "%load_ext", "%reload_ext", "%unload_ext")
+_OWN = ("%%", "%distributed", "%load_ext", "%reload_ext", "%unload_ext", "%autoreload")
 """Beginnings of cells that run in the notebook."""
 _pauses = 0
 
@@ -34,8 +34,18 @@ def paused() -> Iterator[None]:
 
 
 def _to_session(lines: list[str]) -> list[str]:
+    """Put the magic on top of a cell.
+
+    Raises:
+        SyntaxError: The session has ended: the cell was not meant for the notebook.
+    """
     first = next((line.strip() for line in lines if line.strip()), "")
-    is_help = first.startswith("?") or first.endswith("?")
-    if _pauses or not first or first.startswith(_OWN) or is_help or live_sessions.find() is None:
+    is_help = first.startswith("?") or (first.endswith("?") and not first.startswith("#"))
+    if _pauses or not first or first.startswith(_OWN) or is_help:
         return lines
+    if live_sessions.find() is None:
+        raise SyntaxError(
+            "%distributed auto is on, and the session has ended: start another with %distributed session, or run cells "
+            "here again with %distributed auto off"
+        )
     return ["%%distributed\n", *lines]

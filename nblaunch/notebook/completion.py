@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
 from nblaunch.launch import live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.session import Session
 from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 
 _VALUES = {
@@ -41,9 +43,37 @@ def complete_distributed(context: Any) -> dict[str, Any]:
     }
 
 
+def _session_of(cell: str) -> Session | None:
+    """Return the session that a cell would run in; None for ranks of its own."""
+    words = cell.lstrip().split("\n", 1)[0].split()
+    if "--fresh" in words:
+        return None
+    return live_sessions.find(words[words.index("--session") + 1] if "--session" in words[:-1] else None)
+
+
+def inspecting(shell: Any) -> Callable[..., Any]:
+    """Return a replacement of `shell.object_inspect_mime` that also knows the names of a session's ranks.
+
+    The notebook's own names come first: the shell is not told which cell a name stands in.
+    """
+    of_notebook = shell.object_inspect_mime
+
+    def inspect(name: str, *args: Any, **options: Any) -> Any:
+        try:
+            return of_notebook(name, *args, **options)
+        except KeyError:
+            session = live_sessions.find()
+            text = session.inspect(name) if session is not None else ""
+            if session is None or not text:
+                raise
+            return {"text/plain": f"In the ranks of session {session.name}\n{text}"}
+
+    return inspect
+
+
 def _names_of_ranks(context: Any) -> dict[str, Any]:
     """Complete names that the session's ranks have; IPython adds the notebook's."""
-    session = live_sessions.find()
+    session = _session_of(context.full_text)
     found = re.search(r"[^\W\d][\w.]*$", context.text_until_cursor)
     if session is None or found is None:
         return {"completions": []}

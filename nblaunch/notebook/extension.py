@@ -11,7 +11,7 @@ from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
 from nblaunch.launch.live_sessions import stop_all
 from nblaunch.notebook import auto_cells
-from nblaunch.notebook.completion import complete_distributed
+from nblaunch.notebook.completion import complete_distributed, inspecting
 from nblaunch.notebook.magics import DistributedMagics, RankMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
 from nblaunch.transfer.sent_data import sent_data_cache
@@ -37,6 +37,7 @@ def load(shell: Any) -> None:
     matchers = _matchers(shell)
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
+        shell.object_inspect_mime = inspecting(shell)
     if can_show_panels():
         # Ahead of the first panel, and in a thread: the first cell must not wait for it.
         threading.Thread(target=import_widget, daemon=True).start()
@@ -60,6 +61,7 @@ def unload(shell: Any) -> None:
     matchers = _matchers(shell)
     if complete_distributed in matchers:
         matchers.remove(complete_distributed)
+        del shell.object_inspect_mime  # the class's own again
     servers.stop()
     sent_data_cache.free()
 

@@ -23,7 +23,7 @@ from nblaunch.engines.generations import servers
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
-from nblaunch.launch.handle import Launch, live_launches
+from nblaunch.launch.handle import INSIST, Launch, live_launches
 from nblaunch.launch.live_sessions import live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
 from nblaunch.machine import timeouts
@@ -57,9 +57,12 @@ class RankMagics(Magics):
         session = session_magics.chosen_session(None)
         if session is None:
             raise UsageError("%%rank: no session: start one with %distributed session -n 2")
-        ranks = _ranks(line.strip() or None)
-        if ranks is None:
-            raise UsageError("%%rank: which rank? Write %%rank 0, or %%rank 0,2")
+        if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", line):
+            said = f"%%rank {line}".rstrip()
+            raise UsageError(
+                f"{said}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options as well"
+            )
+        ranks = _ranks(line)
         assert self.shell is not None
         made = make_cell(self.shell, cell, ranks, -1, keeps_value=True)
         session_magics.run_cell(session, made, self.shell.user_ns, "auto", False, {})
@@ -312,12 +315,17 @@ def _stop_all() -> None:
     launches = live_launches()
     for launch in launches:
         launch.stop()
-    try:
-        _wait_for(launches)
-    except KeyboardInterrupt:  # the second interrupt
-        for launch in launches:
-            launch.kill()
-        _wait_for(launches)
+    for interrupts in (1, 2):
+        try:
+            _wait_for(launches)
+            break
+        except KeyboardInterrupt:
+            if interrupts == 1 and any(launch.keeps_ranks for launch in launches):
+                _show(INSIST)
+            for launch in launches:
+                if interrupts == 2 or not launch.keeps_ranks:
+                    launch.kill()
+    _wait_for(launches)
     _show(f"stopped {len(launches)} launch{'' if len(launches) == 1 else 'es'}")
 
 

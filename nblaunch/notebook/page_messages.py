@@ -160,6 +160,7 @@ class PanelInfo:
     device: str
     start_method: str
     blocking: bool
+    is_session: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,6 +207,7 @@ class PanelView(View):
             device=self._info.device,
             start_method=self._info.start_method,
             blocking=self._blocking,
+            is_session=self._info.is_session,
         )
         widget = PanelWidget(info, self._receive)
         with self._lock:

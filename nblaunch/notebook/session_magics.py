@@ -35,6 +35,11 @@ def chosen_session(name: str | None) -> Session | None:
     found = live_sessions.find(name)
     if found is None and name is not None:
         raise UsageError(f"--session {name}: there is no such session{_known()}")
+    if found is None and (ended := live_sessions.take_idle()):
+        raise UsageError(
+            f"session {ended} has ended, with its variables: it was idle for its --idle-timeout. Start another with "
+            "%distributed session, or run the cell again on ranks of its own"
+        )
     return found
 
 
@@ -74,8 +79,10 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], as
     """
     try:
         if action == "auto":
+            _refuse_others(given, set())
             return _auto(shell, words)
         if action == "who":
+            _refuse_others(given, {"name", "session"})
             return _who(_named(given.get("session") or given.get("name")))
         return _session(words, given)
     except ArgumentError as error:

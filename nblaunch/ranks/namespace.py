@@ -9,9 +9,11 @@ import sys
 import types
 from typing import Any
 
+from nblaunch.ranks.collective_count import CollectiveCount
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
-from nblaunch.wire.messages import Bound, Payload, Question, SentName, Settings
+from nblaunch.wire.messages import Payload, Settings
+from nblaunch.wire.session_messages import Bound, Question, SentName
 
 _MAX_NAMES = 2_000
 """Names that are described after a task."""
@@ -30,6 +32,7 @@ class Namespace:
         rank: The rank.
 
     Attributes:
+        collectives: Those that its tasks have begun.
         names: The globals of its tasks.
         main: Further definitions of the notebook's ``__main__``.
     """
@@ -37,6 +40,9 @@ class Namespace:
     def __init__(self, rank: int) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
         self.main: dict[str, Any] = {}
+        self.collectives = CollectiveCount()
+        self.is_set_up = False
+        """The first task has set threads, device and ``__main__``; later ones leave what cells have made of them."""
         self._rank = rank
         self._digests: dict[str, bytes] = {}
         """Of the value that the notebook had when it last sent a name, or would have sent it."""
@@ -70,6 +76,11 @@ class Namespace:
         found = list(self.names.items())  # at once: a thread of the user may bind others
         shown = [(name, value) for name, value in found if _is_shown(name)]
         return tuple(_describe(name, value) for name, value in shown[-_MAX_NAMES:])
+
+    def private(self) -> tuple[str, ...]:
+        """Return the names that begin with an underscore."""
+        names: list[Any] = list(self.names)
+        return tuple(name for name in names if isinstance(name, str) and name.startswith("_"))
 
     def answer(self, question: Question) -> Any:
         """Answer a question of the kernel.

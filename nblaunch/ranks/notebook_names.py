@@ -53,6 +53,13 @@ def show_value(value: Any) -> None:
     get_ipython().displayhook(value)
 
 
+def before_cell(source: str) -> None:
+    """Run what extensions have registered for the beginning of a cell, such as autoreload."""
+    module = sys.modules.get("nblaunch.ranks.rank_shell")
+    if module is not None:
+        module.rank_shell().begin_cell(source)
+
+
 def after_task() -> None:
     """Show figures that are still open, and run what extensions have registered for the end of a cell.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from IPython.core import interactiveshell, page
 from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.history import HistoryManager
-from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 from IPython.utils.text import LSString, SList
 
 from nblaunch.ranks import rank_display
@@ -125,6 +126,11 @@ class RankShell(InteractiveShell):
         self.init_encoding()
         self.init_pushd_popd_magic()
 
+    def begin_cell(self, source: str) -> None:
+        """Trigger the events of a cell's beginning."""
+        self.events.trigger("pre_execute")
+        self.events.trigger("pre_run_cell", ExecutionInfo(source, False, False, False, None))
+
     def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
         """Run ``%magic_name line``.
 
@@ -160,19 +166,26 @@ class RankShell(InteractiveShell):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         shell = os.environ.get("SHELL") or None
-        done = subprocess.run(
+        process: subprocess.Popen[str] = subprocess.Popen(
             command,
             shell=True,
             executable=shell,
-            check=False,
             text=True,
             errors="replace",
+            start_new_session=True,
             **streams,  # type: ignore[call-overload]
         )
-        self.user_ns["_exit_code"] = done.returncode
-        if getattr(self, "system_raise_on_error", False) and done.returncode:
-            raise subprocess.CalledProcessError(done.returncode, command)
-        return done.stdout or ""
+        try:
+            text, _ = process.communicate()
+        except BaseException:  # an interrupt: the rank may stay, and the command must not
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        self.user_ns["_exit_code"] = process.returncode
+        if getattr(self, "system_raise_on_error", False) and process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command)
+        return text or ""
 
     def enable_matplotlib(self, gui: Any = None) -> tuple[str, str]:
         """Show figures in the notebook, for ``%matplotlib`` with any backend."""

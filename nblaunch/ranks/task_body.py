@@ -15,7 +15,8 @@ from nblaunch.ranks import changed_values, notebook_names
 from nblaunch.ranks.namespace import Namespace
 from nblaunch.ranks.report import Context, current
 from nblaunch.transfer import parameters
-from nblaunch.wire.messages import Cell, Payload, Question
+from nblaunch.wire.messages import Cell, Payload
+from nblaunch.wire.session_messages import Question
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     if cell.ranks is not None and context.rank not in cell.ranks:
         return None
     linecache.cache[cell.filename] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.filename)
+    notebook_names.before_cell(cell.source)
     tree = ast.parse(cell.source, cell.filename)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     codes = [compile(tree, cell.filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]

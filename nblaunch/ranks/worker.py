@@ -45,18 +45,8 @@ from nblaunch.transfer import definitions
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
-from nblaunch.wire.messages import (
-    Done,
-    Failed,
-    Leaving,
-    Names,
-    Payload,
-    RankSpec,
-    Running,
-    StartRank,
-    Taken,
-    Task,
-)
+from nblaunch.wire.messages import Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
+from nblaunch.wire.session_messages import Names
 
 LoadPayload = Callable[[list[int]], Payload]
 
@@ -193,7 +183,7 @@ def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: KernelC
 
 def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:
     if home is not None:
-        voice.say(Names(spec.rank, task.task, home.describe()))
+        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), home.collectives.begun()))
 
 
 def _work(
@@ -204,10 +194,13 @@ def _work(
     try:  # no context manager: contextlib sets __traceback__, which an exception may refuse
         if voice.interrupted:  # since the task arrived
             raise KeyboardInterrupt
-        environment.set_threads(task.world.threads)
-        _set_device(task.world.device)
+        if home is None or not home.is_set_up:
+            environment.set_threads(task.world.threads)
+            _set_device(task.world.device)
         if task.joins:
             process_group.join(task.world, spec.rank, spec.world_size)
+            if home is not None:
+                home.collectives.watch()
         payload = load()
         if home is not None:
             home.take(payload)
@@ -276,7 +269,10 @@ def _set_the_scene(payload: Payload, home: Namespace | None) -> None:
     for filename, source in payload.sources.items():
         linecache.cache[filename] = (len(source.text), None, source.text.splitlines(keepends=True), filename)
     names, more = (payload.anchor.__globals__, payload.main) if home is None else (home.names, home.main)
-    main_module.install(names, more)
+    if home is None or not home.is_set_up:
+        main_module.install(names, more)
+    if home is not None:
+        home.is_set_up = True
     notebook_names.install(names)
 
 

@@ -22,7 +22,7 @@ from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.wire.messages import Bound, SentName
+from nblaunch.wire.session_messages import Bound, SentName
 
 _DIGEST_BYTES = 16
 _MIN_COMPARED_BYTES = 1 << 20
@@ -145,12 +145,12 @@ class SentNames:
         own = [(name, sent) for name, sent in names.items() if sent.ranks is None or rank in sent.ranks]
         self._had[rank].update((name, sent.digest) for name, sent in own)
 
-    def has_bound(self, rank: int, bound: Collection[Bound]) -> None:
+    def has_bound(self, rank: int, bound: Collection[Bound], private: Collection[str]) -> None:
         """Note what a rank has bound: a name that it has deleted is sent again if a task uses it."""
         if len(bound) < _MAX_DESCRIBED:
-            alive = {each.name for each in bound}
+            alive = {each.name for each in bound}.union(private)
             had = self._had[rank]
-            for name in [name for name in had if name not in alive and not name.startswith("_")]:
+            for name in had.keys() - alive:
                 del had[name]
 
     def forget(self, rank: int) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nblaunch.wire.session_messages import SentName
+
 PROTOCOL = 5
 """Bump it whenever a message changes: a kernel refuses a fork server of another release."""
 
@@ -245,29 +247,6 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
-    """A name of a kept rank, as far as it can be described without sending the value."""
-
-    name: str
-    type_name: str
-    detail: str = ""
-    """The shape and dtype of an array, the length of a container, or the beginning of the repr of a number."""
-    size: int = 0
-    """Bytes of memory, as far as they are known."""
-    is_stale: bool = False
-    """Whether a value of this type is useless after its process group was replaced, as with DDP."""
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Kept rank -> kernel, before `Done` and `Failed`: the names that it has bound."""
-
-    rank: int
-    task: int
-    names: tuple[Bound, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Failed:
     """Rank -> kernel: the function raised. Sent before any clean-up, which may hang."""
 
@@ -346,30 +325,6 @@ class Payload:
     """Classes and functions that only the notebook's ``__main__`` defines. Pickled last, like `sources`."""
     names: Mapping[str, SentName] = field(default_factory=dict)
     """For kept ranks: names of the notebook to bind first."""
-
-
-@dataclass(frozen=True, slots=True)
-class SentName:
-    """A name of the notebook on its way to kept ranks."""
-
-    value: Any
-    digest: bytes
-    """Of the pickled value: a rank that was sent the same before keeps what it has."""
-    is_forced: bool = False
-    """Whether to bind it in any case: the user has pushed it."""
-    ranks: tuple[int, ...] | None = None
-    """Ranks that bind it; None: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What the kernel asks kept ranks about their names, in place of a function."""
-
-    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "unsendable", "dump"]
-    text: str = ""
-    """An expression, or for ``complete`` the code up to the cursor."""
-    ranks: tuple[int, ...] | None = None
-    """Ranks that answer; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

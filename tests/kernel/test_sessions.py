@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import ProcessGroup
 
 from tests.conftest import eventually, leaving_nothing
 from tests.kernel.harness import Cell, Kernel
@@ -208,6 +209,36 @@ def test_every_cell_shows_its_outputs(kernel: Kernel) -> None:
     assert "[rank 1] {'shown'}" in kernel.run("%%distributed\ndisplay({'shown'})").check().text
 
 
+def test_what_cells_set_stays(kernel: Kernel) -> None:
+    kernel.run("%%distributed\ntorch.set_num_threads(3)\nimport __main__\n__main__.flag = rank").check()
+    assert on_ranks(kernel, "torch.get_num_threads(), __import__('__main__').flag") == [(3, 0), (3, 1)]
+
+
+def test_a_private_name_that_ranks_deleted_is_sent_again(kernel: Kernel) -> None:
+    kernel.run("_setting = 3").check()
+    kernel.run("%%distributed\n_setting").check()
+    kernel.run("%%distributed\ndel _setting").check()
+    assert on_ranks(kernel, "_setting") == [3, 3]
+
+
+def test_changed_modules_are_reloaded_in_the_ranks(kernel: Kernel) -> None:
+    kernel.run("import pathlib\nmodule = pathlib.Path('changing.py')\nmodule.write_text('value = 1')").check()
+    kernel.run("%%distributed\n%load_ext autoreload\n%autoreload 2\nimport changing").check()
+    assert on_ranks(kernel, "changing.value") == [1, 1]
+    kernel.run("module.write_text('value = 222')").check()
+    assert on_ranks(kernel, "changing.value") == [222, 222]
+
+
+def test_a_commands_children_end_with_an_interrupt(kernel: Kernel) -> None:
+    request = kernel.start_cell("%%distributed\n!echo sleeps; sleep 987 | cat")
+    for rank in range(2):
+        kernel.finish_cell(request, until=f"[rank {rank}] sleeps")
+    kernel.interrupt()
+    cell = kernel.finish_cell(request)
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert kernel.ask("__import__('subprocess').run(['pgrep', '-f', 'sleep 987']).returncode") == 1
+
+
 def test_odd_names_cost_no_rank(kernel: Kernel) -> None:
     before = on_ranks(kernel, "os.getpid()")
     body = "globals()[5] = 1\nclass Odd:\n    @property\n    def shape(self): time.sleep(100)\nodd = Odd()"
@@ -228,11 +259,21 @@ def test_tab_completes_the_ranks_names_inside_a_cell(kernel: Kernel) -> None:
     assert "only_in_ranks.contiguous" in kernel.complete("%%rank 0\nx = only_in_ranks.contig")
 
 
+def test_help_knows_the_ranks_names(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nseen_in_ranks = torch.zeros(2, 9)").check()
+    shown = kernel.inspect("%%distributed\nseen_in_ranks")
+    assert "In the ranks of session main" in shown
+    assert "(2, 9)" in shown
+    assert kernel.inspect("no_such_name_at_all") == ""
+    assert kernel.complete("%%distributed --fresh\nseen_in_r") == []
+
+
 def test_some_ranks_may_run_a_cell_alone(kernel: Kernel) -> None:
     kernel.run("%%rank 1\nalone = True").check()
     assert on_ranks(kernel, "'alone' in globals()") == [False, True]
     assert "the ranks are 0 to 1" in kernel.run("%%rank 2\n1").text
-    assert "which rank" in kernel.run("%%rank\n1").text
+    assert "%%rank: write the ranks alone, as in %%rank 0" in kernel.run("%%rank\n1").text
+    assert "%%rank 0 -o x: write the ranks alone" in kernel.run("%%rank 0 -o x\n1").text
 
 
 # ------------------------------------------------------------------ interrupts and failures
@@ -267,6 +308,23 @@ def test_a_collective_that_a_finished_rank_misses_ends(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed\nif rank == 0:\n    dist.all_reduce(torch.ones(1))")
     assert cell.error.startswith("CollectiveError: rank 0 waited in a collective for rank 1, which had finished")
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+
+
+def test_collectives_that_some_ranks_alone_have_begun_are_named(kernel: Kernel) -> None:
+    kernel.run("%distributed session regroup").check()
+    cell = kernel.run(
+        "%%distributed\nt = torch.ones(4)\nif rank == 0:\n    work = dist.all_reduce(t, async_op=True)"
+    ).check()
+    if hasattr(ProcessGroup, "register_pre_hook"):
+        assert "rank 0 called 1 in this group, the last allreduce of 4 float32 (Cell In[" in cell.text
+        assert "], line 4); rank 1 called none." in cell.text
+        assert on_ranks(kernel, "a = torch.ones(1) * 5\ndist.all_reduce(a)\na.item()") == [10.0, 10.0]
+    kernel.run("%distributed session regroup").check()
+    ddp = "ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\nddp(torch.ones(2)).sum().backward()"
+    sends = "dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)"
+    kernel.run(f"%%distributed\n{ddp}\n{sends}").check()
+    assert "collectives" not in kernel.run(f"%%distributed\n{ddp}\n{sends}").check().text
+    assert "collectives" not in kernel.run("%%rank 0\n1").check().text
 
 
 def test_a_dead_rank_costs_only_itself(kernel: Kernel) -> None:
@@ -446,10 +504,27 @@ def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
     assert kernel.run("automatic").error.startswith("NameError")
 
 
+def test_auto_without_a_session_runs_nothing(kernel: Kernel) -> None:
+    kernel.run("%distributed session -n 1 --name short").check()
+    kernel.run("%distributed auto on").check()
+    try:
+        assert kernel.run("# is this help?\n'ran in ' + str(world_size)").check().text.count("ran in 1") == 1
+        kernel.run("%distributed session stop --name short\n_all._active = ''").check()
+        cell = kernel.run("wrong = 1")
+        assert "%distributed auto is on, and the session has ended" in cell.error
+    finally:
+        kernel.run("%distributed auto off").check()
+    assert kernel.ask("'wrong' in globals()") is False
+    kernel.run("_all._active = 'main'").check()
+
+
 def test_an_idle_session_stops_after_its_timeout(kernel: Kernel) -> None:
     kernel.run("brief = nblaunch.session(1, name='brief', idle_timeout=0.3)").check()
     eventually(lambda: kernel.ask("brief.is_open") is False)
-    assert "has ended" in kernel.run("brief.run(print)").error
+    assert "has ended after 0.3 s without a task" in kernel.run("brief.run(print)").error
+    kernel.run("_all._active = ''").check()
+    assert "session brief has ended, with its variables" in kernel.run("%%distributed\n1").text
+    kernel.run("_all._active = 'main'").check()
 
 
 def test_a_context_manager_stops_its_session(kernel: Kernel) -> None:

@@ -36,10 +36,10 @@ def append(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def past_launches(count: int, size: int = 0) -> list[Path]:
+def past_launches(count: int, size: int = 0, suffix: str = "") -> list[Path]:
     made = []
     for number in range(count):
-        files = LaunchFiles.create(f"id{number}")
+        files = LaunchFiles.create(f"id{number}{suffix}")
         append(files.out(0), b"x" * size)
         files.close()
         made.append(files.directory)
@@ -166,6 +166,12 @@ def test_the_oldest_launches_are_pruned(root: Path) -> None:
     assert sorted(root.iterdir()) == made
     prune(max_launches=2)
     assert sorted(root.iterdir()) == made[3:]
+
+
+def test_cells_of_a_session_cost_no_launch_its_logs(root: Path) -> None:
+    launches, cells = past_launches(2), past_launches(5, suffix=log_directory.CELL_SUFFIX)
+    prune(max_launches=3)
+    assert sorted(root.iterdir()) == [*launches, *cells[2:]]
 
 
 def test_launches_are_pruned_by_size(root: Path) -> None:

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 MAX_FINISHED_LOCKS = 100
 """Finished launches whose directories stay locked, the latest first: each lock takes a descriptor."""
+CELL_SUFFIX = "-cell"
+"""Ends the names of the directories of sessions' cells."""
 _referenced: weakref.WeakValueDictionary[Path, LaunchFiles] = weakref.WeakValueDictionary()
 """The directories that this process refers to, oldest first."""
 

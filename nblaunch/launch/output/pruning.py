@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from nblaunch.errors import StartError
 from nblaunch.launch.output import directory_lock
-from nblaunch.launch.output.log_directory import is_referenced
+from nblaunch.launch.output.log_directory import CELL_SUFFIX, is_referenced
 from nblaunch.launch.output.state_root import state_root
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ def prune(max_launches: int = MAX_LAUNCHES, max_bytes: int = MAX_BYTES) -> None:
     The newest launch, running launches, and launches that their kernel still refers to are never removed.
 
     Args:
-        max_launches: How many launches to keep.
+        max_launches: How many launches to keep, and how many cells of sessions.
         max_bytes: The total size to keep, without the newest launch and those that this process refers to.
     """
     try:
@@ -42,9 +43,11 @@ def prune(max_launches: int = MAX_LAUNCHES, max_bytes: int = MAX_BYTES) -> None:
     with suppress(OSError), os.scandir(root) as entries:
         names = sorted(entry.name for entry in entries if _NAME.fullmatch(entry.name) and _is_own(entry))
     total = 0
-    for age, name in enumerate(reversed(names)):
+    ages = {True: itertools.count(), False: itertools.count()}
+    for name in reversed(names):
         directory = root / name
-        if age == 0 or is_referenced(directory):
+        age = next(ages[name.endswith(CELL_SUFFIX)])  # the cells of a session must not cost a training its logs
+        if name == names[-1] or is_referenced(directory):
             continue
         total += _size(directory)
         if age >= max_launches or total > max_bytes:

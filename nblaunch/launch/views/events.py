@@ -49,6 +49,8 @@ class LaunchInfo:
     """The environment of the ranks."""
     files: LaunchFiles | None = field(default=None, compare=False)
     """Keeps the logs from being pruned."""
+    is_session: bool = False
+    """Whether the ranks stay after it, with their variables."""
 
 
 @dataclass(frozen=True, slots=True)

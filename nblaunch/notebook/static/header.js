@@ -77,12 +77,15 @@ export class HeaderView {
     setText(this.attempt, state.attempt > 0 ? `attempt ${state.attempt + 1}` : "");
     this.stop.hidden = !panel.active;
     const kills = kernel.asked || name === "stopping";
-    setText(this.stop, kills ? "Kill now" : "Stop");
-    setAttribute(
-      this.stop,
-      "title",
-      kills ? "Do not wait for checkpoints: kill all ranks" : "Ask all ranks to stop; they may save a checkpoint",
-    );
+    const isSession = panel.info.is_session;
+    setText(this.stop, kills ? (isSession ? "Kill ranks and their variables" : "Kill now") : "Stop");
+    const killing = isSession
+      ? "The ranks that still run this cell end, and the session loses their variables"
+      : "Do not wait for checkpoints: kill all ranks";
+    const stopping = isSession
+      ? "Interrupt the cell; the ranks keep their variables"
+      : "Ask all ranks to stop; they may save a checkpoint";
+    setAttribute(this.stop, "title", kills ? killing : stopping);
     this.stacks.hidden = !ACTIVE_STATES.includes(state.name);
     this.stacks.disabled = !panel.active;
     setText(this.restart, kernel.armed ? "Click again to restart" : "Restart kernel");

@@ -63,7 +63,8 @@
  * @property {number} world_size
  * @property {string} device
  * @property {string} start_method
- * @property {boolean} blocking */
+ * @property {boolean} blocking
+ * @property {boolean} is_session */
 /** The parts of a panel that have changed; an absent part has not.
  * @typedef {object} Changes
  * @property {StateEntry} [state]

@@ -82,6 +82,7 @@ export class PanelState {
       device: String(info.device ?? ""),
       start_method: String(info.start_method ?? ""),
       blocking: Boolean(info.blocking),
+      is_session: Boolean(info.is_session),
     };
     this.seq = 0;
     this.highest = 0;

@@ -70,6 +70,7 @@ export class FakeModel {
         device: "cpu",
         start_method: "forkserver",
         blocking: true,
+        is_session: false,
         ...info,
       },
       sent,

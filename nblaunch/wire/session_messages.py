@@ -1,0 +1,69 @@
+"""The messages about what the ranks of a session have: names, questions about them, and collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A name of a kept rank, as far as it can be described without sending the value."""
+
+    name: str
+    type_name: str
+    detail: str = ""
+    """The shape and dtype of an array, the length of a container, or the beginning of the repr of a number."""
+    size: int = 0
+    """Bytes of memory, as far as they are known."""
+    is_stale: bool = False
+    """Whether a value of this type is useless after its process group was replaced, as with DDP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The collectives of the default process group that a rank has begun."""
+
+    count: int = 0
+    last: str = ""
+    """The last one: operation and size, such as ``all_reduce of 8 float32``."""
+    file: str = ""
+    """The user's file or cell that called it; empty if it is not known."""
+    line: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Kept rank -> kernel, before `Done` and `Failed`: the names that it has bound."""
+
+    rank: int
+    task: int
+    names: tuple[Bound, ...]
+    private: tuple[str, ...] = ()
+    """Further names that it has: those that begin with an underscore."""
+    begun: Begun = Begun()
+    """The collectives that it has begun in the present process group."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentName:
+    """A name of the notebook on its way to kept ranks."""
+
+    value: Any
+    digest: bytes
+    """Of the pickled value: a rank that was sent the same before keeps what it has."""
+    is_forced: bool = False
+    """Whether to bind it in any case: the user has pushed it."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks that bind it; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the kernel asks kept ranks about their names, in place of a function."""
+
+    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "unsendable", "dump"]
+    text: str = ""
+    """An expression, or for ``complete`` the code up to the cursor."""
+    ranks: tuple[int, ...] | None = None
+    """Ranks that answer; None: all."""
