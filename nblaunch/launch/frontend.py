@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from nblaunch.errors import ArgumentError
+from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
@@ -32,6 +33,14 @@ class Frontend(Protocol):
     def notebook_names(self) -> dict[str, Any] | None:
         """Return the notebook's global namespace; None outside a notebook."""
 
+    def show_session(self, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
+        """Show a session from now until it is stopped.
+
+        Args:
+            state: Returns its present state.
+            env: The environment of its ranks.
+        """
+
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         """Wait in the calling thread for up to `timeout` seconds (None: forever). Return True if `over` is set."""
 
@@ -53,6 +62,9 @@ class ScriptFrontend:
 
     def notebook_names(self) -> dict[str, Any] | None:
         return None
+
+    def show_session(self, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
+        """Show nothing: `Session.status` says it."""
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         return wait_in_steps(over, timeout)

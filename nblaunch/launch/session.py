@@ -16,6 +16,7 @@ from nblaunch.launch import session_payload
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
+from nblaunch.launch.payload import name_of
 from nblaunch.launch.plan import Plan, changed
 from nblaunch.launch.questions import Questions
 from nblaunch.launch.rank_names import RankNames, line_of
@@ -23,10 +24,10 @@ from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.session_payload import SessionTask
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_restart import Restart
+from nblaunch.launch.session_state import RankHolding, SessionState
 from nblaunch.launch.session_turn import Place
 from nblaunch.launch.turn_queue import BusyError
 from nblaunch.machine import argument_checks, timeouts
-from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
 from nblaunch.wire.session_messages import Bound, Question
@@ -68,6 +69,7 @@ class Session:
             self._ranks.end()
             raise
         self._register(self, True)
+        host().show_session(self.state, self._plan.env)
         if self._idle_timeout is not None:
             threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
 
@@ -154,11 +156,12 @@ class Session:
         __tracebackhide__ = True  # IPython omits this frame
         plan = changed(self._plan, **changes)
         shown = host().view(view)
-        place = Place(self.name, self._ranks, self._ranks.queue.enqueue(), task.names)
+        ticket = self._ranks.queue.enqueue(name_of(task.payload.function))
+        place = Place(self.name, self._ranks, ticket, task.names)
         try:
             launch = Launch(plan, task.payload, task.shipment, shown, place)
         except BaseException:
-            self._ranks.queue.discard(place.ticket)
+            self._ranks.queue.discard(ticket)
             raise
         self._ranks.unset.difference_update(self._ranks.present)
         self._register(self, True)
@@ -291,16 +294,24 @@ class Session:
 
     def status(self) -> str:
         """Return the state of each rank, and what it holds, as text."""
+        self._ranks.look()
+        return self.state().text()
+
+    def state(self) -> SessionState:
+        """Return what the session is doing now."""
         ranks = self._ranks
-        ranks.look()
-        running = "busy" if ranks.queue else f"idle for {time.monotonic() - ranks.idle_since:.0f} s"
-        queue = f", {len(ranks.queue) - 1} more queued" if len(ranks.queue) > 1 else ""
-        lines = [f"session {self.name}: {self.world_size} ranks on {self._plan.device}, {running}{queue}"]
-        for rank in range(self.world_size):
-            size = sum(each.size for each in ranks.bound[rank])
-            state = "dead" if rank in ranks.absent else f"pid {ranks.group.members[rank].pid}"
-            lines.append(f"  rank {rank}: {state}, {len(ranks.bound[rank])} names, {in_words(size)}")
-        return "\n".join(lines)
+        running, *queued = ranks.queue.labels or [""]
+        of_ranks = [
+            RankHolding(
+                rank,
+                0 if rank in ranks.absent else ranks.group.members[rank].pid,
+                len(ranks.bound[rank]),
+                sum(each.size for each in ranks.bound[rank]),
+            )
+            for rank in range(self.world_size)
+        ]
+        idle = 0.0 if ranks.queue else time.monotonic() - ranks.idle_since
+        return SessionState(self.name, self._plan.device, running, queued, idle, of_ranks, is_open=self.is_open)
 
     def _checked(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         if ranks is None:

@@ -22,7 +22,7 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.task import Task
-from nblaunch.launch.turn_queue import TurnQueue
+from nblaunch.launch.turn_queue import Ticket, TurnQueue
 from nblaunch.launch.views.base import NullView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
@@ -131,11 +131,12 @@ class SessionRanks:
     @contextlib.contextmanager
     def claimed(
         self,
-        ticket: object,
+        ticket: Ticket,
         give_up: Callable[[], bool] = lambda: False,
         stop: Callable[[], None] = lambda: None,
         *,
         needs_ranks: bool = True,
+        is_task: bool = True,
     ) -> Iterator[None]:
         """Wait for the turn of a ticket, and have the ranks until the end of the block.
 
@@ -144,6 +145,7 @@ class SessionRanks:
             give_up: Return True to wait no longer.
             stop: Called when the session is to end meanwhile.
             needs_ranks: Whether a rank must be alive.
+            is_task: Whether the session counts as used.
 
         Raises:
             BusyError: `give_up` returned True first.
@@ -162,7 +164,8 @@ class SessionRanks:
         finally:
             if not (self.is_ended or self.group.is_over):
                 self.group.workers.listen_to(self._commands)  # those of the task are about to be closed
-            self.idle_since = time.monotonic()
+            if is_task:
+                self.idle_since = time.monotonic()
             self.queue.discard(ticket)
 
     # -------------------------------------------------------------- the ranks
@@ -189,7 +192,10 @@ class SessionRanks:
     def look(self) -> None:
         """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""
         if not (self.queue or self.is_ended):
-            with contextlib.suppress(NblaunchError), self.claimed(self.queue.enqueue(), needs_ranks=False):
+            with (
+                contextlib.suppress(NblaunchError),
+                self.claimed(self.queue.enqueue(), needs_ranks=False, is_task=False),
+            ):
                 pass
 
     def new_question(self) -> Task:

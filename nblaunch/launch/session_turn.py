@@ -13,6 +13,7 @@ from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.task import Task
+from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Note, Tick
@@ -34,7 +35,7 @@ class Place:
     session: str
     """The session's name."""
     ranks: SessionRanks
-    ticket: object
+    ticket: Ticket
     """Its place in the queue."""
     names: Mapping[str, SentName]
     """The notebook's names that the payload binds."""

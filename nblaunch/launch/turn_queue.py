@@ -13,6 +13,19 @@ class BusyError(Exception):
     """The ranks run something else."""
 
 
+class Ticket:
+    """A place in the queue.
+
+    Args:
+        label: Names the task, such as ``Cell In[3]``; empty for one that is not shown.
+    """
+
+    __slots__ = ("label",)
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+
 class TurnQueue:
     """See the module. Thread-safe.
 
@@ -22,7 +35,7 @@ class TurnQueue:
 
     def __init__(self) -> None:
         self.is_closed = False
-        self._tickets: deque[object] = deque()
+        self._tickets: deque[Ticket] = deque()
         """The first has the ranks."""
         self._stops: dict[int, Callable[[], None]] = {}
         """What stops the task of a ticket, by the ticket's id."""
@@ -31,19 +44,29 @@ class TurnQueue:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def enqueue(self) -> object:
-        """Return a ticket, whose turn comes after those before it."""
-        ticket = object()
+    @property
+    def labels(self) -> list[str]:
+        """The labels of the task that has its turn and of those that wait, in their order."""
+        with self._changed:
+            return [ticket.label for ticket in self._tickets if ticket.label]
+
+    def enqueue(self, label: str = "") -> Ticket:
+        """Return a ticket, whose turn comes after those before it.
+
+        Args:
+            label: See `Ticket`.
+        """
+        ticket = Ticket(label)
         with self._changed:
             self._tickets.append(ticket)
         return ticket
 
-    def is_first(self, ticket: object) -> bool:
+    def is_first(self, ticket: Ticket) -> bool:
         """Return True if a ticket has its turn, or would have it now."""
         with self._changed:
             return bool(self._tickets) and self._tickets[0] is ticket
 
-    def discard(self, ticket: object) -> None:
+    def discard(self, ticket: Ticket) -> None:
         """End the turn of a ticket, or give it up. Idempotent."""
         with self._changed:
             if ticket in self._tickets:
@@ -51,7 +74,7 @@ class TurnQueue:
             self._stops.pop(id(ticket), None)
             self._changed.notify_all()
 
-    def wait_for(self, ticket: object, give_up: Callable[[], bool], stop: Callable[[], None]) -> None:
+    def wait_for(self, ticket: Ticket, give_up: Callable[[], bool], stop: Callable[[], None]) -> None:
         """Wait for the turn of a ticket, or until the queue is closed.
 
         Args:

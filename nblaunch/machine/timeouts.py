@@ -106,6 +106,10 @@ QUESTION_TIMEOUT_S = 0.3
 """For idle kept ranks to answer a completion or an inspection."""
 QUESTION_STOP_TIMEOUT_S = 0.2
 """For kept ranks to answer after they were interrupted, before the question is given up."""
+SESSION_SAMPLE_INTERVAL_S = 5.0
+"""Between two measurements of the memory that a session holds."""
+SESSION_IDLE_HINT_S = 3600.0
+"""Without a task before the display of a session that holds GPU memory says so."""
 SESSION_POLL_S = 0.5
 """Between two looks whether a session has been idle for too long."""
 STACKS_TIMEOUT_S = 2.0

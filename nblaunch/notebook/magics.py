@@ -60,7 +60,7 @@ class RankMagics(Magics):
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", line):
             said = f"%%rank {line}".rstrip()
             raise UsageError(
-                f"{said}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options as well"
+                f"{said}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
             )
         ranks = _ranks(line)
         assert self.shell is not None
@@ -338,4 +338,5 @@ def _wait_for(launches: list[Launch]) -> None:
 def _show(text: str) -> None:
     from IPython.display import display
 
-    display({"text/plain": text}, raw=True)
+    if text:
+        display({"text/plain": text}, raw=True)

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from ipykernel.iostream import OutStream
@@ -16,10 +16,12 @@ from ipykernel.iostream import OutStream
 from nblaunch.engines.generations import servers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch.frontend import view_choice, wait_in_steps
+from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
 from nblaunch.notebook.panel import PanelView
+from nblaunch.notebook.session_display import SessionDisplay
 from nblaunch.notebook.shell_channel import ShellChannel
 
 
@@ -41,6 +43,10 @@ class NotebookFrontend:
         terminal = is_terminal(sys.stdout)
         return TextView(plain_writer(), is_terminal=terminal, status=terminal)
 
+    def shows_html(self) -> bool:
+        """Return True if a page shows this cell's output, and the user has not chosen text."""
+        return hasattr(self.shell, "kernel") and view_choice("auto") == "auto" and can_show_panels()
+
     def cell_label(self, filename: str) -> str:
         """Return ``Cell In[3]`` for the file name of a cell's code."""
         name = getattr(self.shell.compile, "format_code_name", lambda filename: None)(filename)
@@ -54,6 +60,11 @@ class NotebookFrontend:
         """Return the globals of every cell."""
         names: dict[str, Any] = self.shell.user_ns
         return names
+
+    def show_session(self, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
+        """Show a session under the cell that has started it, if a page can show it."""
+        if self.shows_html():
+            SessionDisplay(self.shell, state, env).start()
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         """Wait for `over`. In a cell, answer pages that reload meanwhile, so that they get their panels back."""

@@ -9,11 +9,13 @@ from IPython.core.error import UsageError
 
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import live_sessions
+from nblaunch.launch.frontend import host
 from nblaunch.launch.live_sessions import DEFAULT_NAME, session
 from nblaunch.launch.rank_names import line_of
 from nblaunch.launch.session import Session
 from nblaunch.notebook.auto_cells import set_auto
 from nblaunch.notebook.cells import names_used
+from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.messages import Cell
 
 ACTIONS = ("auto", "session", "who")
@@ -72,7 +74,7 @@ def run_cell(
 
 
 def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], as_option: Callable[[str], str]) -> str:
-    """Do what ``%distributed session``, ``who`` or ``auto`` asks for; return what to show.
+    """Do what ``%distributed session``, ``who`` or ``auto`` asks for; return what to show, if anything.
 
     Raises:
         UsageError: The line is wrong.
@@ -87,6 +89,12 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], as
         return _session(words, given)
     except ArgumentError as error:
         raise UsageError(as_option(str(error))) from None
+
+
+def _shows_html() -> bool:
+    """Return True if the session's own display shows its state."""
+    frontend = host()
+    return isinstance(frontend, NotebookFrontend) and frontend.shows_html()
 
 
 def _auto(shell: Any, words: Sequence[str]) -> str:
@@ -107,7 +115,8 @@ def _session(words: Sequence[str], given: dict[str, Any]) -> str:
     if action == "start":
         given.setdefault("name", given.pop("session", None) or DEFAULT_NAME)
         _refuse_others(given, _OF_A_SESSION)
-        return session(**given).status()
+        started = session(**given)
+        return "" if _shows_html() else started.status()
     _refuse_others(given, {"name", "session", *(("rank", "keep") if action == "restart" else ())})
     found = _named(given.get("session") or given.get("name"))
     if action == "restart":

@@ -16,6 +16,8 @@ CELLS = (
 @pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
 def test_a_session_shows_its_values_and_stops_a_cell(lab: Lab) -> None:
     lab.run("import torch", *CELLS)
+    display = lab.page.locator(".jp-RenderedHTML", has_text="2 ranks on cpu")
+    display.get_by_text("runs Cell In[5]").wait_for()
     record = lab.page.locator(".jp-RenderedHTML", has_text="Cell In[4], session main")
     for value in ("tensor([1., 1., 1.])", "tensor([2., 2., 2.])"):
         record.get_by_text(value).wait_for(state="attached")
@@ -23,5 +25,7 @@ def test_a_session_shows_its_values_and_stops_a_cell(lab: Lab) -> None:
     lab.log_says("waiting")
     lab.button("Stop").first.click()
     lab.wait_for_state("stopped")
+    display.get_by_text("idle, pid").first.wait_for()
+    display.scroll_into_view_if_needed()
     keep_picture(lab.page, f"session-{lab.app}.png")
     lab.server.end_kernels()  # and the session with its kernel

@@ -40,6 +40,9 @@ class Notebook:
     def notebook_names(self) -> dict[str, Any]:
         return self.names
 
+    def show_session(self, state: object, env: object) -> None:
+        pass
+
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         return wait_in_steps(over, timeout)
 

@@ -183,6 +183,16 @@ test("a second click is remembered, the second of a double click is not", (t) =>
   assert.deepEqual(model.kinds(), ["stop", "kill"]);
 });
 
+test("a second click on a session's cell says what it costs", (t) => {
+  const { delta, view } = opened(t, { is_session: true });
+  const { host } = view();
+  const stop = host.one("nbl-stop");
+  assert.equal(stop.textContent, "Stop");
+  assert.match(stop.getAttribute("title"), /keep their variables/);
+  delta({ state: { name: "stopping" } });
+  assert.equal(stop.textContent, "Kill ranks and their variables");
+});
+
 test("an empty log is low until something is printed", (t) => {
   const { delta, view } = opened(t);
   const { log } = view();

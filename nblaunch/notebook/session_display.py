@@ -1,0 +1,132 @@
+"""The display of a session under the cell that has started it: what runs, what waits, and what each rank holds.
+
+Plain HTML without a widget, which is replaced when something changes: a saved notebook keeps the last state.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import psutil
+
+from nblaunch.launch.session_state import SessionState
+from nblaunch.machine import timeouts
+from nblaunch.machine.segments import in_words
+from nblaunch.machine.usage import Sampler, Usage
+from nblaunch.notebook.cell_display import CellDisplay
+
+_log = logging.getLogger(__name__)
+_MAX_QUEUED = 8
+_MAX_RANKS = 64
+_CELL = "text-align:left;padding:1px 16px 1px 0;border:none"
+_HINT_BYTES = 100 << 20
+"""GPU memory of an idle session from which the display says how to free it."""
+
+
+class SessionDisplay:
+    """See the module.
+
+    Args:
+        shell: The notebook's shell.
+        state: Returns the present state of the session.
+        env: The environment of its ranks.
+    """
+
+    def __init__(self, shell: Any, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
+        self._display = CellDisplay(shell)
+        self._state, self._env = state, env
+        self._usages: dict[int, Usage] = {}
+
+    def start(self) -> None:
+        """Show the session from now until it is stopped, in a thread."""
+        self._show(self._state())
+        threading.Thread(target=self._follow, name="nblaunch-session-display", daemon=True).start()
+
+    def _follow(self) -> None:
+        state = self._state()
+        sampler = Sampler(state.device, self._env)
+        shown, sampled_at = "", 0.0
+        try:
+            while state.is_open:
+                if time.monotonic() - sampled_at > timeouts.SESSION_SAMPLE_INTERVAL_S:
+                    sampled_at = time.monotonic()
+                    self._sample(sampler, state)
+                summary = self._summary(state)
+                if summary != shown:
+                    shown = summary
+                    self._show(state)
+                time.sleep(timeouts.SESSION_POLL_S)
+                state = self._state()
+            self._show(state)
+        except Exception:  # noqa: BLE001  # the page is gone, or psutil fails; the session goes on
+            _log.exception("the display of session %s stopped", state.name)
+        finally:
+            sampler.close()
+
+    def _sample(self, sampler: Sampler, state: SessionState) -> None:
+        pids = {each.rank: each.pid for each in state.ranks if each.pid and psutil.pid_exists(each.pid)}
+        self._usages = {usage.rank: usage for usage in sampler.sample(pids)}
+
+    def _summary(self, state: SessionState) -> str:
+        """Return what must change before the display is replaced: memory by steps of a tenth."""
+        sizes = [(each.rank, f"{each.memory:.1e}", f"{each.gpu_memory or 0:.1e}") for each in self._usages.values()]
+        names = [(each.pid, each.names) for each in state.ranks]
+        return repr((state.running, state.queued, names, sizes, self._hint(state) != ""))
+
+    def _hint(self, state: SessionState) -> str:
+        held = sum(usage.gpu_memory or 0 for usage in self._usages.values())
+        if held < _HINT_BYTES or state.idle < timeouts.SESSION_IDLE_HINT_S:
+            return ""
+        return (
+            f"It holds {in_words(held)} of GPU memory, and has been idle for {state.idle / 60:.0f} min: "
+            f"%distributed session stop --name {state.name} frees it"
+        )
+
+    def _show(self, state: SessionState) -> None:
+        self._display.show({"text/plain": state.text(), "text/html": as_html(state, self._usages, self._hint(state))})
+
+
+def as_html(state: SessionState, usages: Mapping[int, Usage], hint: str = "") -> str:
+    """Return the display of a session.
+
+    Args:
+        state: Its state.
+        usages: What its ranks hold, by rank, as far as it is known.
+        hint: A last line. Default: none.
+    """
+    doing = "stopped" if not state.is_open else f"runs {state.running}" if state.running else "idle"
+    queued = [*state.queued[:_MAX_QUEUED], *(["…"] if len(state.queued) > _MAX_QUEUED else [])]
+    lines = [f"<div>waits: {escape(each)}</div>" for each in queued]
+    head = (
+        f"<div><b>session {escape(state.name)}</b> · {len(state.ranks)} ranks on {escape(state.device)} · "
+        f"<b>{escape(doing)}</b></div>"
+    )
+    table = _table(state, usages) if state.is_open else ""
+    last = f"<div><b>{escape(hint)}</b></div>" if hint else ""
+    style = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:6px 14px;margin:2px 0;line-height:1.5"
+    return f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{head}{"".join(lines)}{table}{last}</div>'
+
+
+def _table(state: SessionState, usages: Mapping[int, Usage]) -> str:
+    has_gpu = any(usage.gpu_memory is not None for usage in usages.values())
+    rows = [_row(["", "state", "names", "memory", *(["GPU memory"] if has_gpu else [])])]
+    for each in state.ranks[:_MAX_RANKS]:
+        usage = usages.get(each.rank)
+        doing = "dead" if not each.pid or (usages and usage is None) else "busy" if state.running else "idle"
+        memory = "" if usage is None else in_words(usage.memory)
+        gpu = [] if not has_gpu else ["" if usage is None or not usage.gpu_memory else in_words(usage.gpu_memory)]
+        pid = f", pid {each.pid}" if doing != "dead" else ""
+        rows.append(_row([f"rank {each.rank}", doing + pid, f"{each.names}", memory, *gpu]))
+    more = len(state.ranks) - _MAX_RANKS
+    if more > 0:
+        rows.append(_row([f"and {more} more"]))
+    return f'<table style="margin:4px 0;border:none;font-size:13px">{"".join(rows)}</table>'
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<td style={chr(34)}{_CELL}{chr(34)}>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -1,0 +1,63 @@
+"""The display of a session: what it says of ranks, the queue and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nblaunch.launch.session_state import RankHolding, SessionState
+from nblaunch.machine.usage import Usage
+from nblaunch.notebook.session_display import as_html
+
+IDLE = [RankHolding(0, 100, 3, 4000), RankHolding(1, 101, 2, 10)]
+USAGES = {rank: Usage(rank, 0.0, 300_000_000, None, None) for rank in range(2)}
+
+
+def session(
+    running: str = "", queued: Sequence[str] = (), ranks: Sequence[RankHolding] = (), *, is_open: bool = True
+) -> SessionState:
+    return SessionState("main", "cpu", running, queued, 12.0, ranks or IDLE, is_open)
+
+
+def test_an_idle_session_shows_what_its_ranks_hold() -> None:
+    html = as_html(session(), USAGES)
+    assert "<b>session main</b> · 2 ranks on cpu · <b>idle</b>" in html
+    assert "idle, pid 100" in html
+    assert "300 MB" in html
+    assert "GPU" not in html
+
+
+def test_a_busy_session_shows_what_runs_and_one_line_for_each_cell_that_waits() -> None:
+    html = as_html(session("Cell In[3]", [f"Cell In[{n}]" for n in range(4, 30)]), USAGES)
+    assert "<b>runs Cell In[3]</b>" in html
+    assert html.count("<div>waits: ") == 9
+    assert html.count("busy, pid") == 2
+
+
+def test_a_dead_rank_is_named() -> None:
+    html = as_html(session(ranks=[IDLE[0], RankHolding(1, 0, 0, 0)]), USAGES)
+    assert ">dead<" in html
+    assert ">dead<" in as_html(session(), {0: USAGES[0]})  # its death has not been noticed yet
+
+
+def test_a_stopped_session_has_no_table() -> None:
+    html = as_html(session(is_open=False), USAGES)
+    assert "<b>stopped</b>" in html
+    assert "table" not in html
+
+
+def test_names_cannot_become_markup() -> None:
+    assert "<script>" not in as_html(session("<script>", ["<script>"]), {}, "<script>")
+
+
+def test_gpu_memory_and_a_hint_are_shown() -> None:
+    usages = {0: Usage(0, 0.0, 10, 0.5, 2_000_000_000), 1: Usage(1, 0.0, 10, None, None)}
+    html = as_html(session(), usages, "It holds 2 GB")
+    assert "GPU memory" in html
+    assert "2.0 GB" in html
+    assert "<b>It holds 2 GB</b>" in html
+
+
+def test_the_text_names_each_rank() -> None:
+    text = session("Cell In[3]", ["Cell In[4]"], [IDLE[0], RankHolding(1, 0, 0, 0)]).text()
+    assert text.splitlines()[0] == "session main: 2 ranks on cpu, busy: Cell In[3], 1 more queued"
+    assert "rank 1: dead" in text
