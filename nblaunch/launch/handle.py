@@ -48,6 +48,9 @@ _live: dict[str, Launch] = {}
 _noted: set[str] = set()
 """Notes that this kernel shows once: names that the ranks changed, and large values."""
 _numbers = itertools.count(1)
+_cells = itertools.count()
+CELLS_PER_PRUNING = 10
+"""Cells of sessions until logs are pruned again: that takes as long as half a cell."""
 INSIST = "interrupt once more to kill the ranks that do not respond, with their variables"
 NOTED_BYTES = 10**9
 """Size of a payload from which a note names its parts."""
@@ -256,7 +259,8 @@ class Launch:
             del self._job  # the payload: the notebook may keep this handle for long
             self._release()
             engine.prepare_next()
-            prune()  # last: no caller waits for it
+            if not self.keeps_ranks or next(_cells) % CELLS_PER_PRUNING == 0:
+                prune()  # last: no caller waits for it, though the next cell may
 
     def _release(self) -> None:
         _live.pop(self.id, None)
