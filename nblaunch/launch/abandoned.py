@@ -25,7 +25,9 @@ class AbandonedRanks:
         self._asked: set[int] = set()
         self._places: dict[int, tuple[Frame, ...]] = {}
         """Where the ranks waited at the last look; empty if one did not wait in a collective."""
-        self._since = self._ask_at = 0.0
+        self._since = 0.0
+        self._ask_at: float | None = None
+        """When to look next; None before the first look, which most tasks do not last for."""
 
     def found(self, waiting: Collection[int], now: float) -> bool:
         """Return True once all these ranks have waited in the same calls of collectives for `timeouts.ABANDONED_S`.
@@ -34,6 +36,8 @@ class AbandonedRanks:
             waiting: The ranks that have not finished the task, while others have.
             now: The current time.
         """
+        if self._ask_at is None:
+            self._ask_at = now + timeouts.ABANDONED_CHECK_INTERVAL_S
         if now < self._ask_at:
             return False
         if self._asked != set(waiting):
