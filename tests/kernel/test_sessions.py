@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch.distributed import ProcessGroup
@@ -221,11 +222,13 @@ def test_a_private_name_that_ranks_deleted_is_sent_again(kernel: Kernel) -> None
     assert on_ranks(kernel, "_setting") == [3, 3]
 
 
-def test_changed_modules_are_reloaded_in_the_ranks(kernel: Kernel) -> None:
-    kernel.run("import pathlib\nmodule = pathlib.Path('changing.py')\nmodule.write_text('value = 1')").check()
-    kernel.run("%%distributed\n%load_ext autoreload\n%autoreload 2\nimport changing").check()
+def test_changed_modules_are_reloaded_in_the_ranks(kernel: Kernel, tmp_path: Path) -> None:
+    module = tmp_path / "changing.py"
+    module.write_text("value = 1")
+    found = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport changing"
+    kernel.run(f"%%distributed\n%load_ext autoreload\n%autoreload 2\n{found}").check()
     assert on_ranks(kernel, "changing.value") == [1, 1]
-    kernel.run("module.write_text('value = 222')").check()
+    module.write_text("value = 222")
     assert on_ranks(kernel, "changing.value") == [222, 222]
 
 
