@@ -151,6 +151,7 @@ class KeptChannel(KernelChannel):
         """Wait for the next task and its descriptors; None at EOF."""
         received = self._arriving.get()
         if received is not None:
+            signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have replaced it
             with self._cutting:
                 self.task = received[0].task
             if self._asked == self.task:  # interrupted while it was queued

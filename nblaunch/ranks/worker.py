@@ -128,7 +128,9 @@ def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload) -> NoRetu
 def _from_parcel(fds: list[int]) -> Payload:
     if not fds:
         raise OSError(errno.EMFILE, "the task could not be received: this rank has too many open files (ulimit -n)")
-    payload: Payload = unpack(fds)
+    taken = fds[:]
+    fds.clear()
+    payload: Payload = unpack(taken)
     return payload
 
 
@@ -151,6 +153,8 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
         place = (spec.rank, spec.local_rank, spec.world_size)
         enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops))
         code = _run(spec, task, functools.partial(load, fds), voice, home)
+        for fd in fds:  # the task has ended before it was loaded
+            os.close(fd)
     _await_threads()
     voice.say(Leaving(spec.rank, voice.task))
     return code

@@ -97,6 +97,11 @@ class Page:
         changes = [content.get("changes", {}) for _, content, _ in self.messages]
         return next((found[name] for found in reversed(changes) if name in found), None)
 
+    def left_out(self, rank: int) -> int | None:
+        """How many outputs of a rank were left out: messages name the ranks alone whose outputs have changed."""
+        entries = [entry for _, content, _ in self.messages for entry in content.get("changes", {}).get("outputs", [])]
+        return next((entry[2] for entry in reversed(entries) if entry[0] == rank), None)
+
     def log(self, rank: int, stream: str = "out") -> dict[int, bytes]:
         """What the page has of a log, by offset."""
         parts: dict[int, bytes] = {}

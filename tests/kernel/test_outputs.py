@@ -110,7 +110,7 @@ def test_a_flood_of_figures_stalls_nothing_and_is_counted(page: Page) -> None:
     page.run(f"%%distributed -n 2\n{SERIES}{flood}")
     assert time.monotonic() - began < 20
     page.take_until(lambda: page.part("state")["name"] == "finished")
-    page.take_until(lambda: [entry[2] for entry in page.part("outputs") if entry[0] == 0] == [900])
+    page.take_until(lambda: page.left_out(0) == 900)
     assert re.search(r"\d+ outputs left out", shown(page)["text/html"])
     assert "further outputs are left out until clear_output()" in shown(page)["text/plain"]
     sent = [(when, len(json.dumps(content)) + len(data)) for when, content, data in page.messages]
