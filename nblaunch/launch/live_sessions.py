@@ -88,8 +88,10 @@ def _register(session: Session, is_live: bool) -> None:
         _sessions[session.name] = session
         _active, _idle = session.name, ""
         return
+    if _sessions.get(session.name) is not session:  # it was stopped before; another may have its name
+        return
     _idle = session.name if session.was_idle else ""
-    _sessions.pop(session.name, None)
+    del _sessions[session.name]
     if _active == session.name:
         _active = next(reversed(_sessions), "")
 

@@ -62,10 +62,11 @@ class Questions:
         stop = threading.Event()
 
         def work() -> dict[int, list[int]]:
-            with self._ranks.claimed(self._ranks.queue.enqueue(), lambda: stop.is_set() or time.monotonic() > deadline):
+            ticket = self._ranks.queue.enqueue()
+            with self._ranks.claimed(ticket, lambda: stop.is_set() or time.monotonic() > deadline, stop.set):
                 return self.ask_now(question, names, home=home, deadline=deadline, stop=stop)
 
-        return _unpacked(in_thread(work, stop))
+        return in_thread(lambda: _unpacked(work()), stop)
 
     def ask_now(
         self,
@@ -120,7 +121,8 @@ class Questions:
         try:
             task.send(ranks.world, fds)
             self._await(task, deadline, stop)
-            ranks.finish(task, names)
+            ranks.finish(task, names, Settings())
+            ranks.check_group()
             refusal, ranks.group.refusal = ranks.group.refusal, ""  # it concerns the rank that was restarted
             if refusal:
                 raise StartError(refusal)
@@ -169,9 +171,9 @@ def in_thread(work: Callable[[], T], stop: threading.Event) -> T:
             outcome.set_exception(error)
         over.set()
 
-    threading.Thread(target=run, name="nblaunch-question", daemon=True).start()
     interrupted = False
     try:
+        threading.Thread(target=run, name="nblaunch-question", daemon=True).start()
         while not over.is_set():
             try:
                 wait_in_steps(over, None)

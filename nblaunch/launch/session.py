@@ -26,7 +26,7 @@ from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_restart import Restart
 from nblaunch.launch.session_state import RankHolding, SessionState
 from nblaunch.launch.session_turn import Place
-from nblaunch.launch.turn_queue import BusyError
+from nblaunch.launch.turn_queue import BusyError, Ticket
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
@@ -124,8 +124,14 @@ class Session:
             KeyboardInterrupt: The cell was interrupted. The ranks keep their variables.
         """
         __tracebackhide__ = True  # IPython omits this frame
-        task = self._packed(lambda: session_payload.pack_call(function, args, kwargs, self._ranks))
-        return self._launch(task, view, block, timeout=timeout)
+        label = name_of(function)
+        return self._submit(
+            label,
+            lambda ticket: session_payload.pack_call(function, args, kwargs, self._ranks, ticket),
+            view,
+            block,
+            timeout=timeout,
+        )
 
     def run_cell(
         self, cell: Cell, used: Sequence[str], *, view: str = "auto", block: bool = True, **changes: Any
@@ -140,31 +146,33 @@ class Session:
             changes: ``timeout``, ``stop_grace`` and ``metric_patterns`` of this task.
         """
         __tracebackhide__ = True  # IPython omits this frame
-        task = self._packed(lambda: session_payload.pack_cell(cell, used, self._ranks))
-        return self._launch(task, view, block, **changes)
+        return self._submit(
+            cell.label,
+            lambda ticket: session_payload.pack_cell(cell, used, self._ranks, ticket),
+            view,
+            block,
+            **changes,
+        )
 
-    def _packed(self, pack: Callable[[], SessionTask]) -> SessionTask:
+    def _submit(
+        self, label: str, pack: Callable[[Ticket], SessionTask], view: str, block: bool, **changes: Any
+    ) -> LaunchResult | Launch:
         __tracebackhide__ = True  # IPython omits this frame
         refuse_nested()
         self._check_open()
-        try:
-            return pack()
-        except NblaunchError as error:
-            raise error.with_traceback(None) from None  # the frames below are nblaunch's own
-
-    def _launch(self, task: SessionTask, view: str, block: bool, **changes: Any) -> LaunchResult | Launch:
-        __tracebackhide__ = True  # IPython omits this frame
         plan = changed(self._plan, **changes)
         shown = host().view(view)
-        ticket = self._ranks.queue.enqueue(name_of(task.payload.function))
-        place = Place(self.name, self._ranks, ticket, task.names)
+        ticket = self._ranks.queue.enqueue(label)  # before packing, which may take long: the session is not idle
         try:
-            launch = Launch(plan, task.payload, task.shipment, shown, place)
-        except BaseException:
+            task = pack(ticket)
+            launch = Launch(plan, task.payload, task.shipment, shown, Place(self.name, self._ranks, ticket, task.names))
+        except BaseException as error:
             self._ranks.queue.discard(ticket)
+            if isinstance(error, NblaunchError):
+                raise error.with_traceback(None) from None  # the frames below are nblaunch's own
             raise
-        self._ranks.unset.difference_update(self._ranks.present)
-        self._register(self, True)
+        if not self._ranks.queue.is_closed:
+            self._register(self, True)
         if block:
             return launch.join()
         launch.begin()
@@ -272,9 +280,11 @@ class Session:
         """
         self._check_open()
         restart = Restart(self._ranks, self._questions)
-        restart.run(self._checked(ranks) or range(self.world_size), keep)
-        if restart.lost:
-            warn("the restart could not keep " + "; ".join(restart.lost))
+        try:
+            restart.run(self._checked(ranks) or range(self.world_size), keep)
+        finally:
+            if restart.lost:
+                warn("the restart could not keep " + "; ".join(restart.lost))
 
     def regroup(self) -> None:
         """Replace the process group with the next task: objects of the old group are stale."""
@@ -300,7 +310,7 @@ class Session:
     def state(self) -> SessionState:
         """Return what the session is doing now."""
         ranks = self._ranks
-        running, *queued = ranks.queue.labels or [""]
+        running, *queued = [label or "a question" for label in ranks.queue.labels] or [""]
         of_ranks = [
             RankHolding(
                 rank,

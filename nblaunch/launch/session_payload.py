@@ -11,6 +11,7 @@ from nblaunch.launch import payload as payloads
 from nblaunch.launch.payload import Shipment
 from nblaunch.launch.result import Sent
 from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.turn_queue import Ticket
 from nblaunch.transfer import parameters, pickling
 from nblaunch.transfer.parcel import pack
 from nblaunch.transfer.sent_names import Gathered
@@ -35,16 +36,16 @@ class SessionTask:
     names: Mapping[str, SentName]
 
 
-def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks) -> SessionTask:
+def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Ticket) -> SessionTask:
     """Pack a cell that uses these names of the notebook.
 
     Raises:
         PayloadError: A name that it uses cannot be sent, and the ranks do not have it.
     """
-    return _pack(Payload(cell, (), {}, None, _settings(ranks), {}), used, (), ranks)
+    return _pack(Payload(cell, (), {}, None, _settings(ranks), {}), used, (), ranks, ticket)
 
 
-def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks) -> SessionTask:
+def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket: Ticket) -> SessionTask:
     """Pack a call.
 
     Raises:
@@ -60,7 +61,7 @@ def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks) -> Ses
             f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {payloads.name_of(function)}: {error}"
         ) from None
     payload = Payload(function, args, kwargs, None, _settings(ranks), {})
-    return _pack(payload, (), (function, args, kwargs), ranks)
+    return _pack(payload, (), (function, args, kwargs), ranks, ticket)
 
 
 def gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequence[int] | None) -> Gathered:
@@ -78,12 +79,14 @@ def gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequence
     return replace(gathered, names={**gathered.names, **pushed})
 
 
-def _pack(payload: Payload, used: Iterable[str], code: Sequence[Any], ranks: SessionRanks) -> SessionTask:
+def _pack(
+    payload: Payload, used: Iterable[str], code: Sequence[Any], ranks: SessionRanks, ticket: Ticket
+) -> SessionTask:
     sources: dict[str, Source] = dict(payloads.sources_in(payload))
     bound = {each.name for names in ranks.bound for each in names}
     gathered: Gathered | None = None
     try:
-        gathered = ranks.sent.gather(used, code, ranks.present, bound, is_idle=not ranks.queue)
+        gathered = ranks.sent.gather(used, code, ranks.present, bound, is_idle=ranks.queue.is_first(ticket))
         names = gathered.names
 
         def note(files: set[str]) -> dict[str, Source]:

@@ -27,7 +27,7 @@ from nblaunch.launch.views.base import NullView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.transfer.sent_names import SentNames
-from nblaunch.wire.messages import RankExited, Source, World
+from nblaunch.wire.messages import RankExited, Settings, Source, World
 from nblaunch.wire.session_messages import Bound, SentName
 
 _LOST = "the session's ranks are lost: %distributed session restart starts others"
@@ -144,29 +144,42 @@ class SessionRanks:
             ticket: From `queue.enqueue`.
             give_up: Return True to wait no longer.
             stop: Called when the session is to end meanwhile.
-            needs_ranks: Whether a rank must be alive.
+            needs_ranks: Whether the reaper and a rank must be alive.
             is_task: Whether the session counts as used.
 
         Raises:
             BusyError: `give_up` returned True first.
             StartError: The session has ended.
         """
+        has_turn = False
         try:
             self.queue.wait_for(ticket, give_up, stop)
             if self.queue.is_closed:
                 raise StartError("the session has ended: start another with %distributed session")
+            has_turn = True
             self._drain(0.0)  # a rank may have died meanwhile
-            if self.group.is_over:
-                raise RankLostError(_LOST)
+            if needs_ranks:
+                self.check_group()
             if needs_ranks and not self.present:
                 raise RankError("every rank of the session is dead: %distributed session restart starts others")
             yield
         finally:
-            if not (self.is_ended or self.group.is_over):
-                self.group.workers.listen_to(self._commands)  # those of the task are about to be closed
-            if is_task:
-                self.idle_since = time.monotonic()
-            self.queue.discard(ticket)
+            try:
+                if has_turn and not self.group.is_over:
+                    self.group.workers.listen_to(self._commands)  # those of the task are about to be closed
+            finally:
+                if is_task:
+                    self.idle_since = time.monotonic()
+                self.queue.discard(ticket)
+
+    def check_group(self) -> None:
+        """Raise an error if the reaper is dead, and every rank with it.
+
+        Raises:
+            RankLostError: It is.
+        """
+        if self.group.is_over:
+            raise RankLostError(_LOST)
 
     # -------------------------------------------------------------- the ranks
     @property
@@ -210,16 +223,18 @@ class SessionRanks:
         self._tasks += 1
         return Task(self._tasks, self.group, view, commands, sources, stop_grace, deadline, is_kept=True)
 
-    def finish(self, task: Task, names: Mapping[str, SentName]) -> None:
+    def finish(self, task: Task, names: Mapping[str, SentName], settings: Settings) -> None:
         """Note what a task has left behind. A disturbed process group is replaced with the next task.
 
         Args:
             task: The task, which is over.
-            names: What it has sent.
+            names: The names that it has sent.
+            settings: The notebook's settings that it has sent.
         """
         for rank in task.present:
             if rank.is_running:
                 self.sent.arrived(rank.rank, names)
+                self.unset.difference_update([rank.rank] if rank.rank in (settings.ranks or ()) else [])
             if rank.names is not None:
                 self.bound[rank.rank] = rank.names.names
                 self.sent.has_bound(rank.rank, rank.names.names, rank.names.private)
@@ -242,8 +257,7 @@ class SessionRanks:
         deadline = time.monotonic() + timeouts.KEPT_EXIT_TIMEOUT_S
         while left := [rank for rank in ranks if rank in self.present]:
             self._drain(timeouts.LOG_POLL_S)
-            if self.group.is_over:
-                raise RankLostError(_LOST)
+            self.check_group()
             if time.monotonic() > deadline:
                 deadline += timeouts.KEPT_EXIT_TIMEOUT_S
                 self._kill(left)
@@ -253,7 +267,7 @@ class SessionRanks:
         self.generation += 1
 
     def renew(self) -> None:
-        """Start all ranks again, with another reaper."""
+        """Start all ranks again, with another reaper. Call it within `claimed`."""
         self._opened.close()
         self._commands = Commands()
         for rank in range(self.plan.world_size):

@@ -43,23 +43,21 @@ class Restart:
 
     def _run(self, chosen: Collection[int], keep: bool) -> None:
         ranks = self._ranks
-        try:
-            with ranks.claimed(ranks.queue.enqueue(), self._stop.is_set, needs_ranks=False):
-                dumps = self._dumps([rank for rank in chosen if rank in ranks.present]) if keep else {}
+        ticket = ranks.queue.enqueue("the restart")
+        with ranks.claimed(ticket, self._stop.is_set, self._stop.set, needs_ranks=False):
+            dumps: dict[int, list[int]] = {}
+            try:
                 try:
+                    ranks.check_group()
+                    dumps = self._dumps([rank for rank in chosen if rank in ranks.present]) if keep else {}
                     ranks.replace_ranks(chosen)
-                    self._ask(Question("names"))
-                    for rank, parcel in dumps.items():
-                        self._load(rank, parcel)
-                finally:
-                    close_all(dumps)
-        except RankLostError:  # the reaper was killed, and every rank with it
-            ranks.renew()
-            with ranks.claimed(ranks.queue.enqueue()):
-                self._ask(Question("names"))
-
-    def _ask(self, question: Question) -> None:
-        close_all(self._questions.ask_now(question, stop=threading.Event()))
+                except RankLostError:  # the reaper was killed, and every rank with it
+                    ranks.renew()
+                close_all(self._questions.ask_now(Question("names"), stop=self._stop))
+                while dumps:
+                    self._load(*dumps.popitem())
+            finally:
+                close_all(dumps)
 
     def _dumps(self, chosen: Sequence[int]) -> dict[int, list[int]]:
         """Return a packed question for each rank: it binds the names that the old process has."""
@@ -75,6 +73,9 @@ class Restart:
 
     def _load(self, rank: int, parcel: Sequence[int]) -> None:
         try:
-            close_all(self._questions.send(parcel, (rank,), {}, float("inf"), threading.Event()))
-        except Exception as error:  # noqa: BLE001  # a user's __setstate__
-            self.lost.append(f"rank {rank}: all names, as they could not be rebuilt: {type(error).__name__}: {error}")
+            close_all(self._questions.send(parcel, (rank,), {}, float("inf"), self._stop))
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's __setstate__, or its interrupt
+            why = f"{type(error).__name__}: {error}".rstrip(": ")
+            self.lost.append(f"rank {rank}: all names, as they could not be rebuilt ({why})")
+        finally:
+            close_all({rank: parcel})

@@ -110,7 +110,7 @@ class Turn:
             self._follow()
             verdict = self.task.finish()
             self.output.finish()
-            ranks.finish(self.task, self._names)
+            ranks.finish(self.task, self._names, self.job.payload.settings)
             self._note_end(absent)
             self.results = self.task.take_results()
             return verdict

@@ -17,7 +17,7 @@ class Ticket:
     """A place in the queue.
 
     Args:
-        label: Names the task, such as ``Cell In[3]``; empty for one that is not shown.
+        label: Names the task, such as ``Cell In[3]``; empty for a question.
     """
 
     __slots__ = ("label",)
@@ -48,7 +48,7 @@ class TurnQueue:
     def labels(self) -> list[str]:
         """The labels of the task that has its turn and of those that wait, in their order."""
         with self._changed:
-            return [ticket.label for ticket in self._tickets if ticket.label]
+            return [ticket.label for ticket in self._tickets]
 
     def enqueue(self, label: str = "") -> Ticket:
         """Return a ticket, whose turn comes after those before it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from nblaunch.launch import live_sessions
 
 _OWN = ("%%", "%distributed", "%load_ext", "%reload_ext", "%unload_ext", "%autoreload")
 """Beginnings of cells that run in the notebook."""
+_HELP = re.compile(r"\?{0,2}[\w.%*]+\?{0,2}")
+"""``name?`` and its other forms."""
 _pauses = 0
 
 
@@ -39,8 +42,8 @@ def _to_session(lines: list[str]) -> list[str]:
     Raises:
         SyntaxError: The session has ended: the cell was not meant for the notebook.
     """
-    first = next((line.strip() for line in lines if line.strip()), "")
-    is_help = first.startswith("?") or (first.endswith("?") and not first.startswith("#"))
+    first, *rest = [line.strip() for line in lines if line.strip()] or [""]
+    is_help = not rest and "?" in first and _HELP.fullmatch(first) is not None
     if _pauses or not first or first.startswith(_OWN) or is_help:
         return lines
     if live_sessions.find() is None:

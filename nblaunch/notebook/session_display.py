@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -41,6 +41,8 @@ class SessionDisplay:
         self._display = CellDisplay(shell)
         self._state, self._env = state, env
         self._usages: dict[int, Usage] = {}
+        self._gone: set[int] = set()
+        """Pids of ranks that have died since the last task."""
 
     def start(self) -> None:
         """Show the session from now until it is stopped, in a thread."""
@@ -70,33 +72,36 @@ class SessionDisplay:
 
     def _sample(self, sampler: Sampler, state: SessionState) -> None:
         pids = {each.rank: each.pid for each in state.ranks if each.pid and psutil.pid_exists(each.pid)}
+        self._gone = {each.pid for each in state.ranks} - set(pids.values())
         self._usages = {usage.rank: usage for usage in sampler.sample(pids)}
 
     def _summary(self, state: SessionState) -> str:
         """Return what must change before the display is replaced: memory by steps of a tenth."""
         sizes = [(each.rank, f"{each.memory:.1e}", f"{each.gpu_memory or 0:.1e}") for each in self._usages.values()]
         names = [(each.pid, each.names) for each in state.ranks]
-        return repr((state.running, state.queued, names, sizes, self._hint(state) != ""))
+        return repr((state.running, state.queued, names, sizes, self._gone, self._hint(state)))
 
     def _hint(self, state: SessionState) -> str:
         held = sum(usage.gpu_memory or 0 for usage in self._usages.values())
         if held < _HINT_BYTES or state.idle < timeouts.SESSION_IDLE_HINT_S:
             return ""
         return (
-            f"It holds {in_words(held)} of GPU memory, and has been idle for {state.idle / 60:.0f} min: "
+            f"It holds {in_words(held)} of GPU memory, and has been idle for over an hour: "
             f"%distributed session stop --name {state.name} frees it"
         )
 
     def _show(self, state: SessionState) -> None:
-        self._display.show({"text/plain": state.text(), "text/html": as_html(state, self._usages, self._hint(state))})
+        html = as_html(state, self._usages, self._gone, self._hint(state))
+        self._display.show({"text/plain": state.text(), "text/html": html})
 
 
-def as_html(state: SessionState, usages: Mapping[int, Usage], hint: str = "") -> str:
+def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[int] = (), hint: str = "") -> str:
     """Return the display of a session.
 
     Args:
         state: Its state.
         usages: What its ranks hold, by rank, as far as it is known.
+        gone: Pids of ranks that have died since the last task. Default: none.
         hint: A last line. Default: none.
     """
     doing = "stopped" if not state.is_open else f"runs {state.running}" if state.running else "idle"
@@ -106,18 +111,18 @@ def as_html(state: SessionState, usages: Mapping[int, Usage], hint: str = "") ->
         f"<div><b>session {escape(state.name)}</b> · {len(state.ranks)} ranks on {escape(state.device)} · "
         f"<b>{escape(doing)}</b></div>"
     )
-    table = _table(state, usages) if state.is_open else ""
+    table = _table(state, usages, gone) if state.is_open else ""
     last = f"<div><b>{escape(hint)}</b></div>" if hint else ""
     style = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:6px 14px;margin:2px 0;line-height:1.5"
     return f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{head}{"".join(lines)}{table}{last}</div>'
 
 
-def _table(state: SessionState, usages: Mapping[int, Usage]) -> str:
+def _table(state: SessionState, usages: Mapping[int, Usage], gone: Collection[int]) -> str:
     has_gpu = any(usage.gpu_memory is not None for usage in usages.values())
     rows = [_row(["", "state", "names", "memory", *(["GPU memory"] if has_gpu else [])])]
     for each in state.ranks[:_MAX_RANKS]:
         usage = usages.get(each.rank)
-        doing = "dead" if not each.pid or (usages and usage is None) else "busy" if state.running else "idle"
+        doing = "dead" if not each.pid or each.pid in gone else "busy" if state.running else "idle"
         memory = "" if usage is None else in_words(usage.memory)
         gpu = [] if not has_gpu else ["" if usage is None or not usage.gpu_memory else in_words(usage.gpu_memory)]
         pid = f", pid {each.pid}" if doing != "dead" else ""

@@ -1,13 +1,16 @@
 """The collectives that a kept rank has begun in its default process group, and the user's line of the last one.
 
 torch calls a hook before each collective, also those of DDP's backward pass. Versions before 2.14 have no such hook:
-there nothing is counted.
+there nothing is counted. A thread of the user, such as one that saves a checkpoint, is not counted: it may be anywhere
+when a cell ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
+import threading
 from types import FrameType
 from typing import Any
 
@@ -25,6 +28,7 @@ class CollectiveCount:
     """See the module. Used from the thread of the tasks."""
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self._group: Any = None
         self._count = 0
         self._last: tuple[str, Any, str, int] = ("", None, "", 0)
@@ -48,14 +52,16 @@ class CollectiveCount:
 
     def _note(self, call: Any) -> None:
         name = call.name.name
-        if name in _POINT_TO_POINT:
+        frame: FrameType | None = sys._getframe().f_back
+        is_other_threads = frame is not None and threading.get_ident() != self._thread  # autograd's have no frame
+        if name in _POINT_TO_POINT or is_other_threads:
             return
         self._count += 1
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and not _is_users(frame.f_code.co_filename):
-            frame = frame.f_back
-        place = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        self._last = (name.lower(), _size_of(call.input_tensors or call.output_tensors), *place)
+        with contextlib.suppress(Exception):  # counting must never fail a collective
+            while frame is not None and not _is_users(frame.f_code.co_filename):
+                frame = frame.f_back
+            place = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+            self._last = (name.lower(), _size_of(call.input_tensors or call.output_tensors), *place)
 
 
 def _size_of(tensors: Any) -> str:

@@ -143,8 +143,6 @@ class KeptChannel(KernelChannel):
         super().__init__(channel, rank)
         self._arriving: queue.SimpleQueue[tuple[Task, list[int]] | None] = queue.SimpleQueue()
         self._main = threading.main_thread().ident or 0
-        self._cutting = threading.Lock()
-        """Held while connections are cut: the next task must not have made its own."""
         _thread.start_new_thread(self._read, ())  # `threading` must list the user's threads only
 
     def next_task(self) -> tuple[Task, list[int]] | None:
@@ -152,8 +150,7 @@ class KeptChannel(KernelChannel):
         received = self._arriving.get()
         if received is not None:
             signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have replaced it
-            with self._cutting:
-                self.task = received[0].task
+            self.task = received[0].task
             if self._asked == self.task:  # interrupted while it was queued
                 self._seen = self.task
         return received
@@ -168,10 +165,9 @@ class KeptChannel(KernelChannel):
                 elif isinstance(message, Interrupt):
                     self._asked = max(self._asked, message.task)
                     signal.pthread_kill(self._main, signal.SIGINT)
-                elif isinstance(message, Free):
-                    with self._cutting, contextlib.suppress(Exception):  # it is asked again, and then killed
-                        if message.task == self.task:
-                            group_sockets.cut()
+                elif isinstance(message, Free) and message.task == self.task:
+                    with contextlib.suppress(Exception):  # it is asked again, and then killed
+                        group_sockets.cut()  # before the next task is read
         finally:
             self._arriving.put(None)
 

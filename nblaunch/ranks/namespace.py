@@ -44,6 +44,7 @@ class Namespace:
         self.is_set_up = False
         """The first task has set threads, device and ``__main__``; later ones leave what cells have made of them."""
         self._rank = rank
+        self._has_settings = False
         self._digests: dict[str, bytes] = {}
         """Of the value that the notebook had when it last sent a name, or would have sent it."""
         self._unsendable: dict[str, str] = {}
@@ -63,6 +64,13 @@ class Namespace:
         for name, sent in payload.names.items():
             if sent.ranks is None or self._rank in sent.ranks:
                 self._take(name, sent)
+
+    def takes_settings(self, settings: Settings) -> bool:
+        """Return True if this rank is to apply the notebook's settings: once, then it goes on with its own."""
+        if self._has_settings or self._rank not in (settings.ranks or ()):
+            return False
+        self._has_settings = True
+        return True
 
     def _take(self, name: str, sent: SentName) -> None:
         before = self._digests.get(name)

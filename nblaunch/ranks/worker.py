@@ -209,7 +209,7 @@ def _work(
         if home is not None:
             home.take(payload)
         _set_the_scene(payload, home)
-        if payload.settings.ranks is None or spec.rank in payload.settings.ranks:
+        if home is None or home.takes_settings(payload.settings):
             environment.apply_settings(payload.settings)
         voice.say(Running(spec.rank, task.task))
         return task_body.call(payload, home)

@@ -330,6 +330,17 @@ def test_collectives_that_some_ranks_alone_have_begun_are_named(kernel: Kernel) 
     assert "collectives" not in kernel.run("%%rank 0\n1").check().text
 
 
+def test_collectives_of_a_thread_of_the_user_raise_no_alarm(kernel: Kernel) -> None:
+    work = "while not dist.all_reduce(flag := torch.zeros(1) + over) and not flag.item(): time.sleep(0.01 * (rank + 1))"
+    body = (
+        f"import threading\nover = 0\ndef work():\n    {work}\nthread = threading.Thread(target=work)\nthread.start()"
+    )
+    kernel.run(f"%%distributed\n{body}").check()
+    for _ in range(5):
+        assert "collectives" not in kernel.run("%%distributed\n1").check().text
+    kernel.run("%%distributed\nover = 1\nthread.join()").check()
+
+
 def test_a_dead_rank_costs_only_itself(kernel: Kernel) -> None:
     kernel.run("%%distributed\nsurvivor = rank + 1").check()
     cell = kernel.run("%%distributed\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
@@ -391,6 +402,21 @@ def test_a_restart_keeps_the_rest_of_what_a_process_group_spoils(kernel: Kernel)
     cell = kernel.run("%distributed session restart --keep").check()
     assert "rank 0: `ddp` holds a DistributedDataParallel, whose process group ends" in cell.text
     assert on_ranks(kernel, "'holder' in globals(), 'ddp' in globals(), weight.shape[0]") == [(False, False, 2)] * 2
+
+
+def test_a_restart_that_hangs_can_be_interrupted(kernel: Kernel, tmp_path: Path) -> None:
+    state = (
+        f"def __setstate__(self, state): open({str(tmp_path / 'begun')!r}, 'w').close(), __import__('time').sleep(600)"
+    )
+    body = f"class Hangs:\n    def __getstate__(self): return 1\n    {state}\nhangs = Hangs()"
+    kernel.run(f"%%distributed\n{body}").check()
+    request = kernel.start_cell("%distributed session restart --keep")
+    eventually((tmp_path / "begun").exists)
+    kernel.interrupt()
+    cell = kernel.finish_cell(request)
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert "all names, as they could not be rebuilt" in cell.text
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
 
 def test_a_restarted_rank_has_the_notebooks_settings(kernel: Kernel) -> None:

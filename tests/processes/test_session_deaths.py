@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import nblaunch
 from nblaunch import Session
 from nblaunch.engines.generations import servers
 from nblaunch.errors import RankDiedError, RankError, StartError
+from nblaunch.launch import live_sessions
 from nblaunch.wire.messages import NotStarted
 from tests.conftest import eventually, settled_server, state_of
 from tests.processes.test_deaths import start_daemon
@@ -133,6 +135,65 @@ def test_stopping_a_session_ends_the_task_that_runs(session: Session) -> None:
     assert launch.done
     with pytest.raises(StartError, match="has ended"):
         session.run(os.getpid)
+
+
+def test_questions_beside_tasks_of_several_threads_block_nothing(session: Session) -> None:
+    failed: list[BaseException] = []
+
+    def asks() -> None:
+        try:
+            for _ in range(30):
+                session.complete("pr")
+                session.pull("1")
+        except BaseException as error:  # raised in the test's thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=asks) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(30):
+        session.run(os.getpid, view="none")
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+    assert not any(thread.is_alive() for thread in threads)
+    assert session.pull("1") == [1, 1]
+
+
+def test_a_question_of_another_thread_ends_with_the_session(session: Session) -> None:
+    asking = threading.Thread(target=lambda: session.pull("__import__('time').sleep(600)"), daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda args: None)  # its pull fails
+        asking.start()
+        eventually(lambda: "busy" in session.status())
+        session.stop()
+        asking.join(60)
+    assert not asking.is_alive()
+
+
+def test_a_session_that_was_stopped_leaves_another_of_its_name_alone() -> None:
+    first = nblaunch.session(1, name="twice")
+    first.stop()
+    with nblaunch.session(1, name="twice") as second:
+        first.stop()
+        assert live_sessions.find("twice") is second
+
+
+def test_a_session_is_not_idle_while_a_task_is_packed() -> None:
+    class Slow:
+        def __reduce__(self) -> tuple[object, ...]:
+            time.sleep(1)
+            return int, (1,)
+
+    with nblaunch.session(1, name="packing", idle_timeout=0.3) as made:
+        assert list(made.run(abs, Slow(), view="none")) == [1]
+
+
+def test_a_reaper_that_dies_under_a_question_is_named(session: Session) -> None:
+    reaper = session.run(os.getppid, view="none")[0]
+    threading.Timer(0.5, os.kill, [reaper, signal.SIGKILL]).start()
+    with pytest.raises(RankError, match="ranks are lost"):
+        session.pull("__import__('time').sleep(600)")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_busy_session_shows_what_runs_and_one_line_for_each_cell_that_waits() 
 def test_a_dead_rank_is_named() -> None:
     html = as_html(session(ranks=[IDLE[0], RankHolding(1, 0, 0, 0)]), USAGES)
     assert ">dead<" in html
-    assert ">dead<" in as_html(session(), {0: USAGES[0]})  # its death has not been noticed yet
+    assert ">dead<" in as_html(session(), USAGES, {101})  # its death has not been noticed yet
 
 
 def test_a_stopped_session_has_no_table() -> None:
@@ -46,12 +46,12 @@ def test_a_stopped_session_has_no_table() -> None:
 
 
 def test_names_cannot_become_markup() -> None:
-    assert "<script>" not in as_html(session("<script>", ["<script>"]), {}, "<script>")
+    assert "<script>" not in as_html(session("<script>", ["<script>"]), {}, hint="<script>")
 
 
 def test_gpu_memory_and_a_hint_are_shown() -> None:
     usages = {0: Usage(0, 0.0, 10, 0.5, 2_000_000_000), 1: Usage(1, 0.0, 10, None, None)}
-    html = as_html(session(), usages, "It holds 2 GB")
+    html = as_html(session(), usages, hint="It holds 2 GB")
     assert "GPU memory" in html
     assert "2.0 GB" in html
     assert "<b>It holds 2 GB</b>" in html
