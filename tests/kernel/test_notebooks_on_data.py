@@ -14,7 +14,7 @@ from tests.kernel.executed import execute, run
 def test_data_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed, accuracy = run("data_loading", tmp_path, monkeypatch, "large_data")
 
-    assert accuracy >= 0.4  # three epochs of plain SGD
+    assert accuracy >= 0.25  # plain SGD for three epochs: mostly 0.5 to 0.6, once 0.32; chance is 0.1
     assert "719 + 718 = 1437 images" in printed
     assert "images of each rank, in two epochs: [32, 32] [32, 32]" in printed
     found = re.search(r"^recall of rare classes: (0\.\d+) -> (0\.\d+)$", printed, flags=re.MULTILINE)
