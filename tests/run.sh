@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must pass: lint, types, all tests. It first makes the environment and installs what tests need.
 #
-#   bash tests/run.sh                 all tests: four files at a time, then those marked `alone` two at a time
+#   bash tests/run.sh                 all tests: four files at a time, then those marked `alone` one by one
 #   bash tests/run.sh ARGUMENT...     one plain pytest with these arguments: bash tests/run.sh tests/unit -k plan
 #
 # notebooks/venv.sh says which variables choose the environment.
@@ -34,6 +34,6 @@ if [ $# -gt 0 ]; then
 else
     status=0
     check pytest -m "not alone" -n 4 --dist loadfile --no-loadscope-reorder || status=$?
-    check pytest -m alone -n 2 --dist load || status=$?
+    check pytest -m alone || status=$?
     exit $status
 fi
