@@ -124,9 +124,8 @@ class Session:
             KeyboardInterrupt: The cell was interrupted. The ranks keep their variables.
         """
         __tracebackhide__ = True  # IPython omits this frame
-        label = name_of(function)
         return self._submit(
-            label,
+            name_of(function),
             lambda ticket: session_payload.pack_call(function, args, kwargs, self._ranks, ticket),
             view,
             block,

@@ -234,7 +234,8 @@ class SessionRanks:
         for rank in task.present:
             if rank.is_running:
                 self.sent.arrived(rank.rank, names)
-                self.unset.difference_update([rank.rank] if rank.rank in (settings.ranks or ()) else [])
+                if rank.rank in (settings.ranks or ()):
+                    self.unset.discard(rank.rank)
             if rank.names is not None:
                 self.bound[rank.rank] = rank.names.names
                 self.sent.has_bound(rank.rank, rank.names.names, rank.names.private)

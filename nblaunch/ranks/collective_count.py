@@ -31,8 +31,8 @@ class CollectiveCount:
         self._thread = threading.get_ident()
         self._group: Any = None
         self._count = 0
-        self._last: tuple[str, Any, str, int] = ("", None, "", 0)
-        """Operation, tensors, file and line."""
+        self._last = ("", "", 0)
+        """What was called, file and line."""
 
     def watch(self) -> None:
         """Count the collectives of the present default group, from none if it is another than before."""
@@ -40,15 +40,14 @@ class CollectiveCount:
         group = dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
         if group is self._group:
             return
-        self._group, self._count, self._last = group, 0, ("", None, "", 0)
+        self._group, self._count, self._last = group, 0, ("", "", 0)
         register = getattr(group, "register_pre_hook", None)
         if register is not None:
             register(_HOOK_ID, self._note)
 
     def begun(self) -> Begun:
         """Return what was counted."""
-        operation, size, file, line = self._last
-        return Begun(self._count, f"{operation}{size}", file, line)
+        return Begun(self._count, *self._last)
 
     def _note(self, call: Any) -> None:
         name = call.name.name
@@ -61,7 +60,7 @@ class CollectiveCount:
             while frame is not None and not _is_users(frame.f_code.co_filename):
                 frame = frame.f_back
             place = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-            self._last = (name.lower(), _size_of(call.input_tensors or call.output_tensors), *place)
+            self._last = (name.lower() + _size_of(call.input_tensors or call.output_tensors), *place)
 
 
 def _size_of(tensors: Any) -> str:

@@ -81,14 +81,17 @@ class Namespace:
     # -------------------------------------------------------------- descriptions
     def describe(self) -> tuple[Bound, ...]:
         """Return what is bound."""
-        found = list(self.names.items())  # at once: a thread of the user may bind others
-        shown = [(name, value) for name, value in found if _is_shown(name)]
+        shown = [(name, value) for name, value in self._named().items() if _is_shown(name)]
         return tuple(_describe(name, value) for name, value in shown[-_MAX_NAMES:])
 
     def private(self) -> tuple[str, ...]:
         """Return the names that begin with an underscore."""
-        names: list[Any] = list(self.names)
-        return tuple(name for name in names if isinstance(name, str) and name.startswith("_"))
+        return tuple(name for name in self._named() if name.startswith("_"))
+
+    def _named(self) -> dict[str, Any]:
+        """Return the names as they are now: a thread of the user may bind others, and ``globals()[5] = 1`` is none."""
+        found: list[tuple[Any, Any]] = list(self.names.items())
+        return {name: value for name, value in found if isinstance(name, str)}
 
     def answer(self, question: Question) -> Any:
         """Answer a question of the kernel.
@@ -113,14 +116,14 @@ class Namespace:
         return None  # "names" and "push": `Names` follows in any case
 
     def _complete(self, text: str) -> list[str]:
-        names: list[tuple[Any, Any]] = list(self.names.items())
-        completer = rlcompleter.Completer({name: value for name, value in names if isinstance(name, str)})
+        completer = rlcompleter.Completer(self._named())
         found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
         return sorted({name.rstrip("() ") for name in found})[:_MAX_COMPLETIONS]
 
     def _find_unsendable(self) -> dict[str, str]:
         """Find the names that `_dump` leaves out; return the reason for each that the user knows."""
-        self._unsendable = {name: reason for name, value in self._to_dump() if (reason := self._why_not(name, value))}
+        found = self._to_dump().items()
+        self._unsendable = {name: reason for name, value in found if (reason := self._why_not(name, value))}
         return {name: reason for name, reason in self._unsendable.items() if _is_shown(name)}
 
     def _why_not(self, name: str, value: Any) -> str:
@@ -128,16 +131,16 @@ class Namespace:
         error = pickling.explain(value, f"`{name}`", probe)
         return f"`{name}` holds a {probe.found}, whose process group ends" if probe.found else str(error or "")
 
-    def _to_dump(self) -> list[tuple[str, Any]]:
-        found: list[tuple[Any, Any]] = list(self.names.items())  # ``globals()[5] = 1`` is possible
-        return [each for each in found if isinstance(each[0], str) and not each[0].startswith("__")]
+    def _to_dump(self) -> dict[str, Any]:
+        found = self._named().items()
+        return {name: value for name, value in found if not name.startswith("__") and name not in PROVIDED}
 
     def _dump(self) -> Payload:
         """Return a payload that binds all names that can be sent. `_find_unsendable` comes first."""
         names = {
             name: SentName(value, self._digests.get(name, b""), is_forced=True, ranks=(self._rank,))
-            for name, value in self._to_dump()
-            if name not in PROVIDED and name not in self._unsendable
+            for name, value in self._to_dump().items()
+            if name not in self._unsendable
         }
         question = Question("push", ranks=(self._rank,))
         self._keys = {id(thing): key for key, thing in definitions.kept_things()}
@@ -182,8 +185,8 @@ def _holds_group(kind: type) -> bool:
     return not _OF_GROUPS.isdisjoint(each.__name__ for each in kind.__mro__)
 
 
-def _is_shown(name: object) -> bool:
-    return isinstance(name, str) and not name.startswith("_") and name not in PROVIDED
+def _is_shown(name: str) -> bool:
+    return not name.startswith("_") and name not in PROVIDED
 
 
 def _describe(name: str, value: Any) -> Bound:
