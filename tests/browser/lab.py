@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import nbformat
 from playwright.sync_api import Browser, BrowserContext, Error, Page, sync_playwright
@@ -89,15 +91,14 @@ def write_settings(folder: Path, chosen: Mapping[str, Any]) -> None:
 
 
 def _address(server: subprocess.Popen[bytes], runtime: Path, log: Path) -> str:
-    """Wait for the file in which the server says where it listens."""
+    """Wait until the server answers; it writes the file with its address before it listens."""
     deadline = time.monotonic() + LONG
     while server.poll() is None and time.monotonic() < deadline:
         for file in runtime.glob("jpserver-*.json"):
-            try:
-                info = json.loads(file.read_text())
-            except json.JSONDecodeError:
-                continue  # it is being written
-            return str(info["url"])
+            with contextlib.suppress(json.JSONDecodeError, URLError):  # half written; not listening yet
+                url = str(json.loads(file.read_text())["url"])
+                urllib.request.urlopen(f"{url}api").close()
+                return url
         time.sleep(0.1)
     raise AssertionError(f"JupyterLab did not come up:\n{log.read_text()[-3000:]}")
 
