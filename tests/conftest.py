@@ -134,7 +134,11 @@ class _Belongings:
 
     def more_than_then(self) -> str:
         """What there is now and was not then; empty if nothing."""
-        return self._more() and (gc.collect(), self._more())[1]  # what only waits for the collector is no leak
+        more = self._more()
+        if more and not more.startswith("process"):
+            gc.collect()  # what only waits for the collector is no leak; it takes long, so not while processes end
+            more = self._more()
+        return more
 
     def _more(self) -> str:
         now = self.now()

@@ -142,7 +142,10 @@ def _training(options: argparse.Namespace) -> Part:
 
 
 def _sessions(options: argparse.Namespace) -> Part:
-    figures = sessions.measure(1, 1 << 20) if options.quick else sessions.measure(10 * options.rounds, 64 << 20)
+    if options.quick:
+        figures = sessions.measure(1, 1 << 20, 10)
+    else:
+        figures = sessions.measure(10 * options.rounds, 64 << 20, 2000)
     return {"sessions": figures.as_json()}, sessions.table(figures)
 
 

@@ -2,6 +2,7 @@
 
 Each way runs in a real kernel of its own, with the default panel; the ways take turns. Seconds are those of the whole
 cell, from its request until the kernel is idle. ipyparallel is measured where it is installed (the extra ``bench``).
+A long session follows: what the kernel and its ranks hold after the first cells, and after many.
 """
 
 from __future__ import annotations
@@ -74,6 +75,21 @@ WAYS = (
 )
 
 
+_HELD = """
+import os
+from pathlib import Path
+
+def held():
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "memory, MB": round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1),
+    }
+"""
+_LOGS = "len(os.listdir(os.environ['NBLAUNCH_STATE_DIR']))"
+
+
 @dataclass
 class Figures:
     """Seconds of each measure by way; none where a way has no such thing, or is not installed."""
@@ -81,31 +97,50 @@ class Figures:
     seconds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     size: int = 0
     """Bytes of the tensor."""
+    held: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By number of cells: what the kernel and rank 0 hold, and the log directories on disk."""
 
     def as_json(self) -> dict[str, Any]:
         """For the file."""
         return asdict(self)
 
 
-def measure(rounds: int, size: int, ways: Sequence[Way] = WAYS) -> Figures:
-    """Measure each cell this often with each way.
+def measure(rounds: int, size: int, cells: int, ways: Sequence[Way] = WAYS) -> Figures:
+    """Measure each cell this often with each way, and then a long session.
 
     Args:
         rounds: Measurements of each cell.
         size: Bytes of the tensor that is pushed.
+        cells: Cells of the long session, each with an all_reduce.
         ways: Those to measure.
     """
     figures = Figures({each: {way.name: [] for way in ways} for each in CELLS}, size)
     with contextlib.ExitStack() as stack:
         kernels = {way: kernel for way in ways if (kernel := stack.enter_context(_started(way))) is not None}
         for each, by_way in figures.seconds.items():
-            cells = {way: way.cell(each).format(size=size) for way in kernels if way.cell(each)}
-            for way, cell in cells.items():
+            bodies = {way: way.cell(each).format(size=size) for way in kernels if way.cell(each)}
+            for way, cell in bodies.items():
                 kernels[way].run(cell).check()  # the first pays for imports
             for _ in range(rounds):
-                for way, cell in cells.items():
+                for way, cell in bodies.items():
                     by_way[way.name].append(kernels[way].run(cell).check().seconds)
+    figures.held = _held_over(cells)
     return figures
+
+
+def _held_over(cells: int) -> dict[int, dict[str, float]]:
+    """Run this many cells in one session; return what is held after a tenth of them, and after all."""
+    found: dict[int, dict[str, float]] = {}
+    with _started(OURS) as kernel:
+        assert kernel is not None
+        kernel.run(_HELD).check()
+        for number in range(1, cells + 1):
+            kernel.run(OURS.cell(CELLS[1])).check()
+            if number in (cells // 10, cells):
+                by_process = kernel.ask("{'the kernel': held(), 'a rank': s.run(held)[0]}")
+                found[number] = {f"{name} of {of}": n for of, held in by_process.items() for name, n in held.items()}
+                found[number]["log directories"] = kernel.ask(_LOGS)
+    return found
 
 
 @contextlib.contextmanager
@@ -133,4 +168,9 @@ def table(figures: Figures) -> str:
         cells = [shown(1000 * statistics.median(values), 1, base) if values else "" for values in by_way.values()]
         what = f"{name}, {figures.size / _MB:.0f} MB" if name == CELLS[2] else name
         rows.append(f"| {what} | {' | '.join(cells)} |")
-    return "\n".join([*rows, "", "In brackets: the ratio to ipyparallel."])
+    counts = list(figures.held)
+    rows += ["", "In brackets: the ratio to ipyparallel. A long session, each cell with an all_reduce:", ""]
+    rows += [f"| held after | {' | '.join(f'{count:,} cells' for count in counts)} |", "|---" * (len(counts) + 1) + "|"]
+    for name in figures.held[counts[0]]:
+        rows.append(f"| {name} | {' | '.join(f'{figures.held[count][name]:g}' for count in counts)} |")
+    return "\n".join(rows)

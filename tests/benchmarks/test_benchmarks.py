@@ -33,9 +33,12 @@ def test_a_launch_over_data_is_measured() -> None:
 
 
 def test_cells_of_a_session_are_measured() -> None:
-    found = sessions.measure(1, 1 << 20, (sessions.OURS,))
+    found = sessions.measure(1, 1 << 20, 10, (sessions.OURS,))
     assert all(0 < seconds < math.inf for by_way in found.seconds.values() for (seconds,) in by_way.values())
-    assert sessions.table(found).splitlines()[0] == "| median of 1, milliseconds | nblaunch, session |"
+    rows = sessions.table(found).splitlines()
+    assert rows[0] == "| median of 1, milliseconds | nblaunch, session |"
+    assert "| held after | 1 cells | 10 cells |" in rows
+    assert {len(held) for held in found.held.values()} == {7}
 
 
 def captured_row(found: data.Captured) -> str:

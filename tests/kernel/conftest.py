@@ -25,7 +25,8 @@ def _loaded_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="module")
 def shared_kernel(_loaded_kernel: Kernel) -> Kernel:
     """A kernel with the extension loaded, its fork server up and an empty notebook, which sees no GPU."""
-    _loaded_kernel.run("%reset -f\nfrom nblaunch import notebook_launcher").check()
+    clean = "%reset -f\nimport warnings\nwarnings.resetwarnings()\nfrom nblaunch import notebook_launcher"
+    _loaded_kernel.run(clean).check()
     return _loaded_kernel
 
 

@@ -67,7 +67,8 @@ def test_a_semicolon_keeps_the_value_back(kernel: Kernel) -> None:
 
 def test_every_ranks_value_is_shown_once(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed -n 3\nimport math\nmath.sqrt(16 + 9 * rank)").check()
-    assert (cell.stdout, cell.value) == ("[rank 1] 5.0\n[rank 2] 5.830951894845301\n", "4.0")
+    assert sorted(cell.stdout.splitlines()) == ["[rank 1] 5.0", "[rank 2] 5.830951894845301"]
+    assert cell.value == "4.0"
 
     assert kernel.run("%%distributed -n 2\nrank;  # said by none").check().stdout == ""
     assert kernel.run("%%distributed -n 2 -o bound\nrank").check().stdout == ""
