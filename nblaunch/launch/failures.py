@@ -56,6 +56,8 @@ class Account:
     ends: Sequence[RankEnd]
     files: LaunchFiles
     sources: Mapping[str, Source]
+    hint: str = ""
+    """What to do about a missing process group; empty if there is one."""
 
 
 def exception_for(cause: Cause, account: Account) -> Any:
@@ -79,6 +81,8 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     """Give the error its rank, the rank's traceback, and IPython's rendering."""
     error.rank = cause.rank
     _add_memory_note(error)
+    if account.hint and "process group" in failed.text:
+        _add_note(error, account.hint)
     text = _labelled(failed.traceback, account.sources)
     error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")
     _render_in_notebook(error, text, cause.rank, account)
@@ -282,4 +286,8 @@ def _add_memory_note(error: BaseException) -> None:
         f"The notebook itself holds {held / 1e9:.1f} GB of GPU memory: delete tensors there, "
         "then call torch.cuda.empty_cache()"
     )
+    _add_note(error, note)
+
+
+def _add_note(error: BaseException, note: str) -> None:
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # Python 3.10 has no add_note

@@ -32,6 +32,7 @@ from nblaunch.launch.output.pruning import prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.result import LaunchResult, Metrics, named
+from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_turn import Place, Turn
 from nblaunch.launch.supervisor import Attempt, Job
 from nblaunch.launch.turn_queue import BusyError
@@ -116,14 +117,22 @@ class Launch:
             raise StartError(f"{self.name} could not be started: {error} (ulimit -u)") from error
         except BaseException:  # the user's interrupt: the caller gets no handle
             self._abandon()
-            if self._thread.ident is None:
-                self._release()
+            self.discard()
             raise
 
     @property
     def done(self) -> bool:
         """Return True if the launch has finished, failed or been stopped."""
         return self._finished.is_set()
+
+    def discard(self) -> None:
+        """Release what the launch holds, unless it was started: its thread does so in the end."""
+        if self._thread.ident is None:
+            self._release()
+
+    def runs_in(self, ranks: SessionRanks) -> bool:
+        """Return True if it runs, or is to run, on these kept ranks."""
+        return self._place is not None and self._place.ranks is ranks
 
     @property
     def keeps_ranks(self) -> bool:
@@ -158,7 +167,7 @@ class Launch:
     def stop(self) -> None:
         """Interrupt the ranks: each gets one KeyboardInterrupt, and time for ``finally``. Returns at once.
 
-        A rank that does not handle it within 3 s is killed.
+        A rank that does not handle it within 3 s is killed; in a session, only after its whole grace period.
         """
         self._commands.ask()
 
@@ -185,10 +194,9 @@ class Launch:
         return {}
 
     def __repr__(self) -> str:
-        seconds = time.monotonic() - self._begin
-        state = (
-            f"running for {seconds:.0f} s" if not self.done else ("failed" if self._error is not None else "finished")
-        )
+        state = "failed" if self._error is not None else "finished"
+        if not self.done:
+            state = f"running for {time.monotonic() - self._begin:.0f} s"
         return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
 
     def join(self) -> LaunchResult:
@@ -265,7 +273,8 @@ class Launch:
     def _release(self) -> None:
         _live.pop(self.id, None)
         self._commands.close()
-        self._close_parcel()
+        if self._shipment.parcel is not None:
+            self._shipment.parcel.close()
         if self._place is not None:
             self._place.ranks.queue.discard(self._place.ticket)
             self._place = replace(self._place, names={})
@@ -292,10 +301,6 @@ class Launch:
             _noted.add(key)
             parts = named(dict(sent.parts))
             self._view.on(Note(f"the ranks are sent {in_words(sent.size)}, and share one copy in memory: {parts}"))
-
-    def _close_parcel(self) -> None:
-        if self._shipment.parcel is not None:
-            self._shipment.parcel.close()
 
     def _attempt(self, number: int) -> bool:
         """Run one attempt; return True if another follows."""
@@ -357,7 +362,7 @@ class Launch:
         """Keep the result, or return the error that explains why there is none."""
         self._returned, error = load_results(attempt.results, files)
         ends = [rank.end for rank in attempt.task.present]
-        account = failures.Account(self.name, ends, files, self._shipment.sources)
+        account = failures.Account(self.name, ends, files, self._shipment.sources, attempt.hint)
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))

@@ -15,6 +15,11 @@ from nblaunch.launch.session import Session
 from nblaunch.machine import argument_checks
 
 DEFAULT_NAME = "main"
+OPTIONS = {
+    *("device", "backend", "start_method", "threads_per_rank", "env", "mixed_precision", "stop_grace"),
+    "metric_patterns",
+}
+"""What `session` accepts besides its own parameters."""
 _sessions: dict[str, Session] = {}
 """By name."""
 _active: str = ""
@@ -55,9 +60,9 @@ def session(
         raise ArgumentError(f"name={name!r}: must be a Python name")
     if find(name) is not None:
         raise ArgumentError(
-            f"name={name!r}: this session lives already; stop it with %distributed session stop, or choose another name"
+            f"name={name!r}: this session is already running; %distributed session stop ends it, or choose another name"
         )
-    unknown = set(options) - _OPTIONS
+    unknown = set(options) - OPTIONS
     if unknown:
         raise ArgumentError(f"{min(unknown)}={options[min(unknown)]!r}: a session has no such option")
     timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
@@ -70,12 +75,6 @@ def session(
     return made
 
 
-_OPTIONS = {
-    *("device", "backend", "start_method", "threads_per_rank", "env", "mixed_precision", "stop_grace"),
-    "metric_patterns",
-}
-
-
 def main_names() -> dict[str, Any]:
     """Return the names of a script's main module."""
     return vars(sys.modules["__main__"])
@@ -85,15 +84,15 @@ def _register(session: Session, is_live: bool) -> None:
     """Note a session that cells run in from now on, or one that was stopped."""
     global _active, _idle
     if is_live:
+        _sessions.pop(session.name, None)  # the one used last is the last
         _sessions[session.name] = session
         _active, _idle = session.name, ""
         return
     if _sessions.get(session.name) is not session:  # it was stopped before; another may have its name
         return
-    _idle = session.name if session.was_idle else ""
     del _sessions[session.name]
     if _active == session.name:
-        _active = next(reversed(_sessions), "")
+        _active, _idle = next(reversed(_sessions), ""), session.name if session.was_idle else ""
 
 
 def find(name: str | None = None) -> Session | None:
@@ -111,9 +110,3 @@ def take_idle() -> str:
 def live_sessions() -> Mapping[str, Session]:
     """Return the sessions by name."""
     return dict(_sessions)
-
-
-def stop_all() -> None:
-    """Stop every session."""
-    for each in list(_sessions.values()):
-        each.stop()

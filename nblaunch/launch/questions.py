@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -62,8 +63,7 @@ class Questions:
         stop = threading.Event()
 
         def work() -> dict[int, list[int]]:
-            ticket = self._ranks.queue.enqueue()
-            with self._ranks.claimed(ticket, lambda: stop.is_set() or time.monotonic() > deadline, stop.set):
+            with self._ranks.claimed("", lambda: stop.is_set() or time.monotonic() > deadline, stop.set):
                 return self.ask_now(question, names, home=home, deadline=deadline, stop=stop)
 
         return in_thread(lambda: _unpacked(work()), stop)
@@ -95,7 +95,8 @@ class Questions:
             home=home,
         )
         try:
-            return self.send(parcel.fds, question.ranks, names or {}, deadline, stop)
+            may_free = question.kind in ("value", "repr") and deadline == float("inf")  # user code without a limit
+            return self.send(parcel.fds, question.ranks, names or {}, deadline, stop, may_free)
         finally:
             parcel.close()
 
@@ -106,6 +107,7 @@ class Questions:
         names: Mapping[str, SentName],
         deadline: float,
         stop: threading.Event,
+        may_free: bool = False,
     ) -> dict[int, list[int]]:
         """Send a packed question to ranks that the caller has claimed; see `ask_now`.
 
@@ -115,20 +117,23 @@ class Questions:
             names: Names that it binds.
             deadline: By the monotonic clock.
             stop: Ends the question when it is set.
+            may_free: Free ranks that wait in a collective then, at the price of the process group. Default: False.
         """
         ranks = self._ranks
         task = ranks.new_question()
         try:
-            task.send(ranks.world, fds)
-            self._await(task, deadline, stop)
+            task.send(ranks.world, fds, path=ranks.path)
+            self._await(task, deadline, stop, may_free)
             ranks.finish(task, names, Settings())
             ranks.check_group()
             refusal, ranks.group.refusal = ranks.group.refusal, ""  # it concerns the rank that was restarted
             if refusal:
                 raise StartError(refusal)
-            for rank in task.present if wanted is None else [task.ranks[number] for number in wanted]:
-                if rank.failed is not None:
-                    raise _exception(rank.failed)
+            asked = task.present if wanted is None else [task.ranks[number] for number in wanted]
+            failed = [rank.failed for rank in asked if rank.failed is not None]
+            if failed:  # the first, unless it comes from a collective that another failure has ended
+                raise _exception(min(failed, key=lambda each: (bool(each.collective), each.time_ns)))
+            for rank in asked:
                 if rank.member.exited is not None:
                     restart = f"%distributed session restart --rank {rank.rank} starts another"
                     raise RankDiedError(f"rank {rank.rank} is dead: {restart}", rank.rank)
@@ -138,18 +143,31 @@ class Questions:
         finally:
             task.close()
 
-    def _await(self, task: Task, deadline: float, stop: threading.Event) -> None:
-        """Wait for the answers; once the time is over, interrupt the ranks, and wait a little longer."""
-        group, give_up_at = self._ranks.group, float("inf")
+    def _await(self, task: Task, deadline: float, stop: threading.Event, may_free: bool) -> None:
+        """Wait for the answers. Once the time is over or a rank has failed, interrupt the ranks that have not answered.
+
+        Where `may_free`, ranks that wait in a collective are freed from it, and the process group is replaced.
+        """
+        group, never = self._ranks.group, float("inf")
+        give_up_at = free_at = never
         while not (task.is_over or group.is_over or group.refusal):
             for event in group.wait(min(timeouts.LOG_POLL_S, max(0.0, deadline - time.monotonic()))):
                 task.take(event)
             now = time.monotonic()
-            if give_up_at == float("inf") and (stop.is_set() or now > deadline):
-                deadline, give_up_at = float("inf"), now + timeouts.QUESTION_STOP_TIMEOUT_S
-                for rank in task.present:
-                    if not rank.is_over:
-                        group.interrupt(rank.rank, task.number)
+            if give_up_at == never and any(rank.has_failed for rank in task.present):
+                deadline = min(deadline, now + timeouts.PEER_FAILURE_WAIT_S)
+            asked = [rank.rank for rank in task.present if not rank.is_over]
+            if give_up_at == never and (stop.is_set() or now > deadline):
+                deadline = never
+                give_up_at = now + (timeouts.QUESTION_FREE_TIMEOUT_S if may_free else timeouts.QUESTION_STOP_TIMEOUT_S)
+                free_at = now + timeouts.FREE_AFTER_FAILURE_S if may_free else never
+                for number in asked:
+                    group.interrupt(number, task.number)
+            if now > free_at and asked:
+                free_at = now + timeouts.FREE_INTERVAL_S
+                self._ranks.generation += 1
+                for number in asked:
+                    group.free(number, task.number)
             if now > give_up_at:
                 return
 
@@ -206,8 +224,10 @@ def close_all(answers: Mapping[int, Sequence[int]]) -> None:
 
 
 def _exception(failed: Failed) -> BaseException:
-    """Return the exception of a rank that could not answer."""
-    error: BaseException | None = failures.rebuilt(failed)
-    if error is not None:
-        return error
-    return RankRaisedError(f"rank {failed.rank} raised {failed.type_name}: {failed.text}", failed.rank)
+    """Return the exception of a rank that could not answer, with its rank and traceback."""
+    said = f"rank {failed.rank} raised {failed.type_name}: {failed.text}"
+    error: Any = failures.rebuilt(failed) or RankRaisedError(said, failed.rank)
+    with contextlib.suppress(Exception):  # a user's __setattr__
+        error.rank = failed.rank
+        error.__cause__ = failures.RankTraceback(f"on rank {failed.rank}:\n{failed.traceback}")
+    return error  # type: ignore[no-any-return]  # Any, to give it attributes

@@ -15,7 +15,7 @@ from nblaunch.errors import ArgumentError, NblaunchError, StartError, warn
 from nblaunch.launch import session_payload
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
-from nblaunch.launch.handle import Launch
+from nblaunch.launch.handle import Launch, live_launches
 from nblaunch.launch.payload import name_of
 from nblaunch.launch.plan import Plan, changed
 from nblaunch.launch.questions import Questions
@@ -25,7 +25,7 @@ from nblaunch.launch.session_payload import SessionTask
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_restart import Restart
 from nblaunch.launch.session_state import RankHolding, SessionState
-from nblaunch.launch.session_turn import Place
+from nblaunch.launch.session_turn import Place, stale_names
 from nblaunch.launch.turn_queue import BusyError, Ticket
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.transfer.parameters import PROVIDED
@@ -161,21 +161,26 @@ class Session:
         self._check_open()
         plan = changed(self._plan, **changes)
         shown = host().view(view)
-        ticket = self._ranks.queue.enqueue(label)  # before packing, which may take long: the session is not idle
+        queue, ticket, launch = self._ranks.queue, Ticket(label), None
         try:
-            task = pack(ticket)
-            launch = Launch(plan, task.payload, task.shipment, shown, Place(self.name, self._ranks, ticket, task.names))
-        except BaseException as error:
-            self._ranks.queue.discard(ticket)
-            if isinstance(error, NblaunchError):
+            queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
+            try:
+                task = pack(ticket)
+            except NblaunchError as error:
                 raise error.with_traceback(None) from None  # the frames below are nblaunch's own
+            launch = Launch(plan, task.payload, task.shipment, shown, Place(self.name, self._ranks, ticket, task.names))
+            if not queue.is_closed:
+                self._register(self, True)
+            if block:
+                return launch.join()
+            launch.begin()
+            return launch
+        except BaseException:  # an interrupt, too
+            if launch is None:
+                queue.discard(ticket)
+            else:
+                launch.discard()
             raise
-        if not self._ranks.queue.is_closed:
-            self._register(self, True)
-        if block:
-            return launch.join()
-        launch.begin()
-        return launch
 
     # -------------------------------------------------------------- names
     def push(self, *, ranks: Sequence[int] | None = None, **values: Any) -> None:
@@ -270,7 +275,7 @@ class Session:
         """Start ranks again, dead or alive, and replace the process group.
 
         Args:
-            ranks: The ranks. Default: all.
+            ranks: The ranks. Default: all, which then have the notebook's present working directory.
             keep: Give each new rank the variables of the old one, if it lives and they can be sent. Default: False.
                 A warning names those that cannot.
 
@@ -290,11 +295,28 @@ class Session:
         self._check_open()
         self._ranks.generation += 1
 
+    def stale_names(self) -> str:
+        """Return which names are useless since the process group was replaced, in words; empty if none."""
+        return stale_names(self._ranks)
+
     def stop(self) -> None:
-        """End the ranks. A task that runs is stopped first. Idempotent."""
-        self._ranks.queue.close()
-        self._ranks.end()
-        self._register(self, False)
+        """End the ranks. A task that runs is stopped first; an interrupt meanwhile kills the ranks. Idempotent."""
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                self._ranks.queue.close()
+                break
+            except KeyboardInterrupt as another:
+                interrupt = another
+                for launch in live_launches():
+                    if launch.runs_in(self._ranks):
+                        launch.kill()
+        try:
+            self._ranks.end()
+        finally:
+            self._register(self, False)
+        if interrupt is not None:
+            raise interrupt
 
     @property
     def is_open(self) -> bool:

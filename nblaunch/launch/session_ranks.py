@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
@@ -51,6 +52,7 @@ class SessionRanks:
         queue: The tasks that run or wait.
         is_ended: The ranks were let go.
         idle_since: When the last task ended, by the monotonic clock.
+        own_path: The ``sys.path`` of ranks that were restarted with their names, which may need it.
     """
 
     group: WorkerGroup
@@ -64,6 +66,7 @@ class SessionRanks:
         self.queue = TurnQueue()
         self.is_ended = False
         self.idle_since = time.monotonic()
+        self.own_path: list[str] = []
         self._engine = engine
         self._tasks = 0
         self._commands = Commands()
@@ -98,7 +101,10 @@ class SessionRanks:
             self._opened = opened.pop_all()
 
     def _environment(self, rank: int) -> Mapping[str, str]:
-        return self.plan.environment(rank, self._port, self.id, 0, self._files.error(rank))
+        variables = self.plan.environment(rank, self._port, self.id, 0, self._files.error(rank))
+        if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in self.plan.env:
+            variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"  # abort the communicator, not the process
+        return variables
 
     def end(self) -> None:
         """Let the ranks exit, kill those that do not, and release everything. Idempotent."""
@@ -106,15 +112,20 @@ class SessionRanks:
             return
         self.is_ended = True
         try:
-            self.group.end()
-            deadline = time.monotonic() + timeouts.KEPT_EXIT_TIMEOUT_S
-            while not self.group.is_over:
-                self._drain(timeouts.LOG_POLL_S)
-                if time.monotonic() > deadline:
-                    deadline += timeouts.KEPT_EXIT_TIMEOUT_S
-                    self._kill(self.group.live)
+            if not self.group.is_over:
+                self.group.end()
+            self._await_exits()
         finally:
             self._opened.close()  # the reaper kills what is left
+
+    def _await_exits(self) -> None:
+        """Wait for the end of the group; kill ranks that do not exit in time."""
+        deadline = time.monotonic() + timeouts.KEPT_EXIT_TIMEOUT_S
+        while not self.group.is_over:
+            self._drain(timeouts.LOG_POLL_S)
+            if time.monotonic() > deadline:
+                deadline += timeouts.KEPT_EXIT_TIMEOUT_S
+                self._kill(self.group.live)
 
     def _kill(self, ranks: Collection[int]) -> None:
         for rank in ranks:
@@ -131,7 +142,7 @@ class SessionRanks:
     @contextlib.contextmanager
     def claimed(
         self,
-        ticket: Ticket,
+        ticket: Ticket | str,
         give_up: Callable[[], bool] = lambda: False,
         stop: Callable[[], None] = lambda: None,
         *,
@@ -141,7 +152,7 @@ class SessionRanks:
         """Wait for the turn of a ticket, and have the ranks until the end of the block.
 
         Args:
-            ticket: From `queue.enqueue`.
+            ticket: One that was enqueued, or the label of a new one.
             give_up: Return True to wait no longer.
             stop: Called when the session is to end meanwhile.
             needs_ranks: Whether the reaper and a rank must be alive.
@@ -152,12 +163,16 @@ class SessionRanks:
             StartError: The session has ended.
         """
         has_turn = False
+        own = Ticket(ticket) if isinstance(ticket, str) else ticket
         try:
-            self.queue.wait_for(ticket, give_up, stop)
+            if own is not ticket:
+                self.queue.enqueue(own)
+            self.queue.wait_for(own, give_up, stop)
             if self.queue.is_closed:
                 raise StartError("the session has ended: start another with %distributed session")
             has_turn = True
-            self._drain(0.0)  # a rank may have died meanwhile
+            if not self.group.is_over:
+                self._drain(0.0)  # a rank may have died meanwhile
             if needs_ranks:
                 self.check_group()
             if needs_ranks and not self.present:
@@ -170,7 +185,7 @@ class SessionRanks:
             finally:
                 if is_task:
                     self.idle_since = time.monotonic()
-                self.queue.discard(ticket)
+                self.queue.discard(own)
 
     def check_group(self) -> None:
         """Raise an error if the reaper is dead, and every rank with it.
@@ -197,6 +212,11 @@ class SessionRanks:
         """The ranks that have died."""
         return [rank for rank in range(self.plan.world_size) if rank not in self.group.live]
 
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The entries that the ranks' ``sys.path`` must have: the notebook's of now, and those of earlier ranks."""
+        return (*map(str, sys.path), *self.own_path)
+
     def world(self, rank: int) -> World:
         """Return the rendezvous of a rank's next task; without a process group while a rank is dead."""
         world = self.plan.world(rank, self._port)
@@ -205,10 +225,7 @@ class SessionRanks:
     def look(self) -> None:
         """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""
         if not (self.queue or self.is_ended):
-            with (
-                contextlib.suppress(NblaunchError),
-                self.claimed(self.queue.enqueue(), needs_ranks=False, is_task=False),
-            ):
+            with contextlib.suppress(NblaunchError), self.claimed("", needs_ranks=False, is_task=False):
                 pass
 
     def new_question(self) -> Task:
@@ -242,9 +259,29 @@ class SessionRanks:
             if rank.failed is not None and rank.failed.type_name.endswith("LostReferenceError"):
                 self.sent.forget(rank.rank)  # the next task sends everything
         has_died = any(rank.member.exited is not None for rank in task.present)
-        is_disturbed = task.ladder is not None or any(rank.done is None for rank in task.present)
+        has_failed = any(rank.done is None for rank in task.present)
+        is_disturbed = task.ladder is not None or (has_failed and not _is_in_step(task))
         if has_died or (is_disturbed and not task.is_question):
             self.generation += 1
+
+    @property
+    def stale(self) -> list[Bound]:
+        """The names of the ranks that are useless once the process group was replaced."""
+        return [each for rank in self.present for each in self.bound[rank] if each.of_group]
+
+    def give_up(self, task: Task) -> None:
+        """End a task whose turn failed on the kernel's side, such as for want of descriptors: it must not run on."""
+        deadline = time.monotonic() + timeouts.QUESTION_FREE_TIMEOUT_S
+        self.generation += 1
+        for rank in task.present:
+            if not rank.is_over:
+                self.group.interrupt(rank.rank, task.number)
+                self.group.free(rank.rank, task.number)
+        with contextlib.suppress(OSError):
+            while not (task.is_over or self.group.is_over or time.monotonic() > deadline):
+                for event in self.group.wait(timeouts.LOG_POLL_S):
+                    task.take(event)
+        self.finish(task, {}, Settings())
 
     # -------------------------------------------------------------- other ranks in their place
     def replace_ranks(self, ranks: Collection[int]) -> None:
@@ -268,14 +305,32 @@ class SessionRanks:
         self.generation += 1
 
     def renew(self) -> None:
-        """Start all ranks again, with another reaper. Call it within `claimed`."""
+        """Start all ranks again, with another reaper and the notebook's present folder. Call it within `claimed`.
+
+        Raises:
+            StartError: The system refuses. Another attempt may succeed.
+        """
+        if not self.group.is_over:
+            self.group.end()
+            self._await_exits()
+        self.group.is_lost = True  # until the others have started
         self._opened.close()
         self._commands = Commands()
         for rank in range(self.plan.world_size):
             self._forget(rank)
+        self.generation += 1
         self.start()
 
     def _forget(self, rank: int) -> None:
         self.sent.forget(rank)
         self.bound[rank] = ()
         self.unset.add(rank)
+
+
+def _is_in_step(task: Task) -> bool:
+    """Return True if the ranks have left a failed task with the same collectives behind them: the group is intact."""
+    if any(rank.failed is not None and rank.failed.collective for rank in task.present):
+        return False
+    begun = [rank.names.begun for rank in task.present if rank.names is not None]
+    is_known = len(begun) == len(task.present) and all(each.is_counted and not each.transfers for each in begun)
+    return is_known and len({each.count for each in begun}) == 1

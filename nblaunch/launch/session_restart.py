@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 from nblaunch.errors import RankLostError
 from nblaunch.launch.questions import Questions, close_all, in_thread
 from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.machine import timeouts
 from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.session_messages import Question
 
 
 class Restart:
-    """One restart: what the old ranks have is asked, the new ones are given, in one turn of the queue.
+    """Restarts ranks in one turn of the queue: asks the old ranks for their names, then sends these to the new ranks.
 
     Args:
         ranks: The ranks of the session.
@@ -37,38 +39,51 @@ class Restart:
 
         Raises:
             StartError: The system refuses.
-            KeyboardInterrupt: The user has interrupted the caller. Ranks that still lived are as before.
+            KeyboardInterrupt: The user has interrupted the caller. As long as the old ranks live, nothing has changed.
+                Later, the restart goes on; only names whose loading is interrupted are lost.
         """
         in_thread(lambda: self._run(chosen, keep), self._stop)
 
     def _run(self, chosen: Collection[int], keep: bool) -> None:
         ranks = self._ranks
-        ticket = ranks.queue.enqueue("the restart")
-        with ranks.claimed(ticket, self._stop.is_set, self._stop.set, needs_ranks=False):
-            dumps: dict[int, list[int]] = {}
+        with ranks.claimed("the restart", self._stop.is_set, self._stop.set, needs_ranks=False):
+            dumps = self._dumps(chosen) if keep else {}
             try:
-                try:
-                    ranks.check_group()
-                    dumps = self._dumps([rank for rank in chosen if rank in ranks.present]) if keep else {}
-                    ranks.replace_ranks(chosen)
-                except RankLostError:  # the reaper was killed, and every rank with it
-                    ranks.renew()
-                close_all(self._questions.ask_now(Question("names"), stop=self._stop))
+                self._replace(chosen)
+                self._stop.clear()  # now the names are in the dumps alone: an interrupt must not cost them
+                deadline = time.monotonic() + timeouts.RANK_ANSWER_TIMEOUT_S
+                close_all(self._questions.ask_now(Question("names"), deadline=deadline, stop=threading.Event()))
                 while dumps:
                     self._load(*dumps.popitem())
             finally:
+                self.lost += [f"rank {rank}: all names, as the ranks could not be restarted" for rank in dumps]
                 close_all(dumps)
 
-    def _dumps(self, chosen: Sequence[int]) -> dict[int, list[int]]:
+    def _replace(self, chosen: Collection[int]) -> None:
+        ranks = self._ranks
+        if not ranks.group.is_over and len(set(chosen)) < ranks.plan.world_size:
+            try:
+                ranks.replace_ranks(chosen)
+                return
+            except RankLostError:  # the reaper was killed, and every rank with it
+                pass
+        ranks.renew()
+
+    def _dumps(self, chosen: Collection[int]) -> dict[int, list[int]]:
         """Return a packed question for each rank: it binds the names that the old process has."""
-        if not chosen:
+        present = [rank for rank in chosen if rank in self._ranks.present and not self._ranks.group.is_over]
+        self.lost += [f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in present]
+        if not present:
             return {}
-        reasons = self._questions.ask_now(Question("unsendable", ranks=tuple(chosen)), stop=self._stop)
+        reasons = self._questions.ask_now(Question("unsendable", ranks=tuple(present)), stop=self._stop)
         for rank in sorted(reasons):
             found: Mapping[str, str] | None = unpack(reasons.pop(rank))
             self.lost += [f"rank {rank}: {reason}" for reason in (found or {}).values()]
-        dumps = self._questions.ask_now(Question("dump", ranks=tuple(chosen)), stop=self._stop)
-        close_all({rank: dumps.pop(rank) for rank in list(dumps) if rank not in chosen})
+        paths = self._questions.ask_now(Question("value", "__import__('sys').path", tuple(present)), stop=self._stop)
+        self._ranks.own_path = sorted({str(entry) for rank in present for entry in unpack(paths.pop(rank))})
+        close_all(paths)
+        dumps = self._questions.ask_now(Question("dump", ranks=tuple(present)), stop=self._stop)
+        close_all({rank: dumps.pop(rank) for rank in list(dumps) if rank not in present})
         return dumps
 
     def _load(self, rank: int, parcel: Sequence[int]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
@@ -65,6 +66,8 @@ class Turn:
     ) -> None:
         self.job, self.files, self.view, self.commands = job, files, view, commands
         self.results: dict[int, list[int]] = {}
+        self.hint = ""
+        """What to do about a missing process group; empty if there is one."""
         self._ranks, self._ticket, self._names = place.ranks, place.ticket, place.names
 
     @property
@@ -81,10 +84,14 @@ class Turn:
             RankError: The ranks are lost.
         """
         ranks = self._ranks
+        first, *_ = ranks.queue.labels or [""]
         if not ranks.queue.is_first(self._ticket):
-            self.view.on(Note("queued: the session runs another cell"))
+            self.view.on(Note(f"queued: the session runs {first or 'a question'}"))
         with contextlib.ExitStack() as opened:
             opened.enter_context(ranks.claimed(self._ticket, lambda: self.commands.stop, self.commands.ask))
+            refusal, self.group.refusal = self.group.refusal, ""  # of a restart that was interrupted
+            if refusal:
+                raise StartError(refusal)
             self.group.workers.listen_to(self.commands)
             absent = ranks.absent
             grace = self.job.plan.stop_grace
@@ -93,25 +100,29 @@ class Turn:
             self.task = ranks.new_task(self.view, self.commands, self.job.sources, grace, deadline)
             opened.callback(self.task.close)
             if absent:
-                self.view.on(
-                    Note(
-                        f"rank {absent[0]} is dead: no process group. `%distributed session restart --rank "
-                        f"{absent[0]}` starts another rank and makes one"
-                    )
+                self.hint = (
+                    f"rank {absent[0]} is dead, so there is no process group: `%distributed session restart "
+                    f"--rank {absent[0]}` restarts it and creates the group"
                 )
+                self.view.on(Note(self.hint))
             if self._names:
                 self._note_sent()
-            self.task.send(ranks.world, self.job.parcel, log_dir=str(self.files.directory))
+            self.task.send(ranks.world, self.job.parcel, log_dir=str(self.files.directory), path=ranks.path)
             present = [rank.member.worker for rank in self.task.present]
             self.output = OutputFollower(
                 present, self.files.directory, self.job.plan.metric_patterns, self.view, self.commands
             )
             opened.callback(self.output.close)
-            self._follow()
+            generation = ranks.generation
+            try:
+                self._follow()
+            except BaseException:
+                ranks.give_up(self.task)
+                raise
             verdict = self.task.finish()
             self.output.finish()
             ranks.finish(self.task, self._names, self.job.payload.settings)
-            self._note_end(absent)
+            self._note_end(absent, generation)
             self.results = self.task.take_results()
             return verdict
 
@@ -130,24 +141,21 @@ class Turn:
 
     # -------------------------------------------------------------- notes
     def _note_sent(self) -> None:
-        names = sorted(self._names)
-        more = ", …" if len(names) > _MAX_NAMED else ""
-        self.view.on(Note(f"sent: {', '.join(names[:_MAX_NAMED])}{more}"))
+        self.view.on(Note(f"sent: {_listed(sorted(self._names))}"))
 
-    def _note_desync(self) -> bool:
-        """Note if ranks have left the task with different numbers of collectives; True: the group is replaced."""
+    def _note_desync(self) -> None:
+        """Replace the group, with a note, if ranks have left the task with different numbers of collectives."""
         begun = {rank.rank: rank.names.begun for rank in self.task.present if rank.names is not None}
         if self.task.ladder is not None or len({each.count for each in begun.values()}) < 2:
-            return False
+            return
         self._ranks.generation += 1
         said = "; ".join(f"rank {rank} {self._last_of(each)}" for rank, each in begun.items())
         self.view.on(
             Note(
-                f"the ranks have not called the same collectives: {said}. The next one would have mixed them up: the "
-                "process group is replaced"
+                f"the ranks have not called the same collectives: {said}. The next collective would have paired "
+                "different calls, so the process group is replaced"
             )
         )
-        return True
 
     def _last_of(self, begun: Begun) -> str:
         if not begun.count:
@@ -157,8 +165,8 @@ class Turn:
         where = f" ({place}, line {begun.line})" if place else ""
         return f"called {begun.count} in this group, the last {begun.last}{where}"
 
-    def _note_end(self, absent_before: list[int]) -> None:
-        """Note what the task has cost: ranks, and the process group."""
+    def _note_end(self, absent_before: list[int], generation_before: int) -> None:
+        """Note what the task has cost: ranks, values, and the process group."""
         ranks, task = self._ranks, self.task
         for rank in [rank for rank in ranks.absent if rank not in absent_before]:
             self.view.on(
@@ -167,12 +175,37 @@ class Turn:
                     f"without collectives. `%distributed session restart --rank {rank}` starts another"
                 )
             )
-        is_apart = self._note_desync()
-        stale = sorted({each.name for rank in task.present for each in ranks.bound[rank.rank] if each.is_stale})
-        if (task.ladder is not None or is_apart) and stale:
+        replaced = sorted({name for rank in task.present if rank.names is not None for name in rank.names.replaced})
+        if replaced:
             self.view.on(
                 Note(
-                    f"{', '.join(stale)}: made for the process group that was replaced. Create it again, as in "
-                    "model = DistributedDataParallel(model.module)"
+                    f"{_listed(replaced)}: changed in the ranks, and replaced there, as the notebook has changed it too"
                 )
             )
+        self._note_desync()
+        stale = stale_names(ranks)
+        if ranks.generation != generation_before and stale:
+            self.view.on(Note(stale))
+
+
+_WRAP_AGAIN = {
+    "DistributedDataParallel": "model = DistributedDataParallel(model.module)",
+    "DeviceMesh": 'mesh = init_device_mesh("cpu", (world_size,))',
+    "ProcessGroup": "group = dist.new_group()",
+}
+"""By type, an example of how to create a stale object again."""
+
+
+def stale_names(ranks: SessionRanks) -> str:
+    """Return which names are useless now that the process group is replaced, and how to create them; empty if none."""
+    stale = {each.name: each.of_group for each in ranks.stale}
+    if not stale:
+        return ""
+    examples = [_WRAP_AGAIN[kind] for kind in dict.fromkeys(stale.values()) if kind in _WRAP_AGAIN]
+    like = f", as in {'; '.join(examples)}" if examples else ""
+    return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again{like}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more}"

@@ -59,7 +59,10 @@ class Attempt:
         task: What they run, once started.
         output: What they have printed and reported.
         results: The parcels of the ranks that have returned, set by `run`; the caller closes them.
+        hint: See `failures.Account`; empty, as every rank has begun.
     """
+
+    hint = ""
 
     group: WorkerGroup
     task: Task

@@ -87,7 +87,13 @@ class Task:
         self._is_last = False
 
     def send(
-        self, world: Callable[[int], World], parcel: Sequence[int], *, last: bool = False, log_dir: str = ""
+        self,
+        world: Callable[[int], World],
+        parcel: Sequence[int],
+        *,
+        last: bool = False,
+        log_dir: str = "",
+        path: tuple[str, ...] = (),
     ) -> None:
         """Send the task to every rank.
 
@@ -96,10 +102,11 @@ class Task:
             parcel: The payload's descriptors, which stay open until every rank runs.
             last: Let the ranks exit after this task. Default: False.
             log_dir: Where kept ranks write from now on. Default: where they did before.
+            path: Entries that the ranks' ``sys.path`` must have. Default: none.
         """
         self._is_last = last
         tasks = [
-            messages.Task(self.number, world(rank.rank), log_dir=log_dir, joins=not self.is_question)
+            messages.Task(self.number, world(rank.rank), log_dir=log_dir, joins=not self.is_question, path=path)
             for rank in self.ranks
         ]
         self.group.workers.send_tasks(tasks, parcel, last=last)

@@ -14,15 +14,15 @@ class BusyError(Exception):
 
 
 class Ticket:
-    """A place in the queue.
+    """A place in the queue, once it was enqueued.
 
     Args:
-        label: Names the task, such as ``Cell In[3]``; empty for a question.
+        label: Names the task, such as ``Cell In[3]``; empty for a question. Default: empty.
     """
 
     __slots__ = ("label",)
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str = "") -> None:
         self.label = label
 
 
@@ -50,16 +50,10 @@ class TurnQueue:
         with self._changed:
             return [ticket.label for ticket in self._tickets]
 
-    def enqueue(self, label: str = "") -> Ticket:
-        """Return a ticket, whose turn comes after those before it.
-
-        Args:
-            label: See `Ticket`.
-        """
-        ticket = Ticket(label)
+    def enqueue(self, ticket: Ticket) -> None:
+        """Append a ticket, whose turn comes after those before it. Whatever happens, the caller discards it."""
         with self._changed:
             self._tickets.append(ticket)
-        return ticket
 
     def is_first(self, ticket: Ticket) -> bool:
         """Return True if a ticket has its turn, or would have it now."""
@@ -78,7 +72,7 @@ class TurnQueue:
         """Wait for the turn of a ticket, or until the queue is closed.
 
         Args:
-            ticket: From `enqueue`. The caller discards it.
+            ticket: Was enqueued. The caller discards it.
             give_up: Return True to wait no longer.
             stop: Called to stop the task when the queue is closed.
 

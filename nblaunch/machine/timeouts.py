@@ -102,10 +102,14 @@ FREE_INTERVAL_S = 1.0
 """Before a kept rank that still does not respond is freed again: a later collective may wait too."""
 KEPT_EXIT_TIMEOUT_S = 5.0
 """For the ranks of a stopped session to exit before they are killed."""
+RANK_ANSWER_TIMEOUT_S = 60.0
+"""For restarted ranks to answer the first time: spawned ones import torch."""
 QUESTION_TIMEOUT_S = 0.3
 """For idle kept ranks to answer a completion or an inspection."""
 QUESTION_STOP_TIMEOUT_S = 0.2
 """For kept ranks to answer after they were interrupted, before the question is given up."""
+QUESTION_FREE_TIMEOUT_S = 2.5
+"""The same for an expression of the user's, which is freed from collectives meanwhile."""
 SESSION_SAMPLE_INTERVAL_S = 5.0
 """Between two measurements of the memory that a session holds."""
 SESSION_IDLE_HINT_S = 3600.0

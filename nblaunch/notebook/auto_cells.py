@@ -9,8 +9,10 @@ from typing import Any
 
 from nblaunch.launch import live_sessions
 
-_OWN = ("%%", "%distributed", "%load_ext", "%reload_ext", "%unload_ext", "%autoreload")
-"""Beginnings of cells that run in the notebook."""
+_OWN = re.compile(
+    r"%%(?!(time|timeit|prun)\b)|%(distributed|load_ext|reload_ext|unload_ext|autoreload|pip|conda|mamba|uv)\b"
+)
+"""The beginning of a cell that runs in the notebook."""
 _HELP = re.compile(r"\?{0,2}[\w.%*]+\?{0,2}")
 """``name?`` and its other forms."""
 _pauses = 0
@@ -23,6 +25,12 @@ def set_auto(shell: Any, is_on: bool) -> None:
         transformers.remove(_to_session)
     if is_on:
         transformers.append(_to_session)
+
+
+def goes_to_session(shell: Any, cell: str) -> bool:
+    """Return True if every cell is sent to the session, this one too."""
+    first = cell.lstrip().split("\n", 1)[0]
+    return _to_session in getattr(shell, "input_transformers_cleanup", ()) and _OWN.match(first) is None
 
 
 @contextlib.contextmanager
@@ -44,7 +52,7 @@ def _to_session(lines: list[str]) -> list[str]:
     """
     first, *rest = [line.strip() for line in lines if line.strip()] or [""]
     is_help = not rest and "?" in first and _HELP.fullmatch(first) is not None
-    if _pauses or not first or first.startswith(_OWN) or is_help:
+    if _pauses or not first or _OWN.match(first) or is_help:
         return lines
     if live_sessions.find() is None:
         raise SyntaxError(

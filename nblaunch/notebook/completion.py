@@ -1,16 +1,17 @@
-"""Tab completion of the options of ``%%distributed``, and of the names that a session's ranks have."""
+"""Tab completion of the options of ``%%distributed``; completion and inspection of the names of a session's ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
+from IPython.core.getipython import get_ipython
 
 from nblaunch.launch import live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
 from nblaunch.launch.session import Session
+from nblaunch.notebook.auto_cells import goes_to_session
 from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 
 _VALUES = {
@@ -25,7 +26,7 @@ _VALUES = {
 def complete_distributed(context: Any) -> dict[str, Any]:
     """Complete options and their values, as an IPython matcher."""
     line = context.line_with_cursor
-    if context.cursor_line > 0 and context.full_text.lstrip().startswith(("%%distributed", "%%rank")):
+    if _session_of(context.full_text, context.cursor_line) is not None:
         return _names_of_ranks(context)
     magic = next((name for name in ("%%distributed", "%distributed") if line.startswith(name + " ")), None)
     if magic is None or context.cursor_line > 0:
@@ -43,32 +44,62 @@ def complete_distributed(context: Any) -> dict[str, Any]:
     }
 
 
-def _session_of(cell: str) -> Session | None:
-    """Return the session that a cell would run in; None for ranks of its own."""
-    words = cell.lstrip().split("\n", 1)[0].split()
-    if "--fresh" in words:
+def _session_of(cell: str, line: int = 1) -> Session | None:
+    """Return the session that a line of a cell would run in; None for the notebook, or for ranks of its own."""
+    words = cell.lstrip().split("\n", 1)[0].split() or [""]
+    if words[0] not in ("%%distributed", "%%rank"):
+        return live_sessions.find() if goes_to_session(get_ipython(), cell) else None
+    if "--fresh" in words or not line:
         return None
     return live_sessions.find(words[words.index("--session") + 1] if "--session" in words[:-1] else None)
 
 
-def inspecting(shell: Any) -> Callable[..., Any]:
-    """Return a replacement of `shell.object_inspect_mime` that also knows the names of a session's ranks.
+class Inspection:
+    """Lets Shift-Tab and ``name?`` know the names of a session's ranks; in a cell of the ranks, theirs come first.
 
-    The notebook's own names come first: the shell is not told which cell a name stands in.
+    Args:
+        shell: IPython's.
     """
-    of_notebook = shell.object_inspect_mime
 
-    def inspect(name: str, *args: Any, **options: Any) -> Any:
+    def __init__(self, shell: Any) -> None:
+        self._shell, self._kernel = shell, getattr(shell, "kernel", None)
+        self._of_notebook = shell.object_inspect_mime
+        self._cell = ""
+        """The cell that the page inspects."""
+        shell.object_inspect_mime = self._inspect
+        if self._kernel is not None:
+            self._do_inspect = self._kernel.do_inspect
+            self._kernel.do_inspect = self._inspect_cell
+
+    def end(self) -> None:
+        """Restore the shell and its kernel."""
+        del self._shell.object_inspect_mime  # the class's own again
+        if self._kernel is not None:
+            del self._kernel.do_inspect
+
+    def _inspect_cell(self, code: str, *args: Any, **options: Any) -> Any:
+        self._cell = code
         try:
-            return of_notebook(name, *args, **options)
-        except KeyError:
-            session = live_sessions.find()
-            text = session.inspect(name) if session is not None else ""
-            if session is None or not text:
-                raise
-            return {"text/plain": f"In the ranks of session {session.name}\n{text}"}
+            return self._do_inspect(code, *args, **options)
+        finally:
+            self._cell = ""
 
-    return inspect
+    def _inspect(self, name: str, *args: Any, **options: Any) -> Any:
+        found = _inspected(_session_of(self._cell), name)
+        if found is not None:
+            return found
+        try:
+            return self._of_notebook(name, *args, **options)
+        except KeyError:
+            found = _inspected(live_sessions.find(), name)
+            if found is None:
+                raise
+            return found
+
+
+def _inspected(session: Session | None, name: str) -> dict[str, str] | None:
+    text = session.inspect(name) if session is not None else ""
+    return {"text/plain": f"In the ranks of session {session.name}\n{text}"} if session is not None and text else None
 
 
 def _names_of_ranks(context: Any) -> dict[str, Any]:

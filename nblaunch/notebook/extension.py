@@ -9,14 +9,16 @@ from typing import Any
 from nblaunch.engines.generations import servers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
-from nblaunch.launch.live_sessions import stop_all
+from nblaunch.launch.live_sessions import live_sessions
 from nblaunch.notebook import auto_cells
-from nblaunch.notebook.completion import complete_distributed, inspecting
+from nblaunch.notebook.completion import Inspection, complete_distributed
 from nblaunch.notebook.magics import DistributedMagics, RankMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
 from nblaunch.transfer.sent_data import sent_data_cache
 
 _HOOK = "post_run_cell"
+_inspections: dict[int, Inspection] = {}
+"""By the shell's id."""
 
 
 def register_frontend(shell: Any) -> NotebookFrontend:
@@ -37,7 +39,7 @@ def load(shell: Any) -> None:
     matchers = _matchers(shell)
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
-        shell.object_inspect_mime = inspecting(shell)
+        _inspections[id(shell)] = Inspection(shell)
     if can_show_panels():
         # Ahead of the first panel, and in a thread: the first cell must not wait for it.
         threading.Thread(target=import_widget, daemon=True).start()
@@ -49,21 +51,24 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """Remove the magic and the hook, stop the fork server, and free cached data."""
+    """Remove the magic and the hook, stop the fork server, and free cached data.
+
+    ``%reload_ext`` unloads, too: sessions stay, with their variables and the fork server, until they are stopped.
+    """
     current = frontend.host()
     if isinstance(current, NotebookFrontend):
         shell.events.unregister(_HOOK, current.after_cell)
         frontend.register(None)
     auto_cells.set_auto(shell, False)
-    stop_all()
     for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "rank"), ("cell", "local")):
         shell.magics_manager.magics[kind].pop(name, None)
     matchers = _matchers(shell)
     if complete_distributed in matchers:
         matchers.remove(complete_distributed)
-        del shell.object_inspect_mime  # the class's own again
-    servers.stop()
-    sent_data_cache.free()
+        _inspections.pop(id(shell)).end()
+    if not live_sessions():
+        servers.stop()
+        sent_data_cache.free()
 
 
 def _matchers(shell: Any) -> list[Any]:

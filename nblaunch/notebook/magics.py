@@ -65,7 +65,7 @@ class RankMagics(Magics):
         ranks = _ranks(line)
         assert self.shell is not None
         made = make_cell(self.shell, cell, ranks, -1, keeps_value=True)
-        session_magics.run_cell(session, made, self.shell.user_ns, "auto", False, {})
+        session_magics.run_cell(session, made, self.shell.user_ns, "auto", False, {}, _option)
 
     @cell_magic
     @no_var_expand
@@ -190,7 +190,7 @@ class DistributedMagics(Magics):
         session = None if is_fresh else session_magics.chosen_session(name)
         if session is not None:
             cell = make_cell(self.shell, body, ranks, None if output is not None else -1, keeps_value=output is None)
-            result = session_magics.run_cell(session, cell, self._names(), view, background, chosen)
+            result = session_magics.run_cell(session, cell, self._names(), view, background, chosen, _option)
             if output is not None:
                 self._names()[output] = result
             return result[ranks[0] if ranks else 0] if output is not None and not background else None
@@ -208,7 +208,10 @@ class DistributedMagics(Magics):
 
     def _act(self, action: str | None, words: Sequence[str], given: dict[str, Any]) -> None:
         if action in session_magics.ACTIONS:
-            _show(session_magics.act(self.shell, action, words, given, _as_option))
+            try:
+                _show(session_magics.act(self.shell, action, words, given, _option))
+            except ArgumentError as error:
+                raise UsageError(_as_option(str(error))) from None
             return
         for name in given:
             raise UsageError(f"{_option(name)}: options need a cell: write them after %%distributed")

@@ -7,7 +7,6 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from nblaunch.errors import ArgumentError
 from nblaunch.launch import live_sessions
 from nblaunch.launch.frontend import host
 from nblaunch.launch.live_sessions import DEFAULT_NAME, session
@@ -22,10 +21,6 @@ ACTIONS = ("auto", "session", "who")
 SESSION_ACTIONS = ("regroup", "restart", "status", "stop")
 _OF_A_TASK = {"timeout", "stop_grace", "metric_patterns"}
 """Options that a cell of a session may have."""
-_OF_A_SESSION = {
-    *("num_processes", "device", "backend", "start_method", "threads_per_rank", "stop_grace", "name", "idle_timeout"),
-    "metric_patterns",
-}
 
 
 def chosen_session(name: str | None) -> Session | None:
@@ -37,10 +32,11 @@ def chosen_session(name: str | None) -> Session | None:
     found = live_sessions.find(name)
     if found is None and name is not None:
         raise UsageError(f"--session {name}: there is no such session{_known()}")
-    if found is None and (ended := live_sessions.take_idle()):
+    if name is None and (ended := live_sessions.take_idle()):
+        where = f"in session {found.name}" if found is not None else "on ranks of its own"
         raise UsageError(
             f"session {ended} has ended, with its variables: it was idle for its --idle-timeout. Start another with "
-            "%distributed session, or run the cell again on ranks of its own"
+            f"%distributed session, or run the cell again {where}"
         )
     return found
 
@@ -51,7 +47,13 @@ def _known() -> str:
 
 
 def run_cell(
-    session: Session, cell: Cell, names: Mapping[str, Any], view: str, background: bool, chosen: Mapping[str, Any]
+    session: Session,
+    cell: Cell,
+    names: Mapping[str, Any],
+    view: str,
+    background: bool,
+    chosen: Mapping[str, Any],
+    option_of: Callable[[str], str],
 ) -> Any:
     """Run a cell in a session; return its result, or a `Launch` for the background.
 
@@ -64,7 +66,7 @@ def run_cell(
             continue
         if option not in _OF_A_TASK:
             raise UsageError(
-                f"--{option.replace('_', '-')} {chosen[option]}: session {session.name} has its ranks already; use "
+                f"{option_of(option)} {chosen[option]}: session {session.name} has its ranks already; use "
                 "--fresh for ranks of the cell's own"
             )
     if cell.ranks is not None and not set(cell.ranks) <= set(range(session.world_size)):
@@ -73,22 +75,38 @@ def run_cell(
     return session.run_cell(cell, names_used(cell, names), view=view, block=not background, **options)
 
 
-def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], as_option: Callable[[str], str]) -> str:
+def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], option_of: Callable[[str], str]) -> str:
     """Do what ``%distributed session``, ``who`` or ``auto`` asks for; return what to show, if anything.
+
+    Args:
+        shell: IPython's.
+        action: One of `ACTIONS`.
+        words: What follows it.
+        given: The options, by the names of the parameters.
+        option_of: Returns the option of a parameter, as in ``--num-processes``.
 
     Raises:
         UsageError: The line is wrong.
+        ArgumentError: The value of an option is invalid.
     """
-    try:
-        if action == "auto":
-            _refuse_others(given, set())
-            return _auto(shell, words)
-        if action == "who":
-            _refuse_others(given, {"name", "session"})
-            return _who(_named(given.get("session") or given.get("name")))
-        return _session(words, given)
-    except ArgumentError as error:
-        raise UsageError(as_option(str(error))) from None
+    session_options = {"auto": set(), "who": {"name", "session"}}.get(action)
+    allowed = _options_of(words) if session_options is None else session_options
+    for name in given:
+        if name not in allowed:
+            raise UsageError(f"{option_of(name)}: not an option of this action")
+    if action == "auto":
+        return _auto(shell, words)
+    if action == "who":
+        return _who(_named(given.get("session") or given.get("name")))
+    return _session(words, given)
+
+
+def _options_of(words: Sequence[str]) -> set[str]:
+    """Return the options of ``%distributed session`` with these words."""
+    action = words[0] if words else "start"
+    if action == "start":
+        return {*live_sessions.OPTIONS, "num_processes", "name", "session", "idle_timeout"}
+    return {"name", "session", *(("rank", "keep") if action == "restart" else ())}
 
 
 def _shows_html() -> bool:
@@ -114,10 +132,8 @@ def _session(words: Sequence[str], given: dict[str, Any]) -> str:
         raise UsageError(f"%distributed session {' '.join(words)}: write -n 2 to start one, or {known}")
     if action == "start":
         given.setdefault("name", given.pop("session", None) or DEFAULT_NAME)
-        _refuse_others(given, _OF_A_SESSION)
         started = session(**given)
         return "" if _shows_html() else started.status()
-    _refuse_others(given, {"name", "session", *(("rank", "keep") if action == "restart" else ())})
     found = _named(given.get("session") or given.get("name"))
     if action == "restart":
         found.restart(given.get("rank"), keep=bool(given.get("keep")))
@@ -126,13 +142,8 @@ def _session(words: Sequence[str], given: dict[str, Any]) -> str:
     elif action == "stop":
         found.stop()
         return f"session {found.name} stopped"
-    return found.status()
-
-
-def _refuse_others(given: Mapping[str, Any], allowed: set[str]) -> None:
-    for name in given:
-        if name not in allowed:
-            raise UsageError(f"--{name.replace('_', '-')}: not an option of this action")
+    stale = found.stale_names() if action in ("restart", "regroup") else ""
+    return f"{found.status()}{stale}"
 
 
 def _named(name: str | None) -> Session:

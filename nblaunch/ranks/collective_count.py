@@ -30,7 +30,8 @@ class CollectiveCount:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._group: Any = None
-        self._count = 0
+        self._count = self._transfers = 0
+        self._is_counted = False
         self._last = ("", "", 0)
         """What was called, file and line."""
 
@@ -38,22 +39,25 @@ class CollectiveCount:
         """Count the collectives of the present default group, from none if it is another than before."""
         dist: Any = sys.modules.get("torch.distributed")
         group = dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
+        self._transfers = 0
         if group is self._group:
             return
         self._group, self._count, self._last = group, 0, ("", "", 0)
         register = getattr(group, "register_pre_hook", None)
+        self._is_counted = register is not None
         if register is not None:
             register(_HOOK_ID, self._note)
 
     def begun(self) -> Begun:
         """Return what was counted."""
-        return Begun(self._count, *self._last)
+        return Begun(self._count, *self._last, self._transfers, self._is_counted)
 
     def _note(self, call: Any) -> None:
         name = call.name.name
         frame: FrameType | None = sys._getframe().f_back
         is_other_threads = frame is not None and threading.get_ident() != self._thread  # autograd's have no frame
         if name in _POINT_TO_POINT or is_other_threads:
+            self._transfers += 1
             return
         self._count += 1
         with contextlib.suppress(Exception):  # counting must never fail a collective

@@ -14,6 +14,7 @@ import resource
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nblaunch.machine import processes
@@ -143,6 +144,11 @@ def apply_interpreter(spec: RankSpec) -> None:
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     config["tempdir"] = spec.scratch  # a killed rank would leak a directory of its own
     processes.raise_oom_score()
+
+
+def extend_path(path: Sequence[str]) -> None:
+    """Put entries that this rank's ``sys.path`` lacks in front."""
+    sys.path[:0] = [entry for entry in path if entry not in sys.path]
 
 
 def set_threads(threads: int) -> None:

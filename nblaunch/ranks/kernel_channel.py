@@ -141,6 +141,8 @@ class KeptChannel(KernelChannel):
 
     def __init__(self, channel: Channel, rank: int) -> None:
         super().__init__(channel, rank)
+        self._overtaken = 0
+        """The later task whose interrupt has ended the running one."""
         self._arriving: queue.SimpleQueue[tuple[Task, list[int]] | None] = queue.SimpleQueue()
         self._main = threading.main_thread().ident or 0
         _thread.start_new_thread(self._read, ())  # `threading` must list the user's threads only
@@ -165,7 +167,7 @@ class KeptChannel(KernelChannel):
                 elif isinstance(message, Interrupt):
                     self._asked = max(self._asked, message.task)
                     signal.pthread_kill(self._main, signal.SIGINT)
-                elif isinstance(message, Free) and message.task == self.task:
+                elif isinstance(message, Free) and message.task >= self.task:  # a later one waits for this one
                     with contextlib.suppress(Exception):  # it is asked again, and then killed
                         group_sockets.cut()  # before the next task is read
         finally:
@@ -181,8 +183,13 @@ class KeptChannel(KernelChannel):
             return None
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        if self._asked > self._seen and self._asked != self.task:  # for a task that has ended, or has not begun
-            self._seen = max(self._seen, min(self._asked, self.task - 1))
+        if self._asked > self.task:  # the kernel has given up the running task, and wants a later one to stop
+            if self.armed and self._overtaken < self._asked:
+                self._overtaken = self._asked
+                raise KeyboardInterrupt
+            return
+        if self._seen < self._asked < self.task:  # for a task that has ended
+            self._seen = self._asked
             return
         self._seen = max(self._seen, self.task)
         if self._answered < self._seen == self.task and not self._speaking:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import itertools
 import rlcompleter
 import sys
 import types
+import weakref
 from typing import Any
 
 from nblaunch.ranks.collective_count import CollectiveCount
@@ -19,8 +21,13 @@ _MAX_NAMES = 2_000
 """Names that are described after a task."""
 _MAX_COMPLETIONS = 500
 _MAX_REPR_CHARS = 100_000
-_OF_GROUPS = {"DistributedDataParallel", "FullyShardedDataParallel", "DeviceMesh", "ProcessGroup"}
+_OF_GROUPS = {
+    *("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DTensor", "DeviceMesh", "ProcessGroup"),
+    "ZeroRedundancyOptimizer",
+}
 """Types whose objects hold a process group."""
+_MAX_SEARCHED = 100
+"""Attributes or elements of one value that are searched for such an object."""
 _OF_ARRAYS = {"cupy", "jax", "jaxlib", "numpy", "pandas", "polars", "pyarrow", "scipy", "xarray"}
 """Packages whose arrays and tables say their shape at once."""
 
@@ -47,6 +54,10 @@ class Namespace:
         self._has_settings = False
         self._digests: dict[str, bytes] = {}
         """Of the value that the notebook had when it last sent a name, or would have sent it."""
+        self.replaced: list[str] = []
+        """Tensors and modules that the rank has changed, and the present task has replaced."""
+        self._versions: dict[str, tuple[weakref.ref[Any], int]] = {}
+        """The tensors and modules that the notebook has sent, and the number of in-place changes by then."""
         self._unsendable: dict[str, str] = {}
         """Names that a restart cannot keep, and why."""
         self._keys: dict[int, str] = {}
@@ -57,6 +68,7 @@ class Namespace:
 
         What the rank did to a value in place stays too: the notebook's unchanged value is not bound again.
         """
+        self.replaced = []
         question = payload.function
         if isinstance(question, Question) and question.ranks is not None and self._rank not in question.ranks:
             return
@@ -74,9 +86,22 @@ class Namespace:
 
     def _take(self, name: str, sent: SentName) -> None:
         before = self._digests.get(name)
-        if sent.is_forced or name not in self.names or before not in (None, b"", sent.digest):
+        has_changed = before not in (None, b"", sent.digest)
+        if sent.is_forced or name not in self.names or has_changed:
+            if has_changed and not sent.is_forced and self._is_own(name):
+                self.replaced.append(name)
             self.names[name] = sent.value
+            version = _version_of(sent.value)
+            if version is not None:
+                self._versions[name] = weakref.ref(sent.value), version
         self._digests[name] = sent.digest
+
+    def _is_own(self, name: str) -> bool:
+        """Return True if a name is a tensor or module that this rank has bound itself, or changed in place."""
+        value = self.names.get(name)
+        version = _version_of(value)
+        sent, sent_version = self._versions.get(name, (lambda: None, 0))
+        return version is not None and (sent() is not value or version != sent_version)
 
     # -------------------------------------------------------------- descriptions
     def describe(self) -> tuple[Bound, ...]:
@@ -185,6 +210,35 @@ def _holds_group(kind: type) -> bool:
     return not _OF_GROUPS.isdisjoint(each.__name__ for each in kind.__mro__)
 
 
+def _group_holder(value: Any) -> str:
+    """Return the type that makes a value stale with its process group, itself or one level below; empty if none."""
+    below: Any = ()
+    if type(value) in (list, tuple, set):
+        below = value
+    elif type(value) is dict:
+        below = value.values()
+    elif not isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        below = getattr(value, "__dict__", {}).values() if hasattr(type(value), "__dict__") else ()
+    try:
+        found = [value, *itertools.islice(below, _MAX_SEARCHED)]
+    except RuntimeError:  # a thread of the user changes it
+        found = [value]
+    return next((type(each).__name__ for each in found if _holds_group(type(each))), "")
+
+
+def _version_of(value: Any) -> int | None:
+    """Return the number of in-place changes of a tensor or module; None for other values."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return None
+    try:
+        module = torch.nn.Module
+        tensors = [value] if isinstance(value, torch.Tensor) else [*module.parameters(value), *module.buffers(value)]
+        return sum(int(tensor._version) for tensor in tensors)
+    except Exception:  # noqa: BLE001  # an inference tensor counts no changes, a lazy module has no tensors yet
+        return 0
+
+
 def _is_shown(name: str) -> bool:
     return not name.startswith("_") and name not in PROVIDED
 
@@ -195,7 +249,7 @@ def _describe(name: str, value: Any) -> Bound:
         detail, size = _measure(value)
     except Exception:  # noqa: BLE001  # an array without memory, a module without parameters
         detail, size = "", 0
-    return Bound(name, kind.__name__, detail, size, _holds_group(kind))
+    return Bound(name, kind.__name__, detail, size, _group_holder(value))
 
 
 def _measure(value: Any) -> tuple[str, int]:

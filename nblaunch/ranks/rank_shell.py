@@ -233,7 +233,7 @@ def _forget(kernels: InteractiveShell) -> None:
 
 def _refuse(magic: str) -> None:
     if magic.lstrip("%") in _NEEDS_THE_NOTEBOOK:
-        raise RuntimeError(f"{magic} cannot run in a rank: run it in a cell of its own, before the launch")
+        raise RuntimeError(f"{magic} cannot run in a rank: run it in a cell of the notebook")
 
 
 def _folder() -> str:

@@ -187,7 +187,8 @@ def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: KernelC
 
 def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:
     if home is not None:
-        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), home.collectives.begun()))
+        begun, replaced = home.collectives.begun(), tuple(home.replaced)
+        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), begun, replaced))
 
 
 def _work(
@@ -205,6 +206,7 @@ def _work(
             process_group.join(task.world, spec.rank, spec.world_size)
             if home is not None:
                 home.collectives.watch()
+        environment.extend_path(task.path)
         payload = load()
         if home is not None:
             home.take(payload)

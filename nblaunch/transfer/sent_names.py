@@ -54,7 +54,7 @@ class Gathered:
 
 
 class SentNames:
-    """See the module. Used from one thread at a time.
+    """See the module. Tasks may be gathered in several threads at once.
 
     Args:
         names: The notebook's namespace.
@@ -68,6 +68,9 @@ class SentNames:
         self._digests: dict[str, bytes] = {}
         """The last digest of each name."""
         self._owned: dict[int, _Owned] = {}
+        """By the id of the object."""
+        self._owned_by: dict[str, dict[int, _Owned]] = {}
+        """The same by name."""
         self._tokens: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._next_token = itertools.count(1)
         self._keys = itertools.count(1)
@@ -95,6 +98,8 @@ class SentNames:
         Raises:
             Exception: A value cannot be pickled; `nblaunch.transfer.pickling.explain` gives the reason.
         """
+        for name in self._owned_by.keys() - self.names.keys():  # deleted in the notebook
+            self._disown(name)
         round_ = _Round(self, set(bound))
         for value in code:
             round_.scan(value)
@@ -129,7 +134,15 @@ class SentNames:
 
     def _disown(self, name: str) -> None:
         self._digests.pop(name, None)
-        self._owned = {at: owned for at, owned in self._owned.items() if owned.name != name}
+        self._take_owned(name)
+
+    def _take_owned(self, name: str) -> dict[int, _Owned]:
+        """Remove and return what a name owns."""
+        found = self._owned_by.pop(name, {})
+        for at, owned in found.items():
+            if self._owned.get(at) is owned:
+                self._owned.pop(at, None)
+        return found
 
     def token_of(self, definition: Any) -> int:
         """Return a number that stands for this function or class, and for no other."""
@@ -168,14 +181,13 @@ class SentNames:
         """Make a name the owner of these objects. New content gets new keys: references to the old are stale."""
         is_same = self._digests.get(name) == digest
         self._digests[name] = digest
-        before = {at: owned for at, owned in self._owned.items() if owned.name == name}
-        for at in before:
-            del self._owned[at]
+        before = self._take_owned(name)
+        mine = self._owned_by[name] = {}
         for thing in things:
             old = before.get(id(thing))
             is_known = is_same and old is not None and old.thing() is thing
             key = old.key if is_known and old is not None else f"{name}/{next(self._keys)}"
-            self._owned[id(thing)] = _Owned(weakref.ref(thing), name, key)
+            mine[id(thing)] = self._owned[id(thing)] = _Owned(weakref.ref(thing), name, key)
 
     # -------------------------------------------------------------- digests of large arrays
     def digest_of(self, region: Region) -> bytes:

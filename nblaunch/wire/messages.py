@@ -195,6 +195,8 @@ class Task:
     """Where a kept rank writes the task's output and reports; empty: where the task before did."""
     joins: bool = True
     """Whether the task needs the process group."""
+    path: tuple[str, ...] = ()
+    """Entries that a kept rank's ``sys.path`` must have."""
 
 
 @dataclass(frozen=True, slots=True)

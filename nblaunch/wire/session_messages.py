@@ -16,8 +16,8 @@ class Bound:
     """The shape and dtype of an array, the length of a container, or the beginning of the repr of a number."""
     size: int = 0
     """Bytes of memory, as far as they are known."""
-    is_stale: bool = False
-    """Whether a value of this type is useless after its process group was replaced, as with DDP."""
+    of_group: str = ""
+    """The type, such as ``DistributedDataParallel``, that makes the value useless once its group is replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,10 @@ class Begun:
     file: str = ""
     """The user's file or cell that called it; empty if it is not known."""
     line: int = 0
+    transfers: int = 0
+    """Point-to-point operations of this task."""
+    is_counted: bool = False
+    """Whether collectives are counted: torch < 2.14 cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Names:
     """Further names that it has: those that begin with an underscore."""
     begun: Begun = Begun()
     """The collectives that it has begun in the present process group."""
+    replaced: tuple[str, ...] = ()
+    """Tensors and modules that it had changed, and that this task has replaced: the notebook's had changed too."""
 
 
 @dataclass(frozen=True, slots=True)

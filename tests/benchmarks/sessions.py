@@ -137,7 +137,7 @@ def _held_over(cells: int) -> dict[int, dict[str, float]]:
         for number in range(1, cells + 1):
             kernel.run(OURS.cell(CELLS[1])).check()
             if number in (cells // 10, cells):
-                by_process = kernel.ask("{'the kernel': held(), 'a rank': s.run(held)[0]}")
+                by_process = kernel.ask("{'the kernel': held(), 'a rank': s.run(held, view='none')[0]}")
                 found[number] = {f"{name} of {of}": n for of, held in by_process.items() for name, n in held.items()}
                 found[number]["log directories"] = kernel.ask(_LOGS)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,6 +95,35 @@ def test_what_ranks_trained_is_not_overwritten_by_the_same_model(kernel: Kernel)
     assert on_ranks(kernel, "model.fc.weight[0, 0].item()") == [2.0, 3.0]
     kernel.run("with torch.no_grad(): model.fc.weight.fill_(9.0)").check()
     assert on_ranks(kernel, "model.fc.weight[0, 0].item()") == [9.0, 9.0]
+
+
+def test_values_that_the_notebook_takes_back_are_named(kernel: Kernel) -> None:
+    kernel.run("taken = torch.nn.Linear(2, 2)\nrate = 1.0").check()
+    kernel.run("%%distributed\nwith torch.no_grad(): taken.weight += 1\nrate += 1").check()
+    assert "replaced" not in kernel.run("%%distributed\ntaken, rate").check().text
+    kernel.run("with torch.no_grad(): taken.weight += 5\nrate = 3.0").check()
+    cell = kernel.run("%%distributed\ntaken, rate").check()
+    assert "taken: changed in the ranks, and replaced there" in cell.text
+    kernel.run("with torch.no_grad(): taken.weight += 5").check()
+    assert "replaced" not in kernel.run("%%distributed\ntaken").check().text
+
+
+def test_ranks_import_from_new_entries_of_the_notebooks_path(kernel: Kernel, tmp_path: Path) -> None:
+    (tmp_path / "of_the_project.py").write_text("answer = 42\n")
+    assert kernel.run("%%distributed\nimport of_the_project").error.startswith("ModuleNotFoundError")
+    kernel.run(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})").check()
+    assert on_ranks(kernel, "import of_the_project\nof_the_project.answer") == [42, 42]
+    kernel.run("del sys.path[0]").check()
+
+
+def test_a_restart_of_all_ranks_takes_the_notebooks_folder(kernel: Kernel, tmp_path: Path) -> None:
+    before = kernel.ask("os.getcwd()")
+    kernel.run("%%distributed\nhere = rank").check()
+    kernel.run(f"os.chdir({str(tmp_path)!r})\n%distributed session restart --keep").check()
+    kernel.run(f"os.chdir({before!r})").check()
+    assert on_ranks(kernel, "os.getcwd(), here") == [(str(tmp_path), 0), (str(tmp_path), 1)]
+    kernel.run("%distributed session restart").check()
+    assert on_ranks(kernel, "os.getcwd()") == [before] * 2
 
 
 def test_an_optimizer_sent_later_updates_the_ranks_own_model(kernel: Kernel) -> None:
@@ -307,6 +337,64 @@ def test_an_exception_frees_the_other_ranks_and_keeps_their_names(kernel: Kernel
     assert on_ranks(kernel, f"{REDUCES} + before") == [2.0, 3.0]
 
 
+def test_exceptions_on_every_rank_keep_the_process_group(kernel: Kernel) -> None:
+    kernel.run("%distributed session regroup").check()
+    kernel.run("%%distributed\nown = dist.new_group()").check()
+    assert kernel.run("%%distributed\nt = torch.ones(1)\n1 / 0").error.startswith("ZeroDivisionError")
+    if hasattr(ProcessGroup, "register_pre_hook"):
+        assert on_ranks(kernel, "dist.all_reduce(t, group=own)\nt.item()") == [2.0, 2.0]
+        cell = kernel.run("%%distributed\n1 / 0 if rank else dist.all_reduce(torch.ones(1))")
+        assert cell.error.startswith("ZeroDivisionError")
+        assert re.search(
+            r"\bown\b.*: made for the process group that was replaced. .*group = dist.new_group\(\)", cell.text
+        )
+    kernel.run("%%distributed\ndel own").check()
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+
+
+def test_objects_that_hold_a_stale_group_are_named(kernel: Kernel) -> None:
+    kernel.run(
+        "%%distributed\nwrapped = [torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))]\n"
+        "mesh = dist.device_mesh.init_device_mesh('cpu', (2,))"
+    ).check()
+    said = kernel.run("%distributed session regroup").check().text
+    assert re.search(r"\bmesh\b.*\bwrapped\b.*: made for the process group that was replaced", said)
+    assert "mesh = init_device_mesh" in said
+    kernel.run("%%distributed\ndel wrapped, mesh").check()
+
+
+def test_a_collective_without_a_rank_says_how_to_restart_it(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
+    cell = kernel.run(f"%%distributed\n{REDUCES}")
+    assert "process group" in cell.error
+    assert "`%distributed session restart --rank 1` restarts it and creates the group" in cell.traceback
+    said = kernel.run("%distributed session restart --keep").check().text
+    assert "rank 1: all names, as it was dead" in said
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+
+
+def test_an_interrupted_question_frees_its_collective(kernel: Kernel) -> None:
+    before = on_ranks(kernel, "os.getpid()")
+    kernel.run("%%distributed\nreached = []\ndef waits():\n    reached.append(1)\n    dist.barrier()").check()
+    for body in ("x = 1", REDUCES):
+        request = kernel.start_cell("print('asking', flush=True)\ns.pull('waits()', ranks=[0])")
+        kernel.finish_cell(request, until="asking")
+        kernel.interrupt()
+        assert kernel.finish_cell(request).error.startswith("KeyboardInterrupt")
+        cell = kernel.run(f"%%distributed\n{body}").check()
+        assert cell.seconds < 20
+    assert on_ranks(kernel, f"{REDUCES}, os.getpid()") == [(2.0, pid) for pid in before]
+
+
+def test_a_question_that_fails_on_one_rank_frees_the_others(kernel: Kernel) -> None:
+    kernel.run("%%distributed\ndef fails():\n    1 / 0 if rank else dist.barrier()").check()
+    kernel.run(
+        "try: s.pull('fails()')\nexcept ZeroDivisionError as error: rank_of, cause = error.rank, error.__cause__"
+    )
+    assert kernel.ask("rank_of, 'in fails' in str(cause)") == (1, True)
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+
+
 def test_a_collective_that_a_finished_rank_misses_ends(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed\nif rank == 0:\n    dist.all_reduce(torch.ones(1))")
     assert cell.error.startswith("CollectiveError: rank 0 waited in a collective for rank 1, which had finished")
@@ -508,7 +596,7 @@ def test_sessions_have_names_and_options_that_fit(kernel: Kernel) -> None:
     kernel.run("%distributed session -n 1 --name other").check()
     kernel.run("%%distributed --session other\nplace = 'other'").check()
     assert kernel.run("%%distributed --session main\nplace").error.startswith("NameError")
-    assert "this session lives already" in kernel.run("%distributed session --name other").text
+    assert "this session is already running" in kernel.run("%distributed session --name other").text
     assert (
         "--device cpu: session main has its ranks already"
         in kernel.run("%%distributed --session main --device cpu\n1").text
@@ -528,9 +616,17 @@ def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
     try:
         assert "[rank 1] 2" in kernel.run("automatic = 2 * rank\nautomatic").check().text
         assert kernel.run("%%local\n'automatic' in globals()").check().value == "False"
+        assert "Wall time" in kernel.run("%%time\ntimed = rank").check().text
+        assert "automatic" in kernel.complete("automat")
+        kernel.run("%%local\nmodel_of_both = 'here'").check()
+        kernel.run("model_of_both = torch.zeros(3)").check()
+        assert "(3,) float32" in kernel.inspect("model_of_both")
     finally:
         kernel.run("%distributed auto off").check()
     assert kernel.run("automatic").error.startswith("NameError")
+    assert kernel.run("timed").error.startswith("NameError")
+    assert " here" in kernel.inspect("model_of_both").splitlines()[1]
+    assert "(3,) float32" in kernel.inspect("%%distributed\nmodel_of_both")
 
 
 def test_auto_without_a_session_runs_nothing(kernel: Kernel) -> None:
@@ -554,6 +650,40 @@ def test_an_idle_session_stops_after_its_timeout(kernel: Kernel) -> None:
     kernel.run("_all._active = ''").check()
     assert "session brief has ended, with its variables" in kernel.run("%%distributed\n1").text
     kernel.run("_all._active = 'main'").check()
+
+
+def test_the_session_used_last_is_the_active_one(kernel: Kernel) -> None:
+    kernel.run("second = nblaunch.session(1, name='second')").check()
+    kernel.run("%%distributed --session main\n1").check()
+    kernel.run("third = nblaunch.session(1, name='third', idle_timeout=0.3)").check()
+    eventually(lambda: kernel.ask("_all._idle") == "third")
+    said = kernel.run("%%distributed\n1").text
+    assert "session third has ended" in said
+    assert "run the cell again in session main" in said
+    assert on_ranks(kernel, "world_size") == [2, 2]
+    kernel.run("second.stop()").check()
+
+
+def test_a_reload_of_the_extension_keeps_sessions(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nreloaded = rank").check()
+    kernel.run("%reload_ext nblaunch").check()
+    assert on_ranks(kernel, "reloaded") == [0, 1]
+
+
+def test_an_interrupted_stop_kills_the_ranks(kernel: Kernel) -> None:
+    kernel.run("slow = nblaunch.session(1, name='slow')").check()
+    kernel.run(
+        "%%distributed --background --session slow\ntry: time.sleep(60)\nfinally: print('stopping', flush=True); "
+        "time.sleep(60)"
+    ).check()
+    request = kernel.start_cell("print('begun', flush=True)\nslow.stop()")
+    kernel.finish_cell(request, until="begun")
+    kernel.interrupt()
+    cell = kernel.finish_cell(request)
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert cell.seconds < 20
+    assert kernel.ask("slow.is_open") is False
+    kernel.run("%%distributed --session main\n1").check()
 
 
 def test_a_context_manager_stops_its_session(kernel: Kernel) -> None:

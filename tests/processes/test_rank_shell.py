@@ -90,7 +90,7 @@ def test_the_fork_server_keeps_one_thread_and_no_matplotlib() -> None:
 
 
 def test_a_magic_of_the_notebook_names_the_substitute(launch: Launcher) -> None:
-    with pytest.raises(RuntimeError, match="%pip cannot run in a rank: run it in a cell of its own, before the launch"):
+    with pytest.raises(RuntimeError, match="%pip cannot run in a rank: run it in a cell of the notebook"):
         launch(refused, ("pip",))
 
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.launch.turn_queue import BusyError, TurnQueue
+from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
+
+
+def enqueued(queue: TurnQueue) -> Ticket:
+    ticket = Ticket()
+    queue.enqueue(ticket)
+    return ticket
 
 
 def test_the_first_ticket_has_the_turn_and_others_wait() -> None:
     queue = TurnQueue()
-    first, second = queue.enqueue(), queue.enqueue()
+    first, second = enqueued(queue), enqueued(queue)
 
     queue.wait_for(first, lambda: True, lambda: None)
     with pytest.raises(BusyError):
@@ -20,11 +26,11 @@ def test_the_first_ticket_has_the_turn_and_others_wait() -> None:
 
 def test_a_queue_closes_only_while_it_is_empty() -> None:
     queue = TurnQueue()
-    ticket = queue.enqueue()
+    ticket = enqueued(queue)
 
     assert not queue.close_if_empty()
     queue.discard(ticket)
     assert queue.close_if_empty()
     assert queue.close_if_empty()
-    queue.wait_for(queue.enqueue(), lambda: False, lambda: None)  # no turn, but no waiting either
+    queue.wait_for(enqueued(queue), lambda: False, lambda: None)  # no turn, but no waiting either
     assert queue.is_closed
