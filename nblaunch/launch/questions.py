@@ -95,8 +95,8 @@ class Questions:
             home=home,
         )
         try:
-            may_free = question.kind in ("value", "repr") and deadline == float("inf")  # user code without a limit
-            return self.send(parcel.fds, question.ranks, names or {}, deadline, stop, may_free)
+            is_code = question.kind in ("value", "repr") and deadline == float("inf")  # the user's, without a limit
+            return self.send(parcel.fds, question.ranks, names or {}, deadline, stop, is_code=is_code)
         finally:
             parcel.close()
 
@@ -107,7 +107,8 @@ class Questions:
         names: Mapping[str, SentName],
         deadline: float,
         stop: threading.Event,
-        may_free: bool = False,
+        *,
+        is_code: bool = False,
     ) -> dict[int, list[int]]:
         """Send a packed question to ranks that the caller has claimed; see `ask_now`.
 
@@ -117,13 +118,15 @@ class Questions:
             names: Names that it binds.
             deadline: By the monotonic clock.
             stop: Ends the question when it is set.
-            may_free: Free ranks that wait in a collective then, at the price of the process group. Default: False.
+            is_code: It runs code of the user, which may call collectives: the ranks join their process group, and are
+                freed from a collective at the price of the group when the question ends early. Default: False.
         """
         ranks = self._ranks
-        task = ranks.new_question()
+        is_of_all = wanted is None or set(wanted) == set(range(ranks.plan.world_size))
+        task = ranks.new_question(joins=is_code and is_of_all)
         try:
             task.send(ranks.world, fds, path=ranks.path)
-            self._await(task, deadline, stop, may_free)
+            self._await(task, deadline, stop, may_free=is_code)
             ranks.finish(task, names, Settings())
             ranks.check_group()
             refusal, ranks.group.refusal = ranks.group.refusal, ""  # it concerns the rank that was restarted
@@ -143,7 +146,7 @@ class Questions:
         finally:
             task.close()
 
-    def _await(self, task: Task, deadline: float, stop: threading.Event, may_free: bool) -> None:
+    def _await(self, task: Task, deadline: float, stop: threading.Event, *, may_free: bool) -> None:
         """Wait for the answers. Once the time is over or a rank has failed, interrupt the ranks that have not answered.
 
         Where `may_free`, ranks that wait in a collective are freed from it, and the process group is replaced.

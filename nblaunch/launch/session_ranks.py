@@ -228,10 +228,15 @@ class SessionRanks:
             with contextlib.suppress(NblaunchError), self.claimed("", needs_ranks=False, is_task=False):
                 pass
 
-    def new_question(self) -> Task:
-        """Return a task that asks the ranks, which `claimed` gives to the caller."""
+    def new_question(self, joins: bool) -> Task:
+        """Return a task that asks the ranks, which `claimed` gives to the caller.
+
+        Args:
+            joins: Whether the answers may need the process group.
+        """
         self._tasks += 1
-        return Task(self._tasks, self.group, NullView(), self._commands, {}, math.inf, is_kept=True, is_question=True)
+        view, commands = NullView(), self._commands
+        return Task(self._tasks, self.group, view, commands, {}, math.inf, is_kept=True, is_question=True, joins=joins)
 
     def new_task(
         self, view: View, commands: Commands, sources: Mapping[str, Source], stop_grace: float, deadline: float

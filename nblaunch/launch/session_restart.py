@@ -80,7 +80,7 @@ class Restart:
             found: Mapping[str, str] | None = unpack(reasons.pop(rank))
             self.lost += [f"rank {rank}: {reason}" for reason in (found or {}).values()]
         paths = self._questions.ask_now(Question("value", "__import__('sys').path", tuple(present)), stop=self._stop)
-        self._ranks.own_path = sorted({str(entry) for rank in present for entry in unpack(paths.pop(rank))})
+        self._ranks.own_path = list(dict.fromkeys(str(entry) for rank in present for entry in unpack(paths.pop(rank))))
         close_all(paths)
         dumps = self._questions.ask_now(Question("dump", ranks=tuple(present)), stop=self._stop)
         close_all({rank: dumps.pop(rank) for rank in list(dumps) if rank not in present})

@@ -42,7 +42,8 @@ class Task:
         stop_grace: Seconds that an interrupted rank has for ``finally`` and checkpoints.
         deadline: When to stop the task, by the monotonic clock.
         is_kept: Whether the ranks stay after the task: they are freed from collectives, and not killed.
-        is_question: Whether it asks kept ranks for their names: it needs no process group.
+        is_question: Whether it asks kept ranks for their names.
+        joins: Whether the ranks need their process group.
 
     Attributes:
         ranks: The state of each rank.
@@ -62,13 +63,14 @@ class Task:
         deadline: float = math.inf,
         is_kept: bool = False,
         is_question: bool = False,
+        joins: bool = True,
     ) -> None:
         self.number, self.group, self.view, self.commands = number, group, view, commands
         self.sources, self.stop_grace, self.deadline = sources, stop_grace, deadline
         self.ranks = [Rank(member, is_absent=member.exited is not None) for member in group.members]
         self.present = [rank for rank in self.ranks if not rank.is_absent]
         """The ranks that take part: a kept rank may have exited before."""
-        self._is_kept, self.is_question = is_kept, is_question
+        self._is_kept, self.is_question, self._joins = is_kept, is_question, joins
         self.phase: Phase = "running"
         self.ladder: Ladder | None = None
         self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
@@ -106,7 +108,7 @@ class Task:
         """
         self._is_last = last
         tasks = [
-            messages.Task(self.number, world(rank.rank), log_dir=log_dir, joins=not self.is_question, path=path)
+            messages.Task(self.number, world(rank.rank), log_dir=log_dir, joins=self._joins, path=path)
             for rank in self.ranks
         ]
         self.group.workers.send_tasks(tasks, parcel, last=last)

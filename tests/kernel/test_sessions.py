@@ -670,14 +670,28 @@ def test_a_reload_of_the_extension_keeps_sessions(kernel: Kernel) -> None:
     assert on_ranks(kernel, "reloaded") == [0, 1]
 
 
+def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
+    kernel.run("%distributed session -n 1 --name stubborn").check()
+    body = "print('begun', flush=True)\ntry: time.sleep(60)\nfinally: print('cleaning', flush=True); time.sleep(60)"
+    request = kernel.start_cell(f"%%distributed --session stubborn\n{body}")
+    for shown in ("[rank 0] begun", "[rank 0] cleaning", "interrupt once more to kill"):
+        kernel.finish_cell(request, until=shown)
+        kernel.interrupt()
+    cell = kernel.finish_cell(request)
+    assert cell.error
+    assert cell.seconds < 20
+    assert "every rank of the session is dead" in kernel.run("%%distributed --session stubborn\n1").error
+    kernel.run("%distributed session stop --name stubborn\n").check()
+    kernel.run("%%distributed --session main\n1").check()
+
+
 def test_an_interrupted_stop_kills_the_ranks(kernel: Kernel) -> None:
     kernel.run("slow = nblaunch.session(1, name='slow')").check()
-    kernel.run(
-        "%%distributed --background --session slow\ntry: time.sleep(60)\nfinally: print('stopping', flush=True); "
-        "time.sleep(60)"
-    ).check()
-    request = kernel.start_cell("print('begun', flush=True)\nslow.stop()")
-    kernel.finish_cell(request, until="begun")
+    body = "print('begun', flush=True)\ntry: time.sleep(60)\nfinally: print('ending', flush=True); time.sleep(60)"
+    running = kernel.start_cell(f"%%distributed --background --session slow\n{body}")
+    kernel.follow_cell(running, "[rank 0] begun")
+    request = kernel.start_cell("slow.stop()")
+    kernel.follow_cell(running, "[rank 0] ending")
     kernel.interrupt()
     cell = kernel.finish_cell(request)
     assert cell.error.startswith("KeyboardInterrupt")

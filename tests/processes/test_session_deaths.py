@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -12,15 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import nblaunch
 from nblaunch import Session
 from nblaunch.engines.generations import servers
-from nblaunch.errors import RankDiedError, RankError, StartError
+from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
 from nblaunch.launch import live_sessions
 from nblaunch.wire.messages import NotStarted
 from tests.conftest import eventually, settled_server, state_of
 from tests.processes.test_deaths import start_daemon
+from tests.processes.test_process_group import listeners_beyond_loopback, summed
 
 SURVIVES_AT_MOST = 3.0
 
@@ -87,19 +91,65 @@ if __name__ == "__main__":
     everyone, _ = family(session, Path(sys.argv[1]))
     Path(sys.argv[1], "new").write_text(" ".join(map(str, everyone)))
     Path(sys.argv[1], "new").rename(Path(sys.argv[1], "everyone"))
+    session.run(time.sleep, 600, view="none", block=sys.argv[2] == "runs a task")
     time.sleep(600)
 """
 
 
 @pytest.mark.alone
-def test_the_death_of_the_kernel_leaves_nothing(tmp_path: Path) -> None:
-    kernel = subprocess.Popen([sys.executable, "-c", _KERNEL, str(tmp_path)], cwd=Path(nblaunch.__file__).parents[1])
+@pytest.mark.parametrize("kernel_does", ["waits", "runs a task"])
+def test_the_death_of_the_kernel_leaves_nothing(kernel_does: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _KERNEL, str(tmp_path), kernel_does]
+    kernel = subprocess.Popen(command, cwd=Path(nblaunch.__file__).parents[1])
     eventually((tmp_path / "everyone").exists)
     everyone = list(map(int, (tmp_path / "everyone").read_text().split()))
     assert all(map(alive, everyone))
     kernel.kill()
     kernel.wait()
     eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+
+
+def stuck_in_c(begun: str, rank: int) -> None:
+    if rank == 0:
+        Path(begun).touch()
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+    dist.barrier()
+
+
+def test_c_code_that_never_returns_costs_its_rank_alone(tmp_path: Path) -> None:
+    with nblaunch.session(2, name="stuck", stop_grace=1.0) as session:
+        session.push(kept=5)
+        launch = session.run(stuck_in_c, str(tmp_path / "begun"), view="none", block=False)
+        eventually((tmp_path / "begun").exists)
+        launch.stop()
+        assert launch.wait(60)
+        assert session.pull("kept", ranks=[1]) == [5]
+        assert "rank 0: dead" in session.status()
+        session.restart([0])
+        assert list(session.run(summed, view="none")) == [3.0, 3.0]
+
+
+def test_a_timeout_keeps_the_ranks(session: Session) -> None:
+    before = list(session.run(os.getpid, view="none"))
+    with pytest.raises(LaunchTimeoutError, match=r"took longer than timeout=0.5 s and was stopped"):
+        session.run(time.sleep, 600, view="none", timeout=0.5)
+    assert list(session.run(os.getpid, view="none")) == before
+
+
+def test_a_session_listens_on_loopback_alone(session: Session) -> None:
+    assert list(session.run(summed, view="none")) == [3.0, 3.0]
+    session.restart([1])
+    assert list(session.run(summed, view="none")) == [3.0, 3.0]
+    assert listeners_beyond_loopback() == set()
+
+
+def test_ranks_share_one_copy_of_what_is_pushed(session: Session) -> None:
+    size = 128 << 20
+    session.push(big=torch.ones(size // 4))
+    share = "__import__('tests.processes.test_payload', fromlist=['_']).mapped_share(big, '', 0, 2)"
+    shares = session.pull(share)
+    assert size * 0.4 < shares[0] < size * 0.6
+    assert sum(shares) < 1.1 * size
 
 
 def test_a_dead_ranks_descendants_go_and_the_others_stay(session: Session, tmp_path: Path) -> None:
