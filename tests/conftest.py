@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from nblaunch.engines import generations
 from nblaunch.engines.generations import servers
 from nblaunch.engines.grandchild import Grandchild
 from nblaunch.engines.server_client import ForkServer
@@ -61,6 +62,7 @@ def _is_long(path: Path) -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    generations._PRELOAD += ("pytest", "nblaunch.launch.live_sessions")  # each rank imports a test file, and these
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits SIG_IGN, and so would ranks
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours

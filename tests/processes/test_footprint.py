@@ -17,7 +17,7 @@ from nblaunch import Launch, notebook_launcher
 from nblaunch.engines.generations import servers
 from nblaunch.launch.output.pruning import prune
 from nblaunch.machine.processes import descendants
-from tests.conftest import LONG, conformance, eventually, is_spare, settled_server
+from tests.conftest import LONG, eventually, is_spare, settled_server
 from tests.processes.conftest import Launcher
 
 pytestmark = pytest.mark.alone  # it compares memory and open files
@@ -132,27 +132,6 @@ def test_sixty_more_launches_leave_nothing_behind() -> None:
     assert after.memory - before.memory < 5 * MEGABYTE
     assert after.server_memory - before.server_memory < 2 * MEGABYTE
     assert kept_logs() == kept == 50
-
-
-# ------------------------------------------------------------------ a hostile environment
-@conformance("forkserver", "spawn")
-def test_a_hostile_inherited_environment_changes_nothing(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "5",
-        "WORLD_SIZE": "7",
-        "LOCAL_RANK": "3",
-        "MASTER_ADDR": "10.255.255.1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "4",
-        "TORCHELASTIC_RUN_ID": "another",
-        "GLOO_SOCKET_IFNAME": "no-such-interface",
-        "NCCL_SOCKET_IFNAME": "no-such-interface",
-    }.items():
-        monkeypatch.setenv(name, value)
-
-    assert list(launch(where_it_meets)) == [("127.0.0.1", str(rank), "2", 2.0) for rank in range(2)]
-    assert os.environ["RANK"] == "5"  # the notebook's own is as it was
 
 
 # ------------------------------------------------------------------ who can reach it
