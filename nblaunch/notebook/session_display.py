@@ -104,9 +104,10 @@ def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[i
         gone: Pids of ranks that have died since the last task. Default: none.
         hint: A last line. Default: none.
     """
-    doing = "stopped" if not state.is_open else f"runs {state.running}" if state.running else "idle"
+    since = time.strftime("%H:%M", time.localtime(time.time() - state.idle))  # a saved notebook shows it for long
+    doing = "stopped" if not state.is_open else f"runs {state.running}" if state.running else f"idle since {since}"
     queued = [*state.queued[:_MAX_QUEUED], *(["…"] if len(state.queued) > _MAX_QUEUED else [])]
-    lines = [f"<div>waits: {escape(each)}</div>" for each in queued]
+    lines = [f"<div>queued: {escape(each)}</div>" for each in queued]
     head = (
         f"<div><b>session {escape(state.name)}</b> · {len(state.ranks)} ranks on {escape(state.device)} · "
         f"<b>{escape(doing)}</b></div>"

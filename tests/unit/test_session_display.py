@@ -20,7 +20,7 @@ def session(
 
 def test_an_idle_session_shows_what_its_ranks_hold() -> None:
     html = as_html(session(), USAGES)
-    assert "<b>session main</b> · 2 ranks on cpu · <b>idle</b>" in html
+    assert "<b>session main</b> · 2 ranks on cpu · <b>idle since " in html
     assert "idle, pid 100" in html
     assert "300 MB" in html
     assert "GPU" not in html
@@ -29,7 +29,7 @@ def test_an_idle_session_shows_what_its_ranks_hold() -> None:
 def test_a_busy_session_shows_what_runs_and_one_line_for_each_cell_that_waits() -> None:
     html = as_html(session("Cell In[3]", [f"Cell In[{n}]" for n in range(4, 30)]), USAGES)
     assert "<b>runs Cell In[3]</b>" in html
-    assert html.count("<div>waits: ") == 9
+    assert html.count("<div>queued: ") == 9
     assert html.count("busy, pid") == 2
 
 
