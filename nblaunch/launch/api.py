@@ -20,6 +20,7 @@ from nblaunch.launch.result import LaunchResult
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.slurm_variables import refusal, slurm_task
+from nblaunch.wire import rank_variables
 from nblaunch.wire.messages import Payload
 
 _IGNORED: dict[str, tuple[Any, str]] = {
@@ -216,7 +217,7 @@ def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str
 
 def refuse_nested() -> None:
     """Raise NestedLaunchError in a rank, in a child process of a rank, or in one of several Slurm tasks."""
-    rank = os.environ.get("NBLAUNCH_RANK")
+    rank = os.environ.get(rank_variables.RANK)
     if rank is not None:
         raise NestedLaunchError(
             f"this is rank {rank} of a launch, and a rank cannot launch: call notebook_launcher in the notebook"

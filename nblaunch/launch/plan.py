@@ -23,6 +23,7 @@ from nblaunch.machine import argument_checks, timeouts
 from nblaunch.machine.limits import usable_cpus
 from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.machine.slurm_variables import tells_place
+from nblaunch.wire import rank_variables
 from nblaunch.wire.drops import log_limit
 from nblaunch.wire.messages import Method, World
 
@@ -139,7 +140,7 @@ class Plan:
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS_TO_HANDLE,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": self.env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            "NBLAUNCH_RANK": str(rank),
+            rank_variables.RANK: str(rank),
             "NBLAUNCH_LAUNCH_ID": launch_id,
         }
 
@@ -257,7 +258,7 @@ def _common_environment(
     env.update(dict.fromkeys(_INTERFACES, loopback))
     env["OMP_NUM_THREADS"] = str(threads)
     if any(word in env.get("MPLBACKEND", "") for word in _NOTEBOOK_BACKENDS):
-        env["MPLBACKEND"] = "module://nblaunch.ranks.matplotlib_backend"
+        env["MPLBACKEND"] = rank_variables.MATPLOTLIB_BACKEND
     if precision != "no":
         env["ACCELERATE_MIXED_PRECISION"] = precision
     if device == "cpu":
@@ -271,7 +272,7 @@ def _is_launch_variable(name: str) -> bool:
     return (
         name in _TORCHRUN
         or name in _INTERFACES
-        or name.startswith(("TORCHELASTIC_", "NBLAUNCH_RANK", "NBLAUNCH_LAUNCH"))
+        or name.startswith(("TORCHELASTIC_", rank_variables.RANK, "NBLAUNCH_LAUNCH"))
         or tells_place(name)
     )
 
