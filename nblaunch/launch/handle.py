@@ -17,6 +17,7 @@ from nblaunch.engines.local import engine
 from nblaunch.engines.server_client import remedy
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
+from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.conclusion import (
     attach_results,
@@ -33,7 +34,6 @@ from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.result import LaunchResult, Metrics, named
 from nblaunch.launch.session_turn import Place, Turn
-from nblaunch.launch.supervisor import Attempt, Job
 from nblaunch.launch.turn_queue import BusyError
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import ShieldedView, View
@@ -221,20 +221,20 @@ class Launch:
         if self.id not in _live:
             return
         self._interrupts += 1
-        self._commands.ask(kill=self._place is None)  # the variables of a session are lost with its ranks
-        if self._place is not None and self._thread.ident is not None:
+        self._commands.ask(kill=not self.keeps_ranks)  # the variables of a session are lost with its ranks
+        if self.keeps_ranks and self._thread.ident is not None:
             self._wait_out()
         else:
             self._finished.wait(timeouts.KILLED_LAUNCH_TIMEOUT_S)
 
     def _wait_out(self) -> bool:
         """Wait for the end. Return True if the user interrupted the launch."""
-        to_kill = 2 if self._place is None else 3
+        to_kill = 3 if self.keeps_ranks else 2
         while not self._finished.is_set():
             try:
                 if self._interrupts:
                     self._commands.ask(kill=self._interrupts >= to_kill)
-                if self._place is not None and self._interrupts == 2:
+                if self.keeps_ranks and self._interrupts == 2:
                     self._view.on(Note(INSIST))
                 self.wait()
             except KeyboardInterrupt:
@@ -337,10 +337,9 @@ class Launch:
         return attempt, verdict
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
-        plan = self._plan
-        where = files.directory
-        kept = self.keeps_ranks
+        plan, kept = self._plan, self.keeps_ranks
         name = f"{self.name}, session {self._place.session}" if self._place is not None else self.name
+        where = files.directory
         return LaunchInfo(
             self.id, name, plan.world_size, plan.device, plan.method, where, number, plan.env, files, is_session=kept
         )

@@ -17,13 +17,14 @@ import pytest
 
 from nblaunch.engines.protocol import LostDescriptors
 from nblaunch.errors import StartError
-from nblaunch.launch import supervisor
+from nblaunch.launch import attempt as attempts
+from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Machine, make_plan
-from nblaunch.launch.supervisor import Attempt, Job
+from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.views.base import NullView
 from nblaunch.launch.views.events import Countdown, Logs, Note, RanksChanged, Reports, StacksShown
@@ -636,7 +637,7 @@ def _no_store(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             pass
 
-    monkeypatch.setattr(supervisor, "Rendezvous", Nowhere)
+    monkeypatch.setattr(attempts, "Rendezvous", Nowhere)
 
 
 def both(act: Callable[[FakeWorker], None]) -> Callable[[FakeWorkers], None]:
@@ -663,6 +664,19 @@ def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
     assert workers.is_closed
     assert engine.orders[0].world_size == 2
     attempt.commands.close()
+
+
+def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> None:
+    """A turn of a session ends with its task, though the ranks live on."""
+    scene = begin()
+    output = OutputFollower(scene.workers.ranks, Path("logs"), (), scene.view, scene.commands)
+    for worker in scene.workers.ranks:
+        worker.prints("hello\n")
+        worker.returns()
+    supervise(scene.task, output, scene.view, scene.is_over)
+    assert scene.phase == "returned"
+    assert scene.view.printed == {(0, "out"): b"hello\n", (1, "out"): b"hello\n"}
+    assert scene.group.live == [0, 1]
 
 
 @pytest.mark.usefixtures("_no_store")
