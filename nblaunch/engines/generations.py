@@ -16,11 +16,12 @@ from typing import TypeVar
 
 from nblaunch.engines.import_environment import Where
 from nblaunch.engines.preloads import Preloads
-from nblaunch.engines.server_client import ForkServer, Reaper, remedy
+from nblaunch.engines.server_client import ForkServer, Reaper
 from nblaunch.engines.successor import Successor
 from nblaunch.engines.successor_builder import Step, SuccessorBuilder
 from nblaunch.errors import StartError, warn
 from nblaunch.machine import timeouts
+from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import installed_now, package_of, shadowed
 from nblaunch.wire.messages import Method
 

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.drops import Dropped
-from nblaunch.wire.messages import Method, NotStarted, Payload, RankExited, RankStarted, Swept, Task
+from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task
 
 Stream = Literal["out", "err", "spool"]
 """The streams of a rank: stdout, stderr, and its reports as JSON lines."""
@@ -39,7 +39,7 @@ class LostDescriptors:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The reaper is dead, and its ranks with it."""
+    """The process that supervises the ranks is dead, and the ranks with it."""
 
 
 Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescriptors | Lost
@@ -134,7 +134,8 @@ class Order:
 
     launch_id: str
     world_size: int
-    method: Method
+    method: str
+    """As `Engine.resolve` returns it."""
     process: Process
     env: Mapping[str, str]
     """The ranks' environment, without the variables that differ by rank."""
@@ -152,7 +153,7 @@ class Workers(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Return True if the reaper has answered."""
+        """Return True if the process that supervises the ranks has answered."""
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[Worker]:
         """Start every rank; `environment` returns the variables of a rank.
@@ -195,28 +196,44 @@ class Workers(Protocol):
         """Return what the ranks had sent before their exit."""
 
     def nudge(self) -> str | None:
-        """Wake the process that starts the ranks, which has not answered in time.
+        """Wake what starts the ranks, which has not answered in time.
 
         Returns:
             A note for the user; None if the group was given up.
         """
 
     def forsake(self) -> bool:
-        """Discard the server that failed to start the ranks. Return True if a retry may succeed."""
+        """Discard what failed to start the ranks. Return True if a retry may succeed."""
 
     def abandon(self) -> None:
-        """Kill the reaper, and its ranks with it."""
+        """Kill the ranks, and the process that supervises them."""
 
     def close(self) -> None:
         """Release descriptors and temporary files. Idempotent."""
 
 
 class Engine(Protocol):
-    """Where ranks run."""
+    """Where ranks run. Thread-safe: launches run in threads of their own."""
 
-    def usable(
-        self, method: Method, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]
-    ) -> Method:
+    @property
+    def start_methods(self) -> tuple[str, ...]:
+        """What ``start_method=`` may be; the first lets the engine choose."""
+
+    def resolve(self, method: str) -> str:
+        """Return the start method that a launch uses, which may be the engine's choice.
+
+        Raises:
+            ArgumentError: The method does not work on this platform.
+        """
+
+    def check_kept(self, method: str) -> None:
+        """Check that ranks started this way can stay for many tasks.
+
+        Raises:
+            ArgumentError: They cannot.
+        """
+
+    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> str:
         """Return `method`, or a substitute with a warning if ranks cannot be started that way.
 
         Args:
@@ -229,7 +246,7 @@ class Engine(Protocol):
             StartError: There is no substitute.
         """
 
-    def shares_memory(self, method: Method) -> bool:
+    def shares_memory(self, method: str) -> bool:
         """Return True if ranks inherit the notebook's memory, so that no payload is sent."""
 
     def place(self, order: Order, wakeup: Wakeup) -> Workers:
@@ -241,3 +258,33 @@ class Engine(Protocol):
 
     def prepare_next(self) -> None:
         """Prepare for the next launch in the background. Called after each one."""
+
+    def warm_up(self) -> None:
+        """Prepare for the first launch in the background.
+
+        Raises:
+            StartError: The system refuses.
+        """
+
+    def refresh(self) -> None:
+        """Note what has changed in the notebook, such as its environment and its imports. Called after each cell.
+
+        Raises:
+            StartError: The system refuses; the next launch tries again.
+        """
+
+    def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
+        """Import modules in the background, ahead of later launches.
+
+        Args:
+            modules: Their names.
+            env: The environment of later launches; what could not be imported before is tried again. Default: that
+                of the last launch, without another try.
+            named: Variables of `env` that the user has set.
+        """
+
+    def status(self) -> list[str]:
+        """Return the lines of ``%distributed status`` about the engine."""
+
+    def stop(self) -> None:
+        """Kill every process of the engine, with the ranks that still run."""

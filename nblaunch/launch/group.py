@@ -39,7 +39,7 @@ class WorkerGroup:
     Attributes:
         members: The ranks, once started.
         refusal: Why a rank could not be started; empty if all could.
-        is_lost: The reaper is dead or hangs; its ranks are killed.
+        is_lost: The process that supervises the ranks is dead or hangs; the ranks are killed.
         stuck: Pids that survived SIGKILL.
     """
 
@@ -132,7 +132,7 @@ class WorkerGroup:
         self.members[rank].worker.free(task)
 
     def _check(self, now: float) -> None:
-        """Give up on a reaper that hangs: after the last exit, after SIGKILL, or at the start."""
+        """Give up on workers that give no sign of life: after the last exit, after SIGKILL, or at the start."""
         live = self.live
         if self.members and not live and not self._is_kept:
             self._exited_at = self._exited_at or now

@@ -13,8 +13,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from nblaunch.engines.local import engine
-from nblaunch.engines.server_client import remedy
+from nblaunch.engines.current import engine
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
 from nblaunch.launch.attempt import Attempt, Job
@@ -39,6 +38,7 @@ from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import ShieldedView, View
 from nblaunch.launch.views.events import Begun, Ended, LaunchInfo, Note, Outcome, Started, State
 from nblaunch.machine import timeouts
+from nblaunch.machine.limits import remedy
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.segments import in_words
 from nblaunch.wire.messages import Payload
@@ -324,7 +324,7 @@ class Launch:
             files.close()
 
     def _run_ranks(self, number: int, files: LaunchFiles) -> tuple[Attempt | Turn, Verdict]:
-        """Run the ranks to their end; once more if their fork server died before it could start them."""
+        """Run the ranks to their end; once more if what starts them died before it could."""
         if self._place is not None:
             turn = Turn(self._job, self._place, files, self._view, self._commands)
             return turn, turn.run()

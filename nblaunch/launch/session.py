@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
-from nblaunch.engines.local import engine
+from nblaunch.engines.current import engine
 from nblaunch.errors import ArgumentError, NblaunchError, StartError, warn
 from nblaunch.launch import session_payload
 from nblaunch.launch.api import refuse_nested

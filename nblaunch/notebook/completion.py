@@ -8,15 +8,16 @@ from typing import Any
 
 from IPython.core.completer import SimpleCompletion, context_matcher
 
+from nblaunch.engines.current import engine
 from nblaunch.launch import live_sessions
-from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.plan import BACKENDS, DEVICES
 from nblaunch.launch.session import Session
 from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 
 _VALUES = {
     "--device": DEVICES,
     "--backend": BACKENDS,
-    "--start-method": START_METHODS,
+    "--start-method": engine.start_methods,
     "--view": ("auto", "text", "none"),
 }
 

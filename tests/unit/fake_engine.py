@@ -15,7 +15,6 @@ from nblaunch.wire.messages import (
     Failed,
     Interrupted,
     Leaving,
-    Method,
     NotStarted,
     RankExited,
     RankStarted,
@@ -211,12 +210,18 @@ class FakeEngine:
         self.workers = workers
         self.orders: list[Order] = []
 
-    def usable(
-        self, method: Method, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]
-    ) -> Method:
+    start_methods = ("auto", "scripted")
+
+    def resolve(self, method: str) -> str:
+        return "scripted"
+
+    def check_kept(self, method: str) -> None:
+        """Scripted ranks can stay."""
+
+    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> str:
         return method
 
-    def shares_memory(self, method: Method) -> bool:
+    def shares_memory(self, method: str) -> bool:
         return False
 
     def place(self, order: Order, wakeup: Wakeup) -> FakeWorkers:
@@ -225,3 +230,18 @@ class FakeEngine:
 
     def prepare_next(self) -> None:
         """Nothing to prepare."""
+
+    def warm_up(self) -> None:
+        """Nothing to prepare."""
+
+    def refresh(self) -> None:
+        """Nothing to refresh."""
+
+    def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
+        """Nothing to import."""
+
+    def status(self) -> list[str]:
+        return ["scripted ranks"]
+
+    def stop(self) -> None:
+        """Nothing to kill."""

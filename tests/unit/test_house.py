@@ -275,9 +275,9 @@ def reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 # ------------------------------------------------------------------ the seam
-def test_only_engines_ranks_and_plans_compare_start_methods() -> None:
+def test_only_the_engine_and_its_reapers_compare_start_methods() -> None:
     """Everything else works with any engine."""
-    allowed = [*modules_in("engines"), *modules_in("ranks"), PACKAGE / "launch" / "plan.py"]
+    allowed = [*modules_in("engines"), PACKAGE / "ranks" / "reaper.py"]
     methods = ("forkserver", "spawn", "fork")
     found = [
         f"{module.name}:{node.lineno}"
@@ -289,6 +289,20 @@ def test_only_engines_ranks_and_plans_compare_start_methods() -> None:
         if isinstance(side, ast.Constant) and side.value in methods
     ]
     assert found == []
+
+
+def test_one_module_chooses_the_engine_and_others_know_the_protocol() -> None:
+    seam = {"nblaunch.engines.current", "nblaunch.engines.protocol"}
+    found = {
+        f"{module.name}: {target}"
+        for module in MODULES
+        if room_of(module) != "engines"
+        for target in all_imports_of(module)
+        if is_within(target, ("nblaunch.engines",)) and target not in seam
+    }
+    assert found == {"tails.py: nblaunch.engines.growing_file"}
+    users = {module.name for module in MODULES if "nblaunch.engines.local" in all_imports_of(module)}
+    assert users == {"current.py"}
 
 
 def test_a_task_knows_no_file_and_no_process() -> None:

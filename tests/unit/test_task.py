@@ -615,10 +615,11 @@ class Script(FakeWorkers):
 
 
 def attempt_of(workers: FakeWorkers, view: Recorder) -> tuple[Attempt, FakeEngine]:
-    plan = make_plan(Machine(0, 2, "linux", {"HOME": "/root"}), num_processes=2)
+    engine = FakeEngine(workers)
+    plan = make_plan(Machine(0, 2, "linux", {"HOME": "/root"}), engine, num_processes=2)
     payload = Payload(len, (), {}, test_the_view_gets_the_pids, Settings(), {})
     job = Job(plan, "1-1-abc", this_process(), payload, (), {}, math.inf)
-    return Attempt(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), FakeEngine(workers)
+    return Attempt(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), engine
 
 
 @pytest.fixture
@@ -662,7 +663,7 @@ def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
     assert view.printed == {(0, "out"): b"hello\n", (1, "out"): b"hello\n"}
     assert view.notes == ["processes 7 survived SIGKILL: they wait in the operating system"]
     assert workers.is_closed
-    assert engine.orders[0].world_size == 2
+    assert (engine.orders[0].world_size, engine.orders[0].method) == (2, "scripted")
     attempt.commands.close()
 
 
