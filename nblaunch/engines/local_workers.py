@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from nblaunch.engines.generations import servers
 from nblaunch.engines.local_worker import LocalWorker
-from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Order, Received, Wakeup
+from nblaunch.engines.protocol import Descriptors, Event, Lost, LostDescriptors, Order, Received, Wakeup
 from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
@@ -281,7 +281,7 @@ class LocalWorkers:
                 if isinstance(message, Taken):
                     worker.owes = False
                 else:
-                    self._events.append(Received(worker.rank, message, fds))
+                    self._events.append(Received(worker.rank, message, Descriptors(fds)))
         except LostDescriptorsError as error:
             self._events.append(LostDescriptors(worker.rank, error.message, error))
         if worker.channel.closed:
@@ -322,8 +322,8 @@ class LocalWorkers:
     def close(self) -> None:
         """Close the channels. A reaper that still runs then kills its ranks."""
         for event in self._take_events():
-            for fd in event.fds if isinstance(event, Received) else ():
-                os.close(fd)
+            if isinstance(event, Received):
+                event.parcel.close()
         if self.drops is not None:
             self.drops.close()
         for worker in self._workers:

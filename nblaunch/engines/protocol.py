@@ -6,6 +6,7 @@ on any machine. A group is used from one thread; `Workers.wait` returns its even
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -19,13 +20,33 @@ Stream = Literal["out", "err", "spool"]
 
 
 # ------------------------------------------------------------------ events
+class Descriptors:
+    """What has arrived with a message: descriptors of files in this machine's memory, which their holder closes."""
+
+    def __init__(self, fds: Sequence[int] = ()) -> None:
+        self._fds = list(fds)
+
+    def __bool__(self) -> bool:
+        return bool(self._fds)
+
+    def take(self) -> list[int]:
+        """Return the descriptors, which the caller closes; none at the next call."""
+        taken, self._fds = self._fds, []
+        return taken
+
+    def close(self) -> None:
+        """Close the descriptors, unless they were taken. Idempotent."""
+        for fd in self.take():
+            os.close(fd)
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A rank has sent a message. The receiver closes its descriptors."""
+    """A rank has sent a message. The receiver takes or closes the parcel."""
 
     rank: int
     message: object
-    fds: list[int]
+    parcel: Descriptors
 
 
 @dataclass(frozen=True, slots=True)

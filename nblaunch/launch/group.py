@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from nblaunch.engines.protocol import Event, Lost, Worker, Workers
+from nblaunch.launch.views.events import RankState, RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept
 
@@ -23,9 +24,18 @@ class Member:
     exited: RankExited | None = None
 
     @property
+    def has_started(self) -> bool:
+        """Return True if its process exists, or has."""
+        return self.pid > 0
+
+    @property
     def listens(self) -> bool:
         """Return True if the rank runs our code: after exec, the signal for stacks would kill it."""
         return self.exited is None and self.worker.is_open
+
+    def status(self, state: RankState) -> RankStatus:
+        """Return its state, as views show it."""
+        return RankStatus(self.rank, state, self.pid)
 
 
 class WorkerGroup:

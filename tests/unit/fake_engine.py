@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.engines.protocol import Event, Lost, Order, Received, Stream, Wakeup
+from nblaunch.engines.protocol import Descriptors, Event, Lost, Order, Received, Stream, Wakeup
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import (
     Done,
@@ -85,7 +85,7 @@ class FakeWorker:
 
     # -------------------------------------------------------------- what the rank does
     def sends(self, message: object, *fds: int) -> None:
-        self.events.append(Received(self.rank, message, list(fds)))
+        self.events.append(Received(self.rank, message, Descriptors(fds)))
 
     def runs(self) -> None:
         self.sends(Running(self.rank, self.task))

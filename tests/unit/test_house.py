@@ -36,6 +36,11 @@ RANK_SHELL = "rank_shell.py"
 """The only module of ranks/ that imports IPython; it is imported by name, where a rank needs it."""
 NOTEBOOK_NAMES = "notebook_names.py"
 """Imports the shell by name."""
+TASK = (
+    *("abandoned.py", "group.py", "rank_state.py", "stack_text.py", "stacks.py", "stopping.py", "supervisor.py"),
+    *("task.py", "verdict.py"),
+)
+"""The modules of launch/ that see a task through, whatever the engine."""
 _IMPORTERS = ("import_module", "__import__")
 MAX_LINES = 400
 
@@ -307,13 +312,15 @@ def test_one_module_chooses_the_engine_and_others_know_the_protocol() -> None:
 
 def test_a_task_knows_no_file_and_no_process() -> None:
     """What ranks write, send and are comes through `engines.protocol`."""
-    beyond = ("subprocess", "socket", "selectors", "pathlib", "nblaunch.wire.channel", "nblaunch.ranks")
-    for name in ("task.py", "group.py", "stacks.py", "rank_state.py"):
+    beyond = (
+        *("os", "pathlib", "psutil", "selectors", "socket", "subprocess"),
+        *("nblaunch.engines.current", "nblaunch.machine.processes", "nblaunch.machine.usage"),
+        *("nblaunch.ranks", "nblaunch.wire.channel", "nblaunch.wire.launch_files"),
+    )
+    for name in TASK:
         targets = [found.target for found in imports_of(PACKAGE / "launch" / name)]
         assert targets
-        assert not [target for target in targets if is_within(target, beyond)]
-        engines = [target for target in targets if is_within(target, ("nblaunch.engines",))]
-        assert set(engines) <= {"nblaunch.engines.protocol"}
+        assert [target for target in targets if is_within(target, beyond)] == []
 
 
 # ------------------------------------------------------------------ files
