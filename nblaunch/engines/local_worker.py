@@ -8,12 +8,13 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from nblaunch.engines.growing_file import GrowingFile
 from nblaunch.engines.protocol import Stream
+from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.engines.stack_files import StackFile
 from nblaunch.wire.channel import Channel
+from nblaunch.wire.display_records import SUFFIXES
 from nblaunch.wire.drops import Dropped, Table
-from nblaunch.wire.launch_files import rank_file
+from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.messages import Free, Interrupt, SendSignal
 
 
@@ -41,7 +42,9 @@ class LocalWorker:
         self.rank = rank
         self.channel = channel
         self.stacks = StackFile(rank_file(log_dir, rank, "stacks"), self.signal)
-        self.is_started = self.has_exited = self.is_shut = False
+        self.pid = 0
+        """0 before the rank has started."""
+        self.has_exited = self.is_shut = False
         self.owes = False
         """The rank was sent descriptors that it has not taken yet."""
         self.log_dir = log_dir  # where the present task writes
@@ -81,9 +84,13 @@ class LocalWorker:
         """Ask the reaper to send a signal."""
         self._reaper(SendSignal(self.rank, signum, group))
 
-    def log(self, stream: Stream) -> GrowingFile:
-        """Open the file that the rank writes."""
-        return GrowingFile(rank_file(self.log_dir, self.rank, stream))
+    def log(self, stream: Stream) -> LogFile:
+        """Return the file that the rank writes."""
+        return LogFile(rank_file(self.log_dir, self.rank, stream))
+
+    def output(self, key: str, mime: str) -> OutputFile:
+        """Return the file that the rank has written beside its spool."""
+        return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
 
     def dropped(self) -> Dropped:
         """Read the rank's counters."""

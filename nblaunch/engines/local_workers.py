@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nblaunch.engines.generations import servers
 from nblaunch.engines.local_worker import LocalWorker
@@ -42,6 +42,9 @@ from nblaunch.wire.messages import (
     Taken,
     Task,
 )
+
+if TYPE_CHECKING:
+    from nblaunch.engines.local_sampler import LocalSampler
 
 _log = logging.getLogger(__name__)
 MAX_FDS_IN_FLIGHT = 100
@@ -181,7 +184,7 @@ class LocalWorkers:
     def _may_send_to(self, worker: LocalWorker) -> bool:
         """Return True if the rank runs and its descriptors fit the limit of those in flight."""
         owing = [each for each in self._workers if each.owes and not each.has_exited and each.is_open]
-        return worker.is_started and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
+        return worker.pid > 0 and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
 
     def let_go(self, ranks: Collection[int]) -> None:
         """Let these ranks exit."""
@@ -250,7 +253,7 @@ class LocalWorkers:
                 self._workers[message.rank].has_exited = True
             self._events.append(message)
         elif isinstance(message, RankStarted):
-            self._workers[message.rank].is_started = True
+            self._workers[message.rank].pid = message.pid
             self._events.append(message)
         elif isinstance(message, RankExited):
             self._read_rest(self._workers[message.rank])
@@ -290,6 +293,13 @@ class LocalWorkers:
     def _read_rest(self, worker: LocalWorker) -> None:
         while not worker.channel.closed and readable(worker.channel):
             self._read_rank(worker)
+
+    # -------------------------------------------------------------- usage
+    def sampler(self, device: str, env: Mapping[str, str]) -> LocalSampler:
+        """Measure by pid. Import late: without a panel, psutil is not needed."""
+        from nblaunch.engines.local_sampler import LocalSampler
+
+        return LocalSampler(lambda rank: self._workers[rank].pid, device, env)
 
     # -------------------------------------------------------------- trouble, and the end
     def nudge(self) -> str | None:

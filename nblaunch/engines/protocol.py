@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task
+
+if TYPE_CHECKING:
+    from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
 
 Stream = Literal["out", "err", "spool"]
 """The streams of a rank: stdout, stderr, and its reports as JSON lines."""
@@ -68,12 +71,8 @@ Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescripto
 
 
 # ------------------------------------------------------------------ one rank
-class Log(Protocol):
-    """One stream of a rank so far."""
-
-    @property
-    def name(self) -> str:
-        """The location of the log, for messages to the user."""
+class OpenLog(Protocol):
+    """A log that a reader follows. Used from one thread."""
 
     def size(self) -> int:
         """Return the number of bytes written so far; 0 before the first."""
@@ -83,6 +82,37 @@ class Log(Protocol):
 
     def close(self) -> None:
         """Close the log. Idempotent."""
+
+
+class Log(Protocol):
+    """One stream of a rank so far. Thread-safe, and readable after the group is closed.
+
+    It holds nothing open between two calls, because panels keep the logs of many launches.
+    """
+
+    @property
+    def name(self) -> str:
+        """The location of the log, for messages to the user."""
+
+    def size(self) -> int:
+        """Return the number of bytes written so far; 0 before the first."""
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return these bytes; fewer if the log was truncated meanwhile, none if it was removed."""
+
+    def open(self) -> OpenLog:
+        """Open the log, to read it often while the rank runs. The caller closes it."""
+
+
+class Body(Protocol):
+    """The body of something that a rank has displayed. Thread-safe, and readable after the group is closed."""
+
+    @property
+    def name(self) -> str:
+        """The location of the body, for messages to the user."""
+
+    def read(self) -> bytes | None:
+        """Return the body; None if it was removed."""
 
 
 class StackDumps(Protocol):
@@ -132,13 +162,31 @@ class Worker(Protocol):
         """Send a signal to the rank, or to its process group."""
 
     def log(self, stream: Stream) -> Log:
-        """Open one stream of the rank's output. The caller closes it."""
+        """Return one stream of what the rank writes in its present task."""
+
+    def output(self, key: str, mime: str) -> Body:
+        """Return the body that a record of the rank's present task refers to.
+
+        Args:
+            key: The key of the record.
+            mime: Its type, one of `nblaunch.wire.display_records.SUFFIXES`.
+        """
 
     def dropped(self) -> Dropped:
         """Return the output that the rank could not write so far."""
 
 
 # ------------------------------------------------------------------ the ranks of a group
+class Sampler(Protocol):
+    """Measures the ranks of a group. Used from one thread, which may be another than the group's."""
+
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        """Return the usage of those of these ranks that run, about once a second."""
+
+    def close(self) -> None:
+        """Release what sampling holds. Idempotent."""
+
+
 class Wakeup(Protocol):
     """Ends `Workers.wait` early, from another thread."""
 
@@ -215,6 +263,14 @@ class Workers(Protocol):
 
     def drain(self) -> Iterable[Event]:
         """Return what the ranks had sent before their exit."""
+
+    def sampler(self, device: str, env: Mapping[str, str]) -> Sampler:
+        """Return what measures the ranks. May be called from any thread; the caller closes it.
+
+        Args:
+            device: The device of the ranks, ``"cpu"`` or ``"cuda"``.
+            env: The environment of the ranks.
+        """
 
     def nudge(self) -> str | None:
         """Wake what starts the ranks, which has not answered in time.

@@ -18,7 +18,7 @@ from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Note
+from nblaunch.launch.views.events import Note, RanksPlaced
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.messages import Payload, Source
 
@@ -103,9 +103,10 @@ class Attempt:
     def _start(self, port: int, opened: contextlib.ExitStack) -> None:
         job, plan = self.job, self.job.plan
         self.group.start(lambda rank: plan.environment(rank, port, job.launch_id, self.number, self.files.error(rank)))
+        self.view.on(RanksPlaced(self.group.workers))
         self.task = Task(1, self.group, self.view, self.commands, job.sources, plan.stop_grace, job.deadline)
         opened.callback(self.task.close)
         self.task.send(lambda rank: plan.world(rank, port), job.parcel, last=True)
         workers = [member.worker for member in self.group.members]
-        self.output = OutputFollower(workers, self.files.directory, plan.metric_patterns, self.view, self.commands)
+        self.output = OutputFollower(workers, plan.metric_patterns, self.view, self.commands)
         opened.callback(self.output.close)

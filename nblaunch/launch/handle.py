@@ -356,12 +356,12 @@ class Launch:
         """Keep the result, or return the error that explains why there is none."""
         self._returned, error = load_results(attempt.results, files)
         ends = [rank.end for rank in attempt.task.present]
-        account = failures.Account(self.name, ends, files, self._shipment.sources)
+        written = attempt.output.ranks
+        account = failures.Account(self.name, ends, files, self._shipment.sources, {r.rank: r.logs for r in written})
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))
         if verdict.state == "finished" and error is None:
-            written = attempt.output.ranks
             metrics = Metrics(attempt.output.reports, sum(rank.dropped.reports for rank in written))
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
             seconds = time.monotonic() - self._begin

@@ -17,7 +17,7 @@ from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Note
+from nblaunch.launch.views.events import Note, RanksPlaced
 from nblaunch.wire.session_messages import Begun, SentName
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class Turn:
         with contextlib.ExitStack() as opened:
             opened.enter_context(ranks.claimed(self._ticket, lambda: self.commands.stop, self.commands.ask))
             self.group.workers.listen_to(self.commands)
+            self.view.on(RanksPlaced(self.group.workers))
             absent = ranks.absent
             grace = self.job.plan.stop_grace
             timeout = self.job.plan.timeout
@@ -103,9 +104,7 @@ class Turn:
                 self._note_sent()
             self.task.send(ranks.world, self.job.parcel, log_dir=str(self.files.directory))
             present = [rank.member.worker for rank in self.task.present]
-            self.output = OutputFollower(
-                present, self.files.directory, self.job.plan.metric_patterns, self.view, self.commands
-            )
+            self.output = OutputFollower(present, self.job.plan.metric_patterns, self.view, self.commands)
             opened.callback(self.output.close)
             supervise(self.task, self.output, self.view, lambda: self.task.is_over or self.group.is_over)
             verdict = self.task.finish()

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from ipykernel.iostream import OutStream
 
 from nblaunch.engines.current import engine
+from nblaunch.engines.protocol import Workers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch.frontend import view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
@@ -61,10 +62,12 @@ class NotebookFrontend:
         names: dict[str, Any] = self.shell.user_ns
         return names
 
-    def show_session(self, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
+    def show_session(
+        self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
+    ) -> None:
         """Show a session under the cell that has started it, if a page can show it."""
         if self.shows_html():
-            SessionDisplay(self.shell, state, env).start()
+            SessionDisplay(self.shell, state, env, workers).start()
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         """Wait for `over`. In a cell, answer pages that reload meanwhile, so that they get their panels back."""

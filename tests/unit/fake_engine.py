@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.engines.protocol import Descriptors, Event, Lost, Order, Received, Stream, Wakeup
+from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Received, Stream, Wakeup
+from nblaunch.machine.usage import Usage
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import (
     Done,
@@ -41,8 +42,40 @@ class FakeLog:
     def read(self, start: int, end: int) -> bytes:
         return bytes(self._data[start:end])
 
+    def open(self) -> FakeLog:
+        return self
+
     def close(self) -> None:
         """Nothing to release."""
+
+
+@dataclass(frozen=True)
+class FakeBody:
+    """What a rank has displayed."""
+
+    data: bytes | None
+    name: str = "a fake body"
+
+    def read(self) -> bytes | None:
+        return self.data
+
+
+@dataclass
+class FakeSampler:
+    """Measures scripted ranks: each uses as many bytes as its pid."""
+
+    workers: Sequence[FakeWorker]
+    is_closed: bool = False
+
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        return [
+            Usage(worker.rank, 0.0, FAKE_PID + worker.rank, None, None)
+            for worker in self.workers
+            if worker.rank in ranks and not worker.has_exited
+        ]
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 @dataclass
@@ -74,6 +107,8 @@ class FakeWorker:
     written: dict[Stream, bytearray] = field(
         default_factory=lambda: {"out": bytearray(), "err": bytearray(), "spool": bytearray()}
     )
+    bodies: dict[str, bytes] = field(default_factory=dict)
+    """What it has displayed, by key."""
     lost: Dropped = field(default_factory=Dropped)
     signals: list[int] = field(default_factory=list)
     """The signals that it was sent."""
@@ -134,6 +169,9 @@ class FakeWorker:
     def log(self, stream: Stream) -> FakeLog:
         return FakeLog(self.written[stream])
 
+    def output(self, key: str, mime: str) -> Body:
+        return FakeBody(self.bodies.get(key))
+
     def dropped(self) -> Dropped:
         return self.lost
 
@@ -146,6 +184,7 @@ class FakeWorkers:
         self.ranks = [FakeWorker(rank, self.events, clock) for rank in range(world_size)]
         self.has_begun = True
         self.tasks: list[Task] = []
+        self.samplers: list[FakeSampler] = []
         self.is_abandoned = self.is_closed = self.is_forsaken = self.is_dismissed = False
         self.hint: str | None = "waiting"
 
@@ -188,6 +227,10 @@ class FakeWorkers:
 
     def drain(self) -> Iterable[Event]:
         return self.wait(0.0)
+
+    def sampler(self, device: str, env: Mapping[str, str]) -> FakeSampler:
+        self.samplers.append(FakeSampler(self.ranks))
+        return self.samplers[-1]
 
     def nudge(self) -> str | None:
         return self.hint

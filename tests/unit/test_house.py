@@ -41,6 +41,11 @@ TASK = (
     *("task.py", "verdict.py"),
 )
 """The modules of launch/ that see a task through, whatever the engine."""
+SHOWN = (
+    *("displays.py", "failures.py", "follower.py", "metric_patterns.py", "tails.py", "text_view.py"),
+    *("log_feed.py", "output_store.py", "panel.py", "panel_state.py", "session_display.py", "usage_meter.py"),
+)
+"""The modules of launch/ and notebook/ that show what ranks write and use."""
 _IMPORTERS = ("import_module", "__import__")
 MAX_LINES = 400
 
@@ -305,7 +310,7 @@ def test_one_module_chooses_the_engine_and_others_know_the_protocol() -> None:
         for target in all_imports_of(module)
         if is_within(target, ("nblaunch.engines",)) and target not in seam
     }
-    assert found == {"tails.py: nblaunch.engines.growing_file"}
+    assert found == set()
     users = {module.name for module in MODULES if "nblaunch.engines.local" in all_imports_of(module)}
     assert users == {"current.py"}
 
@@ -321,6 +326,19 @@ def test_a_task_knows_no_file_and_no_process() -> None:
         targets = [found.target for found in imports_of(PACKAGE / "launch" / name)]
         assert targets
         assert [target for target in targets if is_within(target, beyond)] == []
+
+
+def test_what_shows_a_task_reads_no_file_and_measures_no_process() -> None:
+    """Ranks of another machine have logs, displays and usage too."""
+    beyond = ("os", "pathlib", "psutil", "nblaunch.machine.processes", "nblaunch.wire.launch_files")
+    for name in SHOWN:
+        (module,) = [module for module in MODULES if module.name == name]
+        targets = [found.target for found in imports_of(module)]
+        assert [target for target in targets if is_within(target, beyond)] == []
+        calls = [
+            ast.unparse(node.func) for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)
+        ]
+        assert not {"open", "Sampler"}.intersection(calls)
 
 
 # ------------------------------------------------------------------ files

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from nblaunch.engines.local import LocalEngine
+from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import PrintedMetrics, compile_patterns, search
 from nblaunch.launch.plan import Machine, make_plan
@@ -28,7 +29,7 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture
 def printed(log: Path) -> Iterator[PrintedMetrics]:
     """Searches `log` for the accuracy."""
-    reader = PrintedMetrics(compile_patterns(ACCURACY), log)
+    reader = PrintedMetrics(compile_patterns(ACCURACY), LogFile(log))
     yield reader
     reader.close()
 
@@ -267,7 +268,7 @@ def test_what_is_printed_after_the_end_is_left_out(log: Path, printed: PrintedMe
 
 def test_both_logs_of_a_rank_are_searched_and_may_come_late(tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
-    printed = PrintedMetrics(compile_patterns(ACCURACY), out, err)
+    printed = PrintedMetrics(compile_patterns(ACCURACY), LogFile(out), LogFile(err))
     assert printed.read(1.0) == []
     err.write_text("Accuracy: 0.2\n")
     assert values(printed.read(1.0)) == [0.2]
@@ -280,7 +281,7 @@ def test_both_logs_of_a_rank_are_searched_and_may_come_late(tmp_path: Path) -> N
 
 def test_without_patterns_no_file_is_opened(log: Path) -> None:
     log.write_text("Accuracy: 0.1\n")
-    printed = PrintedMetrics((), log)
+    printed = PrintedMetrics((), LogFile(log))
     assert printed.read(1.0) == printed.finish() == []
     assert not printed._sources
     assert not printed.is_behind
