@@ -8,9 +8,9 @@ from typing import Any
 
 from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError, ResultError, text_of
 from nblaunch.launch import failures
+from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_turn import Turn
-from nblaunch.launch.supervisor import Attempt
 from nblaunch.launch.task import Task
 from nblaunch.transfer.parcel import unpack
 

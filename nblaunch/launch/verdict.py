@@ -55,7 +55,7 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     Args:
         ends: How each rank ended.
         ladder: How the ranks were stopped; None if they were not.
-        lost: Whether the reaper died before its ranks.
+        lost: Whether the process that supervises the ranks died before them.
     """
     if all(end.done is not None for end in ends):
         if ladder is not None and ladder.reason == "timeout" and any(_returned_late(end, ladder) for end in ends):

@@ -19,13 +19,13 @@ from IPython.core.magic import (
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
-from nblaunch.engines.generations import servers
+from nblaunch.engines.current import engine
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.handle import INSIST, Launch, live_launches
 from nblaunch.launch.live_sessions import live_sessions
-from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.plan import BACKENDS, DEVICES
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook import session_magics
@@ -115,8 +115,8 @@ class DistributedMagics(Magics):
     )
     @argument(
         "--start-method",
-        help=f"one of {', '.join(START_METHODS)}; default auto: forkserver on Linux, spawn elsewhere; fork copies the "
-        "kernel, which can hang",
+        help=f"one of {', '.join(engine.start_methods)}; default auto: forkserver on Linux, spawn elsewhere; fork "
+        "copies the kernel, which can hang",
     )
     @argument(
         "--threads-per-rank",
@@ -301,7 +301,7 @@ def _option(name: str) -> str:
 def _show_status() -> None:
     kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
     sessions = [session.status() for session in live_sessions().values()]
-    lines = [*map(repr, live_launches()), *sessions, *servers.status(), *([kept] if sent_data_cache.size else [])]
+    lines = [*map(repr, live_launches()), *sessions, *engine.status(), *([kept] if sent_data_cache.size else [])]
     _show("\n".join(lines))
 
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from nblaunch.ranks import rank_display
+from nblaunch.transfer import notebook_shell
 
 _namespace: dict[str, Any] = {}
 
@@ -31,7 +32,8 @@ def install(namespace: dict[str, Any]) -> None:
     """Install the names in builtins and in the shipped functions' globals, which become the shell's namespace."""
     global _namespace
     _namespace = namespace
-    namespace["get_ipython"] = get_ipython
+    notebook_shell.provide(get_ipython)
+    namespace["get_ipython"] = notebook_shell.get_ipython
     builtins.input = _no_input
     sys.breakpointhook = _no_breakpoint
     if "IPython" in sys.modules:

@@ -14,6 +14,7 @@ import sys
 from typing import Any, NamedTuple, Protocol
 
 from nblaunch.machine.segments import memory_at
+from nblaunch.wire import rank_variables
 
 MIN_BUFFER_BYTES = 16 << 10
 """Smaller buffers stay in the pickle, as storages that torch allocates: it cannot resize memory that is not its own."""
@@ -110,7 +111,7 @@ def _reduce_shared(storage: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
         if fd < 0 or not _is_users(fd):
             return None
         return shared_storage, (buffers.add_descriptor(fd, storage), size)
-    if "NBLAUNCH_RANK" in os.environ or storage.filename is not None:
+    if rank_variables.RANK in os.environ or storage.filename is not None:
         return None  # a rank is the name's last user, and unlinks it; or it is a file of the user's
     buffers.keep_until_received(storage)
     return named_shared_storage, storage._share_filename_cpu_()
@@ -201,7 +202,7 @@ def storage_on_own_device(storage: Any) -> Any:
     """Move a storage that was on a GPU: in a rank to the rank's GPU; the notebook leaves it on the CPU."""
     import torch
 
-    return storage.cuda() if "NBLAUNCH_RANK" in os.environ and torch.cuda.is_available() else storage
+    return storage.cuda() if rank_variables.RANK in os.environ and torch.cuda.is_available() else storage
 
 
 # ------------------------------------------------------------------ tensors

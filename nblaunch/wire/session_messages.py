@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+MAX_BOUND = 2_000
+"""Names that a rank describes after a task; of more, the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:

@@ -291,7 +291,7 @@ def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_t
     def refuse(preload: tuple[str, ...], where: object = None) -> NoReturn:
         raise StartError("no more processes")
 
-    monkeypatch.setattr("nblaunch.notebook.notebook_frontend.servers", own)
+    monkeypatch.setattr("nblaunch.engines.local.servers", own)
     own.reaper("forkserver", "launch", 2).channel.close()
     before = own._warm
     monkeypatch.setattr(before, "alive", lambda: True)  # as while a launch of it goes on

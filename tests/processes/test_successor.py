@@ -48,7 +48,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     servers = Servers()
     monkeypatch.setattr("nblaunch.engines.local.servers", servers)
     monkeypatch.setattr("nblaunch.engines.local_workers.servers", servers)
-    monkeypatch.setattr("nblaunch.launch.api.servers", servers)
     monkeypatch.setattr(timeouts, "BUILD_QUIET_S", 0.1)
     yield servers
     servers.stop()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nblaunch.engines.rank_files import LogFile
 from nblaunch.launch.views.events import Stream
 from nblaunch.notebook.log_feed import MAX_LINES, LogFeed
 from nblaunch.wire.launch_files import rank_file
@@ -25,7 +26,10 @@ class Logs:
         with rank_file(self.directory, rank, stream).open("ab") as file:
             file.write(data)
             size = file.tell()
-        self.feed.grew(attempt, self.directory, rank, stream, size, self.now)
+        self.feed.grew(attempt, rank, stream, self.log(rank, stream), size, self.now)
+
+    def log(self, rank: int, stream: Stream) -> LogFile:
+        return LogFile(rank_file(self.directory, rank, stream))
 
     def take(self, most: int = 1 << 20) -> list[tuple[int, str, int, bytes]]:
         return [(chunk.rank, chunk.stream, chunk.offset, chunk.data) for chunk in self.feed.take(most)]
@@ -196,7 +200,7 @@ def test_the_tail_is_as_a_terminal_would_show_it(logs: Logs) -> None:
 
 def test_marks_of_a_long_run_stay_bounded_and_keep_the_latest(logs: Logs) -> None:
     for number in range(20_000):
-        logs.feed.grew(0, logs.directory, 0, "out", number + 1, float(number))
+        logs.feed.grew(0, 0, "out", logs.log(0, "out"), number + 1, float(number))
     log = logs.feed._logs[0, 0, "out"]
     assert len(log.sizes) == len(log.times) <= 4096
     assert log.sizes[-1] == 20_000

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from nblaunch.engines.local import LocalEngine
+from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import PrintedMetrics, compile_patterns, search
 from nblaunch.launch.plan import Machine, make_plan
@@ -27,7 +29,7 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture
 def printed(log: Path) -> Iterator[PrintedMetrics]:
     """Searches `log` for the accuracy."""
-    reader = PrintedMetrics(compile_patterns(ACCURACY), log)
+    reader = PrintedMetrics(compile_patterns(ACCURACY), LogFile(log))
     yield reader
     reader.close()
 
@@ -87,19 +89,21 @@ def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
 )
 def test_a_pattern_that_can_find_nothing_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        make_plan(Machine(0, 8, "linux", {}), metric_patterns=given)
+        make_plan(Machine(0, 8, "linux", {}), LocalEngine(), metric_patterns=given)
 
 
 def test_the_plan_holds_the_patterns() -> None:
-    assert make_plan(Machine(0, 8, "linux", {})).metric_patterns == ()
-    assert make_plan(Machine(0, 8, "linux", {}), metric_patterns=ACCURACY).metric_patterns == (re.compile(ACCURACY),)
+    assert make_plan(Machine(0, 8, "linux", {}), LocalEngine()).metric_patterns == ()
+    assert make_plan(Machine(0, 8, "linux", {}), LocalEngine(), metric_patterns=ACCURACY).metric_patterns == (
+        re.compile(ACCURACY),
+    )
 
 
 def test_searched_logs_count_among_the_descriptors() -> None:
     machine = Machine(0, 8, "linux", {}, free_descriptors=1024)
-    assert make_plan(machine, num_processes=142).world_size == 142
+    assert make_plan(machine, LocalEngine(), num_processes=142).world_size == 142
     with pytest.raises(ArgumentError, match=r"^num_processes=142 needs about 1,308 file descriptors in the"):
-        make_plan(machine, num_processes=142, metric_patterns=ACCURACY)
+        make_plan(machine, LocalEngine(), num_processes=142, metric_patterns=ACCURACY)
 
 
 # ------------------------------------------------------------------ numbers
@@ -264,7 +268,7 @@ def test_what_is_printed_after_the_end_is_left_out(log: Path, printed: PrintedMe
 
 def test_both_logs_of_a_rank_are_searched_and_may_come_late(tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
-    printed = PrintedMetrics(compile_patterns(ACCURACY), out, err)
+    printed = PrintedMetrics(compile_patterns(ACCURACY), LogFile(out), LogFile(err))
     assert printed.read(1.0) == []
     err.write_text("Accuracy: 0.2\n")
     assert values(printed.read(1.0)) == [0.2]
@@ -277,7 +281,7 @@ def test_both_logs_of_a_rank_are_searched_and_may_come_late(tmp_path: Path) -> N
 
 def test_without_patterns_no_file_is_opened(log: Path) -> None:
     log.write_text("Accuracy: 0.1\n")
-    printed = PrintedMetrics((), log)
+    printed = PrintedMetrics((), LogFile(log))
     assert printed.read(1.0) == printed.finish() == []
     assert not printed._sources
     assert not printed.is_behind

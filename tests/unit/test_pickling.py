@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch.ranks import notebook_names
-from nblaunch.transfer import definitions
+from nblaunch.transfer import definitions, notebook_shell
 from nblaunch.transfer.pickling import Found, UnsendableError, describe, dump, explain, late, loads, names_of
 from tests.unit.notebooks import Notebook, open_notebook
 
@@ -137,11 +136,27 @@ def test_tensors_and_parameters_travel() -> None:
 class InteractiveShell:
     """Has the name of IPython's, whose instance would be one for the whole test run."""
 
-    def get_ipython(self) -> None: ...
+    def get_ipython(self) -> InteractiveShell:
+        return self
 
 
-def test_the_notebooks_shell_is_replaced_by_the_ranks_own() -> None:
-    assert sent({"get_ipython": InteractiveShell().get_ipython})["get_ipython"] is notebook_names.get_ipython
+def test_the_notebooks_shell_is_replaced_by_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions arrive before the rank's shell is known."""
+    arrived = sent({"get_ipython": InteractiveShell().get_ipython})["get_ipython"]
+    monkeypatch.setattr(notebook_shell, "_provider", None)
+    notebook_shell.provide(lambda: "the rank's")
+    assert arrived() == "the rank's"
+
+
+def test_a_shell_that_comes_back_is_the_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = sent(sent(InteractiveShell().get_ipython))
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "get_ipython", lambda: "the notebook's", raising=False)
+    assert arrived() == "the notebook's"
+    monkeypatch.setattr(main, "get_ipython", arrived)
+    assert arrived() is None
+    monkeypatch.delattr(main, "get_ipython")
+    assert arrived() is None
 
 
 # ------------------------------------------------------------------ notes

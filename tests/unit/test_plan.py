@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
+from nblaunch.engines.local import LocalEngine
 from nblaunch.errors import ArgumentError, NblaunchError
 from nblaunch.launch.plan import Machine, Plan, make_plan, this_machine
 from nblaunch.machine.limits import usable_cpus
@@ -21,7 +22,8 @@ def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -
 
 
 def planned(on: Machine | None = None, **arguments: Any) -> Plan:
-    return make_plan(on or machine(), **arguments)
+    on = on or machine()
+    return make_plan(on, LocalEngine(on.platform), **arguments)
 
 
 def environment_of(plan: Plan, rank: int = 0, attempt: int = 0) -> dict[str, str]:
@@ -191,6 +193,14 @@ def test_the_start_method_suits_the_platform(platform: str, asked: str, method: 
 def test_the_fork_server_is_refused_where_forking_is_unsafe() -> None:
     with pytest.raises(ArgumentError, match=r"^start_method='forkserver': .* Linux only; use start_method='spawn'$"):
         planned(machine(platform="darwin"), start_method="forkserver")
+
+
+def test_sessions_refuse_forks_of_the_kernel() -> None:
+    engine = LocalEngine()
+    with pytest.raises(ArgumentError, match=r"^start_method='fork': a session's ranks are not forks of the notebook"):
+        engine.check_kept("fork")
+    for method in ("forkserver", "spawn"):
+        engine.check_kept(method)
 
 
 # ------------------------------------------------------------------ threads

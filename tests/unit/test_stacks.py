@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 import threading
@@ -18,7 +17,8 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.stack_text import Frame, Stack, StackFormatter, parse, waits_in_collective
 from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.views.base import NullView
-from nblaunch.ranks.stack_dumps import BEGIN, WHOLE, dump
+from nblaunch.ranks.stack_dumps import dump
+from nblaunch.wire.dump_format import BEGIN, WHOLE, DumpHead
 from nblaunch.wire.messages import Source
 from tests.conftest import LONG
 
@@ -192,8 +192,7 @@ class Asking:
         pipe = self.folder / f"rank{rank}.ask"
         os.mkfifo(pipe)
         self.pipes[rank] = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-        head = {"signal": 47, "pipe": str(pipe), "main": MAIN}
-        (self.folder / f"rank{rank}.stacks").write_text(json.dumps(head) + "\n")
+        (self.folder / f"rank{rank}.stacks").write_bytes(DumpHead(47, str(pipe), MAIN).to_line())
 
     def asked(self, rank: int) -> int:
         """How often a rank was asked since the last call."""

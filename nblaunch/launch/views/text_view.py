@@ -30,7 +30,6 @@ from nblaunch.launch.views.events import (
     Tick,
 )
 from nblaunch.machine import timeouts
-from nblaunch.wire.launch_files import rank_file
 
 _MAX_EMISSION_BYTES = 40 << 10
 """Six emissions in a second, the unthrottled last one included, stay below 256 KB."""
@@ -152,8 +151,7 @@ class TextView(View):
     # -------------------------------------------------------------- taking in
     def _add_logs(self, pieces: Iterable[LogPiece]) -> None:
         for log in pieces:
-            where = str(rank_file(self._info.log_dir, log.rank, log.stream)) if self._info else "its log"
-            source = _Source(log.rank, log.stream, where)
+            source = _Source(log.rank, log.stream, log.log.name)
             assembler = self._assemblers.setdefault(source, LineAssembler())
             self._add(source, assembler.feed(log.piece.head))
             if log.piece.skipped_bytes:
@@ -366,8 +364,8 @@ def _human(size: int) -> str:
 def _output_lines(output: Output) -> list[str]:
     """Return what a rank displays as lines of text; for an image also its file."""
     lines = [_CONTROL.sub(" ", line) for line in without_colours(output.text).splitlines()] or [""]
-    if output.path is not None and output.mime.startswith("image/"):
-        lines[-1] += f": {output.path}"
+    if not isinstance(output.body, str) and output.mime.startswith("image/"):
+        lines[-1] += f": {output.body.name}"
     return lines
 
 
