@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from nblaunch.launch.output.terminal_lines import without_colours
 from nblaunch.launch.views.events import Failure
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH
-from nblaunch.notebook.charts import MEAN_COLOUR, Point, clean
+from nblaunch.notebook.charts import MEAN_COLOUR, clean
+from nblaunch.notebook.downsampling import Point
 from nblaunch.notebook.page_messages import OutputContent
 
 FAILED_COLOUR = "#d64a3f"

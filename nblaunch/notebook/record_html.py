@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares
@@ -20,13 +20,13 @@ from nblaunch.notebook.ansi_html import block, coloured, cut, terminal_lines
 from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
-    Point,
     Summary,
     colour_of,
     data_uri,
     line_chart,
     summarise,
 )
+from nblaunch.notebook.downsampling import is_drawable
 from nblaunch.notebook.record import FAILED_COLOUR, RankTail, Record, counted, plain, rank_name
 from nblaunch.notebook.record_outputs import outputs_html
 
@@ -124,16 +124,16 @@ def _folded(title: str, lines: str, *, is_open: bool = False) -> str:
 def _metrics(record: Record, summaries: Sequence[Summary]) -> str:
     """Return a card for each metric: its numbers, and a chart if there is a line to draw."""
     shown = summaries[:_MAX_METRICS]
-    drawn = [summary for summary in shown if _has_line(record.metrics[summary.name])][:_MAX_CHARTS]
+    drawn: list[Summary] = []
+    for summary in shown:
+        xs = {x for points in record.metrics[summary.name].values() for x, _ in filter(is_drawable, points)}
+        if len(xs) > 1 and len(drawn) < _MAX_CHARTS:
+            drawn.append(summary)
     charts = dict(zip((summary.name for summary in drawn), _charts(record, drawn), strict=True))
     cards = [_card(summary, charts[summary.name]) for summary in drawn]
     rest = [f"<div>{_numbers(summary)}</div>" for summary in shown if summary.name not in charts]
     more = [f"<div>and {len(summaries) - len(shown)} more metrics</div>"] if len(summaries) > len(shown) else []
     return "".join([*cards, _legend(drawn), *rest, *more]) if shown else ""
-
-
-def _has_line(series: Mapping[int, Sequence[Point]]) -> bool:
-    return len({x for points in series.values() for x, y in points if math.isfinite(x) and math.isfinite(y)}) > 1
 
 
 def _charts(record: Record, summaries: Sequence[Summary]) -> list[str]:

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus
 from nblaunch.machine.usage import Usage
-from nblaunch.notebook.panel_state import PanelState, Series, thinned
+from nblaunch.notebook.panel_state import PanelState, Series
 
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
 FAILURE = Failure(
@@ -123,16 +121,6 @@ def test_the_best_of_ten_thousand_is_kept(odd: int) -> None:
         series.add(None, 0.99 if step == odd else 0.01 if step == odd + 1 else 0.5)
     assert max(y for _, y in series.points) == 0.99
     assert odd == 9_999 or min(y for _, y in series.points) == 0.01
-
-
-@given(st.lists(st.floats(width=16), min_size=1, max_size=300), st.integers(1, 50))
-def test_thinned_points_are_some_of_them_in_order_and_the_last(values: list[float], most: int) -> None:
-    points = [(float(at), value) for at, value in enumerate(values)]
-    kept = thinned(points, most)
-    assert len(kept) <= max(most, 1)
-    assert kept[-1] is points[-1]
-    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
-    assert {id(point) for point in kept} <= {id(point) for point in points}
 
 
 def test_a_rank_has_its_latest_bars(state: PanelState) -> None:
