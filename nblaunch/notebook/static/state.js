@@ -6,6 +6,7 @@ import { MetricBook, numberOf } from "./series.js";
 
 const OLDER_TIMEOUT_MS = 10000;
 const BARS = 3; // progress bars shown for one rank
+const NO_INFO = { launch: "", name: "", world_size: 0, device: "" };
 
 /** @typedef {import("./page_messages.js").ToPage} ToPage */
 /** @typedef {import("./page_messages.js").FromPage} FromPage */
@@ -73,17 +74,8 @@ export class PanelState {
   /** @param {any} model @param {import("./kernel.js").Clock} [clock] */
   constructor(model, clock) {
     this.model = model;
-    const info = model.get("info") ?? {};
     /** @type {PanelInfo} */
-    this.info = {
-      launch: String(info.launch ?? ""),
-      name: String(info.name ?? ""),
-      world_size: Number(info.world_size) || 0,
-      device: String(info.device ?? ""),
-      start_method: String(info.start_method ?? ""),
-      blocking: Boolean(info.blocking),
-      is_session: Boolean(info.is_session),
-    };
+    this.info = { ...NO_INFO, ...model.get("info") };
     this.seq = 0;
     this.highest = 0;
     this.notice = "";

@@ -354,4 +354,10 @@ test("a widget without any information is a panel nevertheless", () => {
   const panel = new PanelState(model, new FakeClock());
   panel.open();
   assert.equal(panel.state.name, "starting");
+  assert.equal(panel.info.world_size, 0);
+});
+
+test("every field of info reaches the views", () => {
+  const model = new FakeModel({ info: { added_later: 1 } });
+  assert.deepEqual(new PanelState(model, new FakeClock()).info, model.state.info);
 });
