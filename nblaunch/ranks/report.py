@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import operator
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -64,7 +66,7 @@ def report(step: int | None = None, **metrics: SupportsFloat) -> None:
     if _current is None:
         return
     values = {name: _number(name, value) for name, value in metrics.items()}
-    at = None if step is None else _whole("step", step)
+    at = None if step is None else _step(step)
     spool({"time": time.time(), "step": at, "metrics": values})
 
 
@@ -121,12 +123,19 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"report({name}={value!r:.80}): a metric must be a number or a one-element tensor") from error
 
 
-def _whole(name: str, value: Any) -> int:
-    number = _number(name, value)
+def _step(value: Any) -> int:
+    """Return `value` as an int. A float such as ``2.0`` and an integer tensor of one element are whole numbers."""
     try:
-        return int(number)
-    except (ValueError, OverflowError) as error:
-        raise TypeError(f"report({name}={value!r:.80}): a step must be a whole number") from error
+        return operator.index(value)
+    except TypeError:
+        pass  # not an integer, but it may be 2.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not number.is_integer():
+        raise TypeError(f"report(step={value!r:.80}): a step must be a whole number, such as 2")
+    return int(number)
 
 
 def spool(record: dict[str, Any]) -> None:
