@@ -1,6 +1,7 @@
 """The paths of a launch's files.
 
-A launch has two directories. The log directory is kept for the user; the scratch directory is removed after the last rank's exit.
+A launch has two directories. The log directory is kept for the user; the scratch directory is removed after the last
+rank's exit.
 """
 
 from __future__ import annotations

@@ -460,7 +460,7 @@ def test_alone_gather_reduce_and_broadcast_give_the_shapes_that_they_give_in_com
     for call, message in (
         (lambda: accelerator.gather(["a"]), r"value\[0\] is a str: make it a tensor"),
         (lambda: accelerator.reduce(loss, "min"), r"reduction='min'"),
-        (lambda: accelerator.broadcast(1, src=1), r"src=1: must be a rank, from 0 to 0"),
+        (lambda: accelerator.broadcast(1, src=1), r"src=1: must be a whole number from 0 to 0"),
     ):
         with pytest.raises(ArgumentError, match=message):
             call()
