@@ -107,12 +107,6 @@ def test_stderr_is_shown_as_stderr(cell: Cell) -> None:
     assert [(stream, text) for _, stream, text in cell.messages] == [("out", "[rank 0] a\n"), ("err", "[rank 0] b\n")]
 
 
-def test_stderr_is_shown_as_stdout_where_that_is_wanted() -> None:
-    cell = Cell(show_err_as_err=False)
-    cell.view.on(Logs([LogPiece(0, "err", Piece(b"b\n")), LogPiece(0, "out", Piece(b"a\n"))]))
-    assert cell.messages == [(100.0, "out", "[rank 0] b\n[rank 0] a\n")]
-
-
 def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
     cell.prints("<b>{x} %s [rank 9] \x1b]0;title\x07\x1b[2J \x1b[31mred\n")
     cell.view.on(Reports(0, [{"progress": "a\r\nb\x1b[2J", "done": 1, "total": 2, "seconds": 0}]))

@@ -85,7 +85,6 @@ class TextView(View):
 
     Args:
         write: Sends one message of text to "out" or "err".
-        show_err_as_err: Send stderr of ranks to "err". Default: True.
         is_terminal: Fit the status to the terminal's width, because a wrapped line cannot be cleared. Default: False.
         clock: Returns seconds. Default: ``time.monotonic``.
         status: Show the status line. Requires an output that honours carriage returns. Default: True.
@@ -97,14 +96,12 @@ class TextView(View):
         self,
         write: Callable[[str, Stream], None],
         *,
-        show_err_as_err: bool = True,
         is_terminal: bool = False,
         clock: Callable[[], float] = time.monotonic,
         status: bool = True,
     ) -> None:
         self._write = write
         self._clock = clock
-        self._show_err_as_err = show_err_as_err
         self._status = _Status(is_terminal) if status else None
         self._info: LaunchInfo | None = None
         self._assemblers: dict[_Source, LineAssembler] = {}
@@ -227,7 +224,7 @@ class TextView(View):
         for (source, excerpt), share in zip(blocks, shares, strict=True):
             excerpt.cut(share)
             shown = excerpt.text(_gap_text(source, excerpt))
-            text["err" if source.stream == "err" and self._show_err_as_err else "out"] += shown
+            text["err" if source.stream == "err" else "out"] += shown
             self._shown_bytes += len(shown.encode(errors="replace"))
         sent = self._send(text["out"], text["err"])
         if sent:
