@@ -296,7 +296,7 @@ class Trainer:
         ranks = exchange(own)
         if self.accelerator.is_main_process:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
-            state = {"setup": self._setup(loader), "standing": asdict(self._progress), "parts": parts, "ranks": ranks}
+            state = {"setup": self._setup(loader), "progress": asdict(self._progress), "parts": parts, "ranks": ranks}
             self._folder.write(state, self.step)
         self.accelerator.wait_for_everyone()
 
@@ -327,7 +327,7 @@ class Trainer:
         state = checkpoint.read(path)
         checkpoint.check_setup(path, state["setup"], self._setup(loader))
         steps = self._progress.schedule_end
-        self._progress = checkpoint.TrainingProgress(**state["standing"])
+        self._progress = checkpoint.TrainingProgress(**state.get("progress") or state["standing"])  # the key of 0.1.0
         if self._is_done() and self.accelerator.is_main_process:
             how = "ended early, with" if self._progress.ended else "give more epochs: it has"
             warn(

@@ -261,6 +261,18 @@ def test_random_states_come_back_from_a_file(tmp_path: Path) -> None:
     assert (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()) == drawn
 
 
+def test_checkpoints_with_the_old_keys_are_resumed(tmp_path: Path) -> None:
+    """Version 0.1.0 wrote "standing" for "progress", and "beyond" for the "nonfinite" of the mean loss."""
+    whole = rates_of(tmp_path / "new", 1)
+    path = tmp_path / "old" / "step-3.pt"
+    state = checkpoint.read(tmp_path / "new" / "step-3.pt")
+    state["standing"] = state.pop("progress")
+    for own in state["ranks"]:
+        own["loss"]["beyond"] = own["loss"].pop("nonfinite")
+    checkpoint.write(state, path)
+    assert rates_of(tmp_path / "old", 1) == pytest.approx(whole[3:])
+
+
 def test_a_running_mean_goes_on_from_a_file(tmp_path: Path) -> None:
     whole, first, second = Mean(), Mean(), Mean()
     for number in (0.1, 1e300, -7.0):
