@@ -97,7 +97,7 @@ ABANDONED_CHECK_INTERVAL_S = 1.0
 FREE_DELAY_S = 0.5
 """After its interrupt before a kept rank that does not respond is freed from a collective."""
 FREE_AFTER_FAILURE_S = 0.1
-"""The same after the failure of another rank: its peers cannot meet it any more."""
+"""The same after another rank has failed and can no longer join the collective."""
 FREE_INTERVAL_S = 1.0
 """Before a kept rank that still does not respond is freed again: a later collective may wait too."""
 KEPT_EXIT_TIMEOUT_S = 5.0
@@ -148,7 +148,7 @@ PANEL_SHOW_DELAY_S = 0.1
 PANEL_SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 PANEL_HEARTBEAT_INTERVAL_S = 2.0
-"""Longest silence to the page. After 5 s of silence, the page no longer interrupts the kernel for a click."""
+"""Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
 RESOURCE_SAMPLE_INTERVAL_S = 1.0
 """Pause between two samples of the ranks' CPU, memory and GPU."""
 LOG_TIME_RESOLUTION_S = 0.2
@@ -159,5 +159,3 @@ BUSY_STATUS_INTERVAL_S = 1.0
 """Pause between two "busy" statuses for a page that connects while a cell runs."""
 BUSY_STATUS_DURATION_S = 5.0
 """How long a page that connects is sent "busy" statuses: the threads that answer it report "idle"."""
-
-# ------------------------------------------------------------------ training

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from nblaunch.launch.output.terminal_lines import LineAssembler
+from nblaunch.machine import timeouts
 from nblaunch.notebook.page_script import STATIC, modules, script
 from tests.unit import page_types
 from tests.unit.node import HERE, node, tool
@@ -52,6 +53,13 @@ def test_its_lines_are_those_of_the_text_view() -> None:
         assembler = LineAssembler()
         expected = [line for piece in stream for line in assembler.feed(piece)] + assembler.finish()
         assert found == expected, stream
+
+
+def test_the_page_waits_for_two_heartbeats_before_silence() -> None:
+    """The page counts a launch as silent only if at least one heartbeat got lost."""
+    match = re.search(r"^const MAX_SILENCE_MS = (\d+);", source("kernel.js"), re.MULTILINE)
+    assert match is not None
+    assert int(match[1]) / 1000 >= 2 * timeouts.PANEL_HEARTBEAT_INTERVAL_S
 
 
 # ------------------------------------------------------------------ the files
