@@ -27,7 +27,7 @@ from nblaunch.notebook.charts import (
     summarise,
 )
 from nblaunch.notebook.downsampling import is_drawable
-from nblaunch.notebook.record import FAILED_COLOUR, RankTail, Record, counted, plain, rank_name
+from nblaunch.notebook.record import DIM, FAILED_COLOUR, MONO, PRE, RankTail, Record, counted, plain, rank_name
 from nblaunch.notebook.record_outputs import outputs_html
 
 _MAX_CHARTS = 12
@@ -43,9 +43,6 @@ _MAX_LINE_LENGTH = 400
 _MAX_TAIL_LINES = 20
 _MAX_NOTES = 5
 _MAX_OTHERS = 8
-_MONO = "font-family:monospace;font-size:12px;line-height:1.4"
-_PRE = f"{_MONO};white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;padding:0;background:transparent"
-_DIM = "opacity:0.7"
 _PICTURE = "display:block;max-width:100%;height:auto"
 
 
@@ -66,7 +63,7 @@ def as_html(record: Record) -> str:
     ]
     if record.log_dir:
         log_dir = _text(record.log_dir, _MAX_LINE_LENGTH)
-        parts.append(f'<div style="margin-top:8px;font-size:12px;{_DIM}">logs: <code>{log_dir}</code></div>')
+        parts.append(f'<div style="margin-top:8px;font-size:12px;{DIM}">logs: <code>{log_dir}</code></div>')
     # The classes keep MathJax from reading dollar signs in a message as mathematics.
     style = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
     marker = f"nblaunch-{escape(record.launch_id)}"
@@ -84,7 +81,7 @@ def _header(record: Record) -> str:
     rest = " · ".join(escape(fact) for fact in [*facts, _when(record.ended_at)] if fact)
     return (
         f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> '
-        f'<b style="color:{colour}">{state}</b> <span style="{_DIM}">{rest}</span></div>'
+        f'<b style="color:{colour}">{state}</b> <span style="{DIM}">{rest}</span></div>'
     )
 
 
@@ -99,11 +96,11 @@ def _failure(failure: Failure) -> str:
     headline = f"{rank_name(failure.rank)} failed: {_text(failure.type_name, 100)}"
     parts = [f'<b style="color:{FAILED_COLOUR}">{headline}</b>']
     if failure.message.strip():
-        parts.append(f'<pre style="{_PRE}">{_text(failure.message, 1000)}</pre>')
+        parts.append(f'<pre style="{PRE}">{_text(failure.message, 1000)}</pre>')
     if failure.where:
         parts.append(f'<div style="margin-top:6px">{_text(failure.where, 200)}</div>')
     if failure.source:
-        parts.append(f'<pre style="{_PRE}"><b>    {_text(failure.source, 200)}</b></pre>')
+        parts.append(f'<pre style="{PRE}"><b>    {_text(failure.source, 200)}</b></pre>')
     if failure.traceback.strip():
         lines = block(failure.traceback.rstrip().splitlines(), _MAX_TRACEBACK_BYTES)
         parts.append(_folded(f"traceback of {rank_name(failure.rank)}", lines, is_open=True))
@@ -116,8 +113,8 @@ def _failure(failure: Failure) -> str:
 
 
 def _folded(title: str, lines: str, *, is_open: bool = False) -> str:
-    summary = f'<summary style="{_DIM};cursor:pointer">{title}</summary>'
-    return f'<details{" open" * is_open} style="margin-top:6px">{summary}<pre style="{_PRE}">{lines}</pre></details>'
+    summary = f'<summary style="{DIM};cursor:pointer">{title}</summary>'
+    return f'<details{" open" * is_open} style="margin-top:6px">{summary}<pre style="{PRE}">{lines}</pre></details>'
 
 
 # ------------------------------------------------------------------ metrics
@@ -157,7 +154,7 @@ def _card(summary: Summary, image: str) -> str:
 
 
 def _numbers(summary: Summary) -> str:
-    best = f' <span style="{_DIM}">best {number(summary.best)}</span>' if summary.best is not None else ""
+    best = f' <span style="{DIM}">best {number(summary.best)}</span>' if summary.best is not None else ""
     alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
     latest = f'<span style="font-size:16px{alarm}">{number(summary.latest)}</span>'
     return f"<b>{_text(summary.name, 60)}</b> {latest}{best}"
@@ -249,12 +246,12 @@ def _tail(tail: RankTail, excerpt: Excerpt, *, is_open: bool, preview: bool) -> 
     file = re.split(r"[\\/]", tail.path)[-1]
     lines = excerpt.text("")
     last = next(filter(str.strip, reversed(tail.lines)), "") if preview and not is_open else ""
-    said = f' <span style="{_MONO};{_DIM}">{_text(last, 80)}</span>' if last else ""
+    said = f' <span style="{MONO};{DIM}">{_text(last, 80)}</span>' if last else ""
     summary = f'<summary style="cursor:pointer"><b>rank {tail.rank}</b>{said}</summary>'
     before = ""
     if tail.more or excerpt.left_lines or lines.count("\n") < len(tail.lines):
         where = f" in {_text(file, 60)}" if file and preview else ""
-        before = f'<span style="{_DIM}">… more before{where}</span>\n'
+        before = f'<span style="{DIM}">… more before{where}</span>\n'
     if not (before or lines):
-        return f'<div><b>rank {tail.rank}</b> <span style="{_DIM}">printed nothing</span></div>'
-    return f'<details{" open" * is_open}>{summary}<pre style="{_PRE}">{before}{lines}</pre></details>'
+        return f'<div><b>rank {tail.rank}</b> <span style="{DIM}">printed nothing</span></div>'
+    return f'<details{" open" * is_open}>{summary}<pre style="{PRE}">{before}{lines}</pre></details>'
