@@ -188,14 +188,11 @@ def _line(points: Sequence[Point], scale: _Scale, colour: str, width: float, mor
             strokes[-1].append(point)
         elif strokes[-1]:
             strokes.append([])
-    path = "".join(_path(stroke, scale) for stroke in strokes if stroke)
+    path = ""
+    for stroke in filter(None, strokes):
+        through = stroke if len(stroke) > 1 else [*stroke, *stroke]  # becomes a dot, because line caps are round
+        path += "M" + "L".join(f"{scale.across(x):.1f} {scale.down(y):.1f}" for x, y in through)
     return f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}"{more}/>'
-
-
-def _path(points: Sequence[Point], scale: _Scale) -> str:
-    """Return a path through these points. A single point becomes a dot, because line caps are round."""
-    through = points if len(points) > 1 else [*points, *points]
-    return "M" + "L".join(f"{scale.across(x):.1f} {scale.down(y):.1f}" for x, y in through)
 
 
 def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80) -> str:

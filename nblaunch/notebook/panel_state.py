@@ -126,7 +126,9 @@ class PanelState:
             elif "progress" in record:
                 bars, name = self.progress.setdefault(rank, {}), record["progress"]
                 bars.pop(name, None)  # the latest are last
-                total = _total(record.get("total"))
+                total = record.get("total")  # the user's: it may be anything
+                if not (isinstance(total, (int, float)) and 0 < total < math.inf):
+                    total = None
                 bars[name] = ProgressEntry(rank, name, record.get("done"), total, record.get("seconds"))
                 while len(bars) > _MAX_BARS:
                     del bars[next(iter(bars))]
@@ -263,12 +265,6 @@ class PanelState:
 
 def _point_entries(name: str, rank: int, points: Iterable[Point]) -> list[PointEntry]:
     return [PointEntry(name, rank, x, y if math.isfinite(y) else None) for x, y in points]
-
-
-def _total(total: Any) -> int | float | None:
-    """Return the end of a progress bar; None if the user's value is no positive number."""
-    is_valid = isinstance(total, (int, float)) and math.isfinite(total) and total > 0
-    return total if is_valid else None
 
 
 def _failure_entry(failure: Failure | None) -> FailureEntry | None:

@@ -148,7 +148,10 @@ def _charts(record: Record, summaries: Sequence[Summary]) -> list[str]:
 
 def _card(summary: Summary, image: str) -> str:
     style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
-    alt = f"chart of {_text(summary.name, 60, in_attribute=True)}: {_in_words(summary)}"
+    best = f", best {number(summary.best)}" if summary.best is not None else ""
+    ranks = f", mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
+    name = _text(summary.name, 60, in_attribute=True)
+    alt = f"chart of {name}: latest {number(summary.latest)}{best}{ranks}"
     picture = f'<img src="{image}" alt="{alt}" width="340" height="150" style="{_PICTURE}">'
     return f'<div style="{style}"><div>{_numbers(summary)}</div>{picture}</div>'
 
@@ -158,12 +161,6 @@ def _numbers(summary: Summary) -> str:
     alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
     latest = f'<span style="font-size:16px{alarm}">{number(summary.latest)}</span>'
     return f"<b>{_text(summary.name, 60)}</b> {latest}{best}"
-
-
-def _in_words(summary: Summary) -> str:
-    best = f", best {number(summary.best)}" if summary.best is not None else ""
-    ranks = f", mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
-    return f"latest {number(summary.latest)}{best}{ranks}"
 
 
 def _legend(summaries: Sequence[Summary]) -> str:

@@ -171,7 +171,9 @@ def apply_settings(settings: Settings) -> None:
         filters: Any = warnings.filters  # typeshed calls it a Sequence
         own = [entry for entry in entries if entry[2] is not None]
         filters[:] = [*(entry for entry in _imported_filters if entry not in own), *own]
-        _reset_warning_registries()
+        reset = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
+        if reset is not None:  # modules that have warned already must apply the new filters
+            reset()
 
 
 def _apply_torch(settings: Settings) -> None:
@@ -199,10 +201,3 @@ def _category(entry: WarningFilter) -> Any:
     """
     module, name = entry.category
     return getattr(sys.modules.get(module), name, None)
-
-
-def _reset_warning_registries() -> None:
-    """Make modules that have warned already apply the new filters."""
-    reset: Any = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
-    if reset is not None:
-        reset()

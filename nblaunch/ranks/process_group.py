@@ -158,13 +158,10 @@ def _rendezvous(home: _Home, init_method: str | None, world_size: int, rank: int
         return None  # torch's own error names what is missing
     if world_size < 1 or rank < 0 or port == 0:
         return None
-    if _is_loopback(host) or (host, port) == (home.world.master_addr, home.world.master_port):
+    is_loopback = host in ("localhost", "::1") or host.startswith("127.")
+    if is_loopback or (host, port) == (home.world.master_addr, home.world.master_port):
         return ("127.0.0.1" if host == "localhost" else host), port, world_size, rank
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @contextlib.contextmanager

@@ -192,7 +192,9 @@ class Trainer:
             if self.accelerator.sync_gradients:
                 self._progress.step += 1
                 self._call("on_step_end", loss.detach())
-                self._report_step(pending)
+                if self.step % self.config.log_every == 0:
+                    report(step=self.step, loss=float(loss.detach()), lr=self.optimizer.param_groups[0]["lr"])
+                    self._add_losses(pending)
                 self._write_step_checkpoint(loader, pending)
         self._add_losses(pending)
 
@@ -236,11 +238,6 @@ class Trainer:
         )
 
     # ------------------------------------------------------------------ results
-    def _report_step(self, pending: list[tuple[Tensor, int]]) -> None:
-        if self.step % self.config.log_every == 0:
-            report(step=self.step, loss=float(pending[-1][0]), lr=self.optimizer.param_groups[0]["lr"])
-            self._add_losses(pending)
-
     def _add_losses(self, pending: list[tuple[Tensor, int]]) -> None:
         """Add the pending losses to the mean; rarely, because reading one waits for the GPU."""
         for loss, size in pending:

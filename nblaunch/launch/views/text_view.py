@@ -178,7 +178,10 @@ class TextView(View):
     def _end(self, outcome: Outcome) -> None:
         self._finish_lines()
         self._blocks += (self._late or {}).items()
-        closing = [_summary(rank, reported) for rank, reported in sorted(self._reported.items())]
+        closing = [
+            f"[rank {rank}] {_metrics_text(reported.metrics)} ({reported.count:,} report{'s' * (reported.count != 1)})"
+            for rank, reported in sorted(self._reported.items())
+        ]
         if outcome.state != "finished" or self._noted:
             name = self._info.name if self._info else "the launch"
             closing.append(f"nblaunch: {name} {outcome.state} after {outcome.seconds:.1f} s")
@@ -326,10 +329,6 @@ def _gap_text(source: _Source, excerpt: Excerpt) -> str:
     if excerpt.left_lines and not excerpt.uncounted:
         amount = f"{excerpt.left_lines:,} line{'s' * (excerpt.left_lines != 1)} ({amount})"
     return f"… {amount} omitted" + (f"; see {source.where} …" if source.where else " …")
-
-
-def _summary(rank: int, reported: _RankReports) -> str:
-    return f"[rank {rank}] {_metrics_text(reported.metrics)} ({reported.count:,} report{'s' * (reported.count != 1)})"
 
 
 def _metrics_text(metrics: Mapping[str, float]) -> str:
