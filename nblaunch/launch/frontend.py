@@ -64,7 +64,7 @@ class ScriptFrontend:
         return None
 
     def show_session(self, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
-        """Show nothing: `Session.status` says it."""
+        """Show nothing: `Session.status` has it."""
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         return wait_in_steps(over, timeout)

@@ -58,9 +58,9 @@ class RankMagics(Magics):
         if session is None:
             raise UsageError("%%rank: no session: start one with %distributed session -n 2")
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", line):
-            said = f"%%rank {line}".rstrip()
+            command = f"%%rank {line}".rstrip()
             raise UsageError(
-                f"{said}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
+                f"{command}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
             )
         ranks = _ranks(line)
         assert self.shell is not None

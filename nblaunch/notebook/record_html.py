@@ -243,8 +243,8 @@ def _tail(tail: RankTail, excerpt: Excerpt, *, is_open: bool, preview: bool) -> 
     file = re.split(r"[\\/]", tail.path)[-1]
     lines = excerpt.text("")
     last = next(filter(str.strip, reversed(tail.lines)), "") if preview and not is_open else ""
-    said = f' <span style="{MONO};{DIM}">{_text(last, 80)}</span>' if last else ""
-    summary = f'<summary style="cursor:pointer"><b>rank {tail.rank}</b>{said}</summary>'
+    preview_text = f' <span style="{MONO};{DIM}">{_text(last, 80)}</span>' if last else ""
+    summary = f'<summary style="cursor:pointer"><b>rank {tail.rank}</b>{preview_text}</summary>'
     before = ""
     if tail.more or excerpt.left_lines or lines.count("\n") < len(tail.lines):
         where = f" in {_text(file, 60)}" if file and preview else ""

@@ -72,7 +72,7 @@ class _Outputs:
             self._spool(Cleared())
 
     def note_left_out(self) -> None:
-        """Tell the notebook how many outputs were left out."""
+        """Report how many outputs were left out."""
         if self.left_out != self._noted:
             self._noted = self.left_out
             self._spool(LeftOut(self.left_out))

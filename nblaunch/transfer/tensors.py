@@ -270,7 +270,7 @@ def _reduce_subclass(array: Any, plain: Any) -> tuple[Any, ...] | None:
     kind = type(array)
     own = ["__reduce_ex__", "__reduce__", "__setstate__", "__getstate__"]
     if kind.__module__.partition(".")[0] != "numpy":
-        own.append("__array_finalize__")  # it can tell unpickling from taking a view
+        own.append("__array_finalize__")  # it can distinguish unpickling from taking a view
     if array.dtype.hasobject or kind in copyreg.dispatch_table:
         return None
     if any(getattr(kind, name, None) is not getattr(plain, name, None) for name in own):
@@ -305,7 +305,7 @@ def copy_elements(array: Any, into: memoryview) -> None:
 
 
 def may_share(one: Any, other: Any) -> bool:
-    """Return True if two arrays share an element, or if that is hard to tell."""
+    """Return True if two arrays share an element, or if that is hard to determine."""
     try:
         import numpy
     except ImportError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.machine.slurm_variables import SlurmTask, slurm_task, tells_place
+from nblaunch.machine.slurm_variables import SlurmTask, describes_task, slurm_task
 
 ALLOCATION = {
     "SLURM_JOB_ID": "41",
@@ -90,5 +90,5 @@ def test_an_address_and_a_port_of_the_users_own_count() -> None:
 
 
 def test_what_tells_a_place_is_told_from_what_tells_of_the_job() -> None:
-    kept = {name for name in step(2) if not tells_place(name)}
+    kept = {name for name in step(2) if not describes_task(name)}
     assert kept == {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_CPUS_ON_NODE"}

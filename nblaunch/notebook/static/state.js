@@ -94,7 +94,7 @@ export class PanelState {
     this.#clear();
     this.kernel = new KernelLink(model, this.#launch(), clock);
     this.now = 0;
-    this.heard = -Infinity;
+    this.receivedAt = -Infinity;
     this.asked = 0;
     /** @type {Map<number, {gap: import("./store.js").Line, timer: any}>} */ this.requests = new Map();
   }
@@ -120,15 +120,15 @@ export class PanelState {
   /** Seconds since the launch began, or its duration. */
   get elapsed() {
     if (this.state.seconds !== null) return this.state.seconds;
-    if (this.heard === -Infinity || !ACTIVE_STATES.includes(this.state.name) || this.kernel.gone) return this.now;
-    return this.now + (this.kernel.clock.now() - this.heard) / 1000;
+    if (this.receivedAt === -Infinity || !ACTIVE_STATES.includes(this.state.name) || this.kernel.gone) return this.now;
+    return this.now + (this.kernel.clock.now() - this.receivedAt) / 1000;
   }
 
   /** @param {ToPage} content @param {any[]} [buffers] */
   receive(content, buffers) {
     const notice = this.notice;
     try {
-      this.heard = this.kernel.clock.now();
+      this.receivedAt = this.kernel.clock.now();
       this.#dispatch(content, bytesOf(buffers?.[0]));
     } catch (error) {
       this.notice = `The panel could not read a message from the kernel: ${error}`;
@@ -280,8 +280,8 @@ export class PanelState {
       get state() {
         return panel.state.name;
       },
-      get heard() {
-        return panel.heard;
+      get receivedAt() {
+        return panel.receivedAt;
       },
       get seq() {
         return panel.seq;
@@ -289,13 +289,13 @@ export class PanelState {
       get hasLines() {
         return panel.logs.hasLines;
       },
-      say: (text) => {
+      notify: (text) => {
         if (panel.notice === text) return;
         panel.notice = text;
         panel.changed();
       },
       changed: () => panel.changed(),
-      lost: () => panel.changed(),
+      exited: () => panel.changed(),
     };
   }
 }
