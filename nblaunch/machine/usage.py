@@ -28,9 +28,9 @@ class Usage:
     cpu: float
     """Busy cores since the last sample; 0.0 in the first sample of a rank."""
     memory: int
-    """Resident bytes; a page that processes share counts once for each."""
+    """Resident bytes; a shared page counts once per process."""
     gpu: float | None
-    """Busy share of the rank's GPU, 0 to 1, by all processes; None if unknown."""
+    """Utilization of the rank's GPU by all processes, 0 to 1; None if unknown."""
     gpu_memory: int | None
     """Bytes of the rank on its GPU; of all processes there if the driver does not list them; None if unknown."""
 
@@ -119,7 +119,7 @@ class _Gpus:
         """Visible devices in torch's order; None before the first sample."""
 
     def usage(self, rank: int, members: Collection[int]) -> tuple[float | None, int | None]:
-        """Return the busy share of a rank's GPU, and the bytes that `members` hold on it."""
+        """Return the utilization of a rank's GPU, 0 to 1, and the bytes that `members` hold on it."""
         if self._handles is None:
             self._handles = self._attempt(self._find) or []
         if not self._handles:

@@ -44,7 +44,7 @@ def load(shell: Any) -> None:
     if sys.platform == "linux":
         try:
             servers.warm_up()
-        except StartError as error:  # a launch raises it
+        except StartError as error:  # the next launch raises it
             warn(str(error))
 
 
@@ -61,7 +61,7 @@ def unload(shell: Any) -> None:
     matchers = _matchers(shell)
     if complete_distributed in matchers:
         matchers.remove(complete_distributed)
-        del shell.object_inspect_mime  # the class's own again
+        del shell.object_inspect_mime  # the class's attribute applies again
     servers.stop()
     sent_data_cache.free()
 

@@ -138,7 +138,7 @@ def apply_interpreter(spec: RankSpec) -> None:
         with contextlib.suppress(OSError, ValueError):  # a hard limit may only be lowered
             resource.setrlimit(kind, (soft, hard))
     if spec.cpus:  # before the first thread, which inherits the affinity
-        with contextlib.suppress(OSError):  # the container has lost these CPUs since
+        with contextlib.suppress(OSError):  # these CPUs have been taken from the container
             os.sched_setaffinity(0, spec.cpus)
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     config["tempdir"] = spec.scratch  # a killed rank would leak a directory of its own

@@ -75,10 +75,10 @@ def find_backends() -> None:
 
 
 def join(world: World, rank: int, world_size: int) -> None:
-    """Make the default group of this rank, which the user's code finds ready.
+    """Initialize this rank's default group, before user code runs.
 
-    A later task keeps the group of the one before, unless its world is of another generation. Without a backend there
-    is no group: a rank is missing.
+    A later task keeps the group of the previous one, unless the generation has changed. If a rank is missing, the world
+    has no backend, and there is no group.
     """
     global _home
     import torch.distributed as dist
