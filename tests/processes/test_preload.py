@@ -127,7 +127,7 @@ def test_a_module_that_the_user_names_is_there_for_the_next_launch(own: Servers)
     assert re.search(r"with .*\btells\b.* imported: pid \d+, \d+ launches", "\n".join(own.status()))
 
 
-def test_what_is_named_later_joins_what_is_there(own: Servers) -> None:
+def test_packages_named_later_are_added(own: Servers) -> None:
     first = had(own, "tells")
     second = had(own, "another")
     assert second is not first
@@ -136,9 +136,7 @@ def test_what_is_named_later_joins_what_is_there(own: Servers) -> None:
     assert not imported_by_ranks(launched("another"))
 
 
-def test_the_modules_of_a_known_package_that_the_notebook_has_imported_are_there(
-    own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebooks_modules_of_a_known_package_are_preloaded(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preloads, "KNOWN_SAFE", {"known"})
     importlib.import_module("known.part")
     try:
@@ -192,9 +190,7 @@ def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkey
 @pytest.mark.parametrize(
     "name", ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "COLUMNS", "PWD", "NBLAUNCH_SEED", "MASTER_KEY"]
 )
-def test_what_a_package_reads_at_its_import_is_of_the_launch_that_it_runs_in(
-    name: str, own: Servers, site: Path
-) -> None:
+def test_an_import_reads_the_environment_of_its_own_launch(name: str, own: Servers, site: Path) -> None:
     module = f"reads_{name.lower()}"
     (site / f"{module}.py").write_text(f"import os\nWHO = 0\nSETTING = os.environ.get({name!r})\n")
     for value in ("1", "2"):
@@ -230,7 +226,7 @@ def test_a_change_of_what_is_installed_begins_a_generation(own: Servers, site: P
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_ranks_must_not_share_is_left_out_and_that_is_said(
+def test_packages_that_ranks_must_not_share_are_left_out(
     name: str, own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -265,7 +261,7 @@ def test_a_package_that_imports_what_may_be_edited_is_left_out(
     own._preloads._left_out.pop(needs)
 
 
-def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_path: Path) -> None:
+def test_a_package_left_out_leaves_no_trace(own: Servers, site: Path, tmp_path: Path) -> None:
     (site / "leaves.py").write_text(
         "import os, subprocess, tempfile\n"
         "CHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
@@ -327,7 +323,7 @@ def test_warning_filters_of_a_package_hold_in_ranks(own: Servers) -> None:
     assert list(result) == ["not here in strict"]
 
 
-def test_what_a_package_writes_to_the_stream_that_it_found_is_in_the_log(own: Servers) -> None:
+def test_output_to_a_stream_found_at_import_is_in_the_log(own: Servers) -> None:
     def says() -> None:
         import writes  # type: ignore[import-not-found]
 

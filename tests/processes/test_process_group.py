@@ -223,7 +223,7 @@ def test_a_group_can_be_destroyed_and_made_again_thirty_times(own_port: bool, la
     assert list(launch(thirty_groups, kwargs={"port": free_port if own_port else 0})) == [[3.0] * 30] * 2
 
 
-def test_our_group_steps_aside_once_and_a_second_init_gets_torchs_own_error(launch: Launcher) -> None:
+def test_a_second_init_process_group_raises_torchs_own_error(launch: Launcher) -> None:
     for said in launch(second_init):
         assert "trying to initialize the default process group twice" in said
 
