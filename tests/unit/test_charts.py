@@ -78,7 +78,7 @@ def test_the_mean_is_over_the_ranks_at_the_same_x() -> None:
     assert mean_of({0: [(0, 1.0), (1, 3.0)], 1: [(1, 5.0), (0, 2.0)]}) == ((0, 1.5), (1, 4.0))
 
 
-def test_where_fewer_than_half_of_the_ranks_have_come_there_is_no_mean() -> None:
+def test_the_mean_needs_half_of_the_ranks() -> None:
     series = {0: [(0, 1.0), (1, 1.0), (2, 9.0)], 1: [(0, 3.0), (1, 3.0)], 2: [(0, 5.0)]}
     assert mean_of(series) == ((0, 3.0), (1, 2.0))
 
@@ -131,7 +131,7 @@ def test_numbers_are_short(value: float, text: str) -> None:
 
 
 # ------------------------------------------------------------------ pictures
-def test_each_rank_has_a_line_of_its_own_colour_and_the_mean_lies_on_top() -> None:
+def test_each_rank_has_its_own_colour_and_the_mean_is_on_top() -> None:
     svg = chart({0: [(0, 0.0), (1, 1.0)], 1: [(0, 2.0), (1, 3.0)]})
     (first,), (second,), (mean,) = (strokes(svg, colour) for colour in (colour_of(0), colour_of(1), MEAN_COLOUR))
     assert [x for x, _ in first] == [x for x, _ in second] == [x for x, _ in mean]

@@ -408,6 +408,6 @@ def test_figures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == [(7, {"valid_accuracy": 1.0})]
 
 
-def test_what_is_no_torchmetrics_metric_is_refused() -> None:
+def test_a_non_torchmetrics_metric_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"give one torchmetrics\.Metric; for several, a dict"):
         FromTorchmetrics(Accuracy())

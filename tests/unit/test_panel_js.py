@@ -87,7 +87,7 @@ def test_prettier_has_formatted_it() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_sent_is_one_module(tmp_path: Path) -> None:
+def test_the_script_is_one_module(tmp_path: Path) -> None:
     bundle = tmp_path / "panel.mjs"
     bundle.write_text(script(), encoding="utf-8")
     done = node("--check", bundle)
@@ -95,7 +95,7 @@ def test_what_is_sent_is_one_module(tmp_path: Path) -> None:
     assert re.findall(r"^(?:import|export).*$", script(), re.MULTILINE) == ["export default { initialize, render };"]
 
 
-def test_what_is_sent_names_every_thing_once() -> None:
+def test_the_scripts_top_level_names_are_unique() -> None:
     tops = re.findall(r"^(?:async )?(?:function|class|const|let) (\w+)", script(), re.MULTILINE)
     assert len(tops) > 50
     assert len(tops) == len(set(tops))

@@ -92,7 +92,7 @@ def test_nothing_is_written_before_there_is_something(cell: Cell) -> None:
     assert cell.messages == []
 
 
-def test_what_follows_is_gathered_and_shown_in_order(cell: Cell) -> None:
+def test_later_lines_are_gathered_and_shown_in_order(cell: Cell) -> None:
     cell.prints("a\n")
     for rank in (1, 0, 1):
         cell.now += 0.05
@@ -157,7 +157,7 @@ def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) 
     ("lines", "size", "told"),
     [(7, 1000, "7 lines (1.0 KB)"), (1, 20, "1 line (20 bytes)"), (-1, 1_234_567_890, "1.2 GB"), (0, 99, "99 bytes")],
 )
-def test_what_was_not_even_read_is_counted(cell: Cell, lines: int, size: int, told: str) -> None:
+def test_unread_output_is_counted(cell: Cell, lines: int, size: int, told: str) -> None:
     cell.view.on(Logs([LogPiece(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
     assert cell.screen("err") == [
         "[rank 0] first",
