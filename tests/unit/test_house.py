@@ -306,6 +306,18 @@ def test_every_module_explains_itself() -> None:
     assert [module for module in MODULES if not ast.get_docstring(ast.parse(module.read_text()))] == []
 
 
+# ------------------------------------------------------------------ tests
+MAX_NAME_LENGTH = 60
+LONGER_NAMES = {"what_is_pushed_to_one_rank_goes_to_the_others_when_they_need_it"}
+
+
+def test_a_tests_name_has_at_most_60_characters() -> None:
+    files = (PACKAGE.parent / "tests").rglob("test_*.py")
+    names = {name for path in files for name in re.findall(r"^ *(?:async )?def test_(\w+)\(", path.read_text(), re.M)}
+    assert len(names) > 1000
+    assert {name for name in names if len(name) > MAX_NAME_LENGTH} <= LONGER_NAMES
+
+
 # ------------------------------------------------------------------ the documents
 ARCHITECTURE = PACKAGE / "ARCHITECTURE.md"
 
