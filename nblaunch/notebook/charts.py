@@ -140,7 +140,13 @@ def line_chart(
     known = [point for points in (*ranks.values(), mean) for point in points]
     across = _span(x for x, _ in known if abs(x) < MAX_DRAWABLE)  # to the last x, even if its y is NaN
     scale = _Scale(across, _span(y for x, y in known if is_drawable((x, y))), width, height)
-    parts = [*_axes(scale), *_rank_lines(ranks, scale, most_points)]
+    parts = _axes(scale)
+    if len(ranks) > MAX_LINES:
+        parts.append(_band(ranks, scale))
+    else:
+        most = max(8, most_points // max(1, len(ranks) // 4))
+        for rank, points in ranks.items():
+            parts.append(_line(downsampled(points, most), scale, colour_of(rank), 1.0, ' opacity=".7"'))
     if mean:
         parts.append(_line(downsampled(mean, most_points), scale, MEAN_COLOUR, 2.0))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -165,15 +171,6 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
         return low, high
     room = 0.1 * largest if largest > _MIN_RANGE else 0.5
     return low - room, high + room
-
-
-def _rank_lines(ranks: Mapping[int, Sequence[Point]], scale: _Scale, most_points: int) -> list[str]:
-    if len(ranks) > MAX_LINES:
-        return [_band(ranks, scale)]
-    most = max(8, most_points // max(1, len(ranks) // 4))
-    return [
-        _line(downsampled(points, most), scale, colour_of(rank), 1.0, ' opacity=".7"') for rank, points in ranks.items()
-    ]
 
 
 def colour_of(rank: int) -> str:

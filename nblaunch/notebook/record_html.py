@@ -211,7 +211,10 @@ def _tails(record: Record) -> str:
     if not shown:
         return ""
     characters = min(_MAX_LINE_LENGTH, _MAX_TAILS_BYTES // len(shown) // 6)
-    excerpts = [_tail_excerpt(tail, len(shown), characters) for tail in shown]
+    excerpts = [Excerpt(0, _MAX_TAILS_BYTES) for _ in shown]
+    for tail, excerpt in zip(shown, excerpts, strict=True):
+        for line in terminal_lines(tail.lines[-max(5, min(_MAX_TAIL_LINES, 160 // len(shown))) :]):
+            excerpt.add(coloured(line, characters))
     shares = fair_shares([excerpt.size for excerpt in excerpts], _MAX_TAILS_BYTES)
     for excerpt, share in zip(excerpts, shares, strict=True):
         excerpt.cut(share)
@@ -228,15 +231,6 @@ def _tails(record: Record) -> str:
         summary = f'<summary style="cursor:pointer">the last lines of {counted(len(shown) - first, "rank")}</summary>'
         parts[first:] = [f"<details>{summary}{''.join(parts[first:])}</details>"]
     return f'<div style="margin-top:10px">{"".join(parts)}</div>'
-
-
-def _tail_excerpt(tail: RankTail, among: int, characters: int) -> Excerpt:
-    """Return the last lines of a rank as HTML."""
-    most = max(5, min(_MAX_TAIL_LINES, 160 // among))
-    excerpt = Excerpt(0, _MAX_TAILS_BYTES)
-    for line in terminal_lines(tail.lines[-most:]):
-        excerpt.add(coloured(line, characters))
-    return excerpt
 
 
 def _tail(tail: RankTail, excerpt: Excerpt, *, is_open: bool, preview: bool) -> str:

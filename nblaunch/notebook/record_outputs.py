@@ -20,16 +20,16 @@ _MAX_RANKS = 16
 
 def outputs_html(ranks: Sequence[RankOutputs]) -> str:
     """Return the outputs of each rank, those of rank 0 open. HTML of ranks has been through `safe_html`."""
-    parts = [_rank(outputs, is_open=outputs.rank == 0 or len(ranks) == 1) for outputs in ranks]
+    parts = []
+    for outputs in ranks:
+        is_open = outputs.rank == 0 or len(ranks) == 1
+        shown = "".join(f'<div style="margin:6px 0;overflow-x:auto">{_output(each)}</div>' for each in outputs.contents)
+        left_out = f'<div style="{DIM}">{left_out_text(outputs.left_out)}</div>' if outputs.left_out else ""
+        count = counted(len(outputs.contents) + outputs.left_out, "output")
+        title = f'<b>rank {outputs.rank}</b> <span style="{DIM}">{count}</span>'
+        summary = f'<summary style="cursor:pointer">{title}</summary>'
+        parts.append(f"<details{' open' * is_open}>{summary}{shown}{left_out}</details>")
     return f'<div style="margin-top:10px">{"".join(parts)}</div>' if parts else ""
-
-
-def _rank(outputs: RankOutputs, *, is_open: bool) -> str:
-    shown = "".join(f'<div style="margin:6px 0;overflow-x:auto">{_output(each)}</div>' for each in outputs.contents)
-    left_out = f'<div style="{DIM}">{left_out_text(outputs.left_out)}</div>' if outputs.left_out else ""
-    count = counted(len(outputs.contents) + outputs.left_out, "output")
-    summary = f'<summary style="cursor:pointer"><b>rank {outputs.rank}</b> <span style="{DIM}">{count}</span></summary>'
-    return f"<details{' open' * is_open}>{summary}{shown}{left_out}</details>"
 
 
 def left_out_text(count: int) -> str:

@@ -6,13 +6,14 @@ never waits for the notebook, DataLoader workers may report too, and nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import operator
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, SupportsFloat, TypeVar
 
@@ -81,7 +82,10 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
 
     def __init__(self, iterable: Iterable[T], total: int | None = None, desc: str = "") -> None:
         self.iterable = iterable
-        self.total = _length(iterable) if total is None else total
+        self.total = total
+        if total is None and isinstance(iterable, Sized):
+            with contextlib.suppress(TypeError):  # a DataLoader of an IterableDataset has no length after all
+                self.total = len(iterable)
         self.desc = desc
 
     def __len__(self) -> int:
@@ -107,13 +111,6 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
 
     def _show(self, done: int, seconds: float) -> None:
         spool({"progress": self.desc, "done": done, "total": self.total, "seconds": seconds})
-
-
-def _length(iterable: Any) -> int | None:
-    try:
-        return len(iterable)
-    except TypeError:
-        return None  # a generator, or a DataLoader of an IterableDataset, whose __len__ raises
 
 
 def _number(name: str, value: Any) -> float:
