@@ -70,7 +70,7 @@ class ScriptFrontend:
     def show_session(
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
     ) -> None:
-        """Show nothing: `Session.status` says it."""
+        """Show nothing: `Session.status` has it."""
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         return wait_in_steps(over, timeout)

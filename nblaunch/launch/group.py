@@ -158,11 +158,11 @@ class WorkerGroup:
         late = now - self._begun_at > timeouts.GROUP_BEGIN_TIMEOUT_S
         if late and not self.is_over and not self.workers.has_begun and not self._was_nudged:
             self._was_nudged = True
-            said = self.workers.nudge()
-            if said is None:
+            note = self.workers.nudge()
+            if note is None:
                 self.is_lost = True
             else:
-                self._note(said)
+                self._note(note)
 
     def close(self) -> None:
         """Release the processes' files. Descriptors of unread messages are closed."""

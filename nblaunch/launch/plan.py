@@ -23,7 +23,7 @@ from nblaunch.launch.output.metric_patterns import compile_patterns
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.machine.limits import usable_cpus
 from nblaunch.machine.packages import package_of, why_not_ahead
-from nblaunch.machine.slurm_variables import tells_place
+from nblaunch.machine.slurm_variables import describes_task
 from nblaunch.wire import rank_variables
 from nblaunch.wire.drops import log_limit
 from nblaunch.wire.messages import World
@@ -255,7 +255,7 @@ def _is_launch_variable(name: str) -> bool:
         name in _TORCHRUN
         or name in _INTERFACES
         or name.startswith(("TORCHELASTIC_", rank_variables.RANK, "NBLAUNCH_LAUNCH"))
-        or tells_place(name)
+        or describes_task(name)
     )
 
 

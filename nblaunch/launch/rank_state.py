@@ -33,7 +33,7 @@ class Rank:
     is_absent: bool = False
     """It had exited before the task began: a kept rank that was not restarted."""
     names: Names | None = None
-    """What a kept rank has bound; None: it has not said yet."""
+    """What a kept rank has bound; None: not reported yet."""
 
     @property
     def rank(self) -> int:

@@ -75,7 +75,7 @@ def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
 
 
 def _numbers(file: Path, count: int) -> tuple[int, ...]:
-    """Return the first numbers in a file; none if the file does not exist or says ``max``."""
+    """Return the first numbers in a file; none if the file does not exist or holds ``max``."""
     try:
         words = file.read_text().split()
         return tuple(map(int, words[:count])) if len(words) >= count else ()

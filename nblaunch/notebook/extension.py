@@ -44,7 +44,7 @@ def load(shell: Any) -> None:
         threading.Thread(target=import_widget, daemon=True).start()
     try:
         engine.warm_up()
-    except StartError as error:  # a launch raises it
+    except StartError as error:  # the next launch raises it
         warn(str(error))
 
 

@@ -58,9 +58,9 @@ class RankMagics(Magics):
         if session is None:
             raise UsageError("%%rank: no session: start one with %distributed session -n 2")
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", line):
-            said = f"%%rank {line}".rstrip()
+            command = f"%%rank {line}".rstrip()
             raise UsageError(
-                f"{said}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
+                f"{command}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
             )
         ranks = _ranks(line)
         assert self.shell is not None
@@ -91,12 +91,12 @@ class DistributedMagics(Magics):
     )
     @argument("words", nargs="*", help="of preload: names of modules; of session: what to do; of auto: on or off")
     @argument("--session", metavar="NAME", help="run in this session; default: the one used last, if there is one")
-    @argument("--fresh", action="store_true", help="start ranks for this cell, though there is a session")
+    @argument("--fresh", action="store_true", help="start new ranks for this cell, even if there is a session")
     @argument("--name", help="of session: its name; default main")
     @argument("--idle-timeout", type=float, help="of session: stop it after this many seconds without a cell")
     @argument("--rank", type=int, action="append", help="of session restart: this rank; may be given several times")
     @argument("--keep", action="store_true", help="of session restart: new ranks get the variables of the old")
-    @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU, without GPUs 2")
+    @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU; 2 without GPUs")
     @argument(
         "-o",
         "--output",

@@ -42,7 +42,7 @@ def raised(traceback: str, rank: int = 1) -> Exception:
     return error
 
 
-def test_the_cells_last_line_is_told_and_not_the_librarys() -> None:
+def test_the_cells_last_line_is_shown_and_not_the_librarys() -> None:
     failure = describe(raised(IN_A_CELL), None)
     assert (failure.rank, failure.type_name, failure.message) == (1, "ValueError", "no such class: 11")
     assert (failure.where, failure.source) == ("Cell In[2], line 4", "return F.nll_loss(x, y)")
@@ -61,7 +61,7 @@ def test_without_a_line_of_the_users_there_is_none(traceback: str) -> None:
     assert (failure.where, failure.source) == ("", "")
 
 
-def test_a_line_whose_text_is_not_known_is_told_without() -> None:
+def test_a_line_of_unknown_text_is_shown_without_it() -> None:
     failure = describe(
         raised('on rank 1:\n  Cell In[1], line 2, in f\n  File "/x/site-packages/a.py", line 1, in g'), None
     )

@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
 import nblaunch
-from nblaunch import errors
+from nblaunch import errors, training
+from nblaunch.training import data
 
 PACKAGE = Path(nblaunch.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -87,7 +89,7 @@ def all_imports_of(module: Path) -> set[str]:
 
 def _imports(node: ast.AST, function: str) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             continue
         if (name := _imported_by_name(child)) is not None:
             yield Import(name, function)
@@ -128,11 +130,22 @@ def modules_in(room: str) -> list[Path]:
 
 
 # ------------------------------------------------------------------ the namespace
-def test_all_is_the_namespace() -> None:
-    assert sorted(nblaunch.__all__) == list(nblaunch.__all__) == dir(nblaunch)
-    assert python(
-        "from nblaunch import *; print(*sorted(n for n in dir() if n[:2] != '__' or n in ('__version__',)))"
-    ) == (" ".join(sorted(nblaunch.__all__)))
+HOOKS = {"load_ipython_extension", "unload_ipython_extension"}
+"""IPython calls them by name."""
+
+
+@pytest.mark.parametrize("module", [nblaunch, training, data], ids=lambda module: module.__name__)
+def test_all_is_the_namespace(module: ModuleType) -> None:
+    assert sorted(module.__all__) == list(module.__all__)
+    for name in module.__all__:
+        getattr(module, name)  # imported on first access
+    submodules = {name for name in vars(module) if f"{module.__name__}.{name}" in sys.modules}
+    found = {name for name in vars(module) if name[0] != "_"} - submodules
+    assert found - HOOKS == set(module.__all__) - {"__version__"}
+
+
+def test_dir_lists_all() -> None:
+    assert dir(nblaunch) == list(nblaunch.__all__)
 
 
 @pytest.mark.parametrize("name", nblaunch.__all__)
@@ -359,6 +372,18 @@ def test_every_module_explains_itself() -> None:
     assert [module for module in MODULES if not ast.get_docstring(ast.parse(module.read_text()))] == []
 
 
+# ------------------------------------------------------------------ tests
+MAX_NAME_LENGTH = 60
+LONGER_NAMES = {"what_is_pushed_to_one_rank_goes_to_the_others_when_they_need_it"}
+
+
+def test_a_tests_name_has_at_most_60_characters() -> None:
+    files = (PACKAGE.parent / "tests").rglob("test_*.py")
+    names = {name for path in files for name in re.findall(r"^ *(?:async )?def test_(\w+)\(", path.read_text(), re.M)}
+    assert len(names) > 1000
+    assert {name for name in names if len(name) > MAX_NAME_LENGTH} <= LONGER_NAMES
+
+
 # ------------------------------------------------------------------ the documents
 ARCHITECTURE = PACKAGE / "ARCHITECTURE.md"
 
@@ -373,6 +398,12 @@ def test_every_path_in_the_architecture_exists() -> None:
     named = paths_named_in(ARCHITECTURE.read_text())
     assert len(named) > 30
     assert [path for path in named if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()] == []
+
+
+def test_the_architecture_fits_into_120_columns() -> None:
+    """Except rows of tables, which cannot be wrapped."""
+    lines = ARCHITECTURE.read_text().splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
 def test_the_architecture_shows_every_room() -> None:

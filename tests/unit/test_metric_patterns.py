@@ -126,7 +126,7 @@ def test_searched_logs_count_among_the_descriptors() -> None:
         ("-Infinity", -math.inf),
     ],
 )
-def test_what_a_number_looks_like(text: str, value: float) -> None:
+def test_numbers_are_recognized(text: str, value: float) -> None:
     assert found(f"x={text}", ANYTHING) == {"step": None, "metrics": {"x": value}}
 
 
@@ -137,7 +137,7 @@ def test_nan_is_a_number_as_a_loss_that_explodes_must_be_seen() -> None:
 
 
 @pytest.mark.parametrize("text", ["low", "1.2.3", "1,23", "1,2345", "12_34", "0x1f", "1e", "%", ".", "--1", "1-2", "²"])
-def test_what_is_no_number_is_left_out(text: str) -> None:
+def test_non_numbers_are_left_out(text: str) -> None:
     assert found(f"x={text}", ANYTHING) is None
 
 
@@ -159,7 +159,7 @@ def test_a_step_alone_is_no_record() -> None:
     assert found("epoch 3 loss low", r"epoch (?P<step>\d+) loss (?P<loss>\w+)") is None
 
 
-def test_what_several_patterns_find_in_one_line_is_one_record() -> None:
+def test_one_line_with_several_matches_is_one_record() -> None:
     line = "epoch 3 loss 0.5 acc 0.9"
     patterns = (r"epoch (?P<step>\d+) loss (?P<loss>\S+)", r"acc (?P<accuracy>\S+)", r"acc (?P<loss>\S+)")
     assert found(line, *patterns) == {"step": 3, "metrics": {"loss": 0.5, "accuracy": 0.9}}
@@ -227,7 +227,7 @@ def test_of_a_bar_that_is_redrawn_for_long_the_last_state_counts(
     assert values(printed.read(1.0)) == [0.4999, 0.7]
 
 
-def test_what_is_kept_of_a_line_without_end_stays_small(log: Path, printed: PrintedMetrics) -> None:
+def test_an_endless_line_keeps_a_bounded_part(log: Path, printed: PrintedMetrics) -> None:
     for data in (b"x" * 3_000_000, b"\r" + b"y" * 3_000_000):
         append(log, data)
         printed.read(10.0)
@@ -255,7 +255,7 @@ def test_a_look_that_has_no_time_reads_one_block(log: Path, printed: PrintedMetr
     assert printed.is_behind
 
 
-def test_what_is_printed_after_the_end_is_left_out(log: Path, printed: PrintedMetrics) -> None:
+def test_output_after_the_end_is_left_out(log: Path, printed: PrintedMetrics) -> None:
     log.write_bytes(b"Accuracy: 0.1\n" * 10_000)
     printed.read(0.0)
     printed.end_here()

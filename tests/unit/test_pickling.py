@@ -54,7 +54,7 @@ def test_a_lambda_in_an_object_comes_back_as_itself(notebook: Notebook) -> None:
     assert sent(names["box"]).act is names["box"].act
 
 
-def test_a_lambda_whose_code_has_changed_meanwhile_is_not_taken_for_it(notebook: Notebook) -> None:
+def test_a_lambda_whose_code_changed_meanwhile_is_a_new_one(notebook: Notebook) -> None:
     act = notebook.run("act = lambda x: x * 2")["act"]
     data = dump(lambda found: act)
     act.__code__ = (lambda x: x * 3).__code__
@@ -119,7 +119,7 @@ def test_a_class_that_is_known_is_not_rewritten(notebook: Notebook) -> None:
     assert (type(net), net.size, net.scaled()) == (names["Net"], 5, 3)
 
 
-def test_what_is_sent_twice_arrives_once() -> None:
+def test_an_object_sent_twice_arrives_once() -> None:
     shared = [1]
     first, second = sent((shared, {"again": shared}))
     assert first is second["again"]
@@ -165,7 +165,7 @@ def test_main_names_are_noted_by_qualified_name(notebook: Notebook) -> None:
     assert found_in(names["train"]).main == {name: names[name] for name in ("train", "helper", "Net")}
 
 
-def test_lambdas_and_local_functions_have_no_name_that_main_could_resolve(notebook: Notebook) -> None:
+def test_lambdas_and_local_functions_are_not_resolved_by_name(notebook: Notebook) -> None:
     names = notebook.run("def make():\n    def inner(): pass\n    return inner, lambda: 0\npair = make()")
     assert found_in(names["pair"]).main == {}
 
@@ -250,11 +250,11 @@ def test_the_part_that_cannot_be_sent_is_named(notebook: Notebook, source: str, 
     assert (str(reason), reason.path) == (path + BECAUSE, path)
 
 
-def test_what_can_be_sent_needs_no_explanation(notebook: Notebook) -> None:
+def test_a_sendable_object_needs_no_explanation(notebook: Notebook) -> None:
     assert explain(notebook.run("def train(): return 1")["train"], "train") is None
 
 
-def test_an_attribute_of_the_same_name_as_an_unsendable_global_is_not_blamed(notebook: Notebook) -> None:
+def test_an_attribute_named_like_an_unsendable_global_is_not_blamed(notebook: Notebook) -> None:
     names = notebook.run(LOCK + "import _thread\nother = _thread.allocate_lock()\ndef train(x): return x.lock, other")
     reason = explain(names["train"], "`train`")
     assert reason is not None

@@ -160,14 +160,14 @@ def test_a_machines_own_gpu_backend_stands_in_for_nccl() -> None:
         (4, {"backend": "nccl", "device": "cpu"}, "backend='nccl' needs GPUs, but the device is 'cpu'"),
     ],
 )
-def test_what_the_gpus_do_not_allow_is_refused_with_the_ways_out(
+def test_too_many_ranks_for_the_gpus_are_refused_with_alternatives(
     gpus: int, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         planned(machine(gpus), **arguments)
 
 
-def test_a_rank_meets_the_others_on_loopback() -> None:
+def test_the_rendezvous_is_on_loopback() -> None:
     world = planned(machine(2, cpus=4)).world(1, port=4242)
     assert (world.master_addr, world.master_port) == ("127.0.0.1", 4242)
     assert (world.backend, world.device, world.threads) == ("cpu:gloo,cuda:nccl", "cuda:1", 2)
@@ -323,14 +323,14 @@ def test_the_calls_own_variables_come_last() -> None:
     assert {"A": "2", "B": "3", "MPLBACKEND": "svg"}.items() <= plan.env.items()
 
 
-def test_accelerate_is_told_of_ranks_on_cpus() -> None:
+def test_accelerates_cpu_variable_is_set_for_cpu_ranks() -> None:
     assert planned(device="cpu").env["ACCELERATE_USE_CPU"] == "true"
     assert planned(machine(ACCELERATE_USE_CPU="no"), device="cpu").env["ACCELERATE_USE_CPU"] == "no"
     assert "ACCELERATE_USE_CPU" not in planned(machine(gpus=1), num_processes=1).env
 
 
 @pytest.mark.parametrize(("precision", "seen"), [("no", None), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8")])
-def test_mixed_precision_is_told_to_accelerate(precision: str, seen: str | None) -> None:
+def test_accelerates_mixed_precision_variable_is_set(precision: str, seen: str | None) -> None:
     assert planned(mixed_precision=precision).env.get("ACCELERATE_MIXED_PRECISION") == seen
 
 

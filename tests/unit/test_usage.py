@@ -220,7 +220,7 @@ def test_a_rank_holds_what_its_own_processes_hold(nvml: FakeNvml, groups: Any) -
     assert usage.gpu_memory == 340
 
 
-def test_where_other_processes_alone_hold_memory_the_rank_holds_none(nvml: FakeNvml, groups: Any) -> None:
+def test_memory_of_other_processes_is_not_the_ranks(nvml: FakeNvml, groups: Any) -> None:
     nvml.processes[0] = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=5000)]
 
     (usage,) = Sampler("cuda", {}).sample({0: groups(IDLE)})
@@ -229,9 +229,7 @@ def test_where_other_processes_alone_hold_memory_the_rank_holds_none(nvml: FakeN
 
 
 @pytest.mark.parametrize(("pid", "held"), [(NO_PID, 5000), (1, None)])
-def test_pids_or_sizes_that_the_driver_hides_give_the_whole_devices_memory(
-    nvml: FakeNvml, pid: int, held: int | None
-) -> None:
+def test_hidden_pids_or_sizes_give_the_whole_devices_memory(nvml: FakeNvml, pid: int, held: int | None) -> None:
     nvml.processes[0] = [SimpleNamespace(pid=pid, usedGpuMemory=held)]
 
     assert numbers(None, 0) == [(0.1, 1000)]
@@ -248,7 +246,7 @@ def test_pids_or_sizes_that_the_driver_hides_give_the_whole_devices_memory(
         ("nvmlShutdown", (0.1, 1000)),
     ],
 )
-def test_what_the_driver_refuses_is_left_out(nvml: FakeNvml, refuses: str, expected: tuple[Any, Any]) -> None:
+def test_values_that_the_driver_refuses_are_left_out(nvml: FakeNvml, refuses: str, expected: tuple[Any, Any]) -> None:
     nvml.refuses = refuses
 
     assert numbers(None, 0) == [expected]

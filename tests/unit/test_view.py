@@ -98,7 +98,7 @@ def test_nothing_is_written_before_there_is_something(cell: Cell) -> None:
     assert cell.messages == []
 
 
-def test_what_follows_is_gathered_and_shown_in_order(cell: Cell) -> None:
+def test_later_lines_are_gathered_and_shown_in_order(cell: Cell) -> None:
     cell.prints("a\n")
     for rank in (1, 0, 1):
         cell.now += 0.05
@@ -111,12 +111,6 @@ def test_what_follows_is_gathered_and_shown_in_order(cell: Cell) -> None:
 def test_stderr_is_shown_as_stderr(cell: Cell) -> None:
     cell.view.on(Logs([piece_of(0, "out", Piece(b"a\n")), piece_of(0, "err", Piece(b"b\n"))]))
     assert [(stream, text) for _, stream, text in cell.messages] == [("out", "[rank 0] a\n"), ("err", "[rank 0] b\n")]
-
-
-def test_stderr_is_shown_as_stdout_where_that_is_wanted() -> None:
-    cell = Cell(show_err_as_err=False)
-    cell.view.on(Logs([piece_of(0, "err", Piece(b"b\n")), piece_of(0, "out", Piece(b"a\n"))]))
-    assert cell.messages == [(100.0, "out", "[rank 0] b\n[rank 0] a\n")]
 
 
 def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
@@ -166,15 +160,15 @@ def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) 
 
 
 @pytest.mark.parametrize(
-    ("lines", "size", "told"),
+    ("lines", "size", "amount"),
     [(7, 1000, "7 lines (1.0 KB)"), (1, 20, "1 line (20 bytes)"), (-1, 1_234_567_890, "1.2 GB"), (0, 99, "99 bytes")],
 )
-def test_what_was_not_even_read_is_counted(cell: Cell, lines: int, size: int, told: str) -> None:
+def test_unread_output_is_counted(cell: Cell, lines: int, size: int, amount: str) -> None:
     cell.view.on(Logs([piece_of(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
     assert cell.screen("err") == [
         "[rank 0] first",
         "[rank 0] cut",
-        f"[rank 0] … {told} omitted; see /logs/rank0.err …",
+        f"[rank 0] … {amount} omitted; see /logs/rank0.err …",
         "[rank 0] last",
     ]
 
@@ -198,8 +192,8 @@ def test_after_two_megabytes_it_counts_and_shows_the_end(cell: Cell) -> None:
     for number in range(1000):
         cell.prints(f"late {number}\n")
         cell.passes()
-    told = cell.text()[written:]
-    assert re.fullmatch(r"nblaunch: 2.0 MB shown; further output goes only to the logs in /logs\n", told)
+    note = cell.text()[written:]
+    assert re.fullmatch(r"nblaunch: 2.0 MB shown; further output goes only to the logs in /logs\n", note)
     cell.view.on(Note("restarting"))
     cell.view.on(Ended(FINISHED))
     end = cell.screen()[-23:]
