@@ -35,7 +35,7 @@ from nblaunch.launch.frontend import host
 channel = host()._channel
 stream, channel._stream = channel._stream, None  # as with another ipykernel
 """
-HEARS_AGAIN = "channel._stream = stream\n"
+LISTENS_AGAIN = "channel._stream = stream\n"
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ HEARS_AGAIN = "channel._stream = stream\n"
         (NO_SUBSHELLS, DEAF, "KeyboardInterrupt"),
         (NOTEBOOK, "", "LaunchStoppedError"),
     ],
-    ids=["lab", "without subshells", "kernel that cannot hear", "notebook"],
+    ids=["lab", "without subshells", "kernel that does not listen", "notebook"],
     indirect=["served"],
 )
 def test_stop_ends_the_ranks_of_a_cell_that_blocks(lab: Lab, kernel: str, raised: str) -> None:
     trains = f"{kernel}\n{TRAINS}notebook_launcher(train, num_processes=2, stop_grace={GRACE})"
-    lab.run(trains, (HEARS_AGAIN if kernel else "") + "40 + 2")
+    lab.run(trains, (LISTENS_AGAIN if kernel else "") + "40 + 2")
     lab.log_says("begun")
     lab.panel.locator(".nbl-card").first.wait_for()
     assert lab.state() == "running"

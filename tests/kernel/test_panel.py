@@ -288,7 +288,7 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
     eventually(lambda: kernel.ask(descriptors) <= before, otherwise=lambda: kernel.ask(descriptors))
 
 
-def test_a_page_hears_of_a_launch_whose_ranks_are_silent(page: Page) -> None:
+def test_a_launch_with_silent_ranks_sends_heartbeats(page: Page) -> None:
     code = """
 def stops_itself():
     import os, signal

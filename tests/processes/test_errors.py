@@ -282,20 +282,20 @@ def test_the_users_exception_is_raised_with_rank_and_traceback(launch: Launcher)
     assert error.details == {"step": 7}
     assert isinstance(error, ValueError)
     assert isinstance(error.__cause__, RankTraceback)
-    told = str(error.__cause__)
-    assert "on rank 1:" in told
-    assert f'File "{__file__}", line' in told
-    assert "in raise_on_rank_1\n    raise error()" in told
-    assert told.rstrip().endswith("WithDetailsError: learning rate is NaN")
-    assert "nblaunch/ranks" not in told
+    shown = str(error.__cause__)
+    assert "on rank 1:" in shown
+    assert f'File "{__file__}", line' in shown
+    assert "in raise_on_rank_1\n    raise error()" in shown
+    assert shown.rstrip().endswith("WithDetailsError: learning rate is NaN")
+    assert "nblaunch/ranks" not in shown
 
 
 def test_the_chain_of_an_exception_is_in_its_traceback(launch: Launcher) -> None:
     error = _raised_by(launch, chained)
     assert isinstance(error, ValueError)
-    told = str(error.__cause__)
-    assert "KeyError: 'NO_SUCH_LAYER'" in told
-    assert "The above exception was the direct cause" in told
+    shown = str(error.__cause__)
+    assert "KeyError: 'NO_SUCH_LAYER'" in shown
+    assert "The above exception was the direct cause" in shown
 
 
 def test_the_rank_that_raised_is_named_ten_times_out_of_ten(launch: Launcher) -> None:
@@ -362,9 +362,9 @@ def test_an_exception_that_is_no_exception_comes_up_as_itself(launch: Launcher) 
 def test_endless_recursion_is_a_recursion_error(launch: Launcher) -> None:
     with pytest.raises(RecursionError, match="maximum recursion depth exceeded") as caught:
         launch(recurse)
-    told = str(caught.value.__cause__)
-    assert "Previous line repeated" in told
-    assert len(told) < 20_000
+    shown = str(caught.value.__cause__)
+    assert "Previous line repeated" in shown
+    assert len(shown) < 20_000
 
 
 def test_the_notebook_shows_the_ranks_traceback_and_the_log_path(launch: Launcher) -> None:
@@ -414,10 +414,10 @@ def test_a_dead_ranks_last_lines_are_shown(way: str, launch: Launcher) -> None:
 def test_a_crash_in_c_shows_its_stderr_and_the_users_frames(launch: Launcher) -> None:
     with pytest.raises(RankDiedError, match="rank 1 was killed by SIGSEGV") as caught:
         launch(die, ("SIGSEGV",))
-    told = str(caught.value)
-    assert "Fatal Python error: Segmentation fault\n    Current thread" in told
-    assert re.search(rf'File "{re.escape(__file__)}", line \d+ in _segfault\n', told)
-    assert "nblaunch/ranks" not in told
+    shown = str(caught.value)
+    assert "Fatal Python error: Segmentation fault\n    Current thread" in shown
+    assert re.search(rf'File "{re.escape(__file__)}", line \d+ in _segfault\n', shown)
+    assert "nblaunch/ranks" not in shown
 
 
 def test_a_rank_that_had_printed_nothing_says_so(launch: Launcher) -> None:

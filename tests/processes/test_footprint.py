@@ -34,7 +34,7 @@ def add_up(rank: int, numbers: list[float]) -> float:
     return float(total.sum())
 
 
-def where_it_meets() -> tuple[str, str, str, float]:
+def rendezvous() -> tuple[str, str, str, float]:
     total = torch.ones(1)
     dist.all_reduce(total)
     return os.environ["MASTER_ADDR"], os.environ["RANK"], os.environ["WORLD_SIZE"], float(total)
@@ -151,7 +151,7 @@ def test_a_hostile_inherited_environment_changes_nothing(launch: Launcher, monke
     }.items():
         monkeypatch.setenv(name, value)
 
-    assert list(launch(where_it_meets)) == [("127.0.0.1", str(rank), "2", 2.0) for rank in range(2)]
+    assert list(launch(rendezvous)) == [("127.0.0.1", str(rank), "2", 2.0) for rank in range(2)]
     assert os.environ["RANK"] == "5"  # the notebook's own is as it was
 
 

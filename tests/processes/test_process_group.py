@@ -201,7 +201,7 @@ def test_a_group_of_the_users_own_is_what_it_asks_for(
     assert list(launch(make, kwargs={"port": free_port})) == [3.0, 3.0]
 
 
-def test_a_group_that_meets_in_a_file_is_left_to_torch(launch: Launcher, tmp_path: Path) -> None:
+def test_a_file_rendezvous_is_left_to_torch(launch: Launcher, tmp_path: Path) -> None:
     assert list(launch(by_file, kwargs={"folder": str(tmp_path)})) == [3.0, 3.0]
 
 
@@ -288,11 +288,11 @@ def test_nothing_listens_beyond_loopback_while_a_launch_runs(
     arguments: dict[str, Any] = {"folder": str(tmp_path), "port": free_port if own_port else 0}
     running = launch(wait_for, kwargs=arguments, block=False)
     eventually(lambda: running.done or all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
-    heard, beyond = listeners(), listeners_beyond_loopback()
+    listening, beyond = listeners(), listeners_beyond_loopback()
     (tmp_path / "go").touch()
     assert list(running.result()) == [3.0, 3.0]
-    assert heard, "the store of the launch must be among the listeners, or this test looks in the wrong place"
-    assert (free_port in heard) == own_port
+    assert listening, "the store of the launch must be among the listeners, or this test looks in the wrong place"
+    assert (free_port in listening) == own_port
     assert beyond == set()
 
 

@@ -35,7 +35,7 @@ def echo(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return args, kwargs
 
 
-def tell_apart(rank: int, device: Any = "default", *, factor: int) -> tuple[int, str]:
+def rank_and_device(rank: int, device: Any = "default", *, factor: int) -> tuple[int, str]:
     return rank * factor, str(device)
 
 
@@ -143,8 +143,8 @@ def test_arguments_and_keyword_arguments_reach_every_rank(launch: Launcher, few:
 
 @conformance("forkserver", "fork")
 def test_omitted_parameters_are_filled_in_and_given_ones_kept(launch: Launcher) -> None:
-    assert list(launch(tell_apart, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
-    assert list(launch(tell_apart, (7, "mine"), kwargs={"factor": 10})) == [(70, "mine"), (70, "mine")]
+    assert list(launch(rank_and_device, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
+    assert list(launch(rank_and_device, (7, "mine"), kwargs={"factor": 10})) == [(70, "mine"), (70, "mine")]
 
 
 def test_the_ranks_form_a_group_that_is_ready(launch: Launcher) -> None:
@@ -193,7 +193,7 @@ def test_whatever_can_be_called_can_be_launched(make: Callable[[int], Callable[.
     assert list(launch(make(5))) == [5, 6]
 
 
-def test_a_function_that_does_not_tell_its_signature_can_be_launched(launch: Launcher) -> None:
+def test_a_function_that_without_a_signature_can_be_launched(launch: Launcher) -> None:
     assert list(launch(max, (3, 8))) == [8, 8]
 
 
@@ -278,11 +278,11 @@ def test_a_fork_of_the_notebook_is_refused_when_cuda_runs(launch: Launcher, monk
 
 # ------------------------------------------------------------------ what the notebook itself keeps
 @pytest.fixture
-def _not_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nblaunch.launch.handle._noted", set())
 
 
-@pytest.mark.usefixtures("_not_told_yet")
+@pytest.mark.usefixtures("_no_warning_yet")
 def test_unreturned_changes_are_reported_once_with_the_fix(
     launch: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,7 +299,7 @@ def test_unreturned_changes_are_reported_once_with_the_fix(
     assert seen == [0]
 
 
-@pytest.mark.usefixtures("_not_told_yet")
+@pytest.mark.usefixtures("_no_warning_yet")
 def test_a_returned_model_state_is_not_reported_as_a_change(
     launch: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -205,7 +205,7 @@ def test_a_supervisor_that_fails_keeps_no_result_open(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("_small_buffers")
-def test_more_ranks_start_than_the_reaper_has_room_to_tell_of() -> None:
+def test_more_ranks_start_than_the_reapers_messages_hold() -> None:
     """With buffers of the usual size that takes some 300."""
     assert list(quiet(own_rank, num_processes=10)) == list(range(10))
 

@@ -181,7 +181,7 @@ def stopped(pids: Mapping[int, int]) -> bool:
 
 # ------------------------------------------------------------------ wherever they are
 @conformance("forkserver", "fork")
-def test_ranks_tell_where_they_are_whatever_they_do(start_method: str, tmp_path: Path) -> None:
+def test_stacks_show_every_rank_whatever_it_does(start_method: str, tmp_path: Path) -> None:
     """In C with the GIL held, in a collective, waiting for a loader's worker, computing: one rank each."""
     launch = begun(be_in_many_places, tmp_path, start_method, ranks=4)
     expected = {0: "lock_twice_with_the_gil", 1: "barrier", 2: "_try_get_data", 3: "count_up"}
@@ -353,7 +353,7 @@ def test_stacks_are_empty_for_a_launch_that_ends_meanwhile(start_method: str, tm
 
 # ------------------------------------------------------------------ a launch that takes too long
 @pytest.mark.alone
-def test_a_timeout_tells_where_the_ranks_were(start_method: str, tmp_path: Path) -> None:
+def test_a_timeout_names_where_the_ranks_were(start_method: str, tmp_path: Path) -> None:
     launch = begun(wait, tmp_path, start_method, timeout=5.0)  # they must be there by then
 
     with pytest.raises(LaunchTimeoutError) as raised:

@@ -353,7 +353,7 @@ def interrupt_while_sending(voice: KernelChannel, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Channel, "_send_with", interrupted)
 
 
-def heard_by(kernel: Channel) -> list[object]:
+def received_by(kernel: Channel) -> list[object]:
     kernel.poll()
     return [message for message, _ in kernel.drain()]
 
@@ -369,7 +369,7 @@ def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
     with pytest.raises(KeyboardInterrupt) if armed else contextlib.nullcontext():
         speaker.say("a word")
 
-    assert heard_by(kernel) == ["a word", Interrupted(0, 1)]
+    assert received_by(kernel) == ["a word", Interrupted(0, 1)]
 
 
 def test_an_interrupt_during_its_acknowledgement_is_harmless(
@@ -383,7 +383,7 @@ def test_an_interrupt_during_its_acknowledgement_is_harmless(
         speaker._on_interrupt(signal.SIGINT, None)
     speaker._on_interrupt(signal.SIGINT, None)
 
-    assert heard_by(kernel) == [Interrupted(0, 1)]
+    assert received_by(kernel) == [Interrupted(0, 1)]
 
 
 @pytest.mark.alone

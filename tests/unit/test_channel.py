@@ -213,11 +213,11 @@ if os.getuid() == 0:
     own = 20_000 + os.getpid() % 40_000
     os.setresuid(own, own, own)
 ends = [tuple(map(Channel, socket.socketpair())) for _ in range(4)]
-told = []
+flushed = []
 for number, (here, _) in enumerate(ends):
     here.post(number, [0] * 70)
-    told.append(here.flush())
-print(told)
+    flushed.append(here.flush())
+print(flushed)
 for here, there in ends:
     here.flush()
     number, fds = there.receive()

@@ -68,7 +68,7 @@ def test_candidates_load_the_same_order_with_their_own_workers() -> None:
 
 
 def test_every_other_argument_is_kept_and_the_loader_stays_as_it_was() -> None:
-    told: list[int] = []
+    sizes: list[int] = []
     generator = torch.Generator().manual_seed(1)
     loader: Any = DataLoader(
         DATA,
@@ -82,8 +82,8 @@ def test_every_other_argument_is_kept_and_the_loader_stays_as_it_was() -> None:
         generator=generator,
     )
     before, state, own = torch.get_rng_state(), generator.get_state(), {**vars(loader)}
-    timings = time_workers(loader, (0, 1), step=lambda batch: told.append(len(batch["given"])), batches=3)
-    assert told == [10] * 10
+    timings = time_workers(loader, (0, 1), step=lambda batch: sizes.append(len(batch["given"])), batches=3)
+    assert sizes == [10] * 10
     assert [timing.samples for timing in timings.values()] == [
         3,
         3,

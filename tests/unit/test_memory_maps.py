@@ -106,7 +106,7 @@ def test_a_file_that_this_process_also_writes_to_is_not_mapped(file: Path) -> No
     assert is_from(file, array)
 
 
-def test_nothing_is_mapped_where_the_system_does_not_tell(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_mapped_without_proc(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Any:
         raise FileNotFoundError("/proc/self/maps")
 

@@ -143,8 +143,8 @@ def test_unchanged_resources_are_sent_once(state: PanelState) -> None:
 
 def test_the_countdown_shows_that_it_is_stopping(state: PanelState) -> None:
     state.set_countdown("stopping: 29 s left")
-    told = changes_of(state).state
-    assert (told.name, told.countdown) == ("stopping", "stopping: 29 s left")
+    sent = changes_of(state).state
+    assert (sent.name, sent.countdown) == ("stopping", "stopping: 29 s left")
     state.set_countdown("stopping: 29 s left")
     assert not state.is_changed
     state.end(Outcome("stopped", 3.0, "stopped"))

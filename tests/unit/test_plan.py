@@ -165,7 +165,7 @@ def test_too_many_ranks_for_the_gpus_are_refused_with_alternatives(
         planned(machine(gpus), **arguments)
 
 
-def test_a_rank_meets_the_others_on_loopback() -> None:
+def test_the_rendezvous_is_on_loopback() -> None:
     world = planned(machine(2, cpus=4)).world(1, port=4242)
     assert (world.master_addr, world.master_port) == ("127.0.0.1", 4242)
     assert (world.backend, world.device, world.threads) == ("cpu:gloo,cuda:nccl", "cuda:1", 2)

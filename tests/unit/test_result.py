@@ -139,7 +139,7 @@ def test_last_is_the_latest_value_of_the_lowest_rank_that_reported_it() -> None:
     assert Metrics([]).last == {}
 
 
-def test_the_repr_tells_the_number_of_reports_and_the_last_values() -> None:
+def test_the_repr_has_the_number_of_reports_and_the_last_values() -> None:
     assert repr(Metrics([])) == "Metrics(0 reports)"
     assert repr(Metrics(REPORTS)) == "Metrics(4 reports: loss 0.7, lr 0.01, accuracy 0.1)"
 

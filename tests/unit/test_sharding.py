@@ -738,7 +738,7 @@ def test_an_epoch_set_on_the_users_own_sampler_wins(standing: Standing) -> None:
     assert sampler.epoch == 3
 
 
-class Told(Dataset):
+class WithSetEpoch(Dataset):
     """A dataset that wants to know the epoch, as those of Hugging Face do."""
 
     def __init__(self) -> None:
@@ -755,7 +755,7 @@ class Told(Dataset):
 
 
 def test_a_datasets_set_epoch_is_called() -> None:
-    data = Told()
+    data = WithSetEpoch()
     loader = shard(DataLoader(data, sampler=WeightedRandomSampler([1, 1], 2)))
     list(loader), list(loader)
     assert sorted(set(data.epochs)) == [0, 1]

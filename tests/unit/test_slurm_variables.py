@@ -72,7 +72,7 @@ def test_a_task_of_several_has_its_place() -> None:
         ("alpha,beta", "alpha"),
     ],
 )
-def test_tasks_meet_on_the_first_node_of_their_step(nodes: str, first: str) -> None:
+def test_the_rendezvous_is_on_the_first_node_of_the_step(nodes: str, first: str) -> None:
     assert task_of(step(2, nodes=nodes)).master_addr == first
 
 

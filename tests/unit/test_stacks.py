@@ -89,7 +89,7 @@ def test_omitted_calls_are_marked() -> None:
     assert StackFormatter(SOURCES).format(stacks, MAIN).splitlines()[1] == "  … older calls are left out …"
 
 
-# ------------------------------------------------------------------ telling
+# ------------------------------------------------------------------ places
 def test_a_stack_reads_as_a_traceback_from_the_users_function_on() -> None:
     text, *_ = StackFormatter(SOURCES).format(parse(DUMP), MAIN).split("\n\n")
 
@@ -144,7 +144,7 @@ def test_an_edited_line_is_shown_as_it_is_now(tmp_path: Path) -> None:
         assert StackFormatter({}).format([stack], MAIN).splitlines()[-1] == f"    {text}"
 
 
-def test_a_rank_in_our_own_code_tells_that() -> None:
+def test_a_rank_in_our_own_code_is_shown_there() -> None:
     stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/worker.py", 9, "_serve")))
 
     assert "worker.py" in StackFormatter(SOURCES).format([stack], MAIN)

@@ -154,15 +154,15 @@ def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) 
 
 
 @pytest.mark.parametrize(
-    ("lines", "size", "told"),
+    ("lines", "size", "amount"),
     [(7, 1000, "7 lines (1.0 KB)"), (1, 20, "1 line (20 bytes)"), (-1, 1_234_567_890, "1.2 GB"), (0, 99, "99 bytes")],
 )
-def test_unread_output_is_counted(cell: Cell, lines: int, size: int, told: str) -> None:
+def test_unread_output_is_counted(cell: Cell, lines: int, size: int, amount: str) -> None:
     cell.view.on(Logs([LogPiece(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
     assert cell.screen("err") == [
         "[rank 0] first",
         "[rank 0] cut",
-        f"[rank 0] … {told} omitted; see /logs/rank0.err …",
+        f"[rank 0] … {amount} omitted; see /logs/rank0.err …",
         "[rank 0] last",
     ]
 
@@ -186,8 +186,8 @@ def test_after_two_megabytes_it_counts_and_shows_the_end(cell: Cell) -> None:
     for number in range(1000):
         cell.prints(f"late {number}\n")
         cell.passes()
-    told = cell.text()[written:]
-    assert re.fullmatch(r"nblaunch: 2.0 MB shown; further output goes only to the logs in /logs\n", told)
+    note = cell.text()[written:]
+    assert re.fullmatch(r"nblaunch: 2.0 MB shown; further output goes only to the logs in /logs\n", note)
     cell.view.on(Note("restarting"))
     cell.view.on(Ended(FINISHED))
     end = cell.screen()[-23:]
