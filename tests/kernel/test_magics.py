@@ -276,7 +276,7 @@ def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
         ("input('name? ')", "call input() in the notebook before the launch, and pass the answer as an argument"),
         ("breakpoint()", "use print, or debug the function in the notebook itself"),
         ("%pip install x", "%pip cannot run in a rank: run it in a cell of the notebook"),
-        ("%%javascript\nalert(1)", "%%javascript cannot run in a rank: run it in a cell of its own"),
+        ("%%javascript\nalert(1)", "%%javascript cannot run in a rank: run it in a cell of the notebook"),
     ],
 )
 def test_unsupported_use_names_the_alternative(kernel: Kernel, body: str, substitute: str) -> None:
