@@ -134,30 +134,6 @@ def test_sixty_more_launches_leave_nothing_behind() -> None:
     assert kept_logs() == kept == 50
 
 
-<<<<<<< HEAD
-=======
-# ------------------------------------------------------------------ a hostile environment
-@conformance("forkserver", "spawn")
-def test_a_hostile_inherited_environment_changes_nothing(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "5",
-        "WORLD_SIZE": "7",
-        "LOCAL_RANK": "3",
-        "MASTER_ADDR": "10.255.255.1",
-        "MASTER_PORT": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "4",
-        "TORCHELASTIC_RUN_ID": "another",
-        "GLOO_SOCKET_IFNAME": "no-such-interface",
-        "NCCL_SOCKET_IFNAME": "no-such-interface",
-    }.items():
-        monkeypatch.setenv(name, value)
-
-    assert list(launch(rendezvous)) == [("127.0.0.1", str(rank), "2", 2.0) for rank in range(2)]
-    assert os.environ["RANK"] == "5"  # the notebook's own is as it was
-
-
->>>>>>> words
 # ------------------------------------------------------------------ who can reach it
 def listeners() -> set[str]:
     """The addresses on which this process and its descendants accept connections."""

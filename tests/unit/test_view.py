@@ -164,11 +164,7 @@ def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) 
     [(7, 1000, "7 lines (1.0 KB)"), (1, 20, "1 line (20 bytes)"), (-1, 1_234_567_890, "1.2 GB"), (0, 99, "99 bytes")],
 )
 def test_unread_output_is_counted(cell: Cell, lines: int, size: int, amount: str) -> None:
-<<<<<<< HEAD
     cell.view.on(Logs([piece_of(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
-=======
-    cell.view.on(Logs([LogPiece(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
->>>>>>> words
     assert cell.screen("err") == [
         "[rank 0] first",
         "[rank 0] cut",
