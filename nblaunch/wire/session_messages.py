@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nblaunch.wire.collective_table import Begun
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:
@@ -21,15 +23,10 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The collectives of the default process group that a rank has begun."""
+class CollectivesBegun:
+    """The collectives that a kept rank has begun in its default process group."""
 
-    count: int = 0
-    last: str = ""
-    """The last one: operation and size, such as ``all_reduce of 8 float32``."""
-    file: str = ""
-    """The user's file or cell that called it; empty if it is not known."""
-    line: int = 0
+    last: Begun = Begun()
     transfers: int = 0
     """Point-to-point operations of this task."""
     is_counted: bool = False
@@ -45,7 +42,7 @@ class Names:
     names: tuple[Bound, ...]
     private: tuple[str, ...] = ()
     """Further names that it has: those that begin with an underscore."""
-    begun: Begun = Begun()
+    begun: CollectivesBegun = CollectivesBegun()
     """The collectives that it has begun in the present process group."""
     replaced: tuple[str, ...] = ()
     """Tensors and modules that it had changed, and that this task has replaced: the notebook's had changed too."""
