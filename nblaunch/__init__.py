@@ -4,12 +4,10 @@
 CPU processes. Importing this package starts nothing and imports no torch.
 """
 
-from __future__ import annotations
+import sys as _sys
+import typing as _typing
 
-import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from nblaunch.launch.api import notebook_launcher
     from nblaunch.launch.handle import Launch
     from nblaunch.launch.live_sessions import session
@@ -43,7 +41,7 @@ _ROOMS = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """Import a public name on first access; for the launcher in a notebook, also the notebook's views."""
     if name not in _ROOMS:
         raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
@@ -64,7 +62,7 @@ def _set_up_notebook() -> None:
 
     if report.current() is not None:
         return  # a rank's shell is no notebook
-    ipython = sys.modules.get("IPython")
+    ipython = _sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None:
         from nblaunch.notebook import extension
@@ -72,14 +70,14 @@ def _set_up_notebook() -> None:
         extension.register_frontend(shell)
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell: _typing.Any) -> None:
     """Register the ``%%distributed`` magic, and start the fork server in the background; for ``%load_ext nblaunch``."""
     from nblaunch.notebook import extension
 
     extension.load(shell)
 
 
-def unload_ipython_extension(shell: Any) -> None:
+def unload_ipython_extension(shell: _typing.Any) -> None:
     """Remove what `load_ipython_extension` has registered; for ``%unload_ext nblaunch``."""
     from nblaunch.notebook import extension
 

@@ -16,17 +16,18 @@ from typing import TypeVar
 
 from nblaunch.engines.import_environment import Where
 from nblaunch.engines.preloads import Preloads
-from nblaunch.engines.server_client import ForkServer, Reaper, remedy
+from nblaunch.engines.server_client import ForkServer, Reaper
 from nblaunch.engines.successor import Successor
 from nblaunch.engines.successor_builder import Step, SuccessorBuilder
 from nblaunch.errors import StartError, warn
 from nblaunch.machine import timeouts
+from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import installed_now, package_of, shadowed
 from nblaunch.wire.messages import Method
 
 _log = logging.getLogger(__name__)
 _Server = TypeVar("_Server", bound=ForkServer)
-_PRELOAD = ("torch", "torch.distributed", "numpy")
+_PRELOAD: tuple[str, ...] = ("torch", "torch.distributed", "numpy")
 _SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """The first optimizer or DistributedDataParallel of a process imports torch._dynamo, which takes longer than torch."""
 MAX_ENV_SERVERS = 2

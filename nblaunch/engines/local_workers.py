@@ -11,104 +11,45 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import tempfile
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nblaunch.engines.generations import servers
-from nblaunch.engines.growing_file import GrowingFile
-from nblaunch.engines.protocol import Event, Lost, LostDescriptors, Order, Received, Stream, Wakeup
-from nblaunch.engines.server_client import Reaper, remedy
-from nblaunch.engines.stack_files import StackFile
+from nblaunch.engines.local_worker import LocalWorker
+from nblaunch.engines.protocol import Descriptors, Event, Lost, LostDescriptors, Order, Received, Wakeup
+from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
-from nblaunch.wire.channel import Channel, LostDescriptorsError, channel_pair, must_be_read, readable
-from nblaunch.wire.drops import Dropped, Table
+from nblaunch.machine.limits import remedy
+from nblaunch.wire.channel import LostDescriptorsError, channel_pair, must_be_read, readable
+from nblaunch.wire.drops import Table
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     EndGroup,
-    Free,
-    Interrupt,
+    Method,
     NotStarted,
     RankExited,
     RankSpec,
     RankStarted,
     ReaperStarted,
-    SendSignal,
     StartRank,
     Swept,
     Taken,
     Task,
 )
 
+if TYPE_CHECKING:
+    from nblaunch.engines.local_sampler import LocalSampler
+
 _log = logging.getLogger(__name__)
 MAX_FDS_IN_FLIGHT = 100
 """Descriptors that a group may have in flight, or those of one rank if these are more. Linux limits a user who is not
 root to ``ulimit -n``, over all of the user's processes."""
-
-
-class LocalWorker:
-    """One rank of this machine, an `engines.protocol.Worker`."""
-
-    def __init__(self, rank: int, channel: Channel, log_dir: Path, group: LocalWorkers) -> None:
-        self.rank = rank
-        self.channel = channel
-        self.stacks = StackFile(rank_file(log_dir, rank, "stacks"), self.signal)
-        self.is_started = self.has_exited = self.is_shut = False
-        self.owes = False
-        """The rank was sent descriptors that it has not taken yet."""
-        self.log_dir = log_dir  # where the present task writes
-        self._group, self._dropped_before = group, Dropped()
-
-    @property
-    def is_open(self) -> bool:
-        """See `engines.protocol.Worker`, as for all below."""
-        return not self.channel.closed
-
-    def interrupt(self, task: int) -> None:
-        """Send SIGINT, announced if the rank can have a later task. A kept rank sends it to itself."""
-        if not self.is_shut:
-            with contextlib.suppress(OSError):  # already exited; RankExited will report it
-                self.channel.send(Interrupt(task))
-            if self._group.is_kept:
-                return
-        self.signal(signal.SIGINT)
-
-    def free(self, task: int) -> None:
-        """Ask the rank's reader thread."""
-        with contextlib.suppress(OSError):  # already exited; RankExited will report it
-            self.channel.send(Free(task))
-
-    def turn_to(self, log_dir: str) -> None:
-        """Follow another task's files and counters."""
-        self.log_dir, self._dropped_before = Path(log_dir), self._dropped()
-
-    def shut(self) -> None:
-        """Send no more messages: the rank reads EOF."""
-        self.is_shut = True
-        with contextlib.suppress(OSError):  # already exited
-            self.channel.sock.shutdown(socket.SHUT_WR)
-
-    def signal(self, signum: int, group: bool = False) -> None:
-        """Ask the reaper to send a signal."""
-        self._group.tell_reaper(SendSignal(self.rank, signum, group))
-
-    def log(self, stream: Stream) -> GrowingFile:
-        """Open the file that the rank writes."""
-        return GrowingFile(rank_file(self.log_dir, self.rank, stream))
-
-    def dropped(self) -> Dropped:
-        """Read the rank's counters."""
-        now, before = self._dropped(), self._dropped_before
-        return Dropped(now.output - before.output, now.reports - before.reports, now.reason)
-
-    def _dropped(self) -> Dropped:
-        return self._group.drops.read(self.rank) if self._group.drops is not None else Dropped()
 
 
 class LocalWorkers:
@@ -180,7 +121,7 @@ class LocalWorkers:
 
     def _start(self, rank: int, env: Mapping[str, str]) -> LocalWorker:
         channel, there = channel_pair()
-        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self)
+        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.tell_reaper, self.drops, self.is_kept)
         self._workers[rank:] = [worker, *self._workers[rank + 1 :]]
         spec = self._spec(rank, env)
         with there:
@@ -199,7 +140,7 @@ class LocalWorkers:
             local_rank=rank,
             world_size=order.world_size,
             local_world_size=order.world_size,
-            method=order.method,
+            method=cast("Method", order.method),
             env=dict(env),
             cwd=process.cwd,
             sys_path=process.sys_path,
@@ -243,7 +184,7 @@ class LocalWorkers:
     def _may_send_to(self, worker: LocalWorker) -> bool:
         """Return True if the rank runs and its descriptors fit the limit of those in flight."""
         owing = [each for each in self._workers if each.owes and not each.has_exited and each.is_open]
-        return worker.is_started and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
+        return worker.pid > 0 and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
 
     def let_go(self, ranks: Collection[int]) -> None:
         """Let these ranks exit."""
@@ -312,7 +253,7 @@ class LocalWorkers:
                 self._workers[message.rank].has_exited = True
             self._events.append(message)
         elif isinstance(message, RankStarted):
-            self._workers[message.rank].is_started = True
+            self._workers[message.rank].pid = message.pid
             self._events.append(message)
         elif isinstance(message, RankExited):
             self._read_rest(self._workers[message.rank])
@@ -343,7 +284,7 @@ class LocalWorkers:
                 if isinstance(message, Taken):
                     worker.owes = False
                 else:
-                    self._events.append(Received(worker.rank, message, fds))
+                    self._events.append(Received(worker.rank, message, Descriptors(fds)))
         except LostDescriptorsError as error:
             self._events.append(LostDescriptors(worker.rank, error.message, error))
         if worker.channel.closed:
@@ -352,6 +293,13 @@ class LocalWorkers:
     def _read_rest(self, worker: LocalWorker) -> None:
         while not worker.channel.closed and readable(worker.channel):
             self._read_rank(worker)
+
+    # -------------------------------------------------------------- usage
+    def sampler(self, device: str, env: Mapping[str, str]) -> LocalSampler:
+        """Measure by pid. Import late: without a panel, psutil is not needed."""
+        from nblaunch.engines.local_sampler import LocalSampler
+
+        return LocalSampler(lambda rank: self._workers[rank].pid, device, env)
 
     # -------------------------------------------------------------- trouble, and the end
     def nudge(self) -> str | None:
@@ -384,8 +332,8 @@ class LocalWorkers:
     def close(self) -> None:
         """Close the channels. A reaper that still runs then kills its ranks."""
         for event in self._take_events():
-            for fd in event.fds if isinstance(event, Received) else ():
-                os.close(fd)
+            if isinstance(event, Received):
+                event.parcel.close()
         if self.drops is not None:
             self.drops.close()
         for worker in self._workers:

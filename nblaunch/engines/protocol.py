@@ -6,26 +6,50 @@ on any machine. A group is used from one thread; `Workers.wait` returns its even
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.drops import Dropped
-from nblaunch.wire.messages import Method, NotStarted, Payload, RankExited, RankStarted, Swept, Task
+from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task
+
+if TYPE_CHECKING:
+    from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
 
 Stream = Literal["out", "err", "spool"]
 """The streams of a rank: stdout, stderr, and its reports as JSON lines."""
 
 
 # ------------------------------------------------------------------ events
+class Descriptors:
+    """What has arrived with a message: descriptors of files in this machine's memory, which their holder closes."""
+
+    def __init__(self, fds: Sequence[int] = ()) -> None:
+        self._fds = list(fds)
+
+    def __bool__(self) -> bool:
+        return bool(self._fds)
+
+    def take(self) -> list[int]:
+        """Return the descriptors, which the caller closes; none at the next call."""
+        taken, self._fds = self._fds, []
+        return taken
+
+    def close(self) -> None:
+        """Close the descriptors, unless they were taken. Idempotent."""
+        for fd in self.take():
+            os.close(fd)
+
+
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A rank has sent a message. The receiver closes its descriptors."""
+    """A rank has sent a message. The receiver takes or closes the parcel."""
 
     rank: int
     message: object
-    fds: list[int]
+    parcel: Descriptors
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +63,7 @@ class LostDescriptors:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The reaper is dead, and its ranks with it."""
+    """The process that supervises the ranks is dead, and the ranks with it."""
 
 
 Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescriptors | Lost
@@ -47,12 +71,8 @@ Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescripto
 
 
 # ------------------------------------------------------------------ one rank
-class Log(Protocol):
-    """One stream of a rank so far."""
-
-    @property
-    def name(self) -> str:
-        """The location of the log, for messages to the user."""
+class OpenLog(Protocol):
+    """A log that a reader follows. Used from one thread."""
 
     def size(self) -> int:
         """Return the number of bytes written so far; 0 before the first."""
@@ -62,6 +82,37 @@ class Log(Protocol):
 
     def close(self) -> None:
         """Close the log. Idempotent."""
+
+
+class Log(Protocol):
+    """One stream of a rank so far. Thread-safe, and readable after the group is closed.
+
+    It holds nothing open between two calls, because panels keep the logs of many launches.
+    """
+
+    @property
+    def name(self) -> str:
+        """The location of the log, for messages to the user."""
+
+    def size(self) -> int:
+        """Return the number of bytes written so far; 0 before the first."""
+
+    def read(self, start: int, end: int) -> bytes:
+        """Return these bytes; fewer if the log was truncated meanwhile, none if it was removed."""
+
+    def open(self) -> OpenLog:
+        """Open the log, to read it often while the rank runs. The caller closes it."""
+
+
+class Body(Protocol):
+    """The body of something that a rank has displayed. Thread-safe, and readable after the group is closed."""
+
+    @property
+    def name(self) -> str:
+        """The location of the body, for messages to the user."""
+
+    def read(self) -> bytes | None:
+        """Return the body; None if it was removed."""
 
 
 class StackDumps(Protocol):
@@ -111,13 +162,31 @@ class Worker(Protocol):
         """Send a signal to the rank, or to its process group."""
 
     def log(self, stream: Stream) -> Log:
-        """Open one stream of the rank's output. The caller closes it."""
+        """Return one stream of what the rank writes in its present task."""
+
+    def output(self, key: str, mime: str) -> Body:
+        """Return the body that a record of the rank's present task refers to.
+
+        Args:
+            key: The key of the record.
+            mime: Its type, one of `nblaunch.wire.display_records.SUFFIXES`.
+        """
 
     def dropped(self) -> Dropped:
         """Return the output that the rank could not write so far."""
 
 
 # ------------------------------------------------------------------ the ranks of a group
+class Sampler(Protocol):
+    """Measures the ranks of a group. Used from one thread, which may be another than the group's."""
+
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        """Return the usage of those of these ranks that run, about once a second."""
+
+    def close(self) -> None:
+        """Release what sampling holds. Idempotent."""
+
+
 class Wakeup(Protocol):
     """Ends `Workers.wait` early, from another thread."""
 
@@ -134,7 +203,8 @@ class Order:
 
     launch_id: str
     world_size: int
-    method: Method
+    method: str
+    """As `Engine.resolve` returns it."""
     process: Process
     env: Mapping[str, str]
     """The ranks' environment, without the variables that differ by rank."""
@@ -152,7 +222,7 @@ class Workers(Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Return True if the reaper has answered."""
+        """Return True if the process that supervises the ranks has answered."""
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[Worker]:
         """Start every rank; `environment` returns the variables of a rank.
@@ -194,29 +264,53 @@ class Workers(Protocol):
     def drain(self) -> Iterable[Event]:
         """Return what the ranks had sent before their exit."""
 
+    def sampler(self, device: str, env: Mapping[str, str]) -> Sampler:
+        """Return what measures the ranks. May be called from any thread; the caller closes it.
+
+        Args:
+            device: The device of the ranks, ``"cpu"`` or ``"cuda"``.
+            env: The environment of the ranks.
+        """
+
     def nudge(self) -> str | None:
-        """Wake the process that starts the ranks, which has not answered in time.
+        """Wake what starts the ranks, which has not answered in time.
 
         Returns:
             A note for the user; None if the group was given up.
         """
 
     def forsake(self) -> bool:
-        """Discard the server that failed to start the ranks. Return True if a retry may succeed."""
+        """Discard what failed to start the ranks. Return True if a retry may succeed."""
 
     def abandon(self) -> None:
-        """Kill the reaper, and its ranks with it."""
+        """Kill the ranks, and the process that supervises them."""
 
     def close(self) -> None:
         """Release descriptors and temporary files. Idempotent."""
 
 
 class Engine(Protocol):
-    """Where ranks run."""
+    """Where ranks run. Thread-safe: launches run in threads of their own."""
 
-    def usable(
-        self, method: Method, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]
-    ) -> Method:
+    @property
+    def start_methods(self) -> tuple[str, ...]:
+        """What ``start_method=`` may be; the first lets the engine choose."""
+
+    def resolve(self, method: str) -> str:
+        """Return the start method that a launch uses, which may be the engine's choice.
+
+        Raises:
+            ArgumentError: The method does not work on this platform.
+        """
+
+    def check_kept(self, method: str) -> None:
+        """Check that ranks started this way can stay for many tasks.
+
+        Raises:
+            ArgumentError: They cannot.
+        """
+
+    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> str:
         """Return `method`, or a substitute with a warning if ranks cannot be started that way.
 
         Args:
@@ -229,7 +323,7 @@ class Engine(Protocol):
             StartError: There is no substitute.
         """
 
-    def shares_memory(self, method: Method) -> bool:
+    def shares_memory(self, method: str) -> bool:
         """Return True if ranks inherit the notebook's memory, so that no payload is sent."""
 
     def place(self, order: Order, wakeup: Wakeup) -> Workers:
@@ -241,3 +335,33 @@ class Engine(Protocol):
 
     def prepare_next(self) -> None:
         """Prepare for the next launch in the background. Called after each one."""
+
+    def warm_up(self) -> None:
+        """Prepare for the first launch in the background.
+
+        Raises:
+            StartError: The system refuses.
+        """
+
+    def refresh(self) -> None:
+        """Note what has changed in the notebook, such as its environment and its imports. Called after each cell.
+
+        Raises:
+            StartError: The system refuses; the next launch tries again.
+        """
+
+    def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
+        """Import modules in the background, ahead of later launches.
+
+        Args:
+            modules: Their names.
+            env: The environment of later launches; what could not be imported before is tried again. Default: that
+                of the last launch, without another try.
+            named: Variables of `env` that the user has set.
+        """
+
+    def status(self) -> list[str]:
+        """Return the lines of ``%distributed status`` about the engine."""
+
+    def stop(self) -> None:
+        """Kill every process of the engine, with the ranks that still run."""

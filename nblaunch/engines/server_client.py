@@ -21,6 +21,7 @@ from nblaunch.engines.grandchild import ServerProcess
 from nblaunch.engines.import_environment import Where
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
+from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import ONE_THREAD, installed_now, installed_path
 from nblaunch.wire.channel import Channel, channel_pair, readable
 from nblaunch.wire.messages import PROTOCOL, Hello, NewReaper, Succeed
@@ -233,14 +234,3 @@ def _errors_file() -> IO[bytes]:
     if hasattr(os, "memfd_create"):  # needs no temporary directory
         return os.fdopen(os.memfd_create("nblaunch-stderr", os.MFD_CLOEXEC), "w+b")
     return cast("IO[bytes]", tempfile.TemporaryFile())
-
-
-def remedy(error: OSError) -> str:
-    """Return what to do about a system that starts no process, as the end of a message."""
-    if error.errno == errno.E2BIG:
-        longest = max(os.environ, key=lambda name: len(os.environ[name]))
-        size = len(os.environ[longest])
-        return f": the environment variable {longest} has {size:,} characters: del os.environ[{longest!r}]"
-    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
-        return ": end processes or close files that you do not need (ulimit -u, ulimit -n)"
-    return ""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -13,13 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from nblaunch.machine import timeouts
+from nblaunch.wire.dump_format import BEGIN, WHOLE, DumpHead
 
-_BEGIN, _WHOLE = "(answer)\n", "(whole)\n"
-"""Enclose an answer that the rank's own thread writes; faulthandler writes no marks."""
 MAX_DUMP_BYTES = 1 << 20
 """Room for 100 threads of 100 frames, faulthandler's own limits."""
-
-
 _MAX_FILE_BYTES = 4 * MAX_DUMP_BYTES
 """Earlier answers are dropped from a longer file."""
 
@@ -99,9 +95,9 @@ class StackFile:
                 line = file.readline()
         except OSError:
             return False
-        head = json.loads(line)
+        head = DumpHead.from_line(line)
         self._head = len(line)
-        self._signal, self._pipe, self.main = int(head["signal"]), str(head["pipe"]), str(head["main"])
+        self._signal, self._pipe, self.main = head.signal, head.pipe, head.main
         return True
 
     def _size(self) -> int:
@@ -122,6 +118,6 @@ def _own_answer(dump: str) -> str | None:
 
     Both answer when a stopped rank continues: the signal and the question were pending.
     """
-    until_its_end, _, _ = dump.rpartition(_WHOLE)
-    _, begin, own = until_its_end.rpartition(_BEGIN)
+    until_its_end, _, _ = dump.rpartition(WHOLE)
+    _, begin, own = until_its_end.rpartition(BEGIN)
     return own if begin else None

@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nblaunch.engines.generations import servers
-from nblaunch.engines.import_environment import Where
-from nblaunch.engines.local import engine
+from nblaunch.engines.current import engine
 from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, warn
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
@@ -18,8 +16,8 @@ from nblaunch.launch.handle import Launch
 from nblaunch.launch.plan import make_plan, this_machine
 from nblaunch.launch.result import LaunchResult
 from nblaunch.machine import timeouts
-from nblaunch.machine.process_state import this_process
 from nblaunch.machine.slurm_variables import refusal, slurm_task
+from nblaunch.wire import rank_variables
 from nblaunch.wire.messages import Payload
 
 _IGNORED: dict[str, tuple[Any, str]] = {
@@ -180,8 +178,8 @@ def preload(modules: Sequence[str]) -> None:
     Raises:
         ArgumentError: A name is not a module of an installed package.
     """
-    plan = make_plan(this_machine(), preload=modules)
-    servers.preload(plan.preload, Where(plan.env, this_process().cwd, plan.named), again=True)
+    plan = make_plan(this_machine(), engine, preload=modules)
+    engine.preload(plan.preload, plan.env, plan.named)
 
 
 def prepare(gather: Callable[[int], Payload], view: str, **arguments: Any) -> Launch:
@@ -204,19 +202,19 @@ def prepare(gather: Callable[[int], Payload], view: str, **arguments: Any) -> La
 
 
 def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str, Any]) -> Launch:
-    plan = make_plan(this_machine(), **arguments)
+    plan = make_plan(this_machine(), engine, **arguments)
     payload = gather(plan.world_size)
     shown = host().view(view)
     plan = replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell))
     if plan.preload:
-        servers.preload(plan.preload)
+        engine.preload(plan.preload)
     shipment = payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload)
     return Launch(plan, payload, shipment, shown)
 
 
 def refuse_nested() -> None:
     """Raise NestedLaunchError in a rank, in a child process of a rank, or in one of several Slurm tasks."""
-    rank = os.environ.get("NBLAUNCH_RANK")
+    rank = os.environ.get(rank_variables.RANK)
     if rank is not None:
         raise NestedLaunchError(
             f"this is rank {rank} of a launch, and a rank cannot launch: call notebook_launcher in the notebook"

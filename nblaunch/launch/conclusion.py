@@ -8,9 +8,9 @@ from typing import Any
 
 from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError, ResultError, text_of
 from nblaunch.launch import failures
+from nblaunch.launch.attempt import Attempt
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_turn import Turn
-from nblaunch.launch.supervisor import Attempt
 from nblaunch.launch.task import Task
 from nblaunch.transfer.parcel import unpack
 
@@ -68,22 +68,22 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
 def _incomplete(task: Task) -> str:
     """Describe failures during the stop: a checkpoint may be incomplete."""
     raised = [rank.failed for rank in task.ranks if rank.failed and rank.failed.kind not in ("interrupt", "exit")]
-    said = [f"rank {f.rank} raised {f.type_name}: {failures.first_line(f.text)}" for f in raised if not f.collective]
+    parts = [f"rank {f.rank} raised {f.type_name}: {failures.first_line(f.text)}" for f in raised if not f.collective]
     killed = task.ladder.killed & task.ladder.answered if task.ladder is not None else set()
-    said += [
+    parts += [
         f"rank {rank.rank} was killed before its `finally` had ended"
         for rank in task.ranks
         if rank.rank in killed and rank.done is None and rank.failed is None
     ]
-    return "; meanwhile " + ", ".join(said) if said else ""
+    return "; meanwhile " + ", ".join(parts) if parts else ""
 
 
 def _places(task: Task) -> str:
     """Describe where the ranks were at the timeout."""
     places = task.stacks.places or {}
-    said = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
-    said += ["…"] if len(places) > MAX_PLACES else []
-    return "\n" + "\n".join(f"    {line}" for line in said) + "\n" if said else " "
+    lines = [f"rank {rank} {place}" for rank, place in list(places.items())[:MAX_PLACES]]
+    lines += ["…"] if len(places) > MAX_PLACES else []
+    return "\n" + "\n".join(f"    {line}" for line in lines) + "\n" if lines else " "
 
 
 def interruption(message: str, results: Mapping[int, Any]) -> KeyboardInterrupt:

@@ -9,14 +9,14 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from nblaunch.engines.protocol import Log
 from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankRaisedError, ResultError, text_of
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
 from nblaunch.launch.verdict import Cause, RankEnd
-from nblaunch.launch.views.events import Failure
+from nblaunch.launch.views.events import Failure, Stream
 from nblaunch.machine.own_code import is_rank_runtime, is_users
 from nblaunch.wire.messages import Failed, Source
 
@@ -56,6 +56,8 @@ class Account:
     ends: Sequence[RankEnd]
     files: LaunchFiles
     sources: Mapping[str, Source]
+    logs: Mapping[int, Mapping[Stream, Log]]
+    """What each rank has printed."""
     hint: str = ""
     """What to do about a missing process group; empty if there is one."""
 
@@ -184,12 +186,13 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
         what = f"was killed by {name} {when}; {_LIKELY.get(name, 'another process sent it')}"
     else:
         what = f"exited with status {code} {when} (os._exit, or C code that calls exit)"
-    said = _last_said(log) or _last_said(account.files.out(end.rank))
+    logs = account.logs[end.rank]
+    said = _last_said(logs["err"]) or _last_said(logs["out"])
     last = f". Its last lines:\n{_indented(said)}\n" if said.strip() else ". It printed nothing. "
     return f"rank {end.rank} {what}{last}Log: {log}"
 
 
-def _last_said(log: Path) -> str:
+def _last_said(log: Log) -> str:
     """Return the last lines of a log, and the user's frames of a stack that faulthandler wrote at its end."""
     lines = last_lines(log, MAX_CRASH_LINES).splitlines()
     crash = max((i for i, line in enumerate(lines) if line.startswith("Fatal Python error: ")), default=len(lines))

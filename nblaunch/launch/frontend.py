@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
+from nblaunch.engines.protocol import Workers
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.views.base import NullView, View
@@ -33,12 +34,15 @@ class Frontend(Protocol):
     def notebook_names(self) -> dict[str, Any] | None:
         """Return the notebook's global namespace; None outside a notebook."""
 
-    def show_session(self, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
+    def show_session(
+        self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
+    ) -> None:
         """Show a session from now until it is stopped.
 
         Args:
             state: Returns its present state.
             env: The environment of its ranks.
+            workers: Returns its present ranks.
         """
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
@@ -63,8 +67,10 @@ class ScriptFrontend:
     def notebook_names(self) -> dict[str, Any] | None:
         return None
 
-    def show_session(self, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
-        """Show nothing: `Session.status` says it."""
+    def show_session(
+        self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
+    ) -> None:
+        """Show nothing: `Session.status` has it."""
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         return wait_in_steps(over, timeout)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from nblaunch.engines.protocol import Event, Lost, Worker, Workers
+from nblaunch.launch.views.events import RankState, RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept
 
@@ -23,9 +24,18 @@ class Member:
     exited: RankExited | None = None
 
     @property
+    def has_started(self) -> bool:
+        """Return True if its process exists, or has."""
+        return self.pid > 0
+
+    @property
     def listens(self) -> bool:
         """Return True if the rank runs our code: after exec, the signal for stacks would kill it."""
         return self.exited is None and self.worker.is_open
+
+    def status(self, state: RankState) -> RankStatus:
+        """Return its state, as views show it."""
+        return RankStatus(self.rank, state, self.pid)
 
 
 class WorkerGroup:
@@ -39,7 +49,7 @@ class WorkerGroup:
     Attributes:
         members: The ranks, once started.
         refusal: Why a rank could not be started; empty if all could.
-        is_lost: The reaper is dead or hangs; its ranks are killed.
+        is_lost: The process that supervises the ranks is dead or hangs; the ranks are killed.
         stuck: Pids that survived SIGKILL.
     """
 
@@ -132,7 +142,7 @@ class WorkerGroup:
         self.members[rank].worker.free(task)
 
     def _check(self, now: float) -> None:
-        """Give up on a reaper that hangs: after the last exit, after SIGKILL, or at the start."""
+        """Give up on workers that give no sign of life: after the last exit, after SIGKILL, or at the start."""
         live = self.live
         if self.members and not live and not self._is_kept:
             self._exited_at = self._exited_at or now
@@ -148,11 +158,11 @@ class WorkerGroup:
         late = now - self._begun_at > timeouts.GROUP_BEGIN_TIMEOUT_S
         if late and not self.is_over and not self.workers.has_begun and not self._was_nudged:
             self._was_nudged = True
-            said = self.workers.nudge()
-            if said is None:
+            note = self.workers.nudge()
+            if note is None:
                 self.is_lost = True
             else:
-                self._note(said)
+                self._note(note)
 
     def close(self) -> None:
         """Release the processes' files. Descriptors of unread messages are closed."""

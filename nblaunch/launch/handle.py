@@ -13,10 +13,10 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from nblaunch.engines.local import engine
-from nblaunch.engines.server_client import remedy
+from nblaunch.engines.current import engine
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
+from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.conclusion import (
     attach_results,
@@ -34,12 +34,12 @@ from nblaunch.launch.plan import Plan
 from nblaunch.launch.result import LaunchResult, Metrics, named
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_turn import Place, Turn
-from nblaunch.launch.supervisor import Attempt, Job
 from nblaunch.launch.turn_queue import BusyError
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import ShieldedView, View
 from nblaunch.launch.views.events import Begun, Ended, LaunchInfo, Note, Outcome, Started, State
 from nblaunch.machine import timeouts
+from nblaunch.machine.limits import remedy
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.segments import in_words
 from nblaunch.wire.messages import Payload
@@ -229,20 +229,20 @@ class Launch:
         if self.id not in _live:
             return
         self._interrupts += 1
-        self._commands.ask(kill=self._place is None)  # the variables of a session are lost with its ranks
-        if self._place is not None and self._thread.ident is not None:
+        self._commands.ask(kill=not self.keeps_ranks)  # the variables of a session are lost with its ranks
+        if self.keeps_ranks and self._thread.ident is not None:
             self._wait_out()
         else:
             self._finished.wait(timeouts.KILLED_LAUNCH_TIMEOUT_S)
 
     def _wait_out(self) -> bool:
         """Wait for the end. Return True if the user interrupted the launch."""
-        to_kill = 2 if self._place is None else 3
+        to_kill = 3 if self.keeps_ranks else 2
         while not self._finished.is_set():
             try:
                 if self._interrupts:
                     self._commands.ask(kill=self._interrupts >= to_kill)
-                if self._place is not None and self._interrupts == 2:
+                if self.keeps_ranks and self._interrupts == 2:
                     self._view.on(Note(INSIST))
                 self.wait()
             except KeyboardInterrupt:
@@ -329,7 +329,7 @@ class Launch:
             files.close()
 
     def _run_ranks(self, number: int, files: LaunchFiles) -> tuple[Attempt | Turn, Verdict]:
-        """Run the ranks to their end; once more if their fork server died before it could start them."""
+        """Run the ranks to their end; once more if what starts them died before it could."""
         if self._place is not None:
             turn = Turn(self._job, self._place, files, self._view, self._commands)
             return turn, turn.run()
@@ -342,10 +342,9 @@ class Launch:
         return attempt, verdict
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
-        plan = self._plan
-        where = files.directory
-        kept = self.keeps_ranks
+        plan, kept = self._plan, self.keeps_ranks
         name = f"{self.name}, session {self._place.session}" if self._place is not None else self.name
+        where = files.directory
         return LaunchInfo(
             self.id, name, plan.world_size, plan.device, plan.method, where, number, plan.env, files, is_session=kept
         )
@@ -362,12 +361,13 @@ class Launch:
         """Keep the result, or return the error that explains why there is none."""
         self._returned, error = load_results(attempt.results, files)
         ends = [rank.end for rank in attempt.task.present]
-        account = failures.Account(self.name, ends, files, self._shipment.sources, attempt.hint)
+        written = attempt.output.ranks
+        logs_of = {rank.rank: rank.logs for rank in written}
+        account = failures.Account(self.name, ends, files, self._shipment.sources, logs_of, attempt.hint)
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))
         if verdict.state == "finished" and error is None:
-            written = attempt.output.ranks
             metrics = Metrics(attempt.output.reports, sum(rank.dropped.reports for rank in written))
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
             seconds = time.monotonic() - self._begin

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nblaunch.engines.local import engine
+from nblaunch.engines.current import engine
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
@@ -66,8 +66,8 @@ def session(
     if unknown:
         raise ArgumentError(f"{min(unknown)}={options[min(unknown)]!r}: a session has no such option")
     timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
-    plan = make_plan(this_machine(), num_processes=num_processes, **options)
-    plan.check_kept()
+    plan = make_plan(this_machine(), engine, num_processes=num_processes, **options)
+    engine.check_kept(plan.method)
     method = engine.usable(plan.method, plan.env, plan.named, host().cuda_cell)
     names = host().notebook_names()
     made = Session(name, changed(plan, method=method), main_names() if names is None else names, timeout, _register)

@@ -19,7 +19,7 @@ from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine import memory_maps
 from nblaunch.machine.segments import NoRoomError, Placed, Region
-from nblaunch.transfer import parameters, pickling
+from nblaunch.transfer import notebook_shell, parameters, pickling
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
@@ -201,7 +201,7 @@ _NO_DATA = (types.ModuleType, types.BuiltinFunctionType, bool, int, float, compl
 
 def _inside(value: Any) -> list[tuple[str, Any]] | None:
     """Return the values that a piece of code uses, by name; None if `value` is data."""
-    if pickling.is_shells(value):
+    if notebook_shell.is_shells(value):
         return []
     if isinstance(value, types.MethodType):
         return [(f"{type(value.__self__).__name__} object", value.__self__), ("", value.__func__)]

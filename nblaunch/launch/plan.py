@@ -1,6 +1,6 @@
 """The plan of a launch: ranks, devices, backend, threads, environment. All arguments are validated here.
 
-`make_plan` is pure: it knows the machine only as a `Machine`.
+`make_plan` is pure: it knows the machine only as a `Machine`, and asks the engine only about start methods.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from nblaunch.engines.protocol import Engine
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import compile_patterns
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.machine.limits import usable_cpus
 from nblaunch.machine.packages import package_of, why_not_ahead
-from nblaunch.machine.slurm_variables import tells_place
+from nblaunch.machine.slurm_variables import describes_task
+from nblaunch.wire import rank_variables
 from nblaunch.wire.drops import log_limit
-from nblaunch.wire.messages import Method, World
+from nblaunch.wire.messages import World
 
 DEVICES = ("auto", "cpu", "cuda")
-START_METHODS = ("auto", "forkserver", "spawn", "fork")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 DEFAULT_CPU_RANKS = 2
@@ -75,7 +76,8 @@ class Plan:
     """``"cpu"`` or ``"cuda"``."""
     gpus: int
     backend: str
-    method: Method
+    method: str
+    """One of the engine's start methods."""
     threads: int
     env: Mapping[str, str]
     """The environment of every rank, without the variables that differ by rank or attempt."""
@@ -89,17 +91,6 @@ class Plan:
     """The names in ``env=``."""
     preload: tuple[str, ...] = ()
     """Modules to import ahead of later launches."""
-
-    def check_kept(self) -> None:
-        """Check that ranks can stay for many tasks.
-
-        Raises:
-            ArgumentError: They would be forks of the kernel, which have its memory as it was then.
-        """
-        if self.method == "fork":
-            raise ArgumentError(
-                "start_method='fork': a session's ranks are not forks of the notebook; use 'forkserver' or 'spawn'"
-            )
 
     def device_of(self, rank: int) -> str:
         """Return the device of a rank, such as ``"cuda:0"``."""
@@ -139,13 +130,14 @@ class Plan:
             "TORCHELASTIC_ERROR_FILE": str(error_file),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS_TO_HANDLE,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": self.env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-            "NBLAUNCH_RANK": str(rank),
+            rank_variables.RANK: str(rank),
             "NBLAUNCH_LAUNCH_ID": launch_id,
         }
 
 
 def make_plan(
     machine: Machine,
+    engine: Engine,
     *,
     num_processes: Any = None,
     device: Any = "auto",
@@ -186,7 +178,7 @@ def make_plan(
         device=device,
         gpus=machine.gpus,
         backend=backend or (f"cpu:gloo,cuda:{machine.gpu_backend}" if device == "cuda" else "gloo"),
-        method=_method(argument_checks.one_of("start_method", start_method, START_METHODS), machine),
+        method=engine.resolve(argument_checks.one_of("start_method", start_method, engine.start_methods)),
         threads=threads,
         env=_common_environment(machine, extra, threads, mixed_precision, device),
         max_restarts=argument_checks.whole_number("max_restarts", max_restarts, least=0),
@@ -232,15 +224,6 @@ def _check_descriptors(ranks: int, per_rank: int, machine: Machine) -> None:
         )
 
 
-def _method(method: str, machine: Machine) -> Method:
-    is_linux = machine.platform == "linux"
-    if method == "forkserver" and not is_linux:
-        raise ArgumentError("start_method='forkserver': fork is safe on Linux only; use start_method='spawn'")
-    if method == "auto":
-        return "forkserver" if is_linux else "spawn"
-    return cast("Method", method)
-
-
 def _threads(threads_per_rank: Any, ranks: int, cpus: int, env: Mapping[str, str]) -> int:
     if threads_per_rank is not None:
         return argument_checks.whole_number("threads_per_rank", threads_per_rank, least=1)
@@ -257,7 +240,7 @@ def _common_environment(
     env.update(dict.fromkeys(_INTERFACES, loopback))
     env["OMP_NUM_THREADS"] = str(threads)
     if any(word in env.get("MPLBACKEND", "") for word in _NOTEBOOK_BACKENDS):
-        env["MPLBACKEND"] = "module://nblaunch.ranks.matplotlib_backend"
+        env["MPLBACKEND"] = rank_variables.MATPLOTLIB_BACKEND
     if precision != "no":
         env["ACCELERATE_MIXED_PRECISION"] = precision
     if device == "cpu":
@@ -271,8 +254,8 @@ def _is_launch_variable(name: str) -> bool:
     return (
         name in _TORCHRUN
         or name in _INTERFACES
-        or name.startswith(("TORCHELASTIC_", "NBLAUNCH_RANK", "NBLAUNCH_LAUNCH"))
-        or tells_place(name)
+        or name.startswith(("TORCHELASTIC_", rank_variables.RANK, "NBLAUNCH_LAUNCH"))
+        or describes_task(name)
     )
 
 

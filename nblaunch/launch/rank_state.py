@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from nblaunch.engines.protocol import Descriptors
 from nblaunch.launch.group import Member
 from nblaunch.launch.verdict import RankEnd
 from nblaunch.launch.views.events import RankState
@@ -15,7 +15,7 @@ from nblaunch.wire.session_messages import Names
 
 @dataclass(slots=True)
 class Rank:
-    """A rank of a task: the messages that it has sent, and its process."""
+    """A rank of a task: the messages that it has sent, and its worker."""
 
     member: Member
     is_running: bool = False
@@ -26,14 +26,14 @@ class Rank:
     """Its function and its threads have ended."""
     done: Done | None = None
     failed: Failed | None = None
-    result: list[int] = field(default_factory=list)
-    """The descriptors of its result's parcel."""
+    result: Descriptors = field(default_factory=Descriptors)
+    """Its result's parcel."""
     shown: RankState | None = None
     """The state that the view has."""
     is_absent: bool = False
     """It had exited before the task began: a kept rank that was not restarted."""
     names: Names | None = None
-    """What a kept rank has bound; None: it has not said yet."""
+    """What a kept rank has bound; None: not reported yet."""
 
     @property
     def rank(self) -> int:
@@ -71,10 +71,8 @@ class Rank:
 
     def take_result(self) -> list[int]:
         """Return the descriptors of its result's parcel; the caller closes them."""
-        taken, self.result = self.result, []
-        return taken
+        return self.result.take()
 
     def close(self) -> None:
         """Close a result that was not taken."""
-        for fd in self.take_result():
-            os.close(fd)
+        self.result.close()

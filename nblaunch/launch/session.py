@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Literal, overload
 
-from nblaunch.engines.local import engine
+from nblaunch.engines.current import engine
 from nblaunch.errors import ArgumentError, NblaunchError, StartError, warn
 from nblaunch.launch import session_payload
 from nblaunch.launch.api import refuse_nested
@@ -69,7 +69,7 @@ class Session:
             self._ranks.end()
             raise
         self._register(self, True)
-        host().show_session(self.state, self._plan.env)
+        host().show_session(self.state, self._plan.env, lambda: self._ranks.group.workers)
         if self._idle_timeout is not None:
             threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
 

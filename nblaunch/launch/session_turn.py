@@ -13,17 +13,17 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Note, Tick
-from nblaunch.machine import timeouts
+from nblaunch.launch.views.events import Note, RanksPlaced
 from nblaunch.wire.session_messages import Begun, SentName
 
 if TYPE_CHECKING:
+    from nblaunch.launch.attempt import Job
     from nblaunch.launch.group import WorkerGroup
-    from nblaunch.launch.supervisor import Job
 
 _MAX_NAMED = 6
 """Names in one note."""
@@ -93,6 +93,7 @@ class Turn:
             if refusal:
                 raise StartError(refusal)
             self.group.workers.listen_to(self.commands)
+            self.view.on(RanksPlaced(self.group.workers))
             absent = ranks.absent
             grace = self.job.plan.stop_grace
             timeout = self.job.plan.timeout
@@ -109,13 +110,11 @@ class Turn:
                 self._note_sent()
             self.task.send(ranks.world, self.job.parcel, log_dir=str(self.files.directory), path=ranks.path)
             present = [rank.member.worker for rank in self.task.present]
-            self.output = OutputFollower(
-                present, self.files.directory, self.job.plan.metric_patterns, self.view, self.commands
-            )
+            self.output = OutputFollower(present, self.job.plan.metric_patterns, self.view, self.commands)
             opened.callback(self.output.close)
             generation = ranks.generation
             try:
-                self._follow()
+                supervise(self.task, self.output, self.view, lambda: self.task.is_over or self.group.is_over)
             except BaseException:
                 ranks.give_up(self.task)
                 raise
@@ -125,19 +124,6 @@ class Turn:
             self._note_end(absent, generation)
             self.results = self.task.take_results()
             return verdict
-
-    def _follow(self) -> None:
-        """Handle events and poll the logs until every rank is done with the task."""
-        poll_at = 0.0
-        while not (self.task.is_over or self.group.is_over):
-            for event in self.group.wait(max(0.0, poll_at - time.monotonic())):
-                self.task.take(event)
-            self.task.step()
-            if time.monotonic() >= poll_at:
-                poll_at = time.monotonic() + timeouts.LOG_POLL_S
-                self.output.poll()
-                self.task.stacks.look([rank.rank for rank in self.task.present if rank.member.listens])
-                self.view.on(Tick())
 
     # -------------------------------------------------------------- notes
     def _note_sent(self) -> None:

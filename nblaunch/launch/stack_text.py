@@ -76,7 +76,8 @@ def _unescaped(text: str) -> str:
 
 def _without_ours(stack: Stack) -> tuple[Frame, ...]:
     """Return the calls from the user's function on, or from nblaunch's own if there are no others."""
-    plumbing = [is_rank_runtime(frame.file) or _starts_a_thread(frame) for frame in stack.frames]
+    starts = {(threading.__file__, function) for function in ("_bootstrap", "_bootstrap_inner", "run")}
+    plumbing = [is_rank_runtime(frame.file) or (frame.file, frame.function) in starts for frame in stack.frames]
     begin = next((i for i, frame in enumerate(stack.frames) if is_file(frame.file, RANK_WORKER)), 0)
     end = next((i for i in range(begin, len(plumbing)) if not plumbing[i]), begin)
     return stack.frames[end:]
@@ -91,10 +92,6 @@ def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
 def is_answering(stack: Stack) -> bool:
     """Return True for the rank's own thread that writes dumps."""
     return any(is_file(frame.file, RANK_STACK_DUMPS) for frame in stack.frames)
-
-
-def _starts_a_thread(frame: Frame) -> bool:
-    return frame.file == threading.__file__ and frame.function in ("_bootstrap", "_bootstrap_inner", "run")
 
 
 class StackFormatter:

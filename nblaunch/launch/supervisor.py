@@ -1,131 +1,36 @@
-"""One attempt of a launch: a worker group that runs one task and ends. Runs in a thread of the kernel.
+"""Supervises a task until its ranks are done: passes events on, and polls the logs, which have no events.
 
-Messages and exits are events; only the logs, which are files, are polled.
+Runs in a thread of the kernel, for an attempt of a launch and for a session's turn alike.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from nblaunch.engines.protocol import Engine, Order
-from nblaunch.errors import StartError
-from nblaunch.launch.commands import Commands
-from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
-from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.plan import Plan
-from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.task import Task
-from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Note, Tick
+from nblaunch.launch.views.events import Tick
 from nblaunch.machine import timeouts
-from nblaunch.machine.process_state import Process
-from nblaunch.wire.messages import Payload, Source
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What the attempts of a launch share."""
-
-    plan: Plan
-    launch_id: str
-    process: Process
-    """The state of the notebook's process that ranks start from."""
-    payload: Payload
-    parcel: Sequence[int]
-    """The payload's descriptors; none if ranks share the notebook's memory."""
-    sources: Mapping[str, Source]
-    """The cells that define the function."""
-    deadline: float
-    """When to stop it, by the monotonic clock."""
-
-
-class Attempt:
-    """See the module.
+def supervise(task: Task, output: OutputFollower, view: View, until: Callable[[], bool]) -> None:
+    """Supervise a task.
 
     Args:
-        job: What to run.
-        number: The number of restarts before this attempt.
-        files: The logs of the ranks.
+        task: What the ranks run; it has been sent.
+        output: What the ranks write.
         view: Shows the launch.
-        commands: Requests of other threads.
-
-    Attributes:
-        group: The ranks, once placed.
-        task: What they run, once started.
-        output: What they have printed and reported.
-        results: The parcels of the ranks that have returned, set by `run`; the caller closes them.
-        hint: See `failures.Account`; empty, as every rank has begun.
+        until: Returns True once the task or its group is over.
     """
-
-    hint = ""
-
-    group: WorkerGroup
-    task: Task
-    output: OutputFollower
-
-    def __init__(self, job: Job, number: int, files: LaunchFiles, view: View, commands: Commands) -> None:
-        self.job, self.number, self.files, self.view, self.commands = job, number, files, view, commands
-        self.results: dict[int, list[int]] = {}
-
-    def run(self, engine: Engine) -> Verdict:
-        """Start the ranks, run the task, and wait until every rank has exited.
-
-        Raises:
-            StartError: A rank could not be started; none is left.
-        """
-        job, plan = self.job, self.job.plan
-        order = Order(
-            job.launch_id,
-            plan.world_size,
-            plan.method,
-            job.process,
-            plan.env,
-            plan.named,
-            str(self.files.directory),
-            job.payload,
-        )
-        with contextlib.ExitStack() as opened:
-            self.group = WorkerGroup(engine.place(order, self.commands), lambda text: self.view.on(Note(text)))
-            opened.callback(self.group.close)
-            with Rendezvous(plan.world_size) as meeting:
-                self._start(meeting.port, opened)
-                self._follow()
-            for event in self.group.drain():
-                self.task.take(event)
-            verdict = self.task.finish()
-            self.output.finish()
-            if self.group.stuck:
-                pids = ", ".join(map(str, self.group.stuck))
-                self.view.on(Note(f"processes {pids} survived SIGKILL: they wait in the operating system"))
-            if self.group.refusal:
-                raise StartError(self.group.refusal)
-            self.results = self.task.take_results()
-            return verdict
-
-    def _start(self, port: int, opened: contextlib.ExitStack) -> None:
-        job, plan = self.job, self.job.plan
-        self.group.start(lambda rank: plan.environment(rank, port, job.launch_id, self.number, self.files.error(rank)))
-        self.task = Task(1, self.group, self.view, self.commands, job.sources, plan.stop_grace, job.deadline)
-        opened.callback(self.task.close)
-        self.task.send(lambda rank: plan.world(rank, port), job.parcel, last=True)
-        workers = [member.worker for member in self.group.members]
-        self.output = OutputFollower(workers, self.files.directory, plan.metric_patterns, self.view, self.commands)
-        opened.callback(self.output.close)
-
-    def _follow(self) -> None:
-        """Handle events and poll the logs until the group is over."""
-        poll_at = 0.0
-        while not self.group.is_over:
-            for event in self.group.wait(max(0.0, poll_at - time.monotonic())):
-                self.task.take(event)
-            self.task.step()
-            if time.monotonic() >= poll_at:  # and not after each of the messages that many ranks send
-                poll_at = time.monotonic() + timeouts.LOG_POLL_S
-                self.output.poll()
-                self.task.stacks.look([member.rank for member in self.group.members if member.listens])
-                self.view.on(Tick())
+    poll_at = 0.0
+    while not until():
+        for event in task.group.wait(max(0.0, poll_at - time.monotonic())):
+            task.take(event)
+        task.step()
+        if time.monotonic() >= poll_at:  # and not after each of the messages that many ranks send
+            poll_at = time.monotonic() + timeouts.LOG_POLL_S
+            output.poll()
+            task.stacks.look([rank.rank for rank in task.present if rank.member.listens])
+            view.on(Tick())

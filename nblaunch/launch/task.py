@@ -1,16 +1,18 @@
-"""One task over a worker group: from the ranks' first message to a verdict. It knows no pid, descriptor or path."""
+"""One task over a worker group: from the ranks' first message to a verdict.
+
+It knows no process and opens no file: parcels and log directories pass through it.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from nblaunch.engines.protocol import Event, LostDescriptors, Received
+from nblaunch.engines.protocol import Descriptors, Event, LostDescriptors, Received
 from nblaunch.launch import failures
 from nblaunch.launch.abandoned import AbandonedRanks
 from nblaunch.launch.commands import Commands
@@ -20,7 +22,7 @@ from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.stopping import KeptLadder, Ladder, Reason
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Countdown, Note, RanksChanged, RankStatus
+from nblaunch.launch.views.events import Countdown, Note, RanksChanged
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
 from nblaunch.wire.messages import Done, Failed, Interrupted, Leaving, NotStarted, RankExited, Running, Source, World
@@ -117,7 +119,7 @@ class Task:
     def take(self, event: Event) -> None:
         """Update the task with an event."""
         if isinstance(event, Received):
-            self._receive(self.ranks[event.rank], event.message, event.fds)
+            self._receive(self.ranks[event.rank], event.message, event.parcel)
         elif isinstance(event, LostDescriptors):
             self._lose_result(self.ranks[event.rank], event)
         elif isinstance(event, RankExited):
@@ -125,16 +127,15 @@ class Task:
         elif isinstance(event, NotStarted):
             self._stop_within(timeouts.PEER_FAILURE_WAIT_S)
 
-    def _receive(self, rank: Rank, message: object, fds: list[int]) -> None:
+    def _receive(self, rank: Rank, message: object, parcel: Descriptors) -> None:
         if getattr(message, "task", None) != self.number:  # a late message of an earlier task
-            for fd in fds:
-                os.close(fd)
+            parcel.close()
         elif isinstance(message, Running):
             rank.is_running = True
         elif isinstance(message, Interrupted):
             rank.interrupted = True
         elif isinstance(message, Done):
-            rank.done, rank.result = message, fds
+            rank.done, rank.result = message, parcel
         elif isinstance(message, Failed):
             rank.failed = message
             self._note_failure(rank)
@@ -263,9 +264,9 @@ class Task:
         stopped = self.ladder.interrupted | self.ladder.killed if self.ladder is not None else set()
         for rank in self.ranks:
             state = "returned" if self._is_kept and rank.done is not None else rank.state(stopped)
-            if state != rank.shown and rank.member.pid:
+            if state != rank.shown and rank.member.has_started:
                 rank.shown = state
-                changed.append(RankStatus(rank.rank, state, rank.member.pid))
+                changed.append(rank.member.status(state))
         if changed:
             self.view.on(RanksChanged(changed))
 

@@ -55,10 +55,11 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     Args:
         ends: How each rank ended.
         ladder: How the ranks were stopped; None if they were not.
-        lost: Whether the reaper died before its ranks.
+        lost: Whether the process that supervises the ranks died before them.
     """
-    if all(end.done is not None for end in ends):
-        if ladder is not None and ladder.reason == "timeout" and any(_returned_late(end, ladder) for end in ends):
+    returned = [end.done.time_ns for end in ends if end.done is not None]
+    if len(returned) == len(ends):
+        if ladder is not None and ladder.reason == "timeout" and max(returned, default=0) > ladder.begun * 1e9:
             return Verdict("stopped")
         return Verdict("finished", crashed=tuple(end for end in ends if _crashed(end, ladder)))
     primary = [cause for cause in (_primary(end, ladder) for end in ends) if cause is not None]
@@ -72,10 +73,6 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     if secondary:
         return Verdict("failed", _echo(min(secondary, key=_failed_at), ends))
     return Verdict("stopped")
-
-
-def _returned_late(end: RankEnd, ladder: Ladder) -> bool:
-    return end.done is not None and end.done.time_ns > ladder.begun * 1e9
 
 
 def _crashed(end: RankEnd, ladder: Ladder | None) -> bool:

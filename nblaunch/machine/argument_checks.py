@@ -9,14 +9,15 @@ from typing import Any, cast
 from nblaunch.errors import ArgumentError
 
 
-def whole_number(name: str, value: Any, *, least: int) -> int:
-    """Return `value` as an int of at least `least`. NumPy integers are accepted; ``True`` and ``2.0`` are not."""
+def whole_number(name: str, value: Any, *, least: int, most: int | None = None) -> int:
+    """Return `value` as an int in this range, ends included. NumPy integers are accepted; ``True``, ``2.0`` are not."""
     try:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if isinstance(value, bool) or number < least:
-        raise ArgumentError(f"{name}={value!r}: must be a whole number, at least {least}")
+    if isinstance(value, bool) or number < least or (most is not None and number > most):
+        limits = f", at least {least}" if most is None else f" from {least} to {most}"
+        raise ArgumentError(f"{name}={value!r}: must be a whole number{limits}")
     return number
 
 

@@ -1,7 +1,8 @@
-"""CPUs and memory that this process may use, with the limits of its cgroups."""
+"""CPUs and memory that this process may use, with the limits of its cgroups, and what to do at a limit."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,17 @@ def free_memory() -> int:
     import psutil  # not at the top: a rank that sends little never needs it
 
     return max(0, min(int(psutil.virtual_memory().available), memory_left()))
+
+
+def remedy(error: OSError) -> str:
+    """Return what to do about a system that starts no process or opens no file, as the end of a message."""
+    if error.errno == errno.E2BIG:
+        longest = max(os.environ, key=lambda name: len(os.environ[name]))
+        size = len(os.environ[longest])
+        return f": the environment variable {longest} has {size:,} characters: del os.environ[{longest!r}]"
+    if error.errno in (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return ": end processes or close files that you do not need (ulimit -u, ulimit -n)"
+    return ""
 
 
 def cpu_quota(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
@@ -63,7 +75,7 @@ def _groups(root: Path, membership: Path, controller: str) -> Iterator[Path]:
 
 
 def _numbers(file: Path, count: int) -> tuple[int, ...]:
-    """Return the first numbers in a file; none if the file does not exist or says ``max``."""
+    """Return the first numbers in a file; none if the file does not exist or holds ``max``."""
     try:
         words = file.read_text().split()
         return tuple(map(int, words[:count])) if len(words) >= count else ()

@@ -21,7 +21,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE
 _LAUNCH_VARIABLES = (*ONE_THREAD, "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU")
 _VARIABLE_PREFIXES = ("GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "NBLAUNCH_")
 _seen: dict[str, tuple[int, frozenset[tuple[str, int]]]] = {}
-"""For each folder, the time of its last change, and what was installed in it then."""
+"""By folder: its mtime, and the distributions that were installed in it at that time."""
 
 
 def is_installed(folder: str) -> bool:

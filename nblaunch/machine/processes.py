@@ -27,6 +27,8 @@ _OOM_LEVEL = 500
 _MADV_COLLAPSE = 25
 """Linux 6.1; older kernels reject it."""
 _HUGE = 2 << 20
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
+"""Signals of the thread that has caused them: blocked, they would end the process without faulthandler's report."""
 _libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
 
 
@@ -47,6 +49,11 @@ def outlive_parent() -> None:
     """Undo `die_with_parent`."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+def leave_signals_to_main_thread() -> None:
+    """Block signals in the calling thread, except those of a crash: the main thread handles them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)
 
 
 def set_name(name: str) -> None:

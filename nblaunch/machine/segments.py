@@ -33,15 +33,15 @@ _SMALL_BYTES = 1 << 20
 _SMALL_PACKED_BYTES = 4 << 20
 """Maximum size of a segment that small regions share."""
 _MAX_PACKED_SHARE = 24
-"""A shared segment may always hold 1/24 of what is sent, as descriptors are scarce. Of 1 GB in small tensors, keeping
-one then keeps 42 MB; segments of 4 MiB would take 250 descriptors."""
+"""A shared segment may always hold 1/24 of what is sent: descriptors are scarce. If 1 GB of small tensors is sent, a
+receiver that keeps one of them keeps 42 MB. Segments of 4 MiB would need 250 descriptors."""
 _PAGED_BYTES = 256 << 10
 """A region of this size or more keeps its offset within a page, so that pages of a segment can replace its own."""
 _CHUNK_BYTES = 64 << 20
 _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
 _RESERVE_BYTES = 256 << 20
-"""Memory, or disk, that is left free for others."""
+"""Memory or disk space to leave free for other processes."""
 _PAGE = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -112,7 +112,7 @@ class NoRoomError(OSError):
     """Neither memory nor disk has room for a segment.
 
     Attributes:
-        sizes: What was to be sent: bytes by name.
+        sizes: Bytes to send, by name.
     """
 
     sizes: Mapping[str, int] = MappingProxyType({})
@@ -120,7 +120,7 @@ class NoRoomError(OSError):
 
 # ------------------------------------------------------------------ grouping
 def merged(regions: Iterable[Region]) -> list[Region]:
-    """Return the memory that regions cover, overlapping ones as one: what is shared here is shared by the receiver."""
+    """Merge overlapping regions, so that memory shared here is shared in the receiver too."""
     whole: list[Region] = []
     for region in sorted(regions):
         if whole and region.address < whole[-1].end:
@@ -229,8 +229,7 @@ def write(
         regions: What to copy.
         folder: Where to put a file if memory is short.
         may_replace: Return True if the pages of a region may be replaced by the segment's, mapped privately, as soon
-            as they are copied. A rank's result of 1 GB then takes 1 GB at its peak; two copies would take 2 GB, and
-            be what makes a large result fail. Default: no region.
+            as they are copied. Sending a result of 1 GB then peaks at 1 GB instead of 2 GB. Default: no region.
 
     Returns:
         Each region, and where it was put.

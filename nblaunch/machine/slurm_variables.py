@@ -58,7 +58,7 @@ def refusal(task: SlurmTask) -> str:
     )
 
 
-def tells_place(name: str) -> bool:
+def describes_task(name: str) -> bool:
     """Return True if a variable describes a Slurm task, not only the job."""
     return name in _TASK_VARIABLES or name.startswith(_TASK_PREFIXES)
 

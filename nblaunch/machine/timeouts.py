@@ -16,7 +16,7 @@ MEMORY_CHECK_INTERVAL_S = 1.0
 SPARE_DELAY_S = 0.05
 """Without a launch before the fork server forks spare ranks: the present launch needs the CPUs."""
 SPARE_IDLE_TIMEOUT_S = 60.0
-"""Without a launch before spare ranks exit; the next launch brings others."""
+"""Without a launch before spare ranks exit; the next launch forks new ones."""
 KERNEL_EXIT_TIMEOUT_S = 2.0
 """After the kernel's exit for reapers and successors to exit before the fork server kills them."""
 KERNEL_EXIT_POLL_S = 0.1
@@ -44,9 +44,9 @@ WORKER_START_TIMEOUT_S = 2.0
 
 # ------------------------------------------------------------------ engines
 SERVER_START_TIMEOUT_S = 120.0
-"""For a fork server to import torch; a cold disk needs most of a minute."""
+"""For a fork server to import torch, which takes most of a minute from a cold disk."""
 PRELOAD_TIMEOUT_S = 120.0
-"""For a successor to import one package, without the time it is paused."""
+"""For a successor to import one package, not counting the time it is paused."""
 SERVER_KILL_TIMEOUT_S = 5.0
 """For a killed fork server to exit; one in uninterruptible sleep exits later."""
 BUILD_POLL_S = 0.2
@@ -79,7 +79,7 @@ RESULT_FAILURE_WAIT_S = 5.0
 FAILURE_NOTE_DELAY_S = 0.5
 """Between the first failure and a note of it, if other ranks still run."""
 THREADS_NOTE_DELAY_S = 5.0
-"""For a returned rank to wait for its threads before a note says so."""
+"""For a returned rank's threads to end before a note names the wait."""
 EXIT_TIMEOUT_S = 30.0
 """For a rank's exit (atexit functions, torch's clean-up) after its threads have ended."""
 STOP_EXIT_TIMEOUT_S = 1.0
@@ -93,11 +93,11 @@ COLLECTIVE_CHECK_DELAY_S = 0.2
 ABANDONED_S = 5.0
 """For kept ranks to wait in the same collectives, after others have left the task, before they are freed."""
 ABANDONED_CHECK_INTERVAL_S = 1.0
-"""Between two looks at where they wait."""
+"""Between two checks of where they wait."""
 FREE_DELAY_S = 0.5
 """After its interrupt before a kept rank that does not respond is freed from a collective."""
 FREE_AFTER_FAILURE_S = 0.1
-"""The same after the failure of another rank: its peers cannot meet it any more."""
+"""The same after another rank has failed and can no longer join the collective."""
 FREE_INTERVAL_S = 1.0
 """Before a kept rank that still does not respond is freed again: a later collective may wait too."""
 KEPT_EXIT_TIMEOUT_S = 5.0
@@ -113,25 +113,25 @@ QUESTION_FREE_TIMEOUT_S = 2.5
 SESSION_SAMPLE_INTERVAL_S = 5.0
 """Between two measurements of the memory that a session holds."""
 SESSION_IDLE_HINT_S = 3600.0
-"""Without a task before the display of a session that holds GPU memory says so."""
+"""Without a task before the display of a session warns that it holds GPU memory."""
 SESSION_POLL_S = 0.5
-"""Between two looks whether a session has been idle for too long."""
+"""Between checks whether a session has been idle for too long."""
 STACKS_TIMEOUT_S = 2.0
 """For a rank to answer with its stacks."""
 TIMEOUT_STACKS_S = 1.0
 """For the stacks of a launch that has timed out, before it is stopped."""
 STACKS_SIGNAL_DELAY_S = 1.0
-"""Before a rank that does not answer gets the signal, at most half of its time: C code holds the GIL."""
+"""Before a rank that has not answered is sent the signal, at most half of the timeout: C code may hold the GIL."""
 STACKS_QUEUE_TIMEOUT_S = 4.0
-"""For a supervisor to begin with a question for stacks: an earlier one may be open."""
+"""For a supervisor to start on a request for stacks: an earlier one may be pending."""
 KILLED_LAUNCH_TIMEOUT_S = 3.0
-"""For the end of a launch that an interrupt killed at its start."""
+"""For a launch to end that an interrupt has killed during its start."""
 RENDEZVOUS_TIMEOUT_S = 300.0
-"""Of operations on the launch's TCPStore."""
+"""For an operation on the launch's TCPStore."""
 METRIC_SEARCH_S = 0.05
-"""Of one log poll for finding metrics in the logs."""
+"""For finding metrics, in each poll of the logs."""
 METRIC_SEARCH_NOTE_DELAY_S = 5.0
-"""Of the last search before a note says so."""
+"""For the last search for metrics before a note reports the wait."""
 
 
 # ------------------------------------------------------------------ launch: plans, output, results
@@ -152,16 +152,14 @@ PANEL_SHOW_DELAY_S = 0.1
 PANEL_SEND_INTERVAL_S = 0.125
 """Pause between two messages to the page: with display updates they stay below ten a second."""
 PANEL_HEARTBEAT_INTERVAL_S = 2.0
-"""Longest silence to the page. After 5 s of silence, the page no longer interrupts the kernel for a click."""
+"""Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
 RESOURCE_SAMPLE_INTERVAL_S = 1.0
 """Pause between two samples of the ranks' CPU, memory and GPU."""
 LOG_TIME_RESOLUTION_S = 0.2
 """Bytes of a log that arrive within this time get one time."""
 SHELL_SERVE_INTERVAL_S = 0.1
-"""Pause between two looks at the kernel's shell channel while a cell waits for its launch."""
+"""Pause between two reads of the kernel's shell channel while a cell waits for its launch."""
 BUSY_STATUS_INTERVAL_S = 1.0
 """Pause between two "busy" statuses for a page that connects while a cell runs."""
 BUSY_STATUS_DURATION_S = 5.0
 """How long a page that connects is sent "busy" statuses: the threads that answer it report "idle"."""
-
-# ------------------------------------------------------------------ training

@@ -28,9 +28,9 @@ class Usage:
     cpu: float
     """Busy cores since the last sample; 0.0 in the first sample of a rank."""
     memory: int
-    """Resident bytes; a page that processes share counts once for each."""
+    """Resident bytes; a shared page counts once per process."""
     gpu: float | None
-    """Busy share of the rank's GPU, 0 to 1, by all processes; None if unknown."""
+    """Utilization of the rank's GPU by all processes, 0 to 1; None if unknown."""
     gpu_memory: int | None
     """Bytes of the rank on its GPU; of all processes there if the driver does not list them; None if unknown."""
 
@@ -61,7 +61,9 @@ class Sampler:
         now = time.monotonic()
         elapsed, self._time = now - self._time, now
         groups = _groups(pids.values())
-        self._forget_all_but({pid for members in groups.values() for pid in members})
+        for pid in self._processes.keys() - {pid for members in groups.values() for pid in members}:
+            del self._processes[pid]
+            self._seconds.pop(pid, None)
         usages = [self._usage(rank, pid, groups[pid], elapsed) for rank, pid in sorted(pids.items())]
         self._leaders = set(pids.values())
         return usages
@@ -94,11 +96,6 @@ class Sampler:
         before, self._seconds[pid] = self._seconds.get(pid, 0.0), seconds
         return (seconds - before if seconds >= before else seconds), resident
 
-    def _forget_all_but(self, living: Collection[int]) -> None:
-        for pid in self._processes.keys() - living:
-            del self._processes[pid]
-            self._seconds.pop(pid, None)
-
 
 def _groups(leaders: Collection[int]) -> dict[int, list[int]]:
     """Return the processes of each leader's group."""
@@ -122,7 +119,7 @@ class _Gpus:
         """Visible devices in torch's order; None before the first sample."""
 
     def usage(self, rank: int, members: Collection[int]) -> tuple[float | None, int | None]:
-        """Return the busy share of a rank's GPU, and the bytes that `members` hold on it."""
+        """Return the utilization of a rank's GPU, 0 to 1, and the bytes that `members` hold on it."""
         if self._handles is None:
             self._handles = self._attempt(self._find) or []
         if not self._handles:
@@ -156,12 +153,10 @@ class _Gpus:
             return every[entry]
         if entry.startswith("MIG-"):
             return self._nvml.nvmlDeviceGetHandleByUUID(entry)
-        (found,) = (handle for handle in every if self._uuid(handle).startswith(entry))  # CUDA accepts a unique prefix
-        return found
-
-    def _uuid(self, handle: Any) -> str:
-        uuid = self._nvml.nvmlDeviceGetUUID(handle)
-        return uuid.decode() if isinstance(uuid, bytes) else str(uuid)
+        uuids = [self._nvml.nvmlDeviceGetUUID(handle) for handle in every]  # bytes in old versions of pynvml
+        names = [uuid.decode() if isinstance(uuid, bytes) else str(uuid) for uuid in uuids]
+        (found,) = (handle for handle, name in zip(every, names, strict=True) if name.startswith(entry))
+        return found  # CUDA accepts a unique prefix
 
     def _memory(self, handle: Any, members: Collection[int]) -> int:
         known = {

@@ -44,7 +44,7 @@ def make_cell(
 
 
 def _ends_with_semicolon(source: str) -> bool:
-    """Return True if the last token is a semicolon: as in any cell, it keeps the value back."""
+    """Return True if the last token is a semicolon, which suppresses the display of the value."""
     blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.string for token in tokens if token.type not in blank][-1:] == [";"]

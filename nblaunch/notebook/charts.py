@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-Point = tuple[float, float]
+from nblaunch.notebook.downsampling import MAX_DRAWABLE, MAX_POINTS, Point, downsampled, is_drawable
+
 Direction = Literal["up", "down", ""]
 
-MAX_POINTS = 300
-"""Points of one line in a chart: about one a pixel."""
 MAX_LINES = 16
 """Ranks drawn as lines; more ranks are drawn as a band."""
 COLOURS = ("#c2703d", "#2f8f6b", "#8a63c9", "#c2528b", "#7d8a2e", "#2f8aa8", "#b5555a", "#6b7fa8")
@@ -27,8 +26,6 @@ _DOWN = {"loss", "error", "perplexity", "mae", "mse", "rmse"}
 _WORD = re.compile(r"f1|[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML or UTF-8 cannot hold, and invisible control characters."""
-_MAX_DRAWABLE = 1e300
-"""The difference of larger numbers may be infinite."""
 _MIN_RANGE = 1e-280
 """Parts of a smaller range may be zero."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 8.0, 8.0, 18.0
@@ -99,27 +96,6 @@ def _summary(name: str, series: Mapping[int, Sequence[Point]]) -> Summary:
     return Summary(name, mean, latest, pick(finite) if pick and finite else None, by_rank)
 
 
-# ------------------------------------------------------------------ fewer points
-def decimated(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return about `most` of the points: the lowest, the highest and one non-finite point of each stretch."""
-    if len(points) <= most:
-        return list(points)
-    stretches = max(1, (most - 2) // 3)
-    kept = {0, len(points) - 1}
-    for stretch in range(stretches):
-        indices = range(stretch * len(points) // stretches, (stretch + 1) * len(points) // stretches)
-        drawable = [i for i in indices if _is_drawable(points[i])]
-        if drawable:
-            kept.add(min(drawable, key=lambda i: points[i][1]))
-            kept.add(max(drawable, key=lambda i: points[i][1]))
-        kept.update(next(([i] for i in indices if not _is_drawable(points[i])), []))
-    return [points[i] for i in sorted(kept)]
-
-
-def _is_drawable(point: Point) -> bool:
-    return abs(point[0]) < _MAX_DRAWABLE and abs(point[1]) < _MAX_DRAWABLE  # False for NaN
-
-
 # ------------------------------------------------------------------ the picture
 @dataclass(frozen=True, slots=True)
 class _Scale:
@@ -154,15 +130,25 @@ def line_chart(
         title: Title for screen readers.
         width: In pixels.
         height: In pixels.
-        most_points: Points of one line; see `decimated`. Many ranks get fewer each.
+        most_points: Points of one line; see `downsampled`. Many ranks get fewer each.
     """
-    ranks = {rank: sorted(points, key=_by_x) for rank, points in sorted(series.items()) if points}
+    ranks = {
+        rank: sorted(points, key=lambda point: math.inf if math.isnan(point[0]) else point[0])
+        for rank, points in sorted(series.items())
+        if points
+    }
     known = [point for points in (*ranks.values(), mean) for point in points]
-    across = _span(x for x, _ in known if abs(x) < _MAX_DRAWABLE)  # to the last x, even if its y is NaN
-    scale = _Scale(across, _span(y for x, y in known if _is_drawable((x, y))), width, height)
-    parts = [*_axes(scale), *_rank_lines(ranks, scale, most_points)]
+    across = _span(x for x, _ in known if abs(x) < MAX_DRAWABLE)  # to the last x, even if its y is NaN
+    scale = _Scale(across, _span(y for x, y in known if is_drawable((x, y))), width, height)
+    parts = _axes(scale)
+    if len(ranks) > MAX_LINES:
+        parts.append(_band(ranks, scale))
+    else:
+        most = max(8, most_points // max(1, len(ranks) // 4))
+        for rank, points in ranks.items():
+            parts.append(_line(downsampled(points, most), scale, colour_of(rank), 1.0, ' opacity=".7"'))
     if mean:
-        parts.append(_line(decimated(mean, most_points), scale, MEAN_COLOUR, 2.0))
+        parts.append(_line(downsampled(mean, most_points), scale, MEAN_COLOUR, 2.0))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return (
         f'{head} role="img" font-family="sans-serif" font-size="10" fill="none" stroke-linejoin="round"'
@@ -176,10 +162,6 @@ def data_uri(svg: str) -> str:
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
 
 
-def _by_x(point: Point) -> float:
-    return point[0] if point[0] == point[0] else math.inf
-
-
 def _span(values: Iterable[float]) -> tuple[float, float]:
     """Return the lowest and the highest value, widened if they are equal."""
     known = list(values) or [0.0]
@@ -191,15 +173,6 @@ def _span(values: Iterable[float]) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _rank_lines(ranks: Mapping[int, Sequence[Point]], scale: _Scale, most_points: int) -> list[str]:
-    if len(ranks) > MAX_LINES:
-        return [_band(ranks, scale)]
-    most = max(8, most_points // max(1, len(ranks) // 4))
-    return [
-        _line(decimated(points, most), scale, colour_of(rank), 1.0, ' opacity=".7"') for rank, points in ranks.items()
-    ]
-
-
 def colour_of(rank: int) -> str:
     """Return the colour of a rank's line."""
     return COLOURS[rank % len(COLOURS)]
@@ -208,25 +181,22 @@ def colour_of(rank: int) -> str:
 def _line(points: Sequence[Point], scale: _Scale, colour: str, width: float, more: str = "") -> str:
     strokes: list[list[Point]] = [[]]
     for point in points:
-        if _is_drawable(point):
+        if is_drawable(point):
             strokes[-1].append(point)
         elif strokes[-1]:
             strokes.append([])
-    path = "".join(_path(stroke, scale) for stroke in strokes if stroke)
+    path = ""
+    for stroke in filter(None, strokes):
+        through = stroke if len(stroke) > 1 else [*stroke, *stroke]  # becomes a dot, because line caps are round
+        path += "M" + "L".join(f"{scale.across(x):.1f} {scale.down(y):.1f}" for x, y in through)
     return f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}"{more}/>'
-
-
-def _path(points: Sequence[Point], scale: _Scale) -> str:
-    """Return a path through these points. A single point becomes a dot, because line caps are round."""
-    through = points if len(points) > 1 else [*points, *points]
-    return "M" + "L".join(f"{scale.across(x):.1f} {scale.down(y):.1f}" for x, y in through)
 
 
 def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80) -> str:
     """Return the area between the lowest and the highest of all ranks, in columns."""
     found: dict[int, list[Point]] = {}
     for points in ranks.values():
-        for x, y in filter(_is_drawable, points):
+        for x, y in filter(is_drawable, points):
             share = (x - scale.x[0]) / (scale.x[1] - scale.x[0])
             lowest, highest = found.setdefault(min(columns - 1, int(share * columns)), [(x, y), (x, y)])
             if y < lowest[1]:

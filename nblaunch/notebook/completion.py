@@ -8,8 +8,9 @@ from typing import Any
 from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.core.getipython import get_ipython
 
+from nblaunch.engines.current import engine
 from nblaunch.launch import live_sessions
-from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.plan import BACKENDS, DEVICES
 from nblaunch.launch.session import Session
 from nblaunch.notebook.auto_cells import goes_to_session
 from nblaunch.notebook.magics import ACTIONS, DistributedMagics
@@ -17,7 +18,7 @@ from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 _VALUES = {
     "--device": DEVICES,
     "--backend": BACKENDS,
-    "--start-method": START_METHODS,
+    "--start-method": engine.start_methods,
     "--view": ("auto", "text", "none"),
 }
 

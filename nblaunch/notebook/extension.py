@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
-from nblaunch.engines.generations import servers
+from nblaunch.engines.current import engine
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
 from nblaunch.launch.live_sessions import live_sessions
@@ -33,7 +32,7 @@ def register_frontend(shell: Any) -> NotebookFrontend:
 
 
 def load(shell: Any) -> None:
-    """Register the magic and its completion, and start the fork server in the background."""
+    """Register the magic and its completion, and let the engine prepare for the first launch."""
     register_frontend(shell)
     shell.register_magics(DistributedMagics, RankMagics)
     matchers = _matchers(shell)
@@ -43,17 +42,16 @@ def load(shell: Any) -> None:
     if can_show_panels():
         # Ahead of the first panel, and in a thread: the first cell must not wait for it.
         threading.Thread(target=import_widget, daemon=True).start()
-    if sys.platform == "linux":
-        try:
-            servers.warm_up()
-        except StartError as error:  # a launch raises it
-            warn(str(error))
+    try:
+        engine.warm_up()
+    except StartError as error:  # the next launch raises it
+        warn(str(error))
 
 
 def unload(shell: Any) -> None:
-    """Remove the magic and the hook, stop the fork server, and free cached data.
+    """Remove the magic and the hook, stop the engine, and free cached data.
 
-    ``%reload_ext`` unloads, too: sessions stay, with their variables and the fork server, until they are stopped.
+    ``%reload_ext`` unloads, too: sessions stay, with their variables and the engine, until they are stopped.
     """
     current = frontend.host()
     if isinstance(current, NotebookFrontend):
@@ -67,7 +65,7 @@ def unload(shell: Any) -> None:
         matchers.remove(complete_distributed)
         _inspections.pop(id(shell)).end()
     if not live_sessions():
-        servers.stop()
+        engine.stop()
         sent_data_cache.free()
 
 

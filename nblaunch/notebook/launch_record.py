@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nblaunch.launch.views.events import LaunchInfo
-from nblaunch.notebook.panel_state import PanelState, thinned
+from nblaunch.notebook.downsampling import downsampled
+from nblaunch.notebook.panel_state import PanelState
 from nblaunch.notebook.record import RankOutputs, RankTail, Record
-
-_MAX_POINTS = 300
-"""Of one series in the record's charts."""
 
 
 def record_of(
@@ -39,7 +37,7 @@ def record_of(
         device=info.device if info else "",
         ended_at=ended_at,
         metrics={
-            name: {rank: thinned(series.points, _MAX_POINTS) for rank, series in ranks.items()}
+            name: {rank: downsampled(series.points) for rank, series in ranks.items()}
             for name, ranks in state.series.items()
         },
         tails=tails,

@@ -1,4 +1,4 @@
-"""The ranks' logs on their way to the panel. The files are the backlog, so memory stays bounded.
+"""The ranks' logs on their way to the panel. The logs are the backlog, so memory stays bounded.
 
 The feed knows a log by its size over time. It sends the oldest unsent bytes of the last 10,000 lines. A flood skips
 earlier lines: the page requests them when the reader scrolls up.
@@ -10,17 +10,16 @@ import bisect
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
+from nblaunch.engines.protocol import Log
 from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares
 from nblaunch.launch.views.events import Stream
 from nblaunch.machine import timeouts
 from nblaunch.notebook.record import RankTail
-from nblaunch.wire.launch_files import rank_file
 
 MAX_LINES = 10_000
-"""Lines of each log that the panel holds; the file has the others."""
+"""Lines of each log that the panel holds; the log itself has the others."""
 _MAX_BACKLOG_BYTES = 2 << 20
 """Unsent bytes of all logs together while the launch runs: 8 seconds at the panel's rate."""
 _MAX_TAIL_BYTES = 4 << 20
@@ -48,10 +47,10 @@ class Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Log:
-    """One log file, and how much of it has been sent."""
+class _SentLog:
+    """One log, and how much of it has been sent."""
 
-    path: Path
+    log: Log
     attempt: int
     rank: int
     stream: Stream
@@ -86,12 +85,7 @@ class _Log:
             start, at = stop, last + 1
 
     def read(self, start: int, end: int) -> bytes:
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(start)
-                return file.read(end - start)
-        except OSError:  # pruned, or truncated by the user
-            return b""
+        return self.log.read(start, end)
 
     def chunks(self, most: int) -> list[Chunk]:
         """Take the next unsent bytes."""
@@ -155,16 +149,16 @@ class LogFeed:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._logs: dict[tuple[int, int, Stream], _Log] = {}
+        self._logs: dict[tuple[int, int, Stream], _SentLog] = {}
 
-    def grew(self, attempt: int, directory: Path, rank: int, stream: Stream, size: int, now: float) -> None:
+    def grew(self, attempt: int, rank: int, stream: Stream, log: Log, size: int, now: float) -> None:
         """Note the current size of a log."""
         with self._lock:
             key = attempt, rank, stream
-            log = self._logs.get(key)
-            if log is None:
-                log = self._logs[key] = _Log(rank_file(directory, rank, stream), *key)
-            log.grew(size, now)
+            sent = self._logs.get(key)
+            if sent is None:
+                sent = self._logs[key] = _SentLog(log, *key)
+            sent.grew(size, now)
 
     @property
     def waiting(self) -> int:
@@ -227,7 +221,7 @@ class LogFeed:
         return [_tail(rank, [log for log in logs if log.rank == rank], lines) for rank in ranks]
 
 
-def _chunks(log: _Log, start: int, end: int) -> list[Chunk]:
+def _chunks(log: _SentLog, start: int, end: int) -> list[Chunk]:
     data = log.read(start, end)
     return [
         Chunk(log.attempt, log.rank, log.stream, a, t, data[a - start : b - start])
@@ -235,7 +229,7 @@ def _chunks(log: _Log, start: int, end: int) -> list[Chunk]:
     ]
 
 
-def _tail(rank: int, logs: list[_Log], count: int) -> RankTail:
+def _tail(rank: int, logs: list[_SentLog], count: int) -> RankTail:
     timed: list[tuple[float, str]] = []
     more = False
     for log in logs:
@@ -248,4 +242,4 @@ def _tail(rank: int, logs: list[_Log], count: int) -> RankTail:
         more = more or start > 0
     timed.sort(key=lambda line: line[0])  # stable: lines of one time keep their order
     lines = tuple(line for _, line in timed[-count:])
-    return RankTail(rank, lines, more or len(timed) > count, str(logs[0].path))
+    return RankTail(rank, lines, more or len(timed) > count, logs[0].log.name)

@@ -19,13 +19,13 @@ from IPython.core.magic import (
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
-from nblaunch.engines.generations import servers
+from nblaunch.engines.current import engine
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.handle import INSIST, Launch, live_launches
 from nblaunch.launch.live_sessions import live_sessions
-from nblaunch.launch.plan import BACKENDS, DEVICES, START_METHODS
+from nblaunch.launch.plan import BACKENDS, DEVICES
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.notebook import session_magics
@@ -58,9 +58,9 @@ class RankMagics(Magics):
         if session is None:
             raise UsageError("%%rank: no session: start one with %distributed session -n 2")
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", line):
-            said = f"%%rank {line}".rstrip()
+            command = f"%%rank {line}".rstrip()
             raise UsageError(
-                f"{said}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
+                f"{command}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
             )
         ranks = _ranks(line)
         assert self.shell is not None
@@ -91,12 +91,12 @@ class DistributedMagics(Magics):
     )
     @argument("words", nargs="*", help="of preload: names of modules; of session: what to do; of auto: on or off")
     @argument("--session", metavar="NAME", help="run in this session; default: the one used last, if there is one")
-    @argument("--fresh", action="store_true", help="start ranks for this cell, though there is a session")
+    @argument("--fresh", action="store_true", help="start new ranks for this cell, even if there is a session")
     @argument("--name", help="of session: its name; default main")
     @argument("--idle-timeout", type=float, help="of session: stop it after this many seconds without a cell")
     @argument("--rank", type=int, action="append", help="of session restart: this rank; may be given several times")
     @argument("--keep", action="store_true", help="of session restart: new ranks get the variables of the old")
-    @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU, without GPUs 2")
+    @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU; 2 without GPUs")
     @argument(
         "-o",
         "--output",
@@ -115,8 +115,8 @@ class DistributedMagics(Magics):
     )
     @argument(
         "--start-method",
-        help=f"one of {', '.join(START_METHODS)}; default auto: forkserver on Linux, spawn elsewhere; fork copies the "
-        "kernel, which can hang",
+        help=f"one of {', '.join(engine.start_methods)}; default auto: forkserver on Linux, spawn elsewhere; fork "
+        "copies the kernel, which can hang",
     )
     @argument(
         "--threads-per-rank",
@@ -301,7 +301,7 @@ def _option(name: str) -> str:
 def _show_status() -> None:
     kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
     sessions = [session.status() for session in live_sessions().values()]
-    lines = [*map(repr, live_launches()), *sessions, *servers.status(), *([kept] if sent_data_cache.size else [])]
+    lines = [*map(repr, live_launches()), *sessions, *engine.status(), *([kept] if sent_data_cache.size else [])]
     _show("\n".join(lines))
 
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from ipykernel.iostream import OutStream
 
-from nblaunch.engines.generations import servers
+from nblaunch.engines.current import engine
+from nblaunch.engines.protocol import Workers
 from nblaunch.errors import StartError, warn
 from nblaunch.launch.frontend import view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
@@ -61,10 +62,12 @@ class NotebookFrontend:
         names: dict[str, Any] = self.shell.user_ns
         return names
 
-    def show_session(self, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
+    def show_session(
+        self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
+    ) -> None:
         """Show a session under the cell that has started it, if a page can show it."""
         if self.shows_html():
-            SessionDisplay(self.shell, state, env).start()
+            SessionDisplay(self.shell, state, env, workers).start()
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         """Wait for `over`. In a cell, answer pages that reload meanwhile, so that they get their panels back."""
@@ -74,9 +77,9 @@ class NotebookFrontend:
             return wait_in_steps(over, timeout, timeouts.SHELL_SERVE_INTERVAL_S, self._channel.serve)
 
     def after_cell(self, result: Any) -> None:
-        """Run after each cell: refresh the fork server, and note the cell that initialized CUDA."""
+        """Run after each cell: refresh the engine, and note the cell that initialized CUDA."""
         with contextlib.suppress(StartError):  # the next launch retries and reports it
-            servers.refresh()
+            engine.refresh()
         torch = sys.modules.get("torch")
         if not self._cuda_cell and torch is not None and torch.cuda.is_initialized():
             self._cuda_cell = f"cell [{result.execution_count or self.shell.execution_count - 1}]"

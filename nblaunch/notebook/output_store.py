@@ -1,4 +1,4 @@
-"""What the ranks of a launch display, on its way to the page and into the record. Bodies stay in the ranks' files.
+"""What the ranks of a launch display, on its way to the page and into the record. Bodies stay where ranks put them.
 
 The page learns by `OutputsEntry` which outputs each rank shows, and gets each output once, as JSON in parts.
 """
@@ -188,9 +188,4 @@ def content_of(output: Output) -> OutputContent:
 
 
 def _body(output: Output) -> bytes | None:
-    if output.body is not None:
-        return output.body.encode(errors="replace")
-    try:
-        return output.path.read_bytes() if output.path is not None else None
-    except OSError:  # pruned, or replaced meanwhile
-        return None
+    return output.body.encode(errors="replace") if isinstance(output.body, str) else output.body.read()

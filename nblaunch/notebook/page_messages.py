@@ -180,7 +180,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What has changed since the message before. Without content it is a sign of life."""
+    """What has changed since the previous message. Without content it is a heartbeat."""
 
     kind: Literal["delta"] = "delta"
     seq: int = 0

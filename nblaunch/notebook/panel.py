@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nblaunch.engines.protocol import Workers
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import (
@@ -32,12 +33,12 @@ from nblaunch.launch.views.events import (
     Note,
     Outcome,
     RanksChanged,
+    RanksPlaced,
     Reports,
     StacksShown,
     Started,
 )
 from nblaunch.machine import timeouts
-from nblaunch.machine.usage import Sampler
 from nblaunch.notebook.cell_display import CellDisplay
 from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.log_feed import Chunk, LogFeed
@@ -60,6 +61,7 @@ from nblaunch.notebook.panel_state import PanelState
 from nblaunch.notebook.record import Record
 from nblaunch.notebook.record_html import as_html
 from nblaunch.notebook.record_text import as_text
+from nblaunch.notebook.usage_meter import UsageMeter
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES_PER_S = 200 << 10
@@ -92,6 +94,8 @@ class PanelView(View):
         self._info: LaunchInfo | None = None
         self._files: list[LaunchFiles | None] = []
         """The files of every attempt: the page may request any of them."""
+        self._workers: Workers | None = None
+        """The ranks of the present attempt."""
         self._controls: Controls | None = None
         self._blocking = False
         self._begun = time.monotonic()
@@ -116,6 +120,8 @@ class PanelView(View):
                 self._begun = time.monotonic()
             case Started(info):
                 self._start(info)
+            case RanksPlaced(workers):
+                self._workers = workers
             case Logs(pieces):
                 self._add_logs(pieces)
             case Ended(outcome):
@@ -139,7 +145,7 @@ class PanelView(View):
         assert self._info is not None
         now = self._now()
         for log in pieces:
-            self._feed.grew(self._info.attempt, self._info.log_dir, log.rank, log.stream, log.end, now)
+            self._feed.grew(self._info.attempt, log.rank, log.stream, log.log, log.end, now)
 
     def _update(self, event: Event) -> None:
         match event:
@@ -158,7 +164,7 @@ class PanelView(View):
 
     def _end(self, outcome: Outcome) -> None:
         with self._lock:
-            self._controls = None  # drop the launch: it holds the result and the error
+            self._controls = self._workers = None  # drop the launch: it holds the result and the error
             self._state.end(outcome)
             self._ended_at = time.time()
             self._over.set()
@@ -249,17 +255,17 @@ class PanelView(View):
             if not (self._over.is_set() and self._record_suffices()):
                 self._open()
         assert self._info is not None
-        sampler = Sampler(self._info.device, self._info.env)
+        meter = UsageMeter(self._info.device, self._info.env)
         try:
             pause, due = threading.Event(), 0.0
             while self._has_more():
                 if time.monotonic() >= due and not self._over.is_set():
                     due = time.monotonic() + timeouts.RESOURCE_SAMPLE_INTERVAL_S
-                    self._sample(sampler)
+                    self._sample(meter)
                 self._send()
                 (pause if self._over.is_set() else self._over).wait(timeouts.PANEL_SEND_INTERVAL_S)
         finally:
-            sampler.close()
+            meter.close()
 
     def _has_more(self) -> bool:
         """Return True if the sender must continue; False ends its thread."""
@@ -271,10 +277,10 @@ class PanelView(View):
                 return False
             return True
 
-    def _sample(self, sampler: Sampler) -> None:
+    def _sample(self, meter: UsageMeter) -> None:
         with self._lock:
-            pids = dict(self._state.pids)
-        usages = sampler.sample(pids)
+            workers, ranks = self._workers, list(self._state.pids)
+        usages = meter.sample(workers, ranks)
         with self._lock:
             self._state.set_resources(usages)
 

@@ -9,12 +9,11 @@ import dataclasses
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Literal
 
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus
 from nblaunch.machine.usage import Usage
-from nblaunch.notebook.charts import Point
+from nblaunch.notebook.downsampling import Point, downsampled
 from nblaunch.notebook.page_messages import (
     Changes,
     FailureEntry,
@@ -31,10 +30,10 @@ from nblaunch.notebook.page_messages import (
 
 _Part = Literal["state", "ranks", "progress", "metrics", "resources", "outputs", "notes", "failure", "stacks"]
 _MAX_SERIES_POINTS = 2000
-"""A longer series is thinned, repeatedly."""
+"""A longer series is downsampled, repeatedly."""
 _MAX_MESSAGE_POINTS = 300
 _MAX_QUEUED_MESSAGES = 10
-"""Messages that the unsent points of a series may fill; more points are thinned."""
+"""Messages that the unsent points of a series may fill; more points are downsampled."""
 _MAX_SNAPSHOT_POINTS = 2000
 """Points of all series together in a snapshot."""
 _MAX_METRICS = 100
@@ -48,7 +47,7 @@ _MAX_OTHERS = 16
 
 
 class Series:
-    """One metric of one rank: points (x, y), thinned once there are too many."""
+    """One metric of one rank: points (x, y), downsampled once there are too many."""
 
     def __init__(self) -> None:
         self._xs = array("d")
@@ -69,30 +68,10 @@ class Series:
         self.unsent.append(point)
         self.count += 1
         if len(self._xs) > _MAX_SERIES_POINTS:
-            kept = thinned(self.points, _MAX_SERIES_POINTS // 2)
+            kept = downsampled(self.points, _MAX_SERIES_POINTS // 2)
             self._xs, self._ys = array("d", [x for x, _ in kept]), array("d", [y for _, y in kept])
         if len(self.unsent) > _MAX_SERIES_POINTS:
-            self.unsent = thinned(self.unsent, _MAX_SERIES_POINTS // 2)
-
-
-def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """Return at most `most` of the points: the last, and the lowest and highest of each stretch."""
-    if len(points) <= most:
-        return list(points)
-    stretches = (most - 1) // 2
-    if stretches < 1:
-        return list(points[-most:])
-    width = -(-len(points) // stretches)
-    kept = [point for at in range(0, len(points), width) for point in _extremes(points[at : at + width])]
-    return kept if kept[-1] is points[-1] else [*kept, points[-1]]
-
-
-def _extremes(stretch: Sequence[Point]) -> list[Point]:
-    finite = [point for point in stretch if math.isfinite(point[1])]
-    if not finite:
-        return [stretch[0]]
-    low, high = min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))
-    return [point for point in finite if point is low or point is high]
+            self.unsent = downsampled(self.unsent, _MAX_SERIES_POINTS // 2)
 
 
 class PanelState:
@@ -147,7 +126,9 @@ class PanelState:
             elif "progress" in record:
                 bars, name = self.progress.setdefault(rank, {}), record["progress"]
                 bars.pop(name, None)  # the latest are last
-                total = _total(record.get("total"))
+                total = record.get("total")  # the user's: it may be anything
+                if not (isinstance(total, (int, float)) and 0 < total < math.inf):
+                    total = None
                 bars[name] = ProgressEntry(rank, name, record.get("done"), total, record.get("seconds"))
                 while len(bars) > _MAX_BARS:
                     del bars[next(iter(bars))]
@@ -260,12 +241,12 @@ class PanelState:
         return [self.resources[rank] for rank in sorted(ranks)]
 
     def _new_points(self) -> list[PointEntry]:
-        """Return some unsent points of each series. Thin long queues first."""
+        """Return some unsent points of each series. Downsample long queues first."""
         new = [(name, rank, s) for name, ranks in self.series.items() for rank, s in ranks.items() if s.unsent]
         each = max(1, _MAX_MESSAGE_POINTS // max(1, len(new)))
         points = []
         for name, rank, series in new:
-            waiting = thinned(series.unsent, each * _MAX_QUEUED_MESSAGES)
+            waiting = downsampled(series.unsent, each * _MAX_QUEUED_MESSAGES)
             points += _point_entries(name, rank, waiting[:each])
             series.unsent = waiting[each:]
             if series.unsent:
@@ -277,19 +258,13 @@ class PanelState:
         points = []
         for name, ranks in self.series.items():
             for rank, series in ranks.items():
-                points += _point_entries(name, rank, thinned(series.points, max(4, _MAX_SNAPSHOT_POINTS // count)))
+                points += _point_entries(name, rank, downsampled(series.points, max(5, _MAX_SNAPSHOT_POINTS // count)))
                 series.unsent = []
         return points
 
 
 def _point_entries(name: str, rank: int, points: Iterable[Point]) -> list[PointEntry]:
     return [PointEntry(name, rank, x, y if math.isfinite(y) else None) for x, y in points]
-
-
-def _total(total: Any) -> int | float | None:
-    """Return the end of a progress bar; None if the user's value is no positive number."""
-    is_valid = isinstance(total, (int, float)) and math.isfinite(total) and total > 0
-    return total if is_valid else None
 
 
 def _failure_entry(failure: Failure | None) -> FailureEntry | None:

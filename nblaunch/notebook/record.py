@@ -1,4 +1,4 @@
-"""The record of a launch: what a saved notebook keeps, and the wording that its HTML and its text share."""
+"""The record of a launch: what a saved notebook keeps, and the wording and styles that its parts share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from dataclasses import dataclass
 from nblaunch.launch.output.terminal_lines import without_colours
 from nblaunch.launch.views.events import Failure
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH
-from nblaunch.notebook.charts import MEAN_COLOUR, Point, clean
+from nblaunch.notebook.charts import MEAN_COLOUR, clean
+from nblaunch.notebook.downsampling import Point
 from nblaunch.notebook.page_messages import OutputContent
 
 FAILED_COLOUR = "#d64a3f"
+MONO = "font-family:monospace;font-size:12px;line-height:1.4"
+PRE = f"{MONO};white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;padding:0;background:transparent"
+DIM = "opacity:0.7"
 _STATES = {
     "finished": ("✓", "#2e9457", "in"),
     "failed": ("✗", FAILED_COLOUR, "after"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares
@@ -20,14 +20,14 @@ from nblaunch.notebook.ansi_html import block, coloured, cut, terminal_lines
 from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
-    Point,
     Summary,
     colour_of,
     data_uri,
     line_chart,
     summarise,
 )
-from nblaunch.notebook.record import FAILED_COLOUR, RankTail, Record, counted, plain, rank_name
+from nblaunch.notebook.downsampling import is_drawable
+from nblaunch.notebook.record import DIM, FAILED_COLOUR, MONO, PRE, RankTail, Record, counted, plain, rank_name
 from nblaunch.notebook.record_outputs import outputs_html
 
 _MAX_CHARTS = 12
@@ -43,9 +43,6 @@ _MAX_LINE_LENGTH = 400
 _MAX_TAIL_LINES = 20
 _MAX_NOTES = 5
 _MAX_OTHERS = 8
-_MONO = "font-family:monospace;font-size:12px;line-height:1.4"
-_PRE = f"{_MONO};white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;padding:0;background:transparent"
-_DIM = "opacity:0.7"
 _PICTURE = "display:block;max-width:100%;height:auto"
 
 
@@ -66,7 +63,7 @@ def as_html(record: Record) -> str:
     ]
     if record.log_dir:
         log_dir = _text(record.log_dir, _MAX_LINE_LENGTH)
-        parts.append(f'<div style="margin-top:8px;font-size:12px;{_DIM}">logs: <code>{log_dir}</code></div>')
+        parts.append(f'<div style="margin-top:8px;font-size:12px;{DIM}">logs: <code>{log_dir}</code></div>')
     # The classes keep MathJax from reading dollar signs in a message as mathematics.
     style = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
     marker = f"nblaunch-{escape(record.launch_id)}"
@@ -84,7 +81,7 @@ def _header(record: Record) -> str:
     rest = " · ".join(escape(fact) for fact in [*facts, _when(record.ended_at)] if fact)
     return (
         f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> '
-        f'<b style="color:{colour}">{state}</b> <span style="{_DIM}">{rest}</span></div>'
+        f'<b style="color:{colour}">{state}</b> <span style="{DIM}">{rest}</span></div>'
     )
 
 
@@ -99,11 +96,11 @@ def _failure(failure: Failure) -> str:
     headline = f"{rank_name(failure.rank)} failed: {_text(failure.type_name, 100)}"
     parts = [f'<b style="color:{FAILED_COLOUR}">{headline}</b>']
     if failure.message.strip():
-        parts.append(f'<pre style="{_PRE}">{_text(failure.message, 1000)}</pre>')
+        parts.append(f'<pre style="{PRE}">{_text(failure.message, 1000)}</pre>')
     if failure.where:
         parts.append(f'<div style="margin-top:6px">{_text(failure.where, 200)}</div>')
     if failure.source:
-        parts.append(f'<pre style="{_PRE}"><b>    {_text(failure.source, 200)}</b></pre>')
+        parts.append(f'<pre style="{PRE}"><b>    {_text(failure.source, 200)}</b></pre>')
     if failure.traceback.strip():
         lines = block(failure.traceback.rstrip().splitlines(), _MAX_TRACEBACK_BYTES)
         parts.append(_folded(f"traceback of {rank_name(failure.rank)}", lines, is_open=True))
@@ -116,24 +113,24 @@ def _failure(failure: Failure) -> str:
 
 
 def _folded(title: str, lines: str, *, is_open: bool = False) -> str:
-    summary = f'<summary style="{_DIM};cursor:pointer">{title}</summary>'
-    return f'<details{" open" * is_open} style="margin-top:6px">{summary}<pre style="{_PRE}">{lines}</pre></details>'
+    summary = f'<summary style="{DIM};cursor:pointer">{title}</summary>'
+    return f'<details{" open" * is_open} style="margin-top:6px">{summary}<pre style="{PRE}">{lines}</pre></details>'
 
 
 # ------------------------------------------------------------------ metrics
 def _metrics(record: Record, summaries: Sequence[Summary]) -> str:
     """Return a card for each metric: its numbers, and a chart if there is a line to draw."""
     shown = summaries[:_MAX_METRICS]
-    drawn = [summary for summary in shown if _has_line(record.metrics[summary.name])][:_MAX_CHARTS]
+    drawn: list[Summary] = []
+    for summary in shown:
+        xs = {x for points in record.metrics[summary.name].values() for x, _ in filter(is_drawable, points)}
+        if len(xs) > 1 and len(drawn) < _MAX_CHARTS:
+            drawn.append(summary)
     charts = dict(zip((summary.name for summary in drawn), _charts(record, drawn), strict=True))
     cards = [_card(summary, charts[summary.name]) for summary in drawn]
     rest = [f"<div>{_numbers(summary)}</div>" for summary in shown if summary.name not in charts]
     more = [f"<div>and {len(summaries) - len(shown)} more metrics</div>"] if len(summaries) > len(shown) else []
     return "".join([*cards, _legend(drawn), *rest, *more]) if shown else ""
-
-
-def _has_line(series: Mapping[int, Sequence[Point]]) -> bool:
-    return len({x for points in series.values() for x, y in points if math.isfinite(x) and math.isfinite(y)}) > 1
 
 
 def _charts(record: Record, summaries: Sequence[Summary]) -> list[str]:
@@ -151,22 +148,19 @@ def _charts(record: Record, summaries: Sequence[Summary]) -> list[str]:
 
 def _card(summary: Summary, image: str) -> str:
     style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
-    alt = f"chart of {_text(summary.name, 60, in_attribute=True)}: {_in_words(summary)}"
+    best = f", best {number(summary.best)}" if summary.best is not None else ""
+    ranks = f", mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
+    name = _text(summary.name, 60, in_attribute=True)
+    alt = f"chart of {name}: latest {number(summary.latest)}{best}{ranks}"
     picture = f'<img src="{image}" alt="{alt}" width="340" height="150" style="{_PICTURE}">'
     return f'<div style="{style}"><div>{_numbers(summary)}</div>{picture}</div>'
 
 
 def _numbers(summary: Summary) -> str:
-    best = f' <span style="{_DIM}">best {number(summary.best)}</span>' if summary.best is not None else ""
+    best = f' <span style="{DIM}">best {number(summary.best)}</span>' if summary.best is not None else ""
     alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
     latest = f'<span style="font-size:16px{alarm}">{number(summary.latest)}</span>'
     return f"<b>{_text(summary.name, 60)}</b> {latest}{best}"
-
-
-def _in_words(summary: Summary) -> str:
-    best = f", best {number(summary.best)}" if summary.best is not None else ""
-    ranks = f", mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
-    return f"latest {number(summary.latest)}{best}{ranks}"
 
 
 def _legend(summaries: Sequence[Summary]) -> str:
@@ -217,7 +211,10 @@ def _tails(record: Record) -> str:
     if not shown:
         return ""
     characters = min(_MAX_LINE_LENGTH, _MAX_TAILS_BYTES // len(shown) // 6)
-    excerpts = [_tail_excerpt(tail, len(shown), characters) for tail in shown]
+    excerpts = [Excerpt(0, _MAX_TAILS_BYTES) for _ in shown]
+    for tail, excerpt in zip(shown, excerpts, strict=True):
+        for line in terminal_lines(tail.lines[-max(5, min(_MAX_TAIL_LINES, 160 // len(shown))) :]):
+            excerpt.add(coloured(line, characters))
     shares = fair_shares([excerpt.size for excerpt in excerpts], _MAX_TAILS_BYTES)
     for excerpt, share in zip(excerpts, shares, strict=True):
         excerpt.cut(share)
@@ -236,25 +233,16 @@ def _tails(record: Record) -> str:
     return f'<div style="margin-top:10px">{"".join(parts)}</div>'
 
 
-def _tail_excerpt(tail: RankTail, among: int, characters: int) -> Excerpt:
-    """Return the last lines of a rank as HTML."""
-    most = max(5, min(_MAX_TAIL_LINES, 160 // among))
-    excerpt = Excerpt(0, _MAX_TAILS_BYTES)
-    for line in terminal_lines(tail.lines[-most:]):
-        excerpt.add(coloured(line, characters))
-    return excerpt
-
-
 def _tail(tail: RankTail, excerpt: Excerpt, *, is_open: bool, preview: bool) -> str:
     file = re.split(r"[\\/]", tail.path)[-1]
     lines = excerpt.text("")
     last = next(filter(str.strip, reversed(tail.lines)), "") if preview and not is_open else ""
-    said = f' <span style="{_MONO};{_DIM}">{_text(last, 80)}</span>' if last else ""
-    summary = f'<summary style="cursor:pointer"><b>rank {tail.rank}</b>{said}</summary>'
+    preview_text = f' <span style="{MONO};{DIM}">{_text(last, 80)}</span>' if last else ""
+    summary = f'<summary style="cursor:pointer"><b>rank {tail.rank}</b>{preview_text}</summary>'
     before = ""
     if tail.more or excerpt.left_lines or lines.count("\n") < len(tail.lines):
         where = f" in {_text(file, 60)}" if file and preview else ""
-        before = f'<span style="{_DIM}">… more before{where}</span>\n'
+        before = f'<span style="{DIM}">… more before{where}</span>\n'
     if not (before or lines):
-        return f'<div><b>rank {tail.rank}</b> <span style="{_DIM}">printed nothing</span></div>'
-    return f'<details{" open" * is_open}>{summary}<pre style="{_PRE}">{before}{lines}</pre></details>'
+        return f'<div><b>rank {tail.rank}</b> <span style="{DIM}">printed nothing</span></div>'
+    return f'<details{" open" * is_open}>{summary}<pre style="{PRE}">{before}{lines}</pre></details>'

@@ -9,34 +9,27 @@ from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares, without_
 from nblaunch.notebook.ansi_html import block
 from nblaunch.notebook.charts import clean
 from nblaunch.notebook.page_messages import OutputContent
-from nblaunch.notebook.record import RankOutputs, counted, within
+from nblaunch.notebook.record import DIM, PRE, RankOutputs, counted, within
 
 _MAX_TEXT_BYTES = 8 << 10
 """Of one output that is text."""
 _MAX_TEXTS_BYTES = 2 << 10
 """Of all outputs in the record's text."""
 _MAX_RANKS = 16
-_DIM = "opacity:0.7"
-_PRE = (
-    "font-family:monospace;font-size:12px;line-height:1.4;white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;"
-    "padding:0;background:transparent"
-)
 
 
 def outputs_html(ranks: Sequence[RankOutputs]) -> str:
     """Return the outputs of each rank, those of rank 0 open. HTML of ranks has been through `safe_html`."""
-    parts = [_rank(outputs, is_open=outputs.rank == 0 or len(ranks) == 1) for outputs in ranks]
+    parts = []
+    for outputs in ranks:
+        is_open = outputs.rank == 0 or len(ranks) == 1
+        shown = "".join(f'<div style="margin:6px 0;overflow-x:auto">{_output(each)}</div>' for each in outputs.contents)
+        left_out = f'<div style="{DIM}">{left_out_text(outputs.left_out)}</div>' if outputs.left_out else ""
+        count = counted(len(outputs.contents) + outputs.left_out, "output")
+        title = f'<b>rank {outputs.rank}</b> <span style="{DIM}">{count}</span>'
+        summary = f'<summary style="cursor:pointer">{title}</summary>'
+        parts.append(f"<details{' open' * is_open}>{summary}{shown}{left_out}</details>")
     return f'<div style="margin-top:10px">{"".join(parts)}</div>' if parts else ""
-
-
-def _rank(outputs: RankOutputs, *, is_open: bool) -> str:
-    shown = "".join(f'<div style="margin:6px 0;overflow-x:auto">{_output(each)}</div>' for each in outputs.contents)
-    left_out = f'<div style="{_DIM}">{left_out_text(outputs.left_out)}</div>' if outputs.left_out else ""
-    count = counted(len(outputs.contents) + outputs.left_out, "output")
-    summary = (
-        f'<summary style="cursor:pointer"><b>rank {outputs.rank}</b> <span style="{_DIM}">{count}</span></summary>'
-    )
-    return f"<details{' open' * is_open}>{summary}{shown}{left_out}</details>"
 
 
 def left_out_text(count: int) -> str:
@@ -53,7 +46,7 @@ def _output(content: OutputContent) -> str:
         )
         style = "max-width:100%" if content.height else "max-width:100%;height:auto"
         return f'<img src="{escape(content.body)}" alt="{escape(content.text[:200])}"{sides} style="{style}">'
-    return f'<pre style="{_PRE}">{block(content.body.splitlines(), _MAX_TEXT_BYTES)}</pre>'
+    return f'<pre style="{PRE}">{block(content.body.splitlines(), _MAX_TEXT_BYTES)}</pre>'
 
 
 def outputs_text(ranks: Sequence[RankOutputs]) -> str:

@@ -34,6 +34,7 @@ _ATTRIBUTES = frozenset({
     "max", "open", "reversed", "rowspan", "scope", "size", "span", "start", "title", "valign", "value", "width",
 })  # fmt: skip
 _CLASSES = frozenset({"dataframe"})
+_COMMENT = re.compile(r"/\*.*?(?:\*/|\Z)", re.DOTALL)
 _SELECTORS = re.compile(r"\s*#[\w-]+(?:\s*,\s*#[\w-]+)*\s*")
 _STYLES = re.compile(
     r"(?:background|background-color|border(?:-[a-z]+)*|color|display|float|font(?:-[a-z]+)*|letter-spacing|line-height"
@@ -141,18 +142,13 @@ class _Sanitiser(HTMLParser):
 
     def _read_rules(self, sheet: str) -> None:
         """Take the rules for single elements; the others would style the page."""
-        for rule in _without_comments(sheet).split("}")[:-1]:
+        for rule in _COMMENT.sub("", sheet).split("}")[:-1]:
             before, _, style = rule.rpartition("{")
             selectors = before.rpartition("{")[2]  # of a group of rules, such as @media
             if _SELECTORS.fullmatch(selectors):
                 for selector in selectors.split(","):
                     name = selector.strip()[1:]
                     self._by_id[name] = f"{self._by_id.get(name, '')};{style}"
-
-
-def _without_comments(sheet: str) -> str:
-    first, *rest = sheet.split("/*")
-    return "".join([first, *(part.partition("*/")[2] for part in rest)])
 
 
 def _safe_style(style: str) -> str:

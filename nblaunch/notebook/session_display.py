@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
-import psutil
-
+from nblaunch.engines.protocol import Workers
 from nblaunch.launch.session_state import SessionState
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
-from nblaunch.machine.usage import Sampler, Usage
+from nblaunch.machine.usage import Usage
 from nblaunch.notebook.cell_display import CellDisplay
+from nblaunch.notebook.usage_meter import UsageMeter
 
 _log = logging.getLogger(__name__)
 _MAX_QUEUED = 8
@@ -35,11 +35,18 @@ class SessionDisplay:
         shell: The notebook's shell.
         state: Returns the present state of the session.
         env: The environment of its ranks.
+        workers: Returns the present ranks.
     """
 
-    def __init__(self, shell: Any, state: Callable[[], SessionState], env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        shell: Any,
+        state: Callable[[], SessionState],
+        env: Mapping[str, str],
+        workers: Callable[[], Workers],
+    ) -> None:
         self._display = CellDisplay(shell)
-        self._state, self._env = state, env
+        self._state, self._env, self._workers = state, env, workers
         self._usages: dict[int, Usage] = {}
         self._gone: set[int] = set()
         """Pids of ranks that have died since the last task."""
@@ -51,13 +58,13 @@ class SessionDisplay:
 
     def _follow(self) -> None:
         state = self._state()
-        sampler = Sampler(state.device, self._env)
+        meter = UsageMeter(state.device, self._env)
         shown, sampled_at = "", 0.0
         try:
             while state.is_open:
                 if time.monotonic() - sampled_at > timeouts.SESSION_SAMPLE_INTERVAL_S:
                     sampled_at = time.monotonic()
-                    self._sample(sampler, state)
+                    self._sample(meter, state)
                 summary = self._summary(state)
                 if summary != shown:
                     shown = summary
@@ -68,12 +75,12 @@ class SessionDisplay:
         except Exception:  # noqa: BLE001  # the page is gone, or psutil fails; the session goes on
             _log.exception("the display of session %s stopped", state.name)
         finally:
-            sampler.close()
+            meter.close()
 
-    def _sample(self, sampler: Sampler, state: SessionState) -> None:
-        pids = {each.rank: each.pid for each in state.ranks if each.pid and psutil.pid_exists(each.pid)}
-        self._gone = {each.pid for each in state.ranks} - set(pids.values())
-        self._usages = {usage.rank: usage for usage in sampler.sample(pids)}
+    def _sample(self, meter: UsageMeter, state: SessionState) -> None:
+        alive = [each.rank for each in state.ranks if each.pid]
+        self._usages = {usage.rank: usage for usage in meter.sample(self._workers(), alive)}
+        self._gone = {each.pid for each in state.ranks if each.rank not in self._usages}
 
     def _summary(self, state: SessionState) -> str:
         """Return what must change before the display is replaced: memory by steps of a tenth."""

@@ -40,7 +40,7 @@ def _tensors(module: Any) -> dict[str, Any]:
 
 
 def _is_shared(tensor: Any) -> bool:
-    """Return True if the notebook sees the tensor's changes. Not a CUDA tensor: torch calls every one shared."""
+    """Return True if the notebook sees the tensor's changes. False for CUDA tensors: torch calls all of them shared."""
     try:
         return _is_tensor(tensor) and tensor.device.type == "cpu" and bool(tensor.is_shared())
     except ValueError:

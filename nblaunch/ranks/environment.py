@@ -139,7 +139,7 @@ def apply_interpreter(spec: RankSpec) -> None:
         with contextlib.suppress(OSError, ValueError):  # a hard limit may only be lowered
             resource.setrlimit(kind, (soft, hard))
     if spec.cpus:  # before the first thread, which inherits the affinity
-        with contextlib.suppress(OSError):  # the container has lost these CPUs since
+        with contextlib.suppress(OSError):  # these CPUs have been taken from the container
             os.sched_setaffinity(0, spec.cpus)
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     config["tempdir"] = spec.scratch  # a killed rank would leak a directory of its own
@@ -177,7 +177,9 @@ def apply_settings(settings: Settings) -> None:
         filters: Any = warnings.filters  # typeshed calls it a Sequence
         own = [entry for entry in entries if entry[2] is not None]
         filters[:] = [*(entry for entry in _imported_filters if entry not in own), *own]
-        _reset_warning_registries()
+        reset = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
+        if reset is not None:  # modules that have warned already must apply the new filters
+            reset()
 
 
 def _apply_torch(settings: Settings) -> None:
@@ -205,10 +207,3 @@ def _category(entry: WarningFilter) -> Any:
     """
     module, name = entry.category
     return getattr(sys.modules.get(module), name, None)
-
-
-def _reset_warning_registries() -> None:
-    """Make modules that have warned already apply the new filters."""
-    reset: Any = getattr(warnings, "_filters_mutated", None) or getattr(warnings, "_filters_mutated_lock_held", None)
-    if reset is not None:
-        reset()

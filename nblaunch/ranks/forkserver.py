@@ -60,7 +60,7 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
 
 
 def _preload(modules: tuple[str, ...]) -> Hello:
-    """Import the modules and return what the kernel must know about it."""
+    """Import the modules; return the Hello that reports the result to the kernel."""
     begin = time.monotonic()
     problem = ""
     try:
@@ -241,7 +241,7 @@ class _Server:
         return _Server(channel, self.kernel, self.kernel_pidfd, hello, message.spares)
 
     def reap(self) -> None:
-        """Read children's exits. Kill the descendants that a failed reaper or an unknown child has left."""
+        """Read children's exits. Kill the orphans of a failed reaper or an unknown child."""
         has_strays = False
         for pid, returncode in self.children.ended():
             if pid not in self.reapers:  # a dead server's successors became our children before its exit was read

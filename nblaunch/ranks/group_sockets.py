@@ -15,31 +15,20 @@ from typing import Any
 
 from nblaunch.machine import processes
 
-_Pair = tuple[Any, Any]
-
 
 def cut() -> None:
     """Shut down the connections to the other ranks and to the rendezvous; abort communicators on GPUs."""
     _abort_on_gpus()
-    store = _store_address()
-    peers = _connections_of_siblings()
+    store = None
+    with contextlib.suppress(KeyError, ValueError):  # user code has changed them
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    siblings = set(processes.children(os.getppid())) - {os.getpid()}
+    peers = {(own, other) for pid in siblings for _, own, other in _connections(pid)}
     for fd, own, other in _connections(os.getpid()):
         if fd >= 0 and (other == store or (other, own) in peers):
             with contextlib.suppress(OSError):  # closed meanwhile
                 with socket.socket(fileno=os.dup(fd)) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
-
-
-def _store_address() -> tuple[str, int] | None:
-    with contextlib.suppress(KeyError, ValueError):  # user code has changed them
-        return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return None
-
-
-def _connections_of_siblings() -> set[_Pair]:
-    """Return the ends of the connections of the other ranks, which have the same parent."""
-    siblings = set(processes.children(os.getppid())) - {os.getpid()}
-    return {(own, other) for pid in siblings for _, own, other in _connections(pid)}
 
 
 def _connections(pid: int) -> list[tuple[int, Any, Any]]:

@@ -11,11 +11,10 @@ import threading
 from collections import deque
 from types import FrameType
 
+from nblaunch.machine import processes
 from nblaunch.ranks import group_sockets
 from nblaunch.wire.channel import Channel, LostDescriptorsError
 from nblaunch.wire.messages import Free, Interrupt, Interrupted, Task
-
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
 class KernelChannel:
@@ -158,7 +157,7 @@ class KeptChannel(KernelChannel):
         return received
 
     def _read(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)  # the main thread handles them
+        processes.leave_signals_to_main_thread()
         try:
             while (received := self._receive()) is not None:
                 message, fds = received

@@ -24,7 +24,7 @@ class FigureManager(FigureManagerBase):
 
 
 class FigureCanvas(FigureCanvasAgg):
-    """What matplotlib looks for in a backend's module."""
+    """The canvas class; matplotlib requires a backend module to have this name."""
 
     manager_class: Any = FigureManager
 

@@ -15,10 +15,8 @@ from nblaunch.ranks.collective_count import CollectiveCount
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Payload, Settings
-from nblaunch.wire.session_messages import Bound, Question, SentName
+from nblaunch.wire.session_messages import MAX_BOUND, Bound, Question, SentName
 
-_MAX_NAMES = 2_000
-"""Names that are described after a task."""
 _MAX_COMPLETIONS = 500
 _MAX_REPR_CHARS = 100_000
 _OF_GROUPS = {
@@ -107,7 +105,7 @@ class Namespace:
     def describe(self) -> tuple[Bound, ...]:
         """Return what is bound."""
         shown = [(name, value) for name, value in self._named().items() if _is_shown(name)]
-        return tuple(_describe(name, value) for name, value in shown[-_MAX_NAMES:])
+        return tuple(_describe(name, value) for name, value in shown[-MAX_BOUND:])
 
     def private(self) -> tuple[str, ...]:
         """Return the names that begin with an underscore."""

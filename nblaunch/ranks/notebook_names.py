@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from nblaunch.ranks import rank_display
+from nblaunch.transfer import notebook_shell
 
 _namespace: dict[str, Any] = {}
 
@@ -31,14 +32,15 @@ def install(namespace: dict[str, Any]) -> None:
     """Install the names in builtins and in the shipped functions' globals, which become the shell's namespace."""
     global _namespace
     _namespace = namespace
-    namespace["get_ipython"] = get_ipython
+    notebook_shell.provide(get_ipython)
+    namespace["get_ipython"] = notebook_shell.get_ipython
     builtins.input = _no_input
     sys.breakpointhook = _no_breakpoint
     if "IPython" in sys.modules:
         _enter()
     else:
         builtins.display = _display  # type: ignore[attr-defined]  # as IPython does
-        if not isinstance(sys.meta_path[0], _ShellBesideIPython):  # of a kept rank's task before
+        if not isinstance(sys.meta_path[0], _ShellBesideIPython):  # installed by a kept rank's previous task
             sys.meta_path.insert(0, _ShellBesideIPython())
 
 
@@ -54,14 +56,14 @@ def show_value(value: Any) -> None:
 
 
 def before_cell(source: str) -> None:
-    """Run what extensions have registered for the beginning of a cell, such as autoreload."""
+    """Run the hooks that extensions, such as autoreload, have registered for the start of a cell."""
     module = sys.modules.get("nblaunch.ranks.rank_shell")
     if module is not None:
         module.rank_shell().begin_cell(source)
 
 
 def after_task() -> None:
-    """Show figures that are still open, and run what extensions have registered for the end of a cell.
+    """Show figures that are still open, and run the hooks that extensions have registered for the end of a cell.
 
     A figure that cannot be drawn does not fail the task: its traceback goes to the log.
     """

@@ -75,10 +75,10 @@ def find_backends() -> None:
 
 
 def join(world: World, rank: int, world_size: int) -> None:
-    """Make the default group of this rank, which the user's code finds ready.
+    """Initialize this rank's default group, before user code runs.
 
-    A later task keeps the group of the one before, unless its world is of another generation. Without a backend there
-    is no group: a rank is missing.
+    A later task keeps the group of the previous one, unless the generation has changed. If a rank is missing, the world
+    has no backend, and there is no group.
     """
     global _home
     import torch.distributed as dist
@@ -158,13 +158,10 @@ def _rendezvous(home: _Home, init_method: str | None, world_size: int, rank: int
         return None  # torch's own error names what is missing
     if world_size < 1 or rank < 0 or port == 0:
         return None
-    if _is_loopback(host) or (host, port) == (home.world.master_addr, home.world.master_port):
+    is_loopback = host in ("localhost", "::1") or host.startswith("127.")
+    if is_loopback or (host, port) == (home.world.master_addr, home.world.master_port):
         return ("127.0.0.1" if host == "localhost" else host), port, world_size, rank
     return None
-
-
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a rank displays: MIME bundles, on their way to the notebook. Runs in ranks and their children; no IPython.
+"""Sends what a rank displays to the notebook, as MIME bundles. Runs in ranks and their children, without IPython.
 
 An output is a record in the rank's spool, so displaying never waits for the notebook. What exceeds the limits of
 `nblaunch.wire.display_records` is left out and counted.
@@ -72,7 +72,7 @@ class _Outputs:
             self._spool(Cleared())
 
     def note_left_out(self) -> None:
-        """Tell the notebook how many outputs were left out."""
+        """Report how many outputs were left out."""
         if self.left_out != self._noted:
             self._noted = self.left_out
             self._spool(LeftOut(self.left_out))
@@ -119,7 +119,7 @@ _outputs = _Outputs()
 
 
 def begin() -> None:
-    """Begin with no outputs: the rank turns to the log directory of another cell."""
+    """Forget all outputs: the rank switches to another cell's log directory."""
     global _outputs
     _outputs = _Outputs()
 
@@ -127,13 +127,13 @@ def begin() -> None:
 def publish(
     data: Mapping[str, Any], metadata: Mapping[str, Any], display_id: str = "", *, update: bool = False
 ) -> None:
-    """Show a MIME bundle under the cell, or replace what has this display id. A no-op outside a launch."""
+    """Show a MIME bundle under the cell, or replace the output with this display id. A no-op outside a launch."""
     if report.current() is not None and data:
         (_outputs.update if update else _outputs.show)(data, metadata, display_id)
 
 
 def clear(*, wait: bool) -> None:
-    """Remove this rank's outputs, now or when the next one comes."""
+    """Remove this rank's outputs; with `wait` just before the next output is shown."""
     if report.current() is not None:
         _outputs.clears_next = wait
         if not wait:
@@ -141,7 +141,7 @@ def clear(*, wait: bool) -> None:
 
 
 def finish() -> None:
-    """Report what was left out: the task has ended."""
+    """Report the outputs that were left out, at the end of a task."""
     if report.current() is not None:
         _outputs.note_left_out()
 

@@ -26,8 +26,8 @@ from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 from IPython.utils.text import LSString, SList
 
 from nblaunch.ranks import rank_display
+from nblaunch.wire.rank_variables import MATPLOTLIB_BACKEND
 
-_MATPLOTLIB_BACKEND = "module://nblaunch.ranks.matplotlib_backend"
 _NEEDS_THE_NOTEBOOK = frozenset({
     "autosave", "conda", "connect_info", "debug", "distributed", "ed", "edit", "gui", "hist", "history",
     "javascript", "js", "load", "loadpy", "logoff", "logon", "logstart", "logstate", "logstop", "macro", "mamba",
@@ -191,8 +191,8 @@ class RankShell(InteractiveShell):
         """Show figures in the notebook, for ``%matplotlib`` with any backend."""
         import matplotlib
 
-        matplotlib.use(_MATPLOTLIB_BACKEND)
-        return "inline", _MATPLOTLIB_BACKEND
+        matplotlib.use(MATPLOTLIB_BACKEND)
+        return "inline", MATPLOTLIB_BACKEND
 
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: a rank has no event loop of windows."""
@@ -227,8 +227,8 @@ def _forget(kernels: InteractiveShell) -> None:
     if comm is not None:
         manager = comm.base_comm.CommManager()
         comm.create_comm, comm.get_comm_manager = comm.DummyComm, lambda: manager
-    if "matplotlib" in sys.modules and os.environ.get("MPLBACKEND") == _MATPLOTLIB_BACKEND:
-        sys.modules["matplotlib"].use(_MATPLOTLIB_BACKEND)  # it was loaded with the notebook's
+    if "matplotlib" in sys.modules and os.environ.get("MPLBACKEND") == MATPLOTLIB_BACKEND:
+        sys.modules["matplotlib"].use(MATPLOTLIB_BACKEND)  # it was loaded with the notebook's
 
 
 def _refuse(magic: str) -> None:

@@ -1,4 +1,4 @@
-"""The reaper: the parent of one launch's ranks. It starts them, reports their exits and kills what they leave behind.
+"""The reaper: the parent of one launch's ranks. It starts them, reports their exits and kills their orphans.
 
 Runs in a reaper process, forked by the fork server (by the kernel for ``start_method="fork"``). It is the child
 subreaper of its launch, so it also adopts a daemon that double-forks and calls setsid. It kills the launch when the
@@ -256,14 +256,14 @@ class _Reaper:
         for pid, returncode in self.children.ended():
             rank = self.ranks.pop(pid, None)
             if rank is not None:
-                if not processes.LINUX:  # on Linux the sweep finds what the rank has left
+                if not processes.LINUX:  # on Linux the sweep finds the rank's orphans
                     processes.kill(pid, signal.SIGKILL, group=True)
                 if self.keeps:
                     self.kill_orphans()
                 self.send(RankExited(rank, returncode, time.monotonic_ns()))
 
     def kill_orphans(self) -> None:
-        """Kill what an exited rank has left. Kept ranks are subreapers: the orphans here are of no other rank."""
+        """Kill the orphans of an exited rank. Live kept ranks are subreapers, so their orphans do not come here."""
         own = {*self.ranks, *(pid for pid, _ in self.spares)}
         for pid in set(processes.children(os.getpid())) - own:
             for below in (pid, *processes.descendants(pid)):

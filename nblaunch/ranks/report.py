@@ -6,11 +6,14 @@ never waits for the notebook, DataLoader workers may report too, and nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import math
+import operator
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, SupportsFloat, TypeVar
 
@@ -64,7 +67,7 @@ def report(step: int | None = None, **metrics: SupportsFloat) -> None:
     if _current is None:
         return
     values = {name: _number(name, value) for name, value in metrics.items()}
-    at = None if step is None else _whole("step", step)
+    at = None if step is None else _step(step)
     spool({"time": time.time(), "step": at, "metrics": values})
 
 
@@ -79,7 +82,10 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
 
     def __init__(self, iterable: Iterable[T], total: int | None = None, desc: str = "") -> None:
         self.iterable = iterable
-        self.total = _length(iterable) if total is None else total
+        self.total = total
+        if total is None and isinstance(iterable, Sized):
+            with contextlib.suppress(TypeError):  # a DataLoader of an IterableDataset has no length after all
+                self.total = len(iterable)
         self.desc = desc
 
     def __len__(self) -> int:
@@ -107,13 +113,6 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
         spool({"progress": self.desc, "done": done, "total": self.total, "seconds": seconds})
 
 
-def _length(iterable: Any) -> int | None:
-    try:
-        return len(iterable)
-    except TypeError:
-        return None  # a generator, or a DataLoader of an IterableDataset, whose __len__ raises
-
-
 def _number(name: str, value: Any) -> float:
     try:
         return float(value.detach() if hasattr(value, "detach") else value)  # torch warns for a loss with a graph
@@ -121,12 +120,19 @@ def _number(name: str, value: Any) -> float:
         raise TypeError(f"report({name}={value!r:.80}): a metric must be a number or a one-element tensor") from error
 
 
-def _whole(name: str, value: Any) -> int:
-    number = _number(name, value)
+def _step(value: Any) -> int:
+    """Return `value` as an int. A float such as ``2.0`` and an integer tensor of one element are whole numbers."""
     try:
-        return int(number)
-    except (ValueError, OverflowError) as error:
-        raise TypeError(f"report({name}={value!r:.80}): a step must be a whole number") from error
+        return operator.index(value)
+    except TypeError:
+        pass  # not an integer, but it may be 2.0
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not number.is_integer():
+        raise TypeError(f"report(step={value!r:.80}): a step must be a whole number, such as 2")
+    return int(number)
 
 
 def spool(record: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import _thread
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -20,18 +19,16 @@ from collections.abc import Iterator
 from types import FrameType
 
 from nblaunch.machine import processes, timeouts
+from nblaunch.wire.dump_format import BEGIN, WHOLE, DumpHead
 from nblaunch.wire.launch_files import rank_file, stacks_pipe
 from nblaunch.wire.messages import RankSpec
 
 _SIGNAL: int = getattr(signal, "SIGINFO", 0) or signal.SIGRTMIN + 13
 """Not SIGUSR1 or SIGUSR2: Slurm, Lightning and torch's elastic agent use them. Language runtimes and Valgrind use the
 first and last real-time signals. macOS has no real-time signals, but SIGINFO."""
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _MAX_CALLS = 100
 """faulthandler's limit."""
 _LOADERS_WAIT = ("torch/utils/data/dataloader.py", "_try_get_data")
-BEGIN, WHOLE = "(answer)\n", "(whole)\n"
-"""First and last line of an answer, which is appended in one write: faulthandler may write before and after it."""
 
 
 def answer(spec: RankSpec) -> None:
@@ -50,12 +47,12 @@ def answer(spec: RankSpec) -> None:
         questions = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)  # O_RDWR: no EOF when a reader of stacks closes it
         _thread.start_new_thread(_answer_questions, (questions, dumps))  # `threading` must list the user's threads only
         main = f"0x{threading.main_thread().ident or 0:016x}"
-        os.write(dumps, (json.dumps({"signal": int(_SIGNAL), "pipe": pipe, "main": main}) + "\n").encode())
+        os.write(dumps, DumpHead(int(_SIGNAL), pipe, main).to_line())
         os.rename(f"{path}.new", path)
 
 
 def _answer_questions(questions: int, dumps: int) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)  # the main thread handles them
+    processes.leave_signals_to_main_thread()
     with contextlib.suppress(OSError):  # user code closed the descriptor
         while os.read(questions, 1024):
             with contextlib.suppress(OSError):  # the disk is full; the next answer may fit

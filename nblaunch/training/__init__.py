@@ -4,8 +4,6 @@ It works the same in a launch, under torchrun or srun, and in a single process; 
 `nblaunch.training.peers` shows the trainers of transformers and lightning in the panel. See README.md beside this file.
 """
 
-from __future__ import annotations
-
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.data import (
     ClassBalancedBatchSampler,

@@ -24,12 +24,12 @@ from nblaunch.training.topology import ensure_group, world
 class Accelerator(AcceleratorSettings):
     """Places models and data and trains over any number of ranks, including a single process.
 
-    It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is right in
+    It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
     the ranks that it is sent to. In a single process on the CPU it changes nothing, so the same cell runs without a
     launch. Every rank must call the methods marked as collectives.
 
     Args:
-        nprocs: Ranks that `distribute` launches. Default: one per GPU, without GPUs 2.
+        nprocs: Ranks that `distribute` launches. Default: one per GPU; 2 without GPUs.
         compute_setup: Where to compute: ``"cpu"``, ``"gpu"``, or ``"auto"`` (default), a GPU if there is one.
         log_setup: Device of the tensors that `all_reduce_dict` returns: ``"cpu"`` (default), or ``"auto"``, the
             device that computes.
@@ -53,7 +53,7 @@ class Accelerator(AcceleratorSettings):
 
     # ------------------------------------------------------------------ preparing
     def prepare(self, *objects: Any) -> Any:
-        """Make objects ready for the ranks: any number, in any order, inside pytrees too. A collective.
+        """Prepare objects for the ranks: any number, in any order, inside pytrees too. A collective.
 
         Modules go to the device and dtype, and into DDP if there are other ranks and something to train. Optimizers
         are wrapped only if accumulation or float16 must decide when they step. The same holds for schedulers: unless
@@ -245,7 +245,7 @@ class Accelerator(AcceleratorSettings):
         return collectives.broadcast(obj, src, self.device)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every rank is here. A collective."""
+        """Wait until every rank has called it. A collective."""
         self._join()
         collectives.barrier()
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import one_of
+from nblaunch.machine.argument_checks import one_of, whole_number
 from nblaunch.training.exchange import check_same, exchange, exchange_bytes, is_inexact
 from nblaunch.training.pytree import children, is_container, tree_map
 from nblaunch.training.topology import collective_device, ensure_group, world
@@ -151,8 +151,7 @@ class _CudaTensor:
 def broadcast(value: Any, src: Any, device: torch.device) -> Any:
     """See `Accelerator.broadcast`."""
     place = world()
-    if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < place.size:
-        raise ArgumentError(f"src={src!r}: must be a rank, from 0 to {place.size - 1}")
+    src = whole_number("src", src, least=0, most=place.size - 1)
     if not place.is_shared:
         return value
     ensure_group()

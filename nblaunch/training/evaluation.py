@@ -40,7 +40,7 @@ def evaluate(
     prefix: str = "",
     at: int | None = None,
 ) -> dict[str, float]:
-    """Compute metrics of a model over every sample once, for any number of ranks. A collective; works alone too.
+    """Compute metrics of a model over every sample once, for any number of ranks. A collective.
 
     Each rank takes its part of the data and runs the module itself, without DistributedDataParallel or torch.compile
     around it, so ranks with fewer batches, or none, block no other rank. The module runs in eval mode, without

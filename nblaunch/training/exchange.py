@@ -1,4 +1,4 @@
-"""Exchange of objects and bytes between all ranks, and the error for ranks that bring different things."""
+"""Exchange of objects and bytes between all ranks, and the error for ranks whose keys or kinds of values differ."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _all_gather_padded(data: bytes, size: int) -> list[bytes]:
 
 
 def check_same(name: str, by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Raise on every rank unless all ranks brought the same keys and kinds.
+    """Raise on every rank unless all ranks passed the same keys and kinds.
 
     Args:
         name: The function to name in the message.

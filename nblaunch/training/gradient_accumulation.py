@@ -90,7 +90,7 @@ class GradientState:
     # ------------------------------------------------------------------ the scaler
     @property
     def needs_wrappers(self) -> bool:
-        """Return True if optimizers and schedulers must ask before they step."""
+        """Return True if optimizers and schedulers must not act on every ``step`` call."""
         return self.every > 1 or self._scaler is not None
 
     @property

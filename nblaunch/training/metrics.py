@@ -92,11 +92,12 @@ class Mean:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's values, for a checkpoint."""
-        return {"sum": hex(self._sum), "beyond": self._nonfinite, "count": self._count}
+        return {"sum": hex(self._sum), "nonfinite": self._nonfinite, "count": self._count}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._sum, self._nonfinite, self._count = int(state["sum"], 16), state["beyond"], state["count"]
+        nonfinite = state["nonfinite"] if "nonfinite" in state else state["beyond"]  # checkpoints of version 0.1.0
+        self._sum, self._nonfinite, self._count = int(state["sum"], 16), nonfinite, state["count"]
 
 
 class Accuracy:

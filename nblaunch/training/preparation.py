@@ -1,4 +1,4 @@
-"""`Accelerator.prepare`: modules, optimizers, schedulers and loaders made ready for the ranks; and its undoing."""
+"""`Accelerator.prepare`: prepares modules, optimizers, schedulers and loaders for the ranks, and undoes it."""
 
 from __future__ import annotations
 
@@ -196,5 +196,5 @@ def _compare_lengths(loaders: list[DataLoader[Any]]) -> None:
     )
     warn(
         f"the prepared loaders do not have equally many batches on every rank ({counts}): DDP would wait forever for "
-        "a rank that has no more. Build them from the same dataset and batch size on every rank"
+        "a rank that has run out. Build them from the same dataset and batch size on every rank"
     )

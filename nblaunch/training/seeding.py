@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nblaunch.errors import ArgumentError
+from nblaunch.machine.argument_checks import whole_number
 
 _VARIABLE = "NBLAUNCH_SEED"
 _SEED_LIMIT = 2**32
@@ -37,7 +38,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     Raises:
         ArgumentError: `seed` is not a whole number in that range.
     """
-    _check(seed)
+    seed = whole_number("seed", seed, least=0, most=_SEED_LIMIT - 1)
     os.environ[_VARIABLE] = str(seed)
     _seed_python_and_numpy(seed)
     torch.manual_seed(seed)
@@ -69,14 +70,12 @@ def default_seed() -> int:
 
 
 def checked_seed(seed: int | None) -> int | None:
-    """Return `seed` if it is None or valid.
+    """Return `seed` as an int, or None.
 
     Raises:
         ArgumentError: It is neither None nor a whole number from 0 to 2**32 - 1.
     """
-    if seed is not None:
-        _check(seed)
-    return seed
+    return None if seed is None else whole_number("seed", seed, least=0, most=_SEED_LIMIT - 1)
 
 
 class Seeded(NamedTuple):
@@ -169,11 +168,6 @@ class _GaussianState:
             yield random_state
         finally:
             random_state._bit_generator = own
-
-
-def _check(seed: Any) -> None:
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT:
-        raise ArgumentError(f"seed={seed!r}: must be a whole number from 0 to 2**32 - 1, such as seed=42")
 
 
 def _seed_python_and_numpy(seed: int) -> None:

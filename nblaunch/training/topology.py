@@ -1,6 +1,6 @@
 """The position of this process among its ranks: in a launch, under torchrun or srun, or alone.
 
-Nothing is cached: an object made in the notebook must be right in the ranks that it is sent to.
+Nothing is cached: an object made in the notebook must be valid in the ranks that it is sent to.
 """
 
 from __future__ import annotations

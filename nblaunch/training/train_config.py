@@ -36,7 +36,7 @@ class TrainConfig:
     """The settings of a training run.
 
     Attributes:
-        nprocs: Number of ranks. Default: one per visible GPU, without GPUs 2.
+        nprocs: Number of ranks. Default: one per visible GPU; 2 without GPUs.
         epochs: Passes over the training data in all: a resumed run does the rest of them.
         batch_size: Samples per batch and rank, if `Trainer.fit` is given a dataset.
         accumulation: Batches whose gradients make one optimizer step.
@@ -52,8 +52,8 @@ class TrainConfig:
         checkpoint_dir: Folder for checkpoints. Default: none are written.
         checkpoint_every: Optimizer steps between checkpoints, besides the one after each epoch.
         keep: Number of latest checkpoints to keep.
-        resume: True: resume from the latest checkpoint in the folder. False: train from the start, and replace what is
-            there.
+        resume: True: resume from the latest checkpoint in the folder. False: train from the start, and replace the
+            checkpoints there.
         seed: Seed of the order of samples and all random numbers in the ranks.
         log_every: Optimizer steps between two reports of the loss.
         early_stop: Stop after this many epochs without an improvement of `monitor`. Default: never.

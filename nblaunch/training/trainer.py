@@ -192,7 +192,9 @@ class Trainer:
             if self.accelerator.sync_gradients:
                 self._progress.step += 1
                 self._call("on_step_end", loss.detach())
-                self._report_step(pending)
+                if self.step % self.config.log_every == 0:
+                    report(step=self.step, loss=float(loss.detach()), lr=self.optimizer.param_groups[0]["lr"])
+                    self._add_losses(pending)
                 self._write_step_checkpoint(loader, pending)
         self._add_losses(pending)
 
@@ -236,11 +238,6 @@ class Trainer:
         )
 
     # ------------------------------------------------------------------ results
-    def _report_step(self, pending: list[tuple[Tensor, int]]) -> None:
-        if self.step % self.config.log_every == 0:
-            report(step=self.step, loss=float(pending[-1][0]), lr=self.optimizer.param_groups[0]["lr"])
-            self._add_losses(pending)
-
     def _add_losses(self, pending: list[tuple[Tensor, int]]) -> None:
         """Add the pending losses to the mean; rarely, because reading one waits for the GPU."""
         for loss, size in pending:
@@ -296,7 +293,7 @@ class Trainer:
         ranks = exchange(own)
         if self.accelerator.is_main_process:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
-            state = {"setup": self._setup(loader), "standing": asdict(self._progress), "parts": parts, "ranks": ranks}
+            state = {"setup": self._setup(loader), "progress": asdict(self._progress), "parts": parts, "ranks": ranks}
             self._folder.write(state, self.step)
         self.accelerator.wait_for_everyone()
 
@@ -327,7 +324,7 @@ class Trainer:
         state = checkpoint.read(path)
         checkpoint.check_setup(path, state["setup"], self._setup(loader))
         steps = self._progress.schedule_end
-        self._progress = checkpoint.TrainingProgress(**state["standing"])
+        self._progress = checkpoint.TrainingProgress(**state.get("progress") or state["standing"])  # the key of 0.1.0
         if self._is_done() and self.accelerator.is_main_process:
             how = "ended early, with" if self._progress.ended else "give more epochs: it has"
             warn(

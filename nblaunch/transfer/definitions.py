@@ -44,7 +44,7 @@ class LostReferenceError(LookupError):
 
 
 def look_up(module: str | None, name: str) -> Any:
-    """Return what this process has under a qualified name, or None."""
+    """Return the object that a qualified name refers to in this process, or None."""
     found: Any = sys.modules.get(module or "")
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -159,7 +159,7 @@ def keep(key: str, make: Callable[..., Any], made_of: tuple[Any, ...]) -> Any:
 
 
 def kept_things() -> list[tuple[str, Any]]:
-    """Return the objects that were sent under keys and live, by key."""
+    """Return the live objects that were sent under keys, by key."""
     return list(_kept.items())
 
 
@@ -179,7 +179,7 @@ def kept(key: str) -> Any:
 
 
 def set_kept_state(thing: Any, state: Any) -> None:
-    """Set the state of an object that `keep` has just created. An earlier one keeps what the rank made of it."""
+    """Set the state of an object that `keep` has just created. An earlier object keeps the rank's changes."""
     if id(thing) not in _unset:
         return
     _unset.discard(id(thing))
@@ -232,5 +232,5 @@ def set_state_if_new(definition: Any, content: tuple[Callable[[Any, Any], object
 
 
 def in_file(filename: str, make: Callable[..., types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
-    """Return a code object of this file, from what cloudpickle makes it of."""
+    """Make a code object from cloudpickle's `parts`, with this file name."""
     return make(*parts).replace(co_filename=filename)

@@ -21,7 +21,7 @@ _MIN_STREAM_BYTES = 1 << 20
 _MAX_SPREAD = 2
 """A strided array is sent as its span if that is at most this many times the size of its elements."""
 _MAX_COMPARED = 10_000
-"""Pairs of views that are compared for shared elements; beyond, every view is sent as its span."""
+"""Pairs of views that are compared for shared elements; with more pairs, every view is sent as its span."""
 
 
 class Strided(NamedTuple):

@@ -83,10 +83,10 @@ def pack(
     parts: Mapping[str, Any] | None = None,
     home: pickling.Home | None = None,
 ) -> Parcel:
-    """Pack what `build` returns; it gets the notes that the pickler takes meanwhile.
+    """Pack the object that `build` returns.
 
     Args:
-        build: See `nblaunch.transfer.pickling.dump`.
+        build: Called with the definitions that the pickler finds in `parts`; see `nblaunch.transfer.pickling.dump`.
         store: Puts large buffers into segments.
         parts: Parts of the object whose sizes to measure, by name. Default: none.
         home: See `nblaunch.transfer.pickling.Pickler`.
@@ -110,7 +110,7 @@ def pack(
 
 
 def _assemble(outgoing: Outgoing, store: Store, loads: int) -> Parcel:
-    """Put what has left the pickle into segments, and the rest into a blob."""
+    """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
     buffers, copies = outgoing.resolve_buffers()
     regions = [part for part in (*buffers, *outgoing.stream) if isinstance(part, Region)]

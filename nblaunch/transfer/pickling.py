@@ -8,7 +8,6 @@ from __future__ import annotations
 import copyreg
 import dis
 import functools
-import importlib
 import io
 import linecache
 import os
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from nblaunch.transfer import definitions, tensors
+from nblaunch.transfer import definitions, notebook_shell, tensors
 
 _MAX_EXPLAINED_DEPTH = 6
 """How deep into an object to search for the part that cannot be pickled."""
@@ -133,7 +132,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 drops the file name: tracebacks would lose the cell
             make, parts = self.dispatch_table[types.CodeType](obj)
             return definitions.in_file, (obj.co_filename, make, parts)
-        reduced = tensors.reduce(obj, self._buffers) or _reduce_shell(obj) or _reduce_cached(obj)
+        reduced = tensors.reduce(obj, self._buffers) or notebook_shell.reduce_shell(obj) or _reduce_cached(obj)
         if reduced is not None:
             return reduced
         reduced = super().reducer_override(obj)
@@ -360,20 +359,6 @@ def _cached_property(function: Any, name: str | None) -> Any:
     made = functools.cached_property(function)
     made.attrname = name
     return made
-
-
-# ------------------------------------------------------------------ the notebook's shell
-def _reduce_shell(obj: Any) -> tuple[Any, ...] | None:
-    return (_stand_in, (obj.__name__,)) if is_shells(obj) else None
-
-
-def is_shells(obj: Any) -> bool:
-    """Return True for ``get_ipython``, which a cell's function with a ``!command`` refers to."""
-    return isinstance(obj, types.MethodType) and obj.__func__.__qualname__ == "InteractiveShell.get_ipython"
-
-
-def _stand_in(name: str) -> Any:
-    return getattr(importlib.import_module("nblaunch.ranks.notebook_names"), name)
 
 
 def loads(data: bytes | memoryview) -> Any:

@@ -110,7 +110,7 @@ class SentDataCache:
             watch = threading.Thread(target=self._check_memory, name="nblaunch-memory", daemon=True)
             try:
                 watch.start()
-            except RuntimeError:  # no more threads: a shortage would go unnoticed
+            except RuntimeError:  # no thread can be started, so a shortage would go unnoticed
                 self._kept.clear()
             else:
                 self._watch = watch

@@ -22,13 +22,11 @@ from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.wire.session_messages import Bound, SentName
+from nblaunch.wire.session_messages import MAX_BOUND, Bound, SentName
 
 _DIGEST_BYTES = 16
 _MIN_COMPARED_BYTES = 1 << 20
 """A larger array is compared with its copy in the cache of sent data, which is faster than hashing it again."""
-_MAX_DESCRIBED = 2_000
-"""Kept ranks describe at most this many names."""
 
 
 @dataclass(slots=True)
@@ -160,7 +158,7 @@ class SentNames:
 
     def has_bound(self, rank: int, bound: Collection[Bound], private: Collection[str]) -> None:
         """Note what a rank has bound: a name that it has deleted is sent again if a task uses it."""
-        if len(bound) < _MAX_DESCRIBED:
+        if len(bound) < MAX_BOUND:
             alive = {each.name for each in bound}.union(private)
             had = self._had[rank]
             for name in had.keys() - alive:

@@ -14,6 +14,7 @@ import sys
 from typing import Any, NamedTuple, Protocol
 
 from nblaunch.machine.segments import memory_at
+from nblaunch.wire import rank_variables
 
 MIN_BUFFER_BYTES = 16 << 10
 """Smaller buffers stay in the pickle, as storages that torch allocates: it cannot resize memory that is not its own."""
@@ -33,7 +34,7 @@ class StorageSlice(NamedTuple):
 
 
 class BufferSink(Protocol):
-    """Takes the memory that leaves a pickle."""
+    """Receives the out-of-band memory of a pickle."""
 
     def keep_storage(self, storage: object) -> None:
         """Keep a storage alive, and check that it still has the same memory when the buffer is copied."""
@@ -59,7 +60,7 @@ class BufferSink(Protocol):
 
 
 def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
-    """Return the reduction of a storage, tensor or array whose memory is to leave the pickle, else None.
+    """Return the reduction of a storage, tensor or array whose memory is sent out of band, else None.
 
     Args:
         obj: Any object.
@@ -110,8 +111,8 @@ def _reduce_shared(storage: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
         if fd < 0 or not _is_users(fd):
             return None
         return shared_storage, (buffers.add_descriptor(fd, storage), size)
-    if "NBLAUNCH_RANK" in os.environ or storage.filename is not None:
-        return None  # a rank is the name's last user, and unlinks it; or it is a file of the user's
+    if rank_variables.RANK in os.environ or storage.filename is not None:
+        return None  # a rank would unlink the name, as its last user; or the user chose the file
     buffers.keep_until_received(storage)
     return named_shared_storage, storage._share_filename_cpu_()
 
@@ -201,12 +202,12 @@ def storage_on_own_device(storage: Any) -> Any:
     """Move a storage that was on a GPU: in a rank to the rank's GPU; the notebook leaves it on the CPU."""
     import torch
 
-    return storage.cuda() if "NBLAUNCH_RANK" in os.environ and torch.cuda.is_available() else storage
+    return storage.cuda() if rank_variables.RANK in os.environ and torch.cuda.is_available() else storage
 
 
 # ------------------------------------------------------------------ tensors
 def _reduce_tensor(tensor: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
-    """Reduce a CPU tensor that may refer to little of its storage; return None where torch's own way is right."""
+    """Reduce a CPU tensor that may refer to little of its storage; return None where torch's own reduction is right."""
     import torch
 
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
@@ -252,7 +253,7 @@ def tensor_of_slice(received: StorageSlice, dtype: Any, shape: Any, strides: Any
 
 # ------------------------------------------------------------------ arrays
 def _reduce_array(array: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
-    """Reduce an array that NumPy would copy into the pickle; return None where NumPy's own way is right."""
+    """Reduce an array that NumPy would copy into the pickle; return None where NumPy's own reduction is right."""
     is_large, is_whole = array.nbytes >= MIN_BUFFER_BYTES, array.flags.c_contiguous or array.flags.f_contiguous
     is_view = getattr(array.base, "nbytes", 0) >= MIN_BUFFER_BYTES  # its base may be sent too
     if array.dtype.hasobject or not array.nbytes or (is_whole if is_large else not is_view):
@@ -270,7 +271,7 @@ def _reduce_subclass(array: Any, plain: Any) -> tuple[Any, ...] | None:
     kind = type(array)
     own = ["__reduce_ex__", "__reduce__", "__setstate__", "__getstate__"]
     if kind.__module__.partition(".")[0] != "numpy":
-        own.append("__array_finalize__")  # it can tell unpickling from taking a view
+        own.append("__array_finalize__")  # it can distinguish unpickling from taking a view
     if array.dtype.hasobject or kind in copyreg.dispatch_table:
         return None
     if any(getattr(kind, name, None) is not getattr(plain, name, None) for name in own):
@@ -305,7 +306,7 @@ def copy_elements(array: Any, into: memoryview) -> None:
 
 
 def may_share(one: Any, other: Any) -> bool:
-    """Return True if two arrays share an element, or if that is hard to tell."""
+    """Return True if two arrays share an element, or if that is hard to determine."""
     try:
         import numpy
     except ImportError:

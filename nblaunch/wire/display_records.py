@@ -1,4 +1,4 @@
-"""What ranks display, as records in their spools, and the limits of it.
+"""Records of what ranks display, in their spools, and the limits.
 
 A record is one line of JSON. Images and long texts are in files of their own beside it.
 """
@@ -14,7 +14,7 @@ from typing import Any, Literal
 MAX_OUTPUTS = 100
 """Of one rank at a time: further ones are left out and counted until ``clear_output``."""
 MAX_OUTPUT_BYTES = 4 << 20
-"""Of one output; of a larger one its text is shown."""
+"""Of one output; a larger one is shown as its text."""
 MAX_KEPT_BYTES = 16 << 20
 """Of all outputs that a rank shows at a time."""
 MAX_SPOOLED_BYTES = 16 << 20
@@ -39,7 +39,7 @@ BITMAPS = frozenset({"image/png", "image/jpeg", "image/gif", "image/webp"})
 """Types whose bodies are bytes: always in a file."""
 _KEY = re.compile(r"[0-9]{1,12}-[0-9]{1,12}")
 _FIELD = "display"
-"""A record of the spool with this field is one of these."""
+"""The field that marks these records in a spool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,13 @@ _KINDS: dict[Literal["show", "clear", "left_out"], type[DisplayRecord]] = {
 
 
 def to_line(record: DisplayRecord) -> dict[str, Any]:
-    """Return a record as the spool holds it."""
+    """Return a record as a line of the spool."""
     kind = next(kind for kind, cls in _KINDS.items() if type(record) is cls)
     return {_FIELD: kind, **dataclasses.asdict(record)}
 
 
 def from_line(line: Mapping[str, Any]) -> DisplayRecord | None:
-    """Return the record of a line in a spool; None if it is none, or malformed."""
+    """Return the record of a line in a spool; None for another kind of line, or a malformed one."""
     fields = dict(line)
     kind = fields.pop(_FIELD, None)
     try:

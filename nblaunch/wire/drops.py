@@ -65,7 +65,7 @@ class Table:
     """
 
     def __init__(self, scratch: str, ranks: int) -> None:
-        self._file = open(drop_counters(scratch), "xb+", buffering=0)  # the folder goes before this table is read last
+        self._file = open(drop_counters(scratch), "xb+", buffering=0)  # read after the folder is removed
         self._file.write(bytes(ranks * _BLOCK))
 
     def read(self, rank: int) -> Dropped:
@@ -94,7 +94,7 @@ class Counter:
     def add(self, kind: Kind, count: int, reason: int) -> None:
         """Count what was dropped. Never raises: a count that cannot be written is lost."""
         with self._lock, suppress(OSError, struct.error):
-            # Opened each time: user code may have closed the descriptor, and its number may be a checkpoint's now.
+            # Opened each time: user code may have closed the descriptor, and its number may now belong to a checkpoint.
             table = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 at = self._block + os.getpid() % _ROWS * _ROW.size

@@ -1,6 +1,7 @@
-"""The name of every file of a launch. The kernel writes none of them, and the ranks list none: both ask here.
+"""The paths of a launch's files.
 
-A launch has two directories. The log directory is kept for the user; the scratch directory goes with the last rank.
+A launch has two directories. The log directory is kept for the user; the scratch directory is removed after the last
+rank's exit.
 """
 
 from __future__ import annotations

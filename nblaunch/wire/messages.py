@@ -105,7 +105,7 @@ class RankSpec:
     scratch: str
     """Directory for temporary files and sockets; removed with the launch."""
     is_kept: bool = False
-    """Whether the rank stays for many tasks, as in a session: its names live on, and a restart may replace it."""
+    """True in a session: the rank runs many tasks, keeps its names, and may be replaced by a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class Task:
     acknowledge: bool = False
     """Whether the rank must reply with `Taken`."""
     log_dir: str = ""
-    """Where a kept rank writes the task's output and reports; empty: where the task before did."""
+    """The folder for a kept rank's output and reports during the task; empty: that of the previous task."""
     joins: bool = True
     """Whether the task needs the process group."""
     path: tuple[str, ...] = ()

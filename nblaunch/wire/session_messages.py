@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from nblaunch.wire.collective_table import Begun
 
+MAX_BOUND = 2_000
+"""Names that a rank describes after a task; of more, the last."""
+
 
 @dataclass(frozen=True, slots=True)
 class Bound:

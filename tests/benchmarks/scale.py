@@ -1,7 +1,8 @@
 """How launches grow: with the number of ranks, of launches at once, of lines and of reports.
 
 * `ranks`: seconds of a launch of 2 to 64 ranks with one all_reduce, and CPU seconds of the kernel's process for it;
-  beside the floor, a script of one thread that has torch imported, forks as many children, and lets them meet by gloo.
+  beside the floor, a script of one thread that has torch imported, forks as many children, and lets them join a gloo
+  group.
 * `at_once`: so many launches of two ranks at the same time, and one after the other.
 * `supervision`: CPU seconds of the kernel's process for each printed line and each report.
 * `flood`: two ranks print a million lines each; beside a script whose two processes write the same to files.
@@ -28,7 +29,7 @@ _SETUP = """
 import os, time
 from nblaunch import notebook_launcher, report
 
-def meets():
+def joins():
     import torch, torch.distributed as dist
     dist.all_reduce(torch.ones(1))
 
@@ -50,12 +51,12 @@ def timed(function, *args, **options):
 
 def at_once(count):
     begin = time.perf_counter()
-    for launch in [launched(meets, block=False) for _ in range(count)]:
+    for launch in [launched(joins, block=False) for _ in range(count)]:
         launch.result()
     together = time.perf_counter() - begin
     begin = time.perf_counter()
     for _ in range(count):
-        launched(meets)
+        launched(joins)
     return together, time.perf_counter() - begin
 
 def flooded(lines, view):
@@ -67,7 +68,7 @@ def flooded(lines, view):
             assert all(f"rank {rank} line {number:07d}" in line for number, line in enumerate(file)), "out of order"
             assert sum(1 for _ in open(result.logs[rank].out)) == lines, "lines are missing"
     return seconds, used
-launched(meets)
+launched(joins)
 """
 _FLOOR = """
 import json, os, socket, statistics, sys, time
@@ -138,7 +139,7 @@ def measure(ranks: tuple[int, ...], rounds: int, lines: int, at_once: tuple[int,
         kernel.run(_SETUP).check()
         kernel.run("time.sleep(8)").check()  # the next fork server is built meanwhile
         for count in ranks:
-            figures.ranks[count] = [_ask(kernel, f"timed(meets, ranks={count})") for _ in range(rounds)]
+            figures.ranks[count] = [_ask(kernel, f"timed(joins, ranks={count})") for _ in range(rounds)]
             figures.floor[count] = json.loads(_script(_FLOOR, str(count), str(rounds)))
         for count in at_once:
             figures.at_once[count] = _ask(kernel, f"at_once({count})")

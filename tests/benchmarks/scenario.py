@@ -35,7 +35,7 @@ def train(steps, folder):
     try:
         for step in range(steps):
             print(f"rank {rank} step {step}: loss {1 / (step + 1):.4f} " + "." * 40)
-            tell(step=step, loss=1 / (step + 1))
+            report(step=step, loss=1 / (step + 1))
             if step % 500 == 0:
                 open(f"{folder}/began{rank}", "w").close()
                 dist.all_reduce(torch.ones(1000))
@@ -54,7 +54,7 @@ def whole(steps):
 """
 _NBLAUNCH = """
 %load_ext nblaunch
-from nblaunch import notebook_launcher, report as tell
+from nblaunch import notebook_launcher, report
 
 def launch(function, args, block=True):
     return notebook_launcher(function, args, RANKS, device="cpu", start_method="forkserver", block=block)
@@ -95,7 +95,7 @@ _ACCELERATE = """
 import contextlib, io
 from accelerate import notebook_launcher
 
-def tell(**values):
+def report(**values):
     pass
 
 def launch(function, args):
@@ -150,16 +150,16 @@ def _asked(kernel: Kernel, expression: str) -> Any:
     return kernel.ask("found")
 
 
-def _whole(kernel: Kernel, steps: int, told: Path) -> float:
+def _whole(kernel: Kernel, steps: int, answer: Path) -> float:
     """Seconds of a whole run, by a file: of what tens of thousands of messages bring, a client loses some."""
-    kernel.client.execute(f"seconds = whole({steps})\nopen({str(told)!r}, 'w').write(str(seconds))")
+    kernel.client.execute(f"seconds = whole({steps})\nopen({str(answer)!r}, 'w').write(str(seconds))")
     deadline = time.monotonic() + _LIMIT
-    while not (told.exists() and told.read_text()):
+    while not (answer.exists() and answer.read_text()):
         if time.monotonic() > deadline:
             return math.inf
         with contextlib.suppress(queue.Empty):
             kernel.client.get_iopub_msg(timeout=0.02)
-    return float(told.read_text())
+    return float(answer.read_text())
 
 
 def table(figures: Figures) -> str:

@@ -35,7 +35,7 @@ from nblaunch.launch.frontend import host
 channel = host()._channel
 stream, channel._stream = channel._stream, None  # as with another ipykernel
 """
-HEARS_AGAIN = "channel._stream = stream\n"
+LISTENS_AGAIN = "channel._stream = stream\n"
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,12 @@ HEARS_AGAIN = "channel._stream = stream\n"
         (NO_SUBSHELLS, DEAF, "KeyboardInterrupt"),
         (NOTEBOOK, "", "LaunchStoppedError"),
     ],
-    ids=["lab", "without subshells", "kernel that cannot hear", "notebook"],
+    ids=["lab", "without subshells", "kernel that does not listen", "notebook"],
     indirect=["served"],
 )
 def test_stop_ends_the_ranks_of_a_cell_that_blocks(lab: Lab, kernel: str, raised: str) -> None:
     trains = f"{kernel}\n{TRAINS}notebook_launcher(train, num_processes=2, stop_grace={GRACE})"
-    lab.run(trains, (HEARS_AGAIN if kernel else "") + "40 + 2")
+    lab.run(trains, (LISTENS_AGAIN if kernel else "") + "40 + 2")
     lab.log_says("begun")
     lab.panel.locator(".nbl-card").first.wait_for()
     assert lab.state() == "running"
@@ -74,7 +74,7 @@ def test_the_interrupt_button_stops_the_ranks_and_the_kernel_goes_on(lab: Lab) -
     lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
 
 
-def test_a_checkpoint_is_finished_with_the_countdown_shown_and_a_second_click_would_kill(lab: Lab) -> None:
+def test_stop_shows_a_countdown_while_a_checkpoint_finishes(lab: Lab) -> None:
     go = lab.folder / "go"
     lab.run(f"from pathlib import Path\ngo = Path({str(go)!r}){SAVES}")
     lab.log_says("step 5")
@@ -124,7 +124,7 @@ notebook_launcher(stops_itself, num_processes=2, stop_grace={GRACE})
     lab.wait_for_state("stopped")
 
 
-def test_a_background_launch_is_followed_and_stopped_with_the_kernel_free(lab: Lab) -> None:
+def test_a_background_launch_is_shown_and_stopped(lab: Lab) -> None:
     lab.run(TRAINS + f"launch = notebook_launcher(train, num_processes=2, stop_grace={GRACE}, block=False)", "40 + 2")
     lab.page.locator(".jp-OutputArea-executeResult", has_text="42").wait_for()
     lab.log_says("step 40")
@@ -164,7 +164,7 @@ def test_after_a_reload_panels_come_back_whole_with_the_kernel_free(fresh_lab: L
 
 
 @pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
-def test_restart_ends_everything_with_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
+def test_restart_takes_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
     trains = TRAINS + "notebook_launcher(train, num_processes=2)"
     lab.run(trains, "notebook_launcher(lambda: 'fresh', num_processes=2)[1]")
     lab.log_says("begun")

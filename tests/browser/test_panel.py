@@ -106,7 +106,7 @@ def test_outputs_of_ranks_are_shown_and_come_again_after_a_reload(lab: Lab) -> N
             keep_picture(lab.page, "outputs.png")
 
 
-def test_a_log_that_leaves_the_page_while_it_scrolls_goes_on_at_the_end(lab: Lab) -> None:
+def test_a_log_scrolled_out_of_the_page_continues_at_its_end(lab: Lab) -> None:
     lab.run(TRAINS + "notebook_launcher(train, kwargs={'steps': 400}, num_processes=2)")
     lab.log_says("step 240")  # more lines than are in sight
     lab.page.evaluate(_SCROLLED_AND_HIDDEN)

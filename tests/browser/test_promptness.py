@@ -16,7 +16,7 @@ pytestmark = pytest.mark.alone  # other tests must not take a part of these seco
 @pytest.mark.parametrize(
     "served", [LAB, NO_SUBSHELLS, NOTEBOOK], ids=["lab", "without subshells", "notebook"], indirect=True
 )
-def test_after_a_reload_the_panel_is_back_whole_while_its_cell_still_blocks(fresh_lab: Lab) -> None:
+def test_a_reload_restores_the_panel_of_a_blocking_cell(fresh_lab: Lab) -> None:
     lab = fresh_lab
     trains = f"from nblaunch.errors import LaunchStoppedError\n{TRAINS}"
     waits = "try:\n    notebook_launcher(train, num_processes=2)\nexcept LaunchStoppedError:\n    order = ['stopped']"

@@ -158,7 +158,7 @@ def prelude(folder: Path) -> str:
     return f"{imports}folder = Path({str(folder)!r})"
 
 
-def test_a_restart_of_the_kernel_kills_the_ranks_and_the_next_launch_works(own_kernel: Kernel, tmp_path: Path) -> None:
+def test_a_kernel_restart_kills_the_ranks_and_launches_work_again(own_kernel: Kernel, tmp_path: Path) -> None:
     own_kernel.run(CHECKPOINT).check()
     start_training(own_kernel, LONG)
 

@@ -48,7 +48,7 @@ def test_load_ext_returns_at_once_and_imports_no_torch(tmp_path: Path) -> None:
     assert best < 0.3
 
 
-def test_load_ext_warns_where_no_fork_server_can_start_and_a_launch_says_the_fix(fresh_kernel: Kernel) -> None:
+def test_load_ext_warns_if_no_fork_server_can_start(fresh_kernel: Kernel) -> None:
     fresh_kernel.run("import os\nos.environ['TOO_LONG'] = 'x' * 200_000").check()
 
     cell = fresh_kernel.run("%load_ext nblaunch").check()
@@ -116,7 +116,7 @@ def positional(factor, rank): return Model(factor)(rank)
         ("positional, kwargs={'factor': 8}", [100, 108]),
     ],
 )
-def test_what_cells_define_can_be_launched(kernel: Kernel, call: str, values: list[object]) -> None:
+def test_definitions_of_cells_can_be_launched(kernel: Kernel, call: str, values: list[object]) -> None:
     kernel.run(DEFINITIONS).check()
 
     assert kernel.ask(f"list(notebook_launcher({call}, num_processes=2, view='none'))") == values
@@ -208,7 +208,7 @@ def test_a_cell_can_catch_a_ranks_exception_as_itself(kernel: Kernel) -> None:
 
 
 # ------------------------------------------------------------------ copies
-def test_a_change_that_is_not_returned_is_told_once(kernel: Kernel) -> None:
+def test_an_unreturned_change_is_reported_once(kernel: Kernel) -> None:
     kernel.run(
         "import torch\nmodel = torch.nn.Linear(1, 1)\nseen = []\nbefore = model.weight.item()\n"
         "def change(rank):\n    seen.append(rank)\n    with torch.no_grad(): model.weight += 1"
@@ -224,7 +224,7 @@ def test_a_change_that_is_not_returned_is_told_once(kernel: Kernel) -> None:
     assert kernel.ask("seen, model.weight.item() == before") == ([], True)
 
 
-def test_a_state_dict_that_is_returned_is_not_told_of(kernel: Kernel) -> None:
+def test_a_returned_state_dict_is_not_reported_as_a_change(kernel: Kernel) -> None:
     cell = kernel.run(
         "import torch\nreturned = torch.nn.Linear(1, 1)\n"
         "def change():\n    with torch.no_grad(): returned.weight += 1\n    return returned.state_dict()\n"
@@ -278,7 +278,7 @@ def test_fork_works_with_a_warning(bare_kernel: Kernel) -> None:
     assert "start_method='fork' copies a process with threads" in cell.stderr
 
 
-def test_fork_is_refused_once_cuda_runs_and_names_the_cell_that_started_it(fresh_kernel: Kernel) -> None:
+def test_fork_is_refused_once_a_cell_has_initialized_cuda(fresh_kernel: Kernel) -> None:
     fresh_kernel.run("from nblaunch import notebook_launcher\nimport torch").check()
     started = fresh_kernel.run("torch.cuda.is_initialized = lambda: True").check()  # no GPU needed to say so
     fresh_kernel.run("'a later cell'").check()
@@ -331,7 +331,7 @@ def test_a_kernel_that_ends_takes_its_background_launch_along(fresh_kernel: Kern
     eventually(lambda: not any(Path(f"/proc/{pid.name}").exists() for pid in pids.iterdir()), 10.0)
 
 
-def test_a_kernel_that_is_one_of_several_slurm_tasks_is_refused_by_the_toolkit_too(bare_kernel: Kernel) -> None:
+def test_the_toolkit_refuses_a_kernel_that_is_one_of_several_tasks(bare_kernel: Kernel) -> None:
     task = {"STEP_NUM_TASKS": 2, "STEP_NUM_NODES": 1, "PROCID": 0, "LOCALID": 0, "JOB_ID": 1, "STEP_ID": 0}
     slurm = {f"SLURM_{name}": str(value) for name, value in task.items()}
     bare_kernel.run(f"import os\nos.environ.update({slurm})").check()

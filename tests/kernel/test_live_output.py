@@ -121,7 +121,7 @@ def test_a_flood_shows_its_first_and_last_lines(flood: Cell, rank: int) -> None:
     assert shown[-1] == f"[rank {rank}] line {LINES - 1:06d} of rank {rank}"
 
 
-def test_what_a_flood_leaves_out_is_counted_and_its_place_named(kernel: Kernel, flood: Cell) -> None:
+def test_a_flood_counts_omitted_lines_and_names_the_log(kernel: Kernel, flood: Cell) -> None:
     shown = len(re.findall(r"\[rank \d\] line \d+ of rank \d", flood.stdout))
     left_out = [int(count.replace(",", "")) for count in re.findall(r"… ([\d,]+) lines? \(", flood.stdout)]
 

@@ -32,7 +32,7 @@ def test_the_notebooks_names_are_in_scope(kernel: Kernel) -> None:
     assert kernel.run("%%distributed -n 2\n[add(n) for n in (1, 2)]").check().value == "[6, 7]"
 
 
-def test_a_global_that_the_cell_reassigns_is_seen_by_shipped_functions(kernel: Kernel) -> None:
+def test_shipped_functions_see_a_global_that_the_cell_reassigns(kernel: Kernel) -> None:
     kernel.run("scale = 1\ndef scaled(n): return scale * n").check()
 
     kernel.run("%%distributed -n 2 -o products\nscale = 10 + rank\nscaled(2)").check()
@@ -165,7 +165,7 @@ def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> No
     [
         ("preload", "%distributed preload NAME ...: names of modules, as in torchvision.transforms"),
         ("preload no_such_package", "%distributed preload 'no_such_package': no such module is installed"),
-        ("status tells", "%distributed preload NAME ...: names of modules"),
+        ("status recorder", "%distributed preload NAME ...: names of modules"),
     ],
 )
 def test_a_preload_that_cannot_be_is_a_usage_error(kernel: Kernel, line: str, fix: str) -> None:
@@ -279,7 +279,7 @@ def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
         ("%%javascript\nalert(1)", "%%javascript cannot run in a rank: run it in a cell of its own"),
     ],
 )
-def test_what_cannot_work_names_the_substitute(kernel: Kernel, body: str, substitute: str) -> None:
+def test_unsupported_use_names_the_alternative(kernel: Kernel, body: str, substitute: str) -> None:
     assert substitute in kernel.run(f"%%distributed -n 2\n{body}").error
 
 

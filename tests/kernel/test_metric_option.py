@@ -53,7 +53,7 @@ def test_quotes_in_a_pattern_are_written_as_for_a_shell(kernel: Kernel) -> None:
     assert metrics_of(kernel, r"""--metric "it's \"(?P<x>[\d.]+)\"" """, body) == [(None, {"x": 0.5})]
 
 
-def test_names_of_the_notebook_are_put_in_before_and_after_a_pattern_but_not_in_it(kernel: Kernel) -> None:
+def test_names_are_expanded_around_a_pattern_but_not_inside_it(kernel: Kernel) -> None:
     kernel.run("count, method, d = 3, 'forkserver', ''").check()
     pattern = r"--metric 'x(?P<x>\d{1}){1}(?!$d)'"  # with 1 for {1} and nothing for $d it would never match
     cell = f"%%distributed -n $count {pattern} --start-method {{method}} --view none -o seen\nprint('x7')"

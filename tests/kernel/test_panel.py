@@ -64,7 +64,7 @@ def test_a_short_launch_that_prints_little_makes_no_widget(page: Page) -> None:
     assert "hello" in page.displays[0]["text/plain"]
 
 
-def test_what_ranks_print_and_report_comes_while_the_cell_runs(page: Page) -> None:
+def test_output_and_reports_arrive_while_the_cell_runs(page: Page) -> None:
     code = """
 import nblaunch
 def train(rank):
@@ -90,7 +90,7 @@ launch.wait(60)
     page.take_until(lambda: request in page.idle)
 
 
-def test_that_much_is_sent_is_said_among_the_lines(page: Page) -> None:
+def test_a_large_payload_is_noted_among_the_lines(page: Page) -> None:
     page.kernel.run("import torch\ndata = torch.ones(1_000_000)").check()
     with _changed(page.kernel, "nblaunch.launch.handle", "NOTED_BYTES", 1_000_000):
         page.run("notebook_launcher(lambda: float(data[0]), num_processes=2)")
@@ -111,7 +111,7 @@ def test_a_click_stops_the_launch_while_its_cell_blocks(page: Page, click: str) 
     assert "stopped after" in page.displays[-1]["text/plain"]
 
 
-def test_the_clicks_of_a_page_without_subshells_come_when_the_cell_is_over_and_hurt_no_later_launch(
+def test_late_clicks_without_subshells_affect_no_later_launch(
     page: Page,
 ) -> None:
     first = page.start("import time\n" + WAITS + "first = notebook_launcher(waits, num_processes=1, block=False)")
@@ -135,14 +135,14 @@ def test_a_panel_whose_launch_has_ended_answers_that(page: Page) -> None:
     assert page.of("acknowledged")[0]["action"] == "done"
 
 
-def test_the_record_alone_is_what_stays_and_names_the_panel_that_a_page_may_show(page: Page) -> None:
+def test_only_the_record_stays_and_it_names_its_panel(page: Page) -> None:
     page.run(PRINTS + "notebook_launcher(prints, args=(2000,), num_processes=1)")
     page.take_until(lambda: page.panel)
     assert WIDGET not in page.displays[-1]  # a notebook that is opened with another kernel would find no widget
     assert f'class="nblaunch-{page.state["info"]["launch"]} ' in page.displays[-1]["text/html"]
 
 
-def test_an_interrupt_while_torch_is_imported_leaves_a_kernel_that_works() -> None:
+def test_the_kernel_survives_an_interrupt_during_torchs_import() -> None:
     with running_kernel() as kernel:
         kernel.run("from nblaunch import notebook_launcher\nimport sys; assert 'torch' not in sys.modules").check()
         soon = "import _thread, threading; threading.Timer(0.3, _thread.interrupt_main).start()\n"
@@ -151,7 +151,7 @@ def test_an_interrupt_while_torch_is_imported_leaves_a_kernel_that_works() -> No
         assert kernel.ask("notebook_launcher(lambda: 1, num_processes=2)[1]") == 1
 
 
-def test_a_flood_costs_few_messages_and_ends_with_each_ranks_last_lines(page: Page) -> None:
+def test_a_flood_takes_few_messages_and_shows_the_last_lines(page: Page) -> None:
     request = page.start(PRINTS + "result = notebook_launcher(prints, args=(200_000,), num_processes=2)")
     page.take_until(lambda: request in page.idle and page.part("state")["name"] == "finished")
     page.take_until(lambda: all(page.log(rank) and _ends(page, rank) for rank in (0, 1)))
@@ -288,7 +288,7 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
     eventually(lambda: kernel.ask(descriptors) <= before, otherwise=lambda: kernel.ask(descriptors))
 
 
-def test_a_page_hears_of_a_launch_whose_ranks_are_silent(page: Page) -> None:
+def test_a_launch_with_silent_ranks_sends_heartbeats(page: Page) -> None:
     code = """
 def stops_itself():
     import os, signal

@@ -77,9 +77,7 @@ def _states(kernel: Kernel) -> dict[str, Any]:
     ],
     ids=["blocks", "result", "wait"],
 )
-def test_a_page_that_connects_while_a_cell_waits_gets_the_panel_and_stops_the_launch(
-    page: Page, newcomer: Page, wait: str
-) -> None:
+def test_a_new_page_gets_the_panel_and_can_stop_the_launch(page: Page, newcomer: Page, wait: str) -> None:
     request = _start(page, newcomer, wait)
     client = newcomer.kernel.client
     info = client.kernel_info(reply=True, timeout=ANSWER_LIMIT)["content"]
@@ -94,7 +92,7 @@ def test_a_page_that_connects_while_a_cell_waits_gets_the_panel_and_stops_the_la
     page.kernel.finish_cell(request, ANSWER_LIMIT).check()
 
 
-def test_queued_cells_run_once_and_in_their_order_and_output_goes_to_its_own_cell(page: Page, newcomer: Page) -> None:
+def test_queued_cells_run_once_in_order_with_their_own_output(page: Page, newcomer: Page) -> None:
     request = _start(page, newcomer)
     queued = [page.kernel.start_cell(f"order.append({number}); print('cell', {number})") for number in range(3)]
     newcomer.kernel.client.kernel_info(reply=True, timeout=ANSWER_LIMIT)
@@ -117,7 +115,7 @@ def test_an_error_still_aborts_the_cells_that_are_queued(page: Page, newcomer: P
     assert page.kernel.ask("order") == []
 
 
-def test_a_page_that_connects_is_told_that_the_kernel_is_busy(page: Page, newcomer: Page) -> None:
+def test_a_new_page_is_sent_the_busy_status(page: Page, newcomer: Page) -> None:
     request = _start(page, newcomer)
     client = newcomer.kernel.client
     asked = client.kernel_info()
@@ -150,7 +148,7 @@ def test_the_users_own_widgets_wait_for_the_cell(page: Page, newcomer: Page, tmp
     eventually(lambda: page.kernel.ask("order") == ["slider", "cell"], ANSWER_LIMIT)
 
 
-def test_unfinished_figures_of_the_cell_are_not_shown_by_a_page_that_connects(page: Page, newcomer: Page) -> None:
+def test_a_new_page_does_not_flush_the_cells_unfinished_figures(page: Page, newcomer: Page) -> None:
     events = "get_ipython().events"
     page.kernel.run(f"show = lambda: order.append('shown'); {events}.register('post_execute', show)").check()
     request = _start(page, newcomer, "order.clear(); " + BLOCKS)

@@ -48,18 +48,18 @@ def test_a_cell_that_blocks_can_be_asked_from_another_thread(kernel: Kernel, fol
         "from nblaunch.launch.handle import live_launches\n"
         "def ask():\n"
         "    while not all((folder / f'ready{rank}').exists() for rank in range(2)): time.sleep(0.02)\n"
-        "    told.update(live_launches()[0].stacks())\n"
+        "    found.update(live_launches()[0].stacks())\n"
         "    (folder / 'leave').touch()\n"
-        "told = {}\n"
+        "found = {}\n"
         "threading.Thread(target=ask, daemon=True).start()"
     ).check()
 
     body = "(folder / f'ready{rank}').touch()\nwhile not (folder / 'leave').exists(): time.sleep(0.02)"
     kernel.run(f"%%distributed -n 2 --view none\n{body}").check()
 
-    told = kernel.ask("told")
-    assert sorted(told) == [0, 1]
-    assert all(re.search(r"\n  Cell In\[\d+\], line 3, in <module>\n    while not", text) for text in told.values())
+    found = kernel.ask("found")
+    assert sorted(found) == [0, 1]
+    assert all(re.search(r"\n  Cell In\[\d+\], line 3, in <module>\n    while not", text) for text in found.values())
 
 
 def test_a_timeout_names_the_cells_line(kernel: Kernel, folder: Path) -> None:

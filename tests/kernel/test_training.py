@@ -76,7 +76,7 @@ def cells(kernel: Kernel) -> Kernel:
     return kernel
 
 
-def test_the_documents_example_runs_in_cells_and_trains_the_notebooks_model(cells: Kernel) -> None:
+def test_the_documented_example_trains_the_notebooks_model(cells: Kernel) -> None:
     cells.run(repaired(DEFINITIONS)).check()
     cell = cells.run(repaired(PROGRAM)).check()
 
@@ -94,7 +94,7 @@ def test_the_documents_example_runs_in_cells_and_trains_the_notebooks_model(cell
     assert cells.ask("error") < 1.0  # what the mean of the targets alone would get
 
 
-def test_a_method_of_a_class_of_a_cell_trains_its_object_and_a_failure_comes_as_itself(cells: Kernel) -> None:
+def test_a_method_of_a_cells_class_trains_its_object(cells: Kernel) -> None:
     cells.run(
         "from nblaunch import Accelerator\n"
         "class Run:\n"

@@ -96,10 +96,10 @@ def test_the_callback_reports_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
     from nblaunch.training import peers
 
-    told: list[Any] = []
-    monkeypatch.setattr(peers, "report", lambda step, **values: told.append((step, values)))
+    reported: list[Any] = []
+    monkeypatch.setattr(peers, "report", lambda step, **values: reported.append((step, values)))
     callback = peers.PanelCallback()
     logs = {"loss": 0.5, "step": 3, "name": "run", "shape": [1, 2]}
     callback.on_log(None, TrainerState(global_step=7), TrainerControl(), logs=logs)
     callback.on_log(None, TrainerState(global_step=8), TrainerControl(), logs={"name": "run"})
-    assert told == [(7, {"loss": 0.5})]
+    assert reported == [(7, {"loss": 0.5})]

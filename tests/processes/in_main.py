@@ -181,9 +181,9 @@ def gathers_objects(rank: int, world_size: int) -> None:
     gathered: list[Any] = [None] * world_size
     dist.all_gather_object(gathered, Config(float(rank)))
     assert gathered == [Config(0.0), Config(1.0)]
-    told = [Config(7.0) if rank == 0 else None]
-    dist.broadcast_object_list(told, src=0)
-    assert told == [Config(7.0)]
+    received = [Config(7.0) if rank == 0 else None]
+    dist.broadcast_object_list(received, src=0)
+    assert received == [Config(7.0)]
 
 
 def _pool(method: str) -> None:
@@ -380,7 +380,7 @@ def functions_that_come_back_are_this_processs_own(**options: Any) -> None:
     assert FACTOR == 2
 
 
-def make_when_told(folder: Path) -> Any:
+def make_on_request(folder: Path) -> Any:
     (folder / f"began{dist.get_rank()}").touch()
     wait_for(folder / "go")
     return Box(4)
@@ -396,7 +396,7 @@ def wait_for(file: Path) -> None:
 def a_class_that_was_redefined_meanwhile_is_the_one_that_results_have(**options: Any) -> None:
     before = Box
     with tempfile.TemporaryDirectory() as name:
-        launched = notebook_launcher(make_when_told, (Path(name),), block=False, **options)
+        launched = notebook_launcher(make_on_request, (Path(name),), block=False, **options)
         assert isinstance(launched, Launch)
         for rank in range(2):
             wait_for(Path(name, f"began{rank}"))

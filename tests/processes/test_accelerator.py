@@ -158,7 +158,7 @@ def test_collectives(launch: Launcher) -> None:
     assert "value is complex, and complex numbers have no order" in order
     assert "value is a float32 tensor of shape [1] on rank 0" in sizes
     assert "rank 0's value cannot be sent: TypeError: cannot pickle 'generator' object" in generator
-    assert "src=3: must be a rank, from 0 to 2" in src
+    assert "src=3: must be a whole number from 0 to 2" in src
 
 
 # ------------------------------------------------------------------ training
@@ -303,7 +303,7 @@ def test_loaders_are_shared_out_and_each_sample_counts_once(launch: Launcher) ->
             assert "do not have equally many batches on every rank (rank 0: 2, rank 1: 4)" in warned[0]
 
 
-def test_a_precision_that_the_launch_is_told_is_the_accelerators(launch: Launcher) -> None:
+def test_the_launchs_mixed_precision_is_the_accelerators_default(launch: Launcher) -> None:
     def check(accelerator: Accelerator) -> Any:
         model = accelerator.prepare(nn.Linear(2, 2))
         with accelerator.autocast():
@@ -338,7 +338,7 @@ def said_of_schedules(schedule_steps: str | None, with_optimizer: bool) -> list[
     return [str(warning.message) for warning in found]
 
 
-def test_that_accelerates_schedules_count_ranks_is_said_once_to_who_has_not_chosen(launch: Launcher) -> None:
+def test_prepare_warns_once_about_schedule_steps(launch: Launcher) -> None:
     def check() -> list[list[str]]:
         chosen = [("rank", True), ("optimizer", True), (None, False)]
         return [said_of_schedules(None, True), *(said_of_schedules(*choice) for choice in chosen)]

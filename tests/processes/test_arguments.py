@@ -47,7 +47,7 @@ def test_a_wrong_number_of_ranks_is_named(value: Any, launch: Launcher) -> None:
 @pytest.mark.parametrize(
     ("value", "kind"), [(None, "a NoneType"), (train(0.1), "a float"), ("train", "a str"), ([train], "a list")]
 )
-def test_what_is_no_function_is_named(value: Any, kind: str, launch: Launcher) -> None:
+def test_a_non_function_is_named(value: Any, kind: str, launch: Launcher) -> None:
     with pytest.raises(ArgumentError, match=rf"^function={re.escape(repr(value)[:80])}: must be a function.* {kind}$"):
         launch(value)
 
@@ -116,7 +116,7 @@ def test_cuda_without_a_gpu_is_refused(launch: Launcher, monkeypatch: pytest.Mon
         launch(train, (0.1,), device="cuda")
 
 
-def test_an_argument_error_is_a_value_error_and_an_unsendable_one_a_type_error(launch: Launcher) -> None:
+def test_bad_arguments_raise_value_errors_and_payloads_type_errors(launch: Launcher) -> None:
     with pytest.raises(ValueError, match="num_processes=0"):
         launch(train, (0.1,), num_processes=0)
     with pytest.raises(TypeError, match="a thread lock"):
@@ -187,7 +187,7 @@ def a_generator() -> Iterator[int]:
     ],
     ids=["global", "closure", "deep", "default", "method", "argument", "braces", "generator", "reduce-raises"],
 )
-def test_what_cannot_be_sent_is_named_by_its_path(
+def test_an_unsendable_part_is_named_by_its_path(
     function: Callable[..., Any], args: tuple[Any, ...], message: str, launch: Launcher
 ) -> None:
     with pytest.raises(PayloadError, match=f"{message}.*: create it inside the function"):

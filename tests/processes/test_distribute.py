@@ -73,7 +73,7 @@ def train_outside(step: float) -> int:
 
 
 # ------------------------------------------------------------------ what comes back
-def test_a_bound_methods_modules_optimizers_and_schedules_are_trained_afterwards(options: dict[str, Any]) -> None:
+def test_the_parts_of_a_bound_methods_object_are_trained(options: dict[str, Any]) -> None:
     experiment = Experiment()
     frozen, weight = experiment.frozen.weight.detach().clone(), experiment.model[0].weight
     distributed = experiment.accelerator.distribute(experiment.train, **options)
@@ -116,7 +116,7 @@ def test_arguments_closures_and_globals_are_trained_afterwards(options: dict[str
     assert given.weight.dtype == torch.float64  # the notebook's own
 
 
-def test_variables_that_a_function_names_are_trained_where_they_travel_with_it(options: dict[str, Any]) -> None:
+def test_variables_that_a_function_names_are_trained(options: dict[str, Any]) -> None:
     with torch.no_grad():
         OUTSIDE.weight.zero_()
 
@@ -165,7 +165,7 @@ def test_one_rank_is_launched_like_any_other_number(options: dict[str, Any]) -> 
     assert model.weight.item() == 3.0
 
 
-def test_what_does_not_fit_any_more_is_said_and_the_results_come(options: dict[str, Any]) -> None:
+def test_a_state_of_another_shape_warns_and_keeps_the_results(options: dict[str, Any]) -> None:
     model: Any = nn.Sequential(nn.Linear(1, 1))
     before = model[0].weight.item()
 

@@ -146,14 +146,14 @@ def test_ranks_have_the_variables_that_torchrun_sets(launch: Launcher) -> None:
         assert 0 < int(env["MASTER_PORT"]) < 65536
 
 
-def test_libraries_recognise_a_launch_as_torchelastics_and_each_has_an_id(launch: Launcher) -> None:
+def test_libraries_take_a_launch_for_torchelastics(launch: Launcher) -> None:
     first, second = list(launch(torchelastic)), list(launch(torchelastic))
     assert first[0] == first[1]
     assert first[0][0] is True
     assert first[0][1] != second[0][1]
 
 
-def test_an_error_that_torchs_record_has_seen_is_on_file_and_raised_as_itself(launch: Launcher, tmp_path: Path) -> None:
+def test_torchs_record_writes_its_file_and_the_error_is_raised(launch: Launcher, tmp_path: Path) -> None:
     with pytest.raises(Unsolvable, match=r"^rank 1 gave up$") as caught:
         launch(recorded)
     assert (caught.value.rank, caught.value.steps) == (1, 7)
@@ -193,7 +193,7 @@ def test_variables_are_the_notebooks_of_now_and_a_deleted_one_is_gone(
     assert all("NBTEST_A" not in env for env in launch(environment))
 
 
-def test_a_variable_that_torch_reads_at_import_counts_in_the_next_launch(
+def test_the_next_launch_uses_variables_that_torch_reads_at_import(
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert list(launch(jit_is_on)) == [True, True]
@@ -237,7 +237,7 @@ def test_only_two_servers_are_kept_for_variables_of_calls(monkeypatch: pytest.Mo
     assert servers._others == []
 
 
-def test_variables_that_libraries_set_for_themselves_start_no_new_fork_server(
+def test_variables_set_by_libraries_start_no_new_fork_server(
     launch: Launcher, start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = server_pid()
@@ -296,7 +296,7 @@ def _own_process_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.usefixtures("_own_process_settings")
-def test_folder_path_arguments_umask_limits_and_cpus_are_the_notebooks_of_now(launch: Launcher) -> None:
+def test_ranks_have_the_notebooks_current_process_state(launch: Launcher) -> None:
     here = process()
     assert here["umask"] == 0o027
     assert len(here["cpus"]) == 1
@@ -364,12 +364,12 @@ def _backward() -> None:
 
 
 @pytest.mark.parametrize("first", [_openmp, _backward, torch.cuda.is_available])
-def test_what_the_notebook_ran_before_harms_no_rank(first: Callable[[], Any], launch: Launcher) -> None:
+def test_earlier_activity_of_the_notebook_harms_no_rank(first: Callable[[], Any], launch: Launcher) -> None:
     first()
     assert list(launch(train_on_many_threads)) == [True, True]
 
 
-def test_ranks_are_offered_to_the_out_of_memory_killer_before_the_notebook(launch: Launcher) -> None:
+def test_the_oom_killer_prefers_ranks_to_the_notebook(launch: Launcher) -> None:
     own = oom_score()
     assert list(launch(oom_score)) == [min(1000, own + 500)] * 2
 
@@ -402,16 +402,14 @@ def test_the_calls_number_of_threads_counts(launch: Launcher) -> None:
     assert list(launch(threads, threads_per_rank=3)) == [(3, {3}, "3")] * 2
 
 
-def test_the_users_own_omp_num_threads_counts_and_the_call_goes_before_it(
-    launch: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_omp_num_threads_counts_unless_the_call_overrides_it(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert list(launch(threads)) == [(3, {3}, "3")] * 2
     assert list(launch(threads, threads_per_rank=2)) == [(2, {2}, "2")] * 2
 
 
 # ------------------------------------------------------------------ restarts
-def test_all_ranks_are_started_again_after_a_failure_and_that_is_said(
+def test_a_failure_restarts_all_ranks_with_a_note(
     launch: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = launch(

@@ -274,7 +274,7 @@ def _raised_by(launch: Launcher, *args: Any, **kwargs: Any) -> BaseException:
 
 # ------------------------------------------------------------------ the user's exception
 @conformance("forkserver", "spawn", "fork")
-def test_the_users_exception_comes_up_as_itself_with_its_rank_and_traceback(launch: Launcher) -> None:
+def test_the_users_exception_is_raised_with_rank_and_traceback(launch: Launcher) -> None:
     with pytest.raises(WithDetailsError, match=r"^learning rate is NaN$") as caught:
         launch(raise_on_rank_1, (lambda: WithDetailsError("learning rate is NaN", {"step": 7}),))
     error: Any = caught.value
@@ -282,20 +282,20 @@ def test_the_users_exception_comes_up_as_itself_with_its_rank_and_traceback(laun
     assert error.details == {"step": 7}
     assert isinstance(error, ValueError)
     assert isinstance(error.__cause__, RankTraceback)
-    told = str(error.__cause__)
-    assert "on rank 1:" in told
-    assert f'File "{__file__}", line' in told
-    assert "in raise_on_rank_1\n    raise error()" in told
-    assert told.rstrip().endswith("WithDetailsError: learning rate is NaN")
-    assert "nblaunch/ranks" not in told
+    shown = str(error.__cause__)
+    assert "on rank 1:" in shown
+    assert f'File "{__file__}", line' in shown
+    assert "in raise_on_rank_1\n    raise error()" in shown
+    assert shown.rstrip().endswith("WithDetailsError: learning rate is NaN")
+    assert "nblaunch/ranks" not in shown
 
 
 def test_the_chain_of_an_exception_is_in_its_traceback(launch: Launcher) -> None:
     error = _raised_by(launch, chained)
     assert isinstance(error, ValueError)
-    told = str(error.__cause__)
-    assert "KeyError: 'NO_SUCH_LAYER'" in told
-    assert "The above exception was the direct cause" in told
+    shown = str(error.__cause__)
+    assert "KeyError: 'NO_SUCH_LAYER'" in shown
+    assert "The above exception was the direct cause" in shown
 
 
 def test_the_rank_that_raised_is_named_ten_times_out_of_ten(launch: Launcher) -> None:
@@ -312,7 +312,7 @@ def test_the_rank_that_raised_is_named_among_four(launch: Launcher) -> None:
         assert getattr(caught.value, "rank", None) == 1
 
 
-def test_an_echo_that_user_code_has_wrapped_does_not_hide_the_first_failure(launch: Launcher) -> None:
+def test_a_wrapped_secondary_error_does_not_hide_the_first_failure(launch: Launcher) -> None:
     with pytest.raises(LookupError, match=r"^the first to fail$") as caught:
         launch(catch_the_echo_and_raise)
     assert getattr(caught.value, "rank", None) == 1
@@ -335,7 +335,7 @@ def test_ranks_that_are_busy_are_stopped_when_one_fails(launch: Launcher) -> Non
     ],
     ids=["does-not-unpickle", "does-not-pickle", "unpickles-as-something-else", "takes-no-attributes"],
 )
-def test_an_exception_that_cannot_travel_is_told_by_its_type_and_text(
+def test_an_unpicklable_exception_keeps_its_type_and_text(
     error: Callable[[], BaseException], message: str, launch: Launcher
 ) -> None:
     with pytest.raises(RankRaisedError, match=message) as caught:
@@ -362,12 +362,12 @@ def test_an_exception_that_is_no_exception_comes_up_as_itself(launch: Launcher) 
 def test_endless_recursion_is_a_recursion_error(launch: Launcher) -> None:
     with pytest.raises(RecursionError, match="maximum recursion depth exceeded") as caught:
         launch(recurse)
-    told = str(caught.value.__cause__)
-    assert "Previous line repeated" in told
-    assert len(told) < 20_000
+    shown = str(caught.value.__cause__)
+    assert "Previous line repeated" in shown
+    assert len(shown) < 20_000
 
 
-def test_the_notebook_shows_the_ranks_traceback_and_where_the_logs_are(launch: Launcher) -> None:
+def test_the_notebook_shows_the_ranks_traceback_and_the_log_path(launch: Launcher) -> None:
     error: Any = _raised_by(launch, raise_on_rank_1, (lambda: WithDetailsError("shown"),))
     lines = error._render_traceback_()
     assert lines[:3] == ["WithDetailsError: shown", "", "On rank 1 of raise_on_rank_1:"]
@@ -411,13 +411,13 @@ def test_a_dead_ranks_last_lines_are_shown(way: str, launch: Launcher) -> None:
 
 
 @conformance("forkserver", "spawn")
-def test_a_crash_in_c_shows_what_c_said_and_the_users_frames(launch: Launcher) -> None:
+def test_a_crash_in_c_shows_its_stderr_and_the_users_frames(launch: Launcher) -> None:
     with pytest.raises(RankDiedError, match="rank 1 was killed by SIGSEGV") as caught:
         launch(die, ("SIGSEGV",))
-    told = str(caught.value)
-    assert "Fatal Python error: Segmentation fault\n    Current thread" in told
-    assert re.search(rf'File "{re.escape(__file__)}", line \d+ in _segfault\n', told)
-    assert "nblaunch/ranks" not in told
+    shown = str(caught.value)
+    assert "Fatal Python error: Segmentation fault\n    Current thread" in shown
+    assert re.search(rf'File "{re.escape(__file__)}", line \d+ in _segfault\n', shown)
+    assert "nblaunch/ranks" not in shown
 
 
 def test_a_rank_that_had_printed_nothing_says_so(launch: Launcher) -> None:
@@ -425,7 +425,7 @@ def test_a_rank_that_had_printed_nothing_says_so(launch: Launcher) -> None:
         launch(silent_death)
 
 
-def test_an_interrupt_that_the_notebook_did_not_send_is_told(launch: Launcher) -> None:
+def test_a_foreign_sigint_is_reported(launch: Launcher) -> None:
     with pytest.raises(RankDiedError, match=r"rank 1 was interrupted \(SIGINT\), and not by this notebook"):
         launch(die, ("SIGINT",))
 
@@ -439,7 +439,7 @@ def test_an_interrupt_that_the_notebook_did_not_send_is_told(launch: Launcher) -
     ],
     ids=["status", "signal"],
 )
-def test_a_crash_after_every_rank_returned_is_warned_of_and_costs_no_result(
+def test_a_crash_after_all_returned_warns_and_keeps_the_result(
     way: str, message: str, launch: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.warns(UserWarning, match=f"(?s)the result is complete, but {message}.*Log: .*rank1.err") as warned:
@@ -451,7 +451,7 @@ def test_a_crash_after_every_rank_returned_is_warned_of_and_costs_no_result(
     assert "restarting" not in shown
 
 
-def test_a_crash_that_is_an_error_by_the_warning_filters_carries_the_results(launch: Launcher) -> None:
+def test_a_crash_warning_turned_into_an_error_has_the_results(launch: Launcher) -> None:
     with pytest.raises(UserWarning, match="the result is complete") as raised:
         launch(die_after_returning, ("SIGABRT",))
     assert getattr(raised.value, "results", None) == {0: 0, 1: 1}
@@ -476,7 +476,7 @@ def test_a_crash_of_a_rank_that_returned_does_not_stop_the_others(launch: Launch
     ],
     ids=["exception", "takes-no-attributes", "killed", "reaper-killed", "sys.exit", "collective", "timeout"],
 )
-def test_what_the_other_ranks_returned_is_on_the_error(
+def test_the_error_carries_the_other_ranks_results(
     fail: Callable[[], Any], error: type[Exception], launch: Launcher
 ) -> None:
     timeout = None if error is not LaunchTimeoutError else 4.0
@@ -498,7 +498,7 @@ def test_an_exception_that_takes_no_results_comes_up_all_the_same(launch: Launch
 
 
 # ------------------------------------------------------------------ no primary failure
-def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher) -> None:
+def test_waiting_for_a_finished_rank_is_reported(launch: Launcher) -> None:
     message = "rank 0 finished while rank 1 waited in all_reduce: every rank must make the same collective calls"
     with pytest.raises(CollectiveError, match=message) as caught:
         launch(finish_early)
@@ -507,7 +507,7 @@ def test_a_rank_that_waits_for_one_that_has_finished_is_told_so(launch: Launcher
 
 
 # ------------------------------------------------------------------ results that cannot come back
-def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_survive(
+def test_an_unsendable_result_is_named_and_the_others_survive(
     launch: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timeouts, "PEER_FAILURE_WAIT_S", 0.0)
@@ -518,7 +518,7 @@ def test_a_result_that_cannot_be_sent_is_named_by_rank_and_part_and_the_others_s
     assert caught.value.results == {0: "value of 0"}
 
 
-def test_a_result_that_cannot_be_rebuilt_is_named_by_rank_and_the_others_survive(launch: Launcher) -> None:
+def test_a_result_that_cannot_be_rebuilt_spares_the_others(launch: Launcher) -> None:
     message = "rank 0's return value cannot be rebuilt in the notebook: LookupError: only in its rank"
     with pytest.raises(ResultError, match=message) as caught:
         launch(return_vanishing)
@@ -538,7 +538,7 @@ def test_an_exception_is_not_held_up_by_what_is_stuck_behind_it(
     assert time.monotonic() - begin < SOON
 
 
-def test_a_rank_that_is_stuck_behind_a_result_that_cannot_be_sent_is_ended(launch: Launcher) -> None:
+def test_a_rank_stuck_behind_an_unsendable_result_is_stopped(launch: Launcher) -> None:
     with pytest.raises(ResultError, match="rank 1's return value could not be sent: result, a thread lock") as caught:
         launch(return_a_lock_with_a_stuck_exit_function)
     assert caught.value.results == {0: "whole"}
@@ -551,7 +551,7 @@ def test_every_error_of_ours_can_be_caught_as_one() -> None:
 
 
 @pytest.mark.parametrize("start_method", ["fork"], indirect=True)
-def test_a_forked_ranks_exception_and_death_are_told_too(launch: Launcher) -> None:
+def test_a_forked_ranks_exception_and_death_are_reported(launch: Launcher) -> None:
     with pytest.warns(UserWarning, match="start_method='fork'"):
         with pytest.raises(WithDetailsError, match=r"^forked$"):
             launch(raise_on_rank_1, (lambda: WithDetailsError("forked"),))

@@ -34,7 +34,7 @@ def add_up(rank: int, numbers: list[float]) -> float:
     return float(total.sum())
 
 
-def where_it_meets() -> tuple[str, str, str, float]:
+def rendezvous() -> tuple[str, str, str, float]:
     total = torch.ones(1)
     dist.all_reduce(total)
     return os.environ["MASTER_ADDR"], os.environ["RANK"], os.environ["WORLD_SIZE"], float(total)

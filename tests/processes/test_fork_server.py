@@ -64,7 +64,7 @@ def preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 @pytest.mark.parametrize(("way", "reason"), [("dies", "no licence"), ("hangs", r"within 2 s \(exit status None\)")])
-def test_a_fork_server_that_does_not_get_ready_is_ended_and_ranks_are_spawned(
+def test_ranks_are_spawned_if_the_fork_server_never_gets_ready(
     way: str, reason: str, own: Servers, preload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preload(IN_ITS_IMPORT[way])
@@ -98,7 +98,7 @@ def test_a_launch_that_spawns_does_not_wait_for_a_fork_server(
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_fork_server_whose_end_is_not_told_yet_is_replaced(
+def test_a_fork_server_that_has_exited_unnoticed_is_replaced(
     method: Method, own: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own.warm_up()
@@ -133,9 +133,7 @@ def test_a_kernel_that_may_open_no_more_files_keeps_its_fork_server(
     own.reaper("forkserver", "launch", 2).channel.close()
 
 
-def test_a_launch_that_asks_a_server_which_is_retired_meanwhile_asks_the_next(
-    own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_to_a_retired_server_goes_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     choose, chosen = own._for, []
 
     def late(method: Method, where: Any) -> ForkServer:
@@ -150,9 +148,7 @@ def test_a_launch_that_asks_a_server_which_is_retired_meanwhile_asks_the_next(
     assert own._warm is chosen[1] is not chosen[0]
 
 
-def test_a_launch_that_waits_for_a_server_which_is_retired_meanwhile_waits_for_the_next(
-    own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_for_a_retired_server_moves_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     own.warm_up()
     before = own._warm
     assert before is not None
@@ -168,9 +164,7 @@ def test_a_launch_that_waits_for_a_server_which_is_retired_meanwhile_waits_for_t
     assert own._warm is not before
 
 
-def test_a_launch_whose_server_is_given_up_before_it_is_ready_waits_for_the_next(
-    own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_for_an_abandoned_server_moves_to_the_next(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     own.warm_up()
     before = own._warm
     assert before is not None
@@ -195,7 +189,7 @@ def test_a_launch_whose_servers_are_all_given_up_is_spawned(own: Servers, monkey
         assert own.usable("forkserver") == "spawn"
 
 
-def test_launches_in_several_environments_at_once_leave_each_other_their_servers(
+def test_concurrent_environments_keep_their_own_servers(
     own: Servers, preload: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environments = range(all_servers.MAX_ENV_SERVERS + 2)
@@ -230,7 +224,7 @@ def test_launches_in_several_environments_at_once_leave_each_other_their_servers
     assert len(own._others) == all_servers.MAX_ENV_SERVERS
 
 
-def test_a_server_that_is_retired_keeps_its_number_while_a_thread_waits_for_it(
+def test_a_retired_server_keeps_its_fd_while_a_thread_waits(
     preload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     woken: list[bool] = []
@@ -285,13 +279,11 @@ def test_a_server_that_is_stopped_ends_once_it_is_given_up(own: Servers) -> None
     eventually(lambda: not server.alive())
 
 
-def test_a_cell_ends_without_an_error_where_no_other_server_can_be_started_and_the_next_launch_starts_one(
-    own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_server_start_fails_no_cell_and_is_retried(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(preload: tuple[str, ...], where: object = None) -> NoReturn:
         raise StartError("no more processes")
 
-    monkeypatch.setattr("nblaunch.notebook.notebook_frontend.servers", own)
+    monkeypatch.setattr("nblaunch.engines.local.servers", own)
     own.reaper("forkserver", "launch", 2).channel.close()
     before = own._warm
     monkeypatch.setattr(before, "alive", lambda: True)  # as while a launch of it goes on
@@ -350,6 +342,6 @@ def test_a_fork_server_needs_no_temporary_directory(monkeypatch: pytest.MonkeyPa
         ForkServer(())
 
 
-def test_variables_that_openmp_and_the_c_library_read_once_belong_to_a_generation() -> None:
+def test_variables_that_c_libraries_read_once_select_the_server() -> None:
     env = {"OMP_PROC_BIND": "1", "GLIBC_TUNABLES": "x", "MKL_CBWR": "2", "OMP_NUM_THREADS": "3", "EDITOR": "vi"}
     assert sorted(Where(env, "/").read_at_import) == ["GLIBC_TUNABLES", "MKL_CBWR", "OMP_PROC_BIND"]

@@ -39,13 +39,13 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in in_main.CHECKS])
-def test_what_a_script_defines_works_on_ranks(check: str, start_method: str, state: str) -> None:
+def test_definitions_of_a_script_work_on_ranks(check: str, start_method: str, state: str) -> None:
     came = outcomes(start_method, (*in_main.CHECKS, *in_main.AT_HOME), state)[check]
     assert came == "ok", came
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in in_main.AT_HOME])
-def test_what_a_script_defines_comes_back_as_its_own(check: str, start_method: str, state: str) -> None:
+def test_definitions_of_a_script_come_back_as_its_own(check: str, start_method: str, state: str) -> None:
     came = outcomes(start_method, (*in_main.CHECKS, *in_main.AT_HOME), state)[check]
     assert came == "ok", came
 
@@ -61,13 +61,13 @@ SPAWNED = (
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in SPAWNED])
-def test_what_a_script_defines_works_on_spawned_ranks_too(check: str, state: str) -> None:
+def test_definitions_of_a_script_work_on_spawned_ranks(check: str, state: str) -> None:
     came = outcomes("spawn", SPAWNED, state)[check]
     assert came == "ok", came
 
 
 @pytest.mark.parametrize("check", [check.__name__ for check in in_main.EVERYWHERE])
-def test_what_a_script_defines_comes_back_from_its_forks(check: str, state: str) -> None:
+def test_definitions_of_a_script_come_back_from_its_forks(check: str, state: str) -> None:
     came = outcomes("fork", in_main.EVERYWHERE, state)[check]
     assert came == "ok", came
 
@@ -122,9 +122,7 @@ def kernel() -> Iterator[Kernel]:
         yield running
 
 
-def test_what_a_cell_defines_can_be_saved_gathered_and_sent_to_children_of_a_rank(
-    kernel: Kernel, start_method: str
-) -> None:
+def test_definitions_of_a_cell_pickle_in_ranks_and_their_children(kernel: Kernel, start_method: str) -> None:
     launched = f"notebook_launcher(run, num_processes=2, start_method={start_method!r}, view='none')"
     assert kernel.ask(f"list({launched})") == [([[9], [9]], [0, 1, 4, 9]), None]
 

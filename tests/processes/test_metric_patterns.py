@@ -106,7 +106,7 @@ def test_they_stand_beside_those_that_are_reported(launch: Launcher) -> None:
         assert sorted((r.step, r.values["loss"]) for r in metrics if r.rank == rank) == [(1, 7.0), (2, 0.5)]
 
 
-def test_of_a_progress_bar_the_last_state_counts_and_a_last_line_needs_no_end(launch: Launcher) -> None:
+def test_a_progress_bars_last_state_and_an_unfinished_line_count(launch: Launcher) -> None:
     metrics = launch(train_with_bars, metric_patterns=[EPOCH, ACCURACY]).metrics
     for rank in range(2):
         own = [(report.step, dict(report.values)) for report in metrics if report.rank == rank]
@@ -121,9 +121,7 @@ def test_every_line_of_a_flood_is_searched(launch: Launcher) -> None:
         assert {report.values["loss"] for report in own} == {rank + 0.5}
 
 
-def test_who_kills_a_launch_does_not_wait_for_the_end_of_the_search(
-    launch: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_does_not_wait_for_the_search(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     view = Impatient()
     with monkeypatch.context() as only_here:  # a view refers to its launch, and so to its logs
         only_here.setattr(ScriptFrontend, "view", lambda host, choice: view)

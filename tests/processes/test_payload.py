@@ -169,9 +169,7 @@ def overwritten(array: Any, rank: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", ["r", "c", "r+"])
-def test_ranks_map_a_file_that_is_mapped_for_reading_and_write_to_none(
-    mode: Any, launch: Launcher, tmp_path: Path
-) -> None:
+def test_ranks_map_a_read_only_mapping_and_cannot_write_to_it(mode: Any, launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "data"
     np.arange(4 * MB, dtype=np.int64).tofile(file)
     array = np.memmap(file, np.int64, mode)[MB:]
@@ -195,9 +193,7 @@ def _mapped_by_torch(file: Path) -> Any:
 
 
 @pytest.mark.parametrize("mapped", [_mapped_by_numpy, _mapped_by_torch])
-def test_ranks_have_a_copy_of_a_private_mapping_whose_file_is_truncated(
-    mapped: Any, launch: Launcher, tmp_path: Path
-) -> None:
+def test_ranks_have_a_copy_of_a_private_mapping(mapped: Any, launch: Launcher, tmp_path: Path) -> None:
     array = mapped(tmp_path / "data")
     running = launch(waits, (array, tmp_path), block=False)
     os.truncate(tmp_path / "data", 0)
@@ -214,7 +210,7 @@ def test_all_ranks_map_one_copy(launch: Launcher, few: int, tmp_path: Path) -> N
     assert sum(shares) >= 0.85 * 32 * MB
 
 
-def test_what_all_ranks_map_cannot_be_changed(launch: Launcher) -> None:
+def test_shared_segments_cannot_be_changed(launch: Launcher) -> None:
     tensor = torch.ones(MB)
     for step, refused in launch(try_to_change, (tensor,)):
         assert (step, refused) in {("open", errno.EPERM), ("write", errno.EPERM)}  # root may open whatever it is
@@ -322,7 +318,7 @@ def test_pages_are_handed_over_unless_a_thread_may_write_to_them(launch: Launche
     assert list(launch(hands_over)) == [(True, True, False)] * 2
 
 
-def test_who_is_not_root_sends_much_shared_memory_to_many_ranks() -> None:
+def test_an_ordinary_user_sends_many_descriptors_to_many_ranks() -> None:
     """In a process of its own, without root's right to any number of descriptors in flight."""
     code = """
 import ctypes, resource
@@ -356,7 +352,7 @@ def test_changes_of_a_shared_module_are_the_notebooks(launch: Launcher, capsys: 
     assert "ranks work on copies" not in capsys.readouterr().out
 
 
-def test_a_result_of_more_descriptors_than_may_be_open_is_that_ranks_error(tmp_path: Path) -> None:
+def test_a_result_with_too_many_descriptors_is_that_ranks_error(tmp_path: Path) -> None:
     launched = notebook_launcher(returns_shared, (300, tmp_path), 2, view="none", block=False)
     assert isinstance(launched, Launch)
     eventually(lambda: len(list(tmp_path.glob("began*"))) == 2)
@@ -414,7 +410,7 @@ def test_of_a_thinned_out_view_no_copy_is_kept(launch: Launcher) -> None:
         assert sent_data_cache.size == 0
 
 
-def test_what_ranks_get_is_as_it_was_at_the_call(launch: Launcher, tmp_path: Path) -> None:
+def test_ranks_receive_values_as_of_the_call(launch: Launcher, tmp_path: Path) -> None:
     tensor = torch.ones(MB)
     running = launch(waits, (tensor, tmp_path), block=False)
     assert isinstance(running, Launch)
@@ -439,7 +435,7 @@ def test_a_fork_of_the_notebook_sends_nothing() -> None:
     assert result.payload.size == 0
 
 
-def test_what_does_not_fit_into_memory_goes_to_a_file(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_exceeds_memory_goes_to_a_file(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "free_memory", lambda: 0)
     monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
@@ -448,7 +444,7 @@ def test_what_does_not_fit_into_memory_goes_to_a_file(launch: Launcher, monkeypa
     assert sent_data_cache.size == 0
 
 
-def test_what_fits_nowhere_is_named_before_anything_starts(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_without_room_is_named_before_anything_starts(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
     with pytest.raises(PayloadError, match=r"^sums cannot be sent .* \(tensors 4 MB\): there is no room for 4 MB"):

@@ -24,17 +24,17 @@ from nblaunch.machine import processes, timeouts
 from nblaunch.machine.packages import KNOWN_SAFE
 from tests.conftest import LONG, eventually
 
-TELLS = "import os\nWHO, SETTING = os.getpid(), os.environ.get('A_SETTING')\n"
+RECORDS = "import os\nWHO, SETTING = os.getpid(), os.environ.get('A_SETTING')\n"
 """A package that records the importing process and a variable of its environment."""
-PACKAGES = dict.fromkeys(("tells", "another", "hidden", "upgraded"), TELLS) | {
+PACKAGES = dict.fromkeys(("recorder", "another", "hidden", "upgraded"), RECORDS) | {
     "configured": "import os\nWHO, HERE = os.getpid(), os.path.exists('settings')\n"
     "SETTING = open('settings').read() if HERE else ''\n",
     "strict": "import warnings\nwarnings.filterwarnings('error', message='not here')\n",
     "writes": "import sys\nOUT = sys.stdout\n",
-    "runs": "import subprocess\nsubprocess.run(['true'], check=True)\n" + TELLS,
-    "known/__init__": TELLS,
-    "known/part": TELLS,
-    "known/other": TELLS,
+    "runs": "import subprocess\nsubprocess.run(['true'], check=True)\n" + RECORDS,
+    "known/__init__": RECORDS,
+    "known/part": RECORDS,
+    "known/other": RECORDS,
 }
 IN_BUILDER = "if not os.environ.get('NBLAUNCH_RANK'): "
 BAD = {
@@ -68,7 +68,7 @@ BAD = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder in which every package of these tests is installed."""
     site = tmp_path_factory.mktemp("lib") / "site-packages"
-    for name, text in (PACKAGES | {name: f"import os\n{text}{TELLS}" for name, (text, _) in BAD.items()}).items():
+    for name, text in (PACKAGES | {name: f"import os\n{text}{RECORDS}" for name, (text, _) in BAD.items()}).items():
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
@@ -120,29 +120,27 @@ def had(own: Servers, *names: str) -> Successor:
 
 
 def test_a_module_that_the_user_names_is_there_for_the_next_launch(own: Servers) -> None:
-    assert imported_by_ranks(launched("tells", preload="tells"))
+    assert imported_by_ranks(launched("recorder", preload="recorder"))
     settle(own)
     assert own._stocked is not None
-    assert {who for _, who, _ in launched("tells")} == {own._stocked.process.pid}
+    assert {who for _, who, _ in launched("recorder")} == {own._stocked.process.pid}
     assert re.search(r"with .*\btells\b.* imported: pid \d+, \d+ launches", "\n".join(own.status()))
 
 
-def test_what_is_named_later_joins_what_is_there(own: Servers) -> None:
-    first = had(own, "tells")
+def test_packages_named_later_are_added(own: Servers) -> None:
+    first = had(own, "recorder")
     second = had(own, "another")
     assert second is not first
     eventually(lambda: not first.alive())
-    assert not imported_by_ranks(launched("tells"))
+    assert not imported_by_ranks(launched("recorder"))
     assert not imported_by_ranks(launched("another"))
 
 
-def test_the_modules_of_a_known_package_that_the_notebook_has_imported_are_there(
-    own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebooks_modules_of_a_known_package_are_preloaded(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preloads, "KNOWN_SAFE", {"known"})
     importlib.import_module("known.part")
     try:
-        had(own, "tells")
+        had(own, "recorder")
         assert imported_by_ranks(launched("known.part"))  # NBLAUNCH_PRELOAD=0, which the tests have
         monkeypatch.delenv("NBLAUNCH_PRELOAD")
         settle(own)
@@ -154,7 +152,7 @@ def test_the_modules_of_a_known_package_that_the_notebook_has_imported_are_there
 
 
 def test_only_installed_packages_are_imported_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(TELLS)
+    (tmp_path / "mine.py").write_text(RECORDS)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ArgumentError, match=r"^preload='mine': it is no installed package: its files may be edited"):
         launched("mine", preload="mine")
@@ -169,22 +167,22 @@ def test_a_module_of_the_notebooks_own_hides_an_installed_one(
 ) -> None:
     had(own, "hidden")
     assert not imported_by_ranks(launched("hidden"))
-    (tmp_path / "hidden.py").write_text(TELLS)
+    (tmp_path / "hidden.py").write_text(RECORDS)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert imported_by_ranks(launched("hidden"))
 
 
 def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = had(own, "tells")
+    first = had(own, "recorder")
     for seed in range(3):  # a sweep: the server uses each package once
-        assert [setting for _, _, setting in launched("tells", env={"A_SETTING": f"{seed}"})] == [f"{seed}"]
+        assert [setting for _, _, setting in launched("recorder", env={"A_SETTING": f"{seed}"})] == [f"{seed}"]
         settle(own)
     assert own._stocked is first
     monkeypatch.setenv("A_SETTING", "2")
     for _ in range(2):
-        assert [setting for _, _, setting in launched("tells")] == ["2"]
+        assert [setting for _, _, setting in launched("recorder")] == ["2"]
     settle(own)
-    found = launched("tells")
+    found = launched("recorder")
     assert not imported_by_ranks(found)
     assert [setting for _, _, setting in found] == ["2"]
 
@@ -192,9 +190,7 @@ def test_an_environment_that_a_package_has_not_seen_is_seen(own: Servers, monkey
 @pytest.mark.parametrize(
     "name", ["ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU", "COLUMNS", "PWD", "NBLAUNCH_SEED", "MASTER_KEY"]
 )
-def test_what_a_package_reads_at_its_import_is_of_the_launch_that_it_runs_in(
-    name: str, own: Servers, site: Path
-) -> None:
+def test_an_import_reads_the_environment_of_its_own_launch(name: str, own: Servers, site: Path) -> None:
     module = f"reads_{name.lower()}"
     (site / f"{module}.py").write_text(f"import os\nWHO = 0\nSETTING = os.environ.get({name!r})\n")
     for value in ("1", "2"):
@@ -221,7 +217,7 @@ def test_a_change_of_what_is_installed_begins_a_generation(own: Servers, site: P
     before = own._warm
     own.refresh()
     assert own._warm is before
-    (site / "upgraded.py").write_text(TELLS.replace("os.environ.get('A_SETTING')", "'version 2'"))
+    (site / "upgraded.py").write_text(RECORDS.replace("os.environ.get('A_SETTING')", "'version 2'"))
     (site / "upgraded-2.dist-info").mkdir()
     assert [setting for _, _, setting in launched("upgraded")] == ["version 2"]
     assert own._warm is not before
@@ -230,17 +226,17 @@ def test_a_change_of_what_is_installed_begins_a_generation(own: Servers, site: P
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_ranks_must_not_share_is_left_out_and_that_is_said(
+def test_packages_that_ranks_must_not_share_are_left_out(
     name: str, own: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if name == "hangs":
         monkeypatch.setattr(timeouts, "PRELOAD_TIMEOUT_S", 2.0)
     own.preload([name])
-    had(own, "tells")
+    had(own, "recorder")
     reason = BAD[name][1]
     assert any(line.startswith(f"not imported ahead of launches: {name}, as {reason}") for line in own.status())
-    assert not imported_by_ranks(launched("tells"))
+    assert not imported_by_ranks(launched("recorder"))
     settle(own)
     own._preloads._named.pop(name)
     own._preloads._left_out.pop(name)
@@ -255,9 +251,9 @@ def test_a_package_that_imports_what_may_be_edited_is_left_out(
     (tmp_path / edited / "__init__.py").write_text("VALUE = 1\n")
     if way == "link":
         (site / edited).symlink_to(tmp_path / edited)
-    (site / f"{needs}.py").write_text(f"import sys\nsys.path.append({str(tmp_path)!r})\nimport {edited}\n" + TELLS)
+    (site / f"{needs}.py").write_text(f"import sys\nsys.path.append({str(tmp_path)!r})\nimport {edited}\n" + RECORDS)
     own.preload([needs])
-    had(own, "tells")
+    had(own, "recorder")
     reason = f"it imports {edited}, whose files may be edited between launches"
     assert f"not imported ahead of launches: {needs}, as {reason}" in own.status()
     assert imported_by_ranks(launched(needs))
@@ -265,7 +261,7 @@ def test_a_package_that_imports_what_may_be_edited_is_left_out(
     own._preloads._left_out.pop(needs)
 
 
-def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_path: Path) -> None:
+def test_a_package_left_out_leaves_no_trace(own: Servers, site: Path, tmp_path: Path) -> None:
     (site / "leaves.py").write_text(
         "import os, subprocess, tempfile\n"
         "CHILD = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
@@ -273,7 +269,7 @@ def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_pa
         f"open({str(tmp_path / 'left')!r}, 'w').write(f'{{CHILD.pid}} {{FOLDER.name}}')\n"
     )
     own.preload(["leaves"])
-    had(own, "tells")
+    had(own, "recorder")
     pid, folder = (tmp_path / "left").read_text().split()
     eventually(lambda: not processes.alive(int(pid)))
     assert not Path(folder).exists()
@@ -282,9 +278,9 @@ def test_what_is_left_out_leaves_nothing_behind(own: Servers, site: Path, tmp_pa
 def test_a_package_that_failed_is_tried_again_only_when_the_user_asks(own: Servers, site: Path, tmp_path: Path) -> None:
     tries = tmp_path / "tries"
     (site / "fails.py").write_text(f"open({str(tries)!r}, 'a').write('.')\nraise ValueError('no licence')\n")
-    launched("tells")  # an environment that is new counts from the second launch on
+    launched("recorder")  # an environment that is new counts from the second launch on
     for _ in range(3):
-        launched("tells", preload="fails")
+        launched("recorder", preload="fails")
         settle(own)
         assert tries.read_text() == "."
     api.preload(["fails"])
@@ -300,12 +296,12 @@ def test_a_program_that_has_ended_is_no_hindrance(own: Servers) -> None:
 
 
 def test_a_server_with_packages_that_is_killed_is_replaced(own: Servers) -> None:
-    killed = had(own, "tells")
+    killed = had(own, "recorder")
     os.kill(killed.process.pid, signal.SIGKILL)
-    assert launched("tells")
+    assert launched("recorder")
     settle(own)
     assert own._stocked is not killed
-    assert not imported_by_ranks(launched("tells"))
+    assert not imported_by_ranks(launched("recorder"))
 
 
 def test_warning_filters_of_a_package_hold_in_ranks(own: Servers) -> None:
@@ -321,20 +317,20 @@ def test_warning_filters_of_a_package_hold_in_ranks(own: Servers) -> None:
         return "no error"
 
     own.preload(["strict"])
-    had(own, "tells")
+    had(own, "recorder")
     result = notebook_launcher(warns, (), 1, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)
     assert list(result) == ["not here in strict"]
 
 
-def test_what_a_package_writes_to_the_stream_that_it_found_is_in_the_log(own: Servers) -> None:
+def test_output_to_a_stream_found_at_import_is_in_the_log(own: Servers) -> None:
     def says() -> None:
         import writes  # type: ignore[import-not-found]
 
         writes.OUT.write("said by the package")  # and no end of a line
 
     own.preload(["writes"])
-    had(own, "tells")
+    had(own, "recorder")
     result = notebook_launcher(says, (), 1, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)
     assert [log.out.read_text() for log in result.logs] == ["said by the package"]
@@ -371,7 +367,7 @@ def test_a_known_package_may_be_imported_before_ranks_are_forked(
         return was_there, eval(expression, {"module": importlib.import_module(name), "torch": torch})
 
     own.preload([name])
-    had(own, "tells")
+    had(own, "recorder")
     assert package not in own._preloads._left_out
     result = notebook_launcher(run, (), 2, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)

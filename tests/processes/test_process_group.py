@@ -201,7 +201,7 @@ def test_a_group_of_the_users_own_is_what_it_asks_for(
     assert list(launch(make, kwargs={"port": free_port})) == [3.0, 3.0]
 
 
-def test_a_group_that_meets_in_a_file_is_left_to_torch(launch: Launcher, tmp_path: Path) -> None:
+def test_a_file_rendezvous_is_left_to_torch(launch: Launcher, tmp_path: Path) -> None:
     assert list(launch(by_file, kwargs={"folder": str(tmp_path)})) == [3.0, 3.0]
 
 
@@ -223,7 +223,7 @@ def test_a_group_can_be_destroyed_and_made_again_thirty_times(own_port: bool, la
     assert list(launch(thirty_groups, kwargs={"port": free_port if own_port else 0})) == [[3.0] * 30] * 2
 
 
-def test_our_group_steps_aside_once_and_a_second_init_gets_torchs_own_error(launch: Launcher) -> None:
+def test_a_second_init_process_group_raises_torchs_own_error(launch: Launcher) -> None:
     for said in launch(second_init):
         assert "trying to initialize the default process group twice" in said
 
@@ -288,11 +288,11 @@ def test_nothing_listens_beyond_loopback_while_a_launch_runs(
     arguments: dict[str, Any] = {"folder": str(tmp_path), "port": free_port if own_port else 0}
     running = launch(wait_for, kwargs=arguments, block=False)
     eventually(lambda: running.done or all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
-    heard, beyond = listeners(), listeners_beyond_loopback()
+    listening, beyond = listeners(), listeners_beyond_loopback()
     (tmp_path / "go").touch()
     assert list(running.result()) == [3.0, 3.0]
-    assert heard, "the store of the launch must be among the listeners, or this test looks in the wrong place"
-    assert (free_port in heard) == own_port
+    assert listening, "the store of the launch must be among the listeners, or this test looks in the wrong place"
+    assert (free_port in listening) == own_port
     assert beyond == set()
 
 

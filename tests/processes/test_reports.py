@@ -268,7 +268,7 @@ def test_bytes_that_are_no_text_are_kept_as_they_are_and_harm_nothing(
     assert "\x00" not in shown
 
 
-def test_five_megabytes_without_a_newline_are_kept_and_shown_shortened(
+def test_a_line_of_five_megabytes_is_kept_and_shown_shortened(
     launch: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = launch(write_flood, view="text")
@@ -282,7 +282,7 @@ def test_five_megabytes_without_a_newline_are_kept_and_shown_shortened(
     assert len(shown) < 200_000
 
 
-def test_a_hundred_thousand_lines_are_kept_and_their_first_and_last_shown(
+def test_a_hundred_thousand_lines_are_kept_and_their_ends_shown(
     launch: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = launch(print_many_lines, view="text")
@@ -306,7 +306,7 @@ def test_whatever_a_function_does_to_its_streams_the_file_has_it(
     assert [log.out.read_text() for log in launch(function).logs] == [kept, kept]
 
 
-def test_what_a_rank_printed_before_it_died_is_shown(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_before_a_ranks_death_is_shown(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(nblaunch.errors.RankDiedError, match="rank 1 exited with status 1"):
         launch(print_then_vanish, view="text")
     shown = capsys.readouterr().out
@@ -344,9 +344,7 @@ def test_logs_of_any_size_are_kept_while_something_refers_to_them(launch: Launch
 
 
 # ------------------------------------------------------------------ logs that cannot be written
-def test_what_a_full_disk_has_no_room_for_is_dropped_and_counted(
-    launch: Launcher, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_beyond_a_full_disk_is_dropped_and_counted(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
     result = launch(print_on_a_full_disk, view="text")
     assert list(result) == ["trained, and its child left with 0"] * 2
     assert [log.dropped for log in result.logs] == [100 * 100 + 100 + 100] * 2

@@ -35,7 +35,7 @@ def echo(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return args, kwargs
 
 
-def tell_apart(rank: int, device: Any = "default", *, factor: int) -> tuple[int, str]:
+def rank_and_device(rank: int, device: Any = "default", *, factor: int) -> tuple[int, str]:
     return rank * factor, str(device)
 
 
@@ -142,9 +142,9 @@ def test_arguments_and_keyword_arguments_reach_every_rank(launch: Launcher, few:
 
 
 @conformance("forkserver", "fork")
-def test_parameters_that_the_call_leaves_out_are_filled_in_and_its_own_are_kept(launch: Launcher) -> None:
-    assert list(launch(tell_apart, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
-    assert list(launch(tell_apart, (7, "mine"), kwargs={"factor": 10})) == [(70, "mine"), (70, "mine")]
+def test_omitted_parameters_are_filled_in_and_given_ones_kept(launch: Launcher) -> None:
+    assert list(launch(rank_and_device, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
+    assert list(launch(rank_and_device, (7, "mine"), kwargs={"factor": 10})) == [(70, "mine"), (70, "mine")]
 
 
 def test_the_ranks_form_a_group_that_is_ready(launch: Launcher) -> None:
@@ -193,7 +193,7 @@ def test_whatever_can_be_called_can_be_launched(make: Callable[[int], Callable[.
     assert list(launch(make(5))) == [5, 6]
 
 
-def test_a_function_that_does_not_tell_its_signature_can_be_launched(launch: Launcher) -> None:
+def test_a_function_that_without_a_signature_can_be_launched(launch: Launcher) -> None:
     assert list(launch(max, (3, 8))) == [8, 8]
 
 
@@ -278,12 +278,12 @@ def test_a_fork_of_the_notebook_is_refused_when_cuda_runs(launch: Launcher, monk
 
 # ------------------------------------------------------------------ what the notebook itself keeps
 @pytest.fixture
-def _not_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_warning_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nblaunch.launch.handle._noted", set())
 
 
-@pytest.mark.usefixtures("_not_told_yet")
-def test_what_ranks_changed_and_did_not_return_is_told_once_with_the_fix(
+@pytest.mark.usefixtures("_no_warning_yet")
+def test_unreturned_changes_are_reported_once_with_the_fix(
     launch: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net, seen, untouched = nn.Linear(2, 2), [0], {"a": 1}
@@ -299,8 +299,8 @@ def test_what_ranks_changed_and_did_not_return_is_told_once_with_the_fix(
     assert seen == [0]
 
 
-@pytest.mark.usefixtures("_not_told_yet")
-def test_nothing_is_told_of_a_model_whose_state_comes_back(
+@pytest.mark.usefixtures("_no_warning_yet")
+def test_a_returned_model_state_is_not_reported_as_a_change(
     launch: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     net = nn.Linear(2, 2)
@@ -341,7 +341,7 @@ def change_torch_settings() -> dict[str, Any]:
     return changed
 
 
-def test_ranks_draw_what_the_notebook_would_draw_next_and_leave_it_where_it_was(launch: Launcher) -> None:
+def test_ranks_continue_the_notebooks_random_states(launch: Launcher) -> None:
     draw_some()
     from_ranks = list(launch(draws))
     here = draws()
@@ -356,7 +356,7 @@ def test_ranks_draw_on_when_the_notebook_has_drawn(launch: Launcher) -> None:
 
 
 @pytest.mark.usefixtures("_settings_restored")
-def test_ranks_start_from_the_notebooks_dtype_precision_and_determinism(launch: Launcher) -> None:
+def test_ranks_have_the_notebooks_dtype_precision_and_determinism(launch: Launcher) -> None:
     usual = torch_settings()
     assert list(launch(torch_settings)) == [usual, usual]
     changed = change_torch_settings()
@@ -391,7 +391,7 @@ def test_spawned_ranks_start_from_the_notebooks_settings(launch: Launcher) -> No
 
 
 # ------------------------------------------------------------------ coming from accelerate
-def test_a_call_written_for_accelerate_runs_and_says_what_it_does_not_need(start_method: str) -> None:
+def test_a_call_written_for_accelerate_warns_of_unused_arguments(start_method: str) -> None:
     with pytest.warns(UserWarning, match="is ignored: ") as said:
         result: Any = notebook_launcher(
             where, (), 2, "bf16", "29501", "127.0.0.1", 0, 1, "c10d", "localhost:0", None, "job", 0, 0.5, "",

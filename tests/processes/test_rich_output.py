@@ -58,7 +58,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @conformance("forkserver", "spawn", "fork")
 @pytest.mark.parametrize("function", [displays, shows_the_builtin])
-def test_what_ranks_display_is_shown(
+def test_outputs_of_ranks_are_shown(
     start_method: str, function: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     notebook_launcher(function, num_processes=2, start_method=start_method, view="text")

@@ -49,7 +49,7 @@ def begun(folder: Path, rank: int = 0) -> bool:
     return file.exists() and file.read_text() != ""
 
 
-def test_ranks_that_return_at_once_do_not_cut_off_those_that_still_connect() -> None:
+def test_early_returns_do_not_break_ranks_that_still_connect() -> None:
     for _ in range(6):
         assert list(quiet(own_rank, num_processes=8)) == list(range(8))
 
@@ -125,7 +125,7 @@ def fail_to_save(folder: str, rank: int) -> None:
             raise OSError("disk full: checkpoint not written")
 
 
-def test_what_goes_wrong_while_stopping_is_said(tmp_path: Path, start_method: str) -> None:
+def test_failures_during_a_stop_are_reported(tmp_path: Path, start_method: str) -> None:
     launch: Any = quiet(fail_to_save, (str(tmp_path),), start_method=start_method, block=False)
     eventually(lambda: begun(tmp_path, 0) and begun(tmp_path, 1))
     launch.stop()
@@ -183,7 +183,7 @@ def test_a_rank_that_cannot_be_started_says_why() -> None:
 
 
 @conformance("forkserver", "spawn")
-def test_a_launch_without_a_place_for_temporary_files_says_so_and_leaves_nothing(
+def test_a_missing_temporary_folder_is_named_and_nothing_left(
     start_method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
@@ -205,7 +205,7 @@ def test_a_supervisor_that_fails_keeps_no_result_open(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("_small_buffers")
-def test_more_ranks_start_than_the_reaper_has_room_to_tell_of() -> None:
+def test_more_ranks_start_than_the_reapers_messages_hold() -> None:
     """With buffers of the usual size that takes some 300."""
     assert list(quiet(own_rank, num_processes=10)) == list(range(10))
 
@@ -270,7 +270,7 @@ def test_no_semaphore_of_spawned_workers_is_left(tmp_path: Path, end: Callable[[
     end_with_spawned_workers(tmp_path, "forkserver", end)  # the fixture of every test looks for what is left
 
 
-def test_a_forked_rank_does_not_use_the_notebooks_tracker_of_semaphores(tmp_path: Path) -> None:
+def test_a_forked_rank_has_its_own_resource_tracker(tmp_path: Path) -> None:
     code = "import sys; from tests.processes.test_robustness import fork_beside_a_tracker as run; run(sys.argv[1])"
     fresh = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]  # a process without threads can be forked
     subprocess.run(fresh, check=True, timeout=LONG)

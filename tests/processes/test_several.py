@@ -88,9 +88,7 @@ def begin(launch: Launcher, tmp_path: Path) -> Callable[..., Launch]:
 
 
 # ------------------------------------------------------------------ in the background
-def test_a_launch_in_the_background_is_waited_for_and_gives_its_result(
-    begin: Callable[..., Launch], tmp_path: Path
-) -> None:
+def test_a_background_launch_returns_its_result(begin: Callable[..., Launch], tmp_path: Path) -> None:
     running = begin()
     assert not running.wait(0.01)
     assert [(launched, launched.done) for launched in live_launches()] == [(running, False)]
@@ -115,9 +113,7 @@ def test_a_failure_in_the_background_is_raised_by_result(launch: Launcher) -> No
     assert repr(running).endswith("2 ranks, failed>")
 
 
-def test_a_launch_that_is_stopped_cleans_up_and_keeps_what_ranks_had_returned(
-    begin: Callable[..., Launch], tmp_path: Path
-) -> None:
+def test_a_stopped_launch_cleans_up_and_keeps_returned_values(begin: Callable[..., Launch], tmp_path: Path) -> None:
     cleaning = begin(clean_up_after, "cleaning")
     cleaning.stop()
     with pytest.raises(LaunchStoppedError, match=r"clean_up_after was stopped after \d+\.\d s. Logs: "):

@@ -181,7 +181,7 @@ def stopped(pids: Mapping[int, int]) -> bool:
 
 # ------------------------------------------------------------------ wherever they are
 @conformance("forkserver", "fork")
-def test_ranks_tell_where_they_are_whatever_they_do(start_method: str, tmp_path: Path) -> None:
+def test_stacks_show_every_rank_whatever_it_does(start_method: str, tmp_path: Path) -> None:
     """In C with the GIL held, in a collective, waiting for a loader's worker, computing: one rank each."""
     launch = begun(be_in_many_places, tmp_path, start_method, ranks=4)
     expected = {0: "lock_twice_with_the_gil", 1: "barrier", 2: "_try_get_data", 3: "count_up"}
@@ -205,7 +205,7 @@ def test_ranks_tell_where_they_are_whatever_they_do(start_method: str, tmp_path:
     end(launch)
 
 
-def test_a_worker_that_never_began_is_said_so(start_method: str, tmp_path: Path) -> None:
+def test_stacks_report_a_worker_that_never_began(start_method: str, tmp_path: Path) -> None:
     launch = begun(begin_no_worker, tmp_path, start_method, ranks=1)
     texts: dict[int, str] = {}
 
@@ -244,7 +244,7 @@ def test_a_launch_that_begins_can_be_asked_at_once(start_method: str, tmp_path: 
     end(launch)
 
 
-def test_a_rank_that_cannot_answer_is_said_so_and_told_of_when_it_can(start_method: str, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_answer_yet_is_reported(start_method: str, tmp_path: Path) -> None:
     launch = begun(wait, tmp_path, start_method)
     pids = {1: pid_of(tmp_path, 1)}
     os.kill(pids[1], signal.SIGSTOP)
@@ -285,7 +285,7 @@ def test_a_rank_that_became_another_program_is_let_be(start_method: str, tmp_pat
     end(launch)
 
 
-def test_of_a_deep_recursion_the_latest_calls_are_told(start_method: str, tmp_path: Path) -> None:
+def test_a_deep_recursion_shows_its_latest_calls(start_method: str, tmp_path: Path) -> None:
     launch = begun(recurse, tmp_path, start_method, ranks=1)
 
     text = launch.stacks()[0]
@@ -337,7 +337,7 @@ def test_several_may_ask_at_once(start_method: str, tmp_path: Path) -> None:
     end(launch)
 
 
-def test_who_waits_as_the_launch_ends_hears_of_no_rank(start_method: str, tmp_path: Path) -> None:
+def test_stacks_are_empty_for_a_launch_that_ends_meanwhile(start_method: str, tmp_path: Path) -> None:
     launch = begun(wait, tmp_path, start_method)
     pids = {rank: pid_of(tmp_path, rank) for rank in range(2)}
     for pid in pids.values():
@@ -353,7 +353,7 @@ def test_who_waits_as_the_launch_ends_hears_of_no_rank(start_method: str, tmp_pa
 
 # ------------------------------------------------------------------ a launch that takes too long
 @pytest.mark.alone
-def test_a_timeout_tells_where_the_ranks_were(start_method: str, tmp_path: Path) -> None:
+def test_a_timeout_names_where_the_ranks_were(start_method: str, tmp_path: Path) -> None:
     launch = begun(wait, tmp_path, start_method, timeout=5.0)  # they must be there by then
 
     with pytest.raises(LaunchTimeoutError) as raised:

@@ -269,7 +269,7 @@ def seconds_to_end(launch: Launch, begun: float) -> float:
 
 # ------------------------------------------------------------------ exactly once
 @conformance("forkserver", "spawn", "fork")
-def test_each_rank_sees_one_keyboard_interrupt_however_many_sigints_come(start_method: str, tmp_path: Path) -> None:
+def test_each_rank_sees_one_keyboard_interrupt_for_many_sigints(start_method: str, tmp_path: Path) -> None:
     launch = begin(count_interrupts, tmp_path, start_method)
     eventually(lambda: noted(tmp_path, "beat", 2))
     pids = [read(tmp_path, "pid", rank) for rank in range(2)]
@@ -353,7 +353,7 @@ def interrupt_while_sending(voice: KernelChannel, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Channel, "_send_with", interrupted)
 
 
-def heard_by(kernel: Channel) -> list[object]:
+def received_by(kernel: Channel) -> list[object]:
     kernel.poll()
     return [message for message, _ in kernel.drain()]
 
@@ -369,10 +369,10 @@ def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
     with pytest.raises(KeyboardInterrupt) if armed else contextlib.nullcontext():
         speaker.say("a word")
 
-    assert heard_by(kernel) == ["a word", Interrupted(0, 1)]
+    assert received_by(kernel) == ["a word", Interrupted(0, 1)]
 
 
-def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
+def test_an_interrupt_during_its_acknowledgement_is_harmless(
     voice: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speaker, kernel = voice
@@ -383,7 +383,7 @@ def test_an_interrupt_in_the_middle_of_its_acknowledgement_changes_nothing(
         speaker._on_interrupt(signal.SIGINT, None)
     speaker._on_interrupt(signal.SIGINT, None)
 
-    assert heard_by(kernel) == [Interrupted(0, 1)]
+    assert received_by(kernel) == [Interrupted(0, 1)]
 
 
 @pytest.mark.alone
@@ -433,9 +433,7 @@ def test_survivors_of_a_failing_rank_get_their_finally(start_method: str, tmp_pa
     assert (tmp_path / "checkpoint1").read_text() == "whole"
 
 
-def test_a_rank_in_the_middle_of_a_save_gets_its_interrupt_when_another_fails(
-    start_method: str, tmp_path: Path
-) -> None:
+def test_a_failure_interrupts_a_rank_that_saves(start_method: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 0 gives up"):
         begin(fail_while_the_other_saves, tmp_path, start_method).result()
 
@@ -464,7 +462,7 @@ def test_a_failure_is_shown_while_others_still_save(
     assert torch.load(tmp_path / "checkpoint.pt")["weights"].sum() == 1000
 
 
-def test_a_rank_that_waits_in_a_collective_is_ended_before_one_that_saves(start_method: str, tmp_path: Path) -> None:
+def test_a_rank_in_a_collective_is_killed_before_one_that_saves(start_method: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank 0 gives up"):
         begin(fail_while_others_wait_and_save, tmp_path, start_method, ranks=3).result()
 
@@ -532,7 +530,7 @@ def test_an_interrupt_in_the_moment_of_the_start_leaves_no_launch(
 
 
 # ------------------------------------------------------------------ what is known afterwards
-def test_what_ranks_returned_before_the_stop_is_kept(start_method: str, tmp_path: Path) -> None:
+def test_values_returned_before_the_stop_are_kept(start_method: str, tmp_path: Path) -> None:
     launch = begin(return_or_wait, tmp_path, start_method)
     eventually(lambda: noted(tmp_path, "pid", 2))
     eventually(lambda: not state_if_any(read(tmp_path, "pid", 0)))

@@ -48,7 +48,6 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
     servers = Servers()
     monkeypatch.setattr("nblaunch.engines.local.servers", servers)
     monkeypatch.setattr("nblaunch.engines.local_workers.servers", servers)
-    monkeypatch.setattr("nblaunch.launch.api.servers", servers)
     monkeypatch.setattr(timeouts, "BUILD_QUIET_S", 0.1)
     yield servers
     servers.stop()
@@ -107,7 +106,7 @@ def built(own: Servers) -> bool:
 
 
 # ------------------------------------------------------------------ taking over
-def test_what_the_first_optimizer_of_a_process_imports_is_there_soon(own: Servers) -> None:
+def test_the_first_optimizers_imports_are_preloaded_soon(own: Servers) -> None:
     assert [there for _, there in launched(reaper_and_modules, "torch", "torch._dynamo")] == [["torch"]] * 2
     first = own._warm
     eventually(lambda: built(own))
@@ -118,7 +117,7 @@ def test_what_the_first_optimizer_of_a_process_imports_is_there_soon(own: Server
     assert there == [["torch", "torch._dynamo"]] * 2
 
 
-def test_what_it_imports_reads_the_environment_of_the_launch(own: Servers) -> None:
+def test_its_imports_read_the_environment_of_the_launch(own: Servers) -> None:
     def sympys_own() -> tuple[bool, str]:
         there = "sympy" in sys.modules
         return there, importlib.import_module("sympy.core.cache").USE_CACHE
@@ -146,7 +145,7 @@ def test_no_launch_waits_for_a_server_that_is_being_built(own: Servers, soon: Ca
     assert served.launches == 4
 
 
-def test_a_server_that_is_being_built_stands_still_while_a_launch_starts(
+def test_building_pauses_while_a_launch_starts(
     own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soon(HANGS)
@@ -358,7 +357,7 @@ def test_an_unused_server_ends_with_its_builder(
     assert not own._preloads._left_out
 
 
-def test_the_next_generation_is_built_where_the_last_is_retired_while_it_builds(
+def test_a_server_retired_while_it_builds_is_built_again(
     own: Servers, soon: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang = tmp_path / "hang"
@@ -415,7 +414,7 @@ def test_no_launch_waits_for_a_builder_that_does_not_end(
         retiring.join()
 
 
-def test_an_interrupt_as_a_launch_starts_leaves_no_builder_standing_still(
+def test_an_interrupted_start_leaves_no_builder_paused(
     own: Servers, soon: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soon(HANGS)
@@ -439,9 +438,7 @@ def test_an_interrupt_as_a_launch_starts_leaves_no_builder_standing_still(
 
 
 # ------------------------------------------------------------------ spares
-def test_processes_that_wait_for_a_launch_end_after_a_while_and_come_back(
-    own: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spares_exit_when_idle_and_return_after_a_launch(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(all_servers, "_SOON", ())
     short = "from nblaunch.machine import timeouts; timeouts.SPARE_IDLE_TIMEOUT_S = 5.0; "
     monkeypatch.setattr(server_client, "_MAIN", short + server_client._MAIN)
@@ -459,7 +456,7 @@ def test_processes_that_wait_for_a_launch_end_after_a_while_and_come_back(
     assert launched(os.getpid)
 
 
-def test_a_launch_that_comes_as_a_process_that_waits_for_it_is_killed_is_taken() -> None:
+def test_a_launch_survives_the_death_of_its_spare() -> None:
     """It comes when the end of the process has woken who takes launches, and not before."""
     server, there = socket.socketpair()
     kernel, control = channel_pair()

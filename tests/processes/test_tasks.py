@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nblaunch.engines.local import engine
+from nblaunch.engines.current import engine
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.protocol import Order
 from nblaunch.launch import payload as payloads
@@ -37,7 +37,7 @@ class Group:
     """Two ranks on this machine that stay for several tasks."""
 
     def __init__(self, opened: ExitStack, start_method: str) -> None:
-        self.plan = make_plan(this_machine(), num_processes=2, start_method=start_method)
+        self.plan = make_plan(this_machine(), engine, num_processes=2, start_method=start_method)
         files = LaunchFiles.create("several")
         opened.callback(files.close)
         self.commands = Commands()

@@ -229,7 +229,7 @@ def test_ranks_that_judge_differently_end_together(tmp_path: Path) -> None:
         assert trainer((Judges(),), **config).fit(points(40)) == history
 
 
-def test_the_gradients_of_what_is_not_trained_do_not_count_in_the_norm() -> None:
+def test_gradients_of_untrained_parameters_do_not_count_in_the_norm() -> None:
     frozen, idle = (trainer(nprocs=1, clip=0.1) for _ in range(2))
     for one in (frozen, idle):
         head: Any = one.model[-1]  # type: ignore[index]  # a Sequential
@@ -334,7 +334,7 @@ def test_more_epochs_go_on_but_not_in_other_batches(tmp_path: Path, whole: tuple
         resumed(epochs=4, schedule="linear", checkpoint_dir=tmp_path).fit(points(150), points(50))
 
 
-def test_a_finished_run_is_said_to_be(tmp_path: Path) -> None:
+def test_a_finished_run_warns_that_nothing_is_left(tmp_path: Path) -> None:
     history = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path).fit(points(20))
     again = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path)
     with warnings.catch_warnings():

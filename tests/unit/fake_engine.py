@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.engines.protocol import Event, Lost, Order, Received, Stream, Wakeup
+from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Received, Stream, Wakeup
+from nblaunch.machine.usage import Usage
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import (
     Done,
     Failed,
     Interrupted,
     Leaving,
-    Method,
     NotStarted,
     RankExited,
     RankStarted,
@@ -42,8 +42,40 @@ class FakeLog:
     def read(self, start: int, end: int) -> bytes:
         return bytes(self._data[start:end])
 
+    def open(self) -> FakeLog:
+        return self
+
     def close(self) -> None:
         """Nothing to release."""
+
+
+@dataclass(frozen=True)
+class FakeBody:
+    """What a rank has displayed."""
+
+    data: bytes | None
+    name: str = "a fake body"
+
+    def read(self) -> bytes | None:
+        return self.data
+
+
+@dataclass
+class FakeSampler:
+    """Measures scripted ranks: each uses as many bytes as its pid."""
+
+    workers: Sequence[FakeWorker]
+    is_closed: bool = False
+
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        return [
+            Usage(worker.rank, 0.0, FAKE_PID + worker.rank, None, None)
+            for worker in self.workers
+            if worker.rank in ranks and not worker.has_exited
+        ]
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 @dataclass
@@ -75,6 +107,8 @@ class FakeWorker:
     written: dict[Stream, bytearray] = field(
         default_factory=lambda: {"out": bytearray(), "err": bytearray(), "spool": bytearray()}
     )
+    bodies: dict[str, bytes] = field(default_factory=dict)
+    """What it has displayed, by key."""
     lost: Dropped = field(default_factory=Dropped)
     signals: list[int] = field(default_factory=list)
     """The signals that it was sent."""
@@ -86,7 +120,7 @@ class FakeWorker:
 
     # -------------------------------------------------------------- what the rank does
     def sends(self, message: object, *fds: int) -> None:
-        self.events.append(Received(self.rank, message, list(fds)))
+        self.events.append(Received(self.rank, message, Descriptors(fds)))
 
     def runs(self) -> None:
         self.sends(Running(self.rank, self.task))
@@ -135,6 +169,9 @@ class FakeWorker:
     def log(self, stream: Stream) -> FakeLog:
         return FakeLog(self.written[stream])
 
+    def output(self, key: str, mime: str) -> Body:
+        return FakeBody(self.bodies.get(key))
+
     def dropped(self) -> Dropped:
         return self.lost
 
@@ -147,6 +184,7 @@ class FakeWorkers:
         self.ranks = [FakeWorker(rank, self.events, clock) for rank in range(world_size)]
         self.has_begun = True
         self.tasks: list[Task] = []
+        self.samplers: list[FakeSampler] = []
         self.is_abandoned = self.is_closed = self.is_forsaken = self.is_dismissed = False
         self.hint: str | None = "waiting"
 
@@ -190,6 +228,10 @@ class FakeWorkers:
     def drain(self) -> Iterable[Event]:
         return self.wait(0.0)
 
+    def sampler(self, device: str, env: Mapping[str, str]) -> FakeSampler:
+        self.samplers.append(FakeSampler(self.ranks))
+        return self.samplers[-1]
+
     def nudge(self) -> str | None:
         return self.hint
 
@@ -211,12 +253,18 @@ class FakeEngine:
         self.workers = workers
         self.orders: list[Order] = []
 
-    def usable(
-        self, method: Method, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]
-    ) -> Method:
+    start_methods = ("auto", "scripted")
+
+    def resolve(self, method: str) -> str:
+        return "scripted"
+
+    def check_kept(self, method: str) -> None:
+        """Scripted ranks can stay."""
+
+    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> str:
         return method
 
-    def shares_memory(self, method: Method) -> bool:
+    def shares_memory(self, method: str) -> bool:
         return False
 
     def place(self, order: Order, wakeup: Wakeup) -> FakeWorkers:
@@ -225,3 +273,18 @@ class FakeEngine:
 
     def prepare_next(self) -> None:
         """Nothing to prepare."""
+
+    def warm_up(self) -> None:
+        """Nothing to prepare."""
+
+    def refresh(self) -> None:
+        """Nothing to refresh."""
+
+    def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
+        """Nothing to import."""
+
+    def status(self) -> list[str]:
+        return ["scripted ranks"]
+
+    def stop(self) -> None:
+        """Nothing to kill."""

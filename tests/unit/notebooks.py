@@ -40,7 +40,7 @@ class Notebook:
     def notebook_names(self) -> dict[str, Any]:
         return self.names
 
-    def show_session(self, state: object, env: object) -> None:
+    def show_session(self, state: object, env: object, workers: object) -> None:
         pass
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:

@@ -78,7 +78,7 @@ def test_alone_it_is_the_main_process_on_the_cpu() -> None:
     assert accelerator.sync_gradients
 
 
-def test_mixed_precision_is_what_the_launch_says_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_explicit_mixed_precision_overrides_the_launchs(monkeypatch: pytest.MonkeyPatch) -> None:
     undecided, decided = Accelerator(), Accelerator(mixed_precision="fp16")
     assert undecided.mixed_precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
@@ -144,7 +144,7 @@ def test_preparing_twice_changes_nothing() -> None:
     assert all(now is then for now, then in zip(accelerator.prepare(*once), once, strict=True))
 
 
-def test_dtype_reaches_parameters_their_states_and_batches_and_leaves_integers() -> None:
+def test_dtype_applies_to_parameters_states_and_batches() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -210,7 +210,7 @@ def test_two_small_batches_accumulated_are_one_large_batch() -> None:
         torch.testing.assert_close(now, then)
 
 
-def test_the_last_batch_of_a_loader_ends_a_step_and_the_next_pass_begins_a_new_one() -> None:
+def test_a_loaders_last_batch_ends_a_step() -> None:
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
     _, synced, schedule = train(accelerator, 10, 2, epochs=2)
     assert synced == [False, False, True, False, True] * 2
@@ -234,7 +234,7 @@ def test_the_last_steps_loss_is_divided_by_the_batches_that_it_has() -> None:
     assert net.layer.bias.grad.item() == 1.0  # as the last one: no new step began
 
 
-def test_of_a_stream_without_a_length_the_last_step_is_divided_like_all() -> None:
+def test_the_last_step_of_an_unsized_stream_has_the_full_divisor() -> None:
     class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
         def __iter__(self) -> Any:
             return iter(torch.ones(3, 2))
@@ -265,7 +265,7 @@ def test_a_pass_that_was_broken_off_ends_no_other_passes_steps() -> None:
     assert synced == [False, False, False, True, False, True]
 
 
-def test_a_loader_that_was_iterated_within_does_not_end_the_steps_of_the_one_around() -> None:
+def test_an_inner_loader_does_not_end_the_outer_loaders_steps() -> None:
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
     outer, inner = accelerator.prepare(parts(10, 2)[3], parts(4, 2)[3])
     synced = []
@@ -361,7 +361,7 @@ def test_a_forward_of_the_instance_itself_is_used_and_put_back() -> None:
     assert accelerator.unwrap_model(net, keep_fp32_wrapper=False).forward is own
 
 
-def test_float16_scales_the_loss_clips_real_sizes_and_skips_what_is_infinite() -> None:
+def test_float16_scales_clips_unscaled_and_skips_infinite_steps() -> None:
     accelerator: Any = Accelerator(compute_setup="cpu", mixed_precision="fp16")
     net, optimizer, schedule = accelerator.prepare(*parts()[:3])
     start = net.layer.weight.detach().clone()
@@ -442,7 +442,7 @@ def test_a_dict_of_figures_says_what_is_wrong_with_it() -> None:
         accelerator.all_reduce_dict({"z": torch.ones(1, dtype=torch.complex64)}, op="max")
 
 
-def test_alone_gather_reduce_and_broadcast_give_the_shapes_that_they_give_in_company() -> None:
+def test_collectives_of_one_process_return_the_usual_shapes() -> None:
     accelerator = Accelerator(compute_setup="cpu")
     loss = torch.tensor(2.0, requires_grad=True)
     gathered = accelerator.gather({"loss": loss, "rows": (torch.ones(2, 3), None)})
@@ -460,7 +460,7 @@ def test_alone_gather_reduce_and_broadcast_give_the_shapes_that_they_give_in_com
     for call, message in (
         (lambda: accelerator.gather(["a"]), r"value\[0\] is a str: make it a tensor"),
         (lambda: accelerator.reduce(loss, "min"), r"reduction='min'"),
-        (lambda: accelerator.broadcast(1, src=1), r"src=1: must be a rank, from 0 to 0"),
+        (lambda: accelerator.broadcast(1, src=1), r"src=1: must be a whole number from 0 to 0"),
     ):
         with pytest.raises(ArgumentError, match=message):
             call()
@@ -495,7 +495,7 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
 
 # ------------------------------------------------------------------ distribute
-def test_a_distributed_function_looks_like_its_own_and_refuses_what_does_not_fit() -> None:
+def test_a_distributed_function_keeps_its_signature() -> None:
     def train(x: int, rank: int) -> None:
         """Train."""
 
@@ -516,7 +516,7 @@ class Plain:
         vars(self).update(parts)
 
 
-def test_what_a_call_can_reach_is_found_once_though_everything_leads_back() -> None:
+def test_parts_in_reference_cycles_are_found_once() -> None:
     named, second, deep, deeper = (nn.Linear(1, 1) for _ in range(4))
     run: Any = Plain(trainer=Plain(model=deep, inner=Plain(model=deeper)), models=[named])
     run.trainer.run = run

@@ -26,6 +26,17 @@ def test_a_whole_number_is_no_bool_float_or_text(value: Any) -> None:
         whole_number("num_processes", value, least=1)
 
 
+@pytest.mark.parametrize("value", [0, 3, np.int64(3)])
+def test_a_whole_number_may_be_either_end_of_its_range(value: Any) -> None:
+    assert whole_number("src", value, least=0, most=3) == value
+
+
+@pytest.mark.parametrize("value", [-1, 4, True, 2.0])
+def test_a_whole_number_outside_its_range_names_both_ends(value: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"^src={re.escape(repr(value))}: must be a whole number from 0 to 3$"):
+        whole_number("src", value, least=0, most=3)
+
+
 @pytest.mark.parametrize("value", [0.5, 30])
 def test_seconds_come_back_as_a_float(value: Any) -> None:
     number = seconds("timeout", value)

@@ -79,7 +79,7 @@ def test_use_without_change_is_not(value: Any, change: Callable[[Any], object]) 
     ],
 )
 @pytest.mark.parametrize("value", [[1], {"a": 1}, {1}])
-def test_what_is_returned_itself_is_no_loss(value: Any, result: Callable[[Any], object]) -> None:
+def test_a_returned_value_is_not_reported(value: Any, result: Callable[[Any], object]) -> None:
     assert not noticed(value, lambda it: it.clear(), result)
 
 

@@ -203,7 +203,7 @@ def test_closing_a_channel_closes_descriptors_not_taken(ends: tuple[Channel, Cha
     os.close(blob)
 
 
-def test_who_is_not_root_sends_more_descriptors_when_others_have_been_taken() -> None:
+def test_an_ordinary_user_sends_more_once_descriptors_are_taken() -> None:
     """In a process of its own, and of a user of its own: Linux counts them for each user."""
     code = """
 import os, resource, socket
@@ -213,11 +213,11 @@ if os.getuid() == 0:
     own = 20_000 + os.getpid() % 40_000
     os.setresuid(own, own, own)
 ends = [tuple(map(Channel, socket.socketpair())) for _ in range(4)]
-told = []
+flushed = []
 for number, (here, _) in enumerate(ends):
     here.post(number, [0] * 70)
-    told.append(here.flush())
-print(told)
+    flushed.append(here.flush())
+print(flushed)
 for here, there in ends:
     here.flush()
     number, fds = there.receive()
@@ -229,7 +229,7 @@ for here, there in ends:
     assert done.stdout == "[True, True, True, False]\n0 70 1 70 2 70 3 70 "
 
 
-def test_descriptors_that_cannot_be_opened_are_told_with_their_message(ends: tuple[Channel, Channel]) -> None:
+def test_lost_descriptors_raise_with_their_message(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     here.send("a message", [0] * 50)

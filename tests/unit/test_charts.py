@@ -15,15 +15,14 @@ from nblaunch.launch.views.text_view import number
 from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
-    Point,
     colour_of,
     data_uri,
-    decimated,
     direction,
     line_chart,
     mean_of,
     summarise,
 )
+from nblaunch.notebook.downsampling import Point
 
 DETERMINISTIC = settings(derandomize=True, deadline=None)
 SVG = "{http://www.w3.org/2000/svg}"
@@ -79,7 +78,7 @@ def test_the_mean_is_over_the_ranks_at_the_same_x() -> None:
     assert mean_of({0: [(0, 1.0), (1, 3.0)], 1: [(1, 5.0), (0, 2.0)]}) == ((0, 1.5), (1, 4.0))
 
 
-def test_where_fewer_than_half_of_the_ranks_have_come_there_is_no_mean() -> None:
+def test_the_mean_needs_half_of_the_ranks() -> None:
     series = {0: [(0, 1.0), (1, 1.0), (2, 9.0)], 1: [(0, 3.0), (1, 3.0)], 2: [(0, 5.0)]}
     assert mean_of(series) == ((0, 3.0), (1, 2.0))
 
@@ -131,33 +130,8 @@ def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
 
 
-# ------------------------------------------------------------------ fewer points
-def test_a_short_line_stays_as_it_is() -> None:
-    points = [(float(i), NAN if i == 3 else 1.0) for i in range(300)]
-    assert decimated(points) == points
-
-
-def test_a_long_line_keeps_its_ends_its_extremes_and_its_gaps() -> None:
-    points = [(float(i), math.sin(i)) for i in range(20_000)]
-    points[777], points[12_345], points[15_000] = (777.0, 50.0), (12_345.0, -50.0), (15_000.0, NAN)
-    kept = decimated(points)
-    assert 100 <= len(kept) <= 300
-    assert {points[0], points[-1], points[777], points[12_345], points[15_000]} <= set(kept)
-    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
-
-
-@DETERMINISTIC
-@given(st.lists(st.tuples(ANY_FLOAT, ANY_FLOAT), max_size=200), st.integers(5, 60))
-def test_a_line_never_has_more_points_than_asked_for(points: list[Point], most: int) -> None:
-    kept = decimated(points, most)
-    assert len(kept) <= most
-    drawable = [y for x, y in points if abs(x) < 1e300 and abs(y) < 1e300]
-    left = [y for x, y in kept if abs(x) < 1e300 and abs(y) < 1e300]
-    assert not drawable or (min(left), max(left)) == (min(drawable), max(drawable))
-
-
 # ------------------------------------------------------------------ pictures
-def test_each_rank_has_a_line_of_its_own_colour_and_the_mean_lies_on_top() -> None:
+def test_each_rank_has_its_own_colour_and_the_mean_is_on_top() -> None:
     svg = chart({0: [(0, 0.0), (1, 1.0)], 1: [(0, 2.0), (1, 3.0)]})
     (first,), (second,), (mean,) = (strokes(svg, colour) for colour in (colour_of(0), colour_of(1), MEAN_COLOUR))
     assert [x for x, _ in first] == [x for x, _ in second] == [x for x, _ in mean]

@@ -143,7 +143,7 @@ def test_a_second_call_writes_nothing(offline: None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: file.write_bytes(b"other")])
 @pytest.mark.parametrize("name", ["data_batch_3", "md5sums.txt"])
-def test_what_is_missing_or_harmed_is_written_again(
+def test_missing_or_damaged_files_are_written_again(
     harm: Callable[[Path], object], name: str, written: Path, tmp_path: Path
 ) -> None:
     ColouredDigits(tmp_path, download=True)

@@ -52,7 +52,7 @@ def test_counting_takes_no_room(table: Table, tmp_path: Path) -> None:
     assert table.read(2).output == 1 << 40
 
 
-def test_what_cannot_be_counted_harms_nothing(tmp_path: Path) -> None:
+def test_a_failed_count_raises_nothing(tmp_path: Path) -> None:
     Counter(str(tmp_path / "no such folder"), 0).add("out", 1, errno.ENOSPC)
 
 
@@ -64,7 +64,7 @@ def test_what_cannot_be_counted_harms_nothing(tmp_path: Path) -> None:
         (Dropped(5_000_000, 2000, 0), "5 MB of output and 2,000 reports", "NBLAUNCH_MAX_LOG_BYTES"),
     ],
 )
-def test_what_was_dropped_in_words(dropped: Dropped, amount: str, why: str) -> None:
+def test_drops_are_described_in_words(dropped: Dropped, amount: str, why: str) -> None:
     assert (dropped.amount, dropped.why) == (amount, why)
 
 

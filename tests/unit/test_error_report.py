@@ -86,7 +86,7 @@ def test_a_builtin_exception_goes_by_its_plain_name() -> None:
     assert said_of(ValueError("x")).type_name == "ValueError"
 
 
-def test_an_exception_of_the_notebook_goes_by_its_plain_name_and_comes_back_as_its_class() -> None:
+def test_a_cells_exception_keeps_its_plain_name_and_class() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     exec("class Mine(Exception): pass", names)
     failed = said_of(names["Mine"]("x"))
@@ -104,7 +104,7 @@ def test_an_exception_of_the_notebook_goes_by_its_plain_name_and_comes_back_as_i
         (NoTextError(), "<its __str__ raised TypeError>"),
     ],
 )
-def test_an_exception_that_cannot_travel_still_has_its_text_and_traceback(error: Exception, text: str) -> None:
+def test_an_unpicklable_exception_keeps_text_and_traceback(error: Exception, text: str) -> None:
     failed = said_of(error)
     assert failed.kind == "exception"
     assert failed.text == text
@@ -213,7 +213,7 @@ CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection 
         (RuntimeError("x"), [CELL, (LOGGER, "wrapper")], "a collective"),
     ],
 )
-def test_an_error_out_of_a_collective_is_told_by_its_frames(
+def test_a_collectives_error_is_recognized_by_its_frames(
     error: Exception, stack: list[tuple[str, str]], collective: str
 ) -> None:
     assert describe(0, 1, error_of(error, *stack)).collective == collective
@@ -242,5 +242,5 @@ def test_a_result_that_cannot_travel_is_named_by_its_part() -> None:
     assert failed.text.startswith("result['model'][1], a thread lock, which cannot be sent to another process")
 
 
-def test_a_result_whose_parts_all_can_travel_is_told_with_the_error() -> None:
+def test_an_unsendable_whole_of_sendable_parts_shows_the_error() -> None:
     assert unsendable_result(0, 1, 1, MemoryError("full")).text == "the result cannot be sent: full"

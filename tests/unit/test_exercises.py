@@ -51,7 +51,7 @@ class Marked:
         return index, info.num_workers if info else 0
 
 
-def test_each_candidate_loads_by_its_own_number_of_workers_in_one_order() -> None:
+def test_candidates_load_the_same_order_with_their_own_workers() -> None:
     seen: list[tuple[list[int], int]] = []
     loader: Any = DataLoader(Marked(), 4, shuffle=True, drop_last=True)  # type: ignore[arg-type]  # it has a length
     timings = time_workers(
@@ -68,7 +68,7 @@ def test_each_candidate_loads_by_its_own_number_of_workers_in_one_order() -> Non
 
 
 def test_every_other_argument_is_kept_and_the_loader_stays_as_it_was() -> None:
-    told: list[int] = []
+    sizes: list[int] = []
     generator = torch.Generator().manual_seed(1)
     loader: Any = DataLoader(
         DATA,
@@ -82,8 +82,8 @@ def test_every_other_argument_is_kept_and_the_loader_stays_as_it_was() -> None:
         generator=generator,
     )
     before, state, own = torch.get_rng_state(), generator.get_state(), {**vars(loader)}
-    timings = time_workers(loader, (0, 1), step=lambda batch: told.append(len(batch["given"])), batches=3)
-    assert told == [10] * 10
+    timings = time_workers(loader, (0, 1), step=lambda batch: sizes.append(len(batch["given"])), batches=3)
+    assert sizes == [10] * 10
     assert [timing.samples for timing in timings.values()] == [
         3,
         3,
@@ -144,7 +144,7 @@ def test_streams_loaders_without_batches_and_short_passes_are_counted() -> None:
         (DataLoader(DATA), {"batches": 0}, "batches=0: must be a whole number, at least 1"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(loader: Any, options: dict[str, Any], message: str) -> None:
+def test_an_untimeable_argument_is_refused(loader: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         time_workers(loader, **options)
 
@@ -177,7 +177,7 @@ def test_results_are_in_order_for_any_pytree_and_any_processes(processes: int) -
         assert len(made.results[name].unique()) >= 100
 
 
-def test_the_work_is_shared_by_processes_and_not_more_than_there_is_work() -> None:
+def test_no_more_processes_are_used_than_there_are_items() -> None:
     pids = preprocess(DATA, lambda _: os.getpid(), processes=2).results.tolist()
     assert pids[0] == os.getpid()  # it finds out what results are like
     assert len(set(pids[1:])) == 2
@@ -239,7 +239,7 @@ def test_an_error_names_the_index_and_leaves_no_file(
     assert [path.name for path in tmp_path.iterdir() if path.name != "state"] == []
 
 
-def test_a_process_that_is_killed_is_told_of() -> None:
+def test_a_killed_process_is_reported() -> None:
     def kill_at_40(number: int) -> int:
         if number == 40:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -303,6 +303,6 @@ def test_an_interrupt_leaves_no_process_and_the_older_file(tmp_path: Path, monke
         (DATA, {"processes": 1.0}, "processes=1.0: must be a whole number"),
     ],
 )
-def test_what_cannot_be_preprocessed_is_refused(data: Any, options: dict[str, Any], message: str) -> None:
+def test_an_invalid_preprocess_argument_is_refused(data: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         preprocess(data, lambda item: item, **options)

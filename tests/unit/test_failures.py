@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
+from nblaunch.engines.protocol import Log
 from nblaunch.errors import RankDiedError
-from nblaunch.launch.failures import RankTraceback, describe
+from nblaunch.launch.failures import Account, RankTraceback, crash_warning, describe
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.verdict import RankEnd
+from nblaunch.launch.views.events import Stream
+from nblaunch.wire.messages import Done, RankExited
+from tests.unit.fake_engine import FakeLog
 
 IN_A_CELL = """on rank 1:
 Traceback (most recent call last):
@@ -35,7 +42,7 @@ def raised(traceback: str, rank: int = 1) -> Exception:
     return error
 
 
-def test_the_cells_last_line_is_told_and_not_the_librarys() -> None:
+def test_the_cells_last_line_is_shown_and_not_the_librarys() -> None:
     failure = describe(raised(IN_A_CELL), None)
     assert (failure.rank, failure.type_name, failure.message) == (1, "ValueError", "no such class: 11")
     assert (failure.where, failure.source) == ("Cell In[2], line 4", "return F.nll_loss(x, y)")
@@ -54,7 +61,7 @@ def test_without_a_line_of_the_users_there_is_none(traceback: str) -> None:
     assert (failure.where, failure.source) == ("", "")
 
 
-def test_a_line_whose_text_is_not_known_is_told_without() -> None:
+def test_a_line_of_unknown_text_is_shown_without_it() -> None:
     failure = describe(
         raised('on rank 1:\n  Cell In[1], line 2, in f\n  File "/x/site-packages/a.py", line 1, in g'), None
     )
@@ -68,3 +75,17 @@ def test_a_rank_that_died_has_its_log() -> None:
 
 def test_an_error_without_a_rank_has_none() -> None:
     assert describe(RuntimeError("no server"), None).rank == -1
+
+
+def test_a_crash_shows_the_last_lines_of_stderr_or_else_of_stdout() -> None:
+    """The logs may be on another machine."""
+    printed: dict[Stream, bytearray] = {"out": bytearray(b"epoch 3\n"), "err": bytearray()}
+    logs: dict[Stream, Log] = {stream: FakeLog(data) for stream, data in printed.items()}
+    end = RankEnd(1, Done(1, 1, 5), None, RankExited(1, -signal.SIGSEGV, 6))
+    account = Account("train", [end], LaunchFiles(Path("/logs"), None), {}, {1: logs})
+    assert ". Its last lines:\n    epoch 3\nLog: /logs/rank1.err" in crash_warning([end], account)
+    printed["err"] += b"no such driver\n"
+    assert ". Its last lines:\n    no such driver\nLog: " in crash_warning([end], account)
+    printed["out"].clear()
+    printed["err"].clear()
+    assert ". It printed nothing. Log: /logs/rank1.err" in crash_warning([end], account)

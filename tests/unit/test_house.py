@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
 import nblaunch
-from nblaunch import errors
+from nblaunch import errors, training
+from nblaunch.training import data
 
 PACKAGE = Path(nblaunch.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -34,6 +36,19 @@ BELOW = {
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")
 RANK_SHELL = "rank_shell.py"
 """The only module of ranks/ that imports IPython; it is imported by name, where a rank needs it."""
+NOTEBOOK_NAMES = "notebook_names.py"
+"""Imports the shell by name."""
+TASK = (
+    *("abandoned.py", "group.py", "rank_state.py", "stack_text.py", "stacks.py", "stopping.py", "supervisor.py"),
+    *("task.py", "verdict.py"),
+)
+"""The modules of launch/ that see a task through, whatever the engine."""
+SHOWN = (
+    *("displays.py", "failures.py", "follower.py", "metric_patterns.py", "tails.py", "text_view.py"),
+    *("log_feed.py", "output_store.py", "panel.py", "panel_state.py", "session_display.py", "usage_meter.py"),
+)
+"""The modules of launch/ and notebook/ that show what ranks write and use."""
+_IMPORTERS = ("import_module", "__import__")
 MAX_LINES = 400
 
 
@@ -56,24 +71,28 @@ def room_of(module: Path) -> str:
 
 
 def imports_of(module: Path) -> list[Import]:
-    """Return every import of a module that runs."""
+    """Return every import of a module that runs, those by name included."""
     return list(_imports(ast.parse(module.read_text()), ""))
 
 
 def all_imports_of(module: Path) -> set[str]:
     """Return what a module imports of ours anywhere, those for type checkers included."""
-    return {
+    nodes = list(ast.walk(ast.parse(module.read_text())))
+    stated = {
         _target(node.module or "", alias.name) if isinstance(node, ast.ImportFrom) else alias.name
-        for node in ast.walk(ast.parse(module.read_text()))
+        for node in nodes
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }
+    return stated.union(filter(None, map(_imported_by_name, nodes)))
 
 
 def _imports(node: ast.AST, function: str) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
             continue
+        if (name := _imported_by_name(child)) is not None:
+            yield Import(name, function)
         if isinstance(child, ast.Import):
             yield from (Import(alias.name, function) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
@@ -82,6 +101,15 @@ def _imports(node: ast.AST, function: str) -> Iterator[Import]:
         else:
             inside = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
             yield from _imports(child, inside)
+
+
+def _imported_by_name(node: ast.AST) -> str | None:
+    """Return the module that a call of ``import_module`` or ``__import__`` names."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return None
+    called, name = node.func, node.args[0]
+    is_import = (called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")) in _IMPORTERS
+    return name.value if is_import and isinstance(name, ast.Constant) and isinstance(name.value, str) else None
 
 
 def _target(module: str, name: str) -> str:
@@ -102,11 +130,22 @@ def modules_in(room: str) -> list[Path]:
 
 
 # ------------------------------------------------------------------ the namespace
-def test_all_is_the_namespace() -> None:
-    assert sorted(nblaunch.__all__) == list(nblaunch.__all__) == dir(nblaunch)
-    assert python(
-        "from nblaunch import *; print(*sorted(n for n in dir() if n[:2] != '__' or n in ('__version__',)))"
-    ) == (" ".join(sorted(nblaunch.__all__)))
+HOOKS = {"load_ipython_extension", "unload_ipython_extension"}
+"""IPython calls them by name."""
+
+
+@pytest.mark.parametrize("module", [nblaunch, training, data], ids=lambda module: module.__name__)
+def test_all_is_the_namespace(module: ModuleType) -> None:
+    assert sorted(module.__all__) == list(module.__all__)
+    for name in module.__all__:
+        getattr(module, name)  # imported on first access
+    submodules = {name for name in vars(module) if f"{module.__name__}.{name}" in sys.modules}
+    found = {name for name in vars(module) if name[0] != "_"} - submodules
+    assert found - HOOKS == set(module.__all__) - {"__version__"}
+
+
+def test_dir_lists_all() -> None:
+    assert dir(nblaunch) == list(nblaunch.__all__)
 
 
 @pytest.mark.parametrize("name", nblaunch.__all__)
@@ -156,6 +195,15 @@ def wrong_in(room: str, is_right: Callable[[Path, Import], bool]) -> list[str]:
     ]
 
 
+def test_imports_by_name_are_found(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        "import_module('a.b')\ndef f():\n    return getattr(importlib.import_module('c'), __import__('d'))\n"
+    )
+    assert imports_of(module) == [Import("a.b", ""), Import("c", "f"), Import("d", "f")]
+    assert all_imports_of(module) == {"a.b", "c", "d"}
+
+
 @pytest.mark.parametrize("room", BELOW)
 def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
     allowed = tuple(f"nblaunch.{name}" for name in ("errors", room, *BELOW[room]))
@@ -170,6 +218,8 @@ def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
             return True
         if found.target == "nblaunch":
             return bool(found.function) or room in ("launch", "notebook")
+        if is_within(found.target, NOTEBOOKS_OWN) and module.name == NOTEBOOK_NAMES:
+            return bool(found.function)  # for user code that needs a shell
         if (room == "notebook" or module.name == RANK_SHELL) and is_within(found.target, NOTEBOOKS_OWN):
             return True
         return is_within(found.target, (*allowed, *also.get((module.name, found.function), ())))
@@ -248,9 +298,9 @@ def reached_from(name: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 # ------------------------------------------------------------------ the seam
-def test_only_engines_ranks_and_plans_compare_start_methods() -> None:
+def test_only_the_engine_and_its_reapers_compare_start_methods() -> None:
     """Everything else works with any engine."""
-    allowed = [*modules_in("engines"), *modules_in("ranks"), PACKAGE / "launch" / "plan.py"]
+    allowed = [*modules_in("engines"), PACKAGE / "ranks" / "reaper.py"]
     methods = ("forkserver", "spawn", "fork")
     found = [
         f"{module.name}:{node.lineno}"
@@ -264,15 +314,44 @@ def test_only_engines_ranks_and_plans_compare_start_methods() -> None:
     assert found == []
 
 
+def test_one_module_chooses_the_engine_and_others_know_the_protocol() -> None:
+    seam = {"nblaunch.engines.current", "nblaunch.engines.protocol"}
+    found = {
+        f"{module.name}: {target}"
+        for module in MODULES
+        if room_of(module) != "engines"
+        for target in all_imports_of(module)
+        if is_within(target, ("nblaunch.engines",)) and target not in seam
+    }
+    assert found == set()
+    users = {module.name for module in MODULES if "nblaunch.engines.local" in all_imports_of(module)}
+    assert users == {"current.py"}
+
+
 def test_a_task_knows_no_file_and_no_process() -> None:
     """What ranks write, send and are comes through `engines.protocol`."""
-    beyond = ("subprocess", "socket", "selectors", "pathlib", "nblaunch.wire.channel", "nblaunch.ranks")
-    for name in ("task.py", "group.py", "stacks.py", "rank_state.py"):
+    beyond = (
+        *("os", "pathlib", "psutil", "selectors", "socket", "subprocess"),
+        *("nblaunch.engines.current", "nblaunch.machine.processes", "nblaunch.machine.usage"),
+        *("nblaunch.ranks", "nblaunch.wire.channel", "nblaunch.wire.launch_files"),
+    )
+    for name in TASK:
         targets = [found.target for found in imports_of(PACKAGE / "launch" / name)]
         assert targets
-        assert not [target for target in targets if is_within(target, beyond)]
-        engines = [target for target in targets if is_within(target, ("nblaunch.engines",))]
-        assert set(engines) <= {"nblaunch.engines.protocol"}
+        assert [target for target in targets if is_within(target, beyond)] == []
+
+
+def test_what_shows_a_task_reads_no_file_and_measures_no_process() -> None:
+    """Ranks of another machine have logs, displays and usage too."""
+    beyond = ("os", "pathlib", "psutil", "nblaunch.machine.processes", "nblaunch.wire.launch_files")
+    for name in SHOWN:
+        (module,) = [module for module in MODULES if module.name == name]
+        targets = [found.target for found in imports_of(module)]
+        assert [target for target in targets if is_within(target, beyond)] == []
+        calls = [
+            ast.unparse(node.func) for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Call)
+        ]
+        assert not {"open", "Sampler"}.intersection(calls)
 
 
 # ------------------------------------------------------------------ files
@@ -293,6 +372,18 @@ def test_every_module_explains_itself() -> None:
     assert [module for module in MODULES if not ast.get_docstring(ast.parse(module.read_text()))] == []
 
 
+# ------------------------------------------------------------------ tests
+MAX_NAME_LENGTH = 60
+LONGER_NAMES = {"what_is_pushed_to_one_rank_goes_to_the_others_when_they_need_it"}
+
+
+def test_a_tests_name_has_at_most_60_characters() -> None:
+    files = (PACKAGE.parent / "tests").rglob("test_*.py")
+    names = {name for path in files for name in re.findall(r"^ *(?:async )?def test_(\w+)\(", path.read_text(), re.M)}
+    assert len(names) > 1000
+    assert {name for name in names if len(name) > MAX_NAME_LENGTH} <= LONGER_NAMES
+
+
 # ------------------------------------------------------------------ the documents
 ARCHITECTURE = PACKAGE / "ARCHITECTURE.md"
 
@@ -307,6 +398,12 @@ def test_every_path_in_the_architecture_exists() -> None:
     named = paths_named_in(ARCHITECTURE.read_text())
     assert len(named) > 30
     assert [path for path in named if not (PACKAGE / path).exists() and not (PACKAGE.parent / path).exists()] == []
+
+
+def test_the_architecture_fits_into_120_columns() -> None:
+    """Except rows of tables, which cannot be wrapped."""
+    lines = ARCHITECTURE.read_text().splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
 def test_the_architecture_shows_every_room() -> None:

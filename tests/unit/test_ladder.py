@@ -56,7 +56,7 @@ def test_a_rank_that_does_not_answer_is_killed_with_its_group(reason: Reason) ->
     assert stop.at(8.0) == []
 
 
-def test_a_rank_that_waits_in_a_collective_after_a_failure_is_killed_soon() -> None:
+def test_a_failure_kills_ranks_that_wait_in_a_collective_soon() -> None:
     stop = Stop(2, "failure")
     assert stop.at(0) == interrupts(0, 1)
     stop.ladder.waiting.add(1)
@@ -64,7 +64,7 @@ def test_a_rank_that_waits_in_a_collective_after_a_failure_is_killed_soon() -> N
     assert stop.at(0.31) == kills(1)
 
 
-def test_a_rank_that_answers_after_it_waited_in_a_collective_has_the_whole_grace() -> None:
+def test_a_late_answer_from_a_collective_gets_the_full_grace() -> None:
     stop = Stop(1, "failure")
     stop.at(0)
     stop.ladder.waiting.add(0)
@@ -72,7 +72,7 @@ def test_a_rank_that_answers_after_it_waited_in_a_collective_has_the_whole_grace
     assert stop.at(GRACE - 0.01) == []
 
 
-def test_ranks_that_are_silent_after_a_failure_are_those_that_neither_answer_nor_leave() -> None:
+def test_silent_ranks_neither_answer_nor_leave() -> None:
     stop = Stop(5, "failure")
     stop.leaving, stop.running = {1}, {0, 1, 3, 4}
     stop.at(0)  # rank 2 has not begun, and is killed
@@ -83,7 +83,7 @@ def test_ranks_that_are_silent_after_a_failure_are_those_that_neither_answer_nor
 
 
 @pytest.mark.parametrize("reason", ["user", "timeout"])
-def test_where_a_rank_waits_does_not_matter_but_after_a_failure(reason: Reason) -> None:
+def test_waiting_in_a_collective_matters_only_after_a_failure(reason: Reason) -> None:
     stop = Stop(1, reason)
     stop.at(0)
     assert stop.ladder.silent(BEGUN + 1.0, stop.live) == []
@@ -136,7 +136,7 @@ def test_a_rank_that_is_leaving_is_not_interrupted_and_has_a_second(reason: Reas
     assert stop.at(1.0) == kills(0)
 
 
-def test_a_rank_that_leaves_after_a_long_checkpoint_still_has_its_second() -> None:
+def test_leaving_after_a_long_checkpoint_still_has_a_second() -> None:
     stop = Stop()
     stop.at(0)
     stop.answers(0)
@@ -242,7 +242,7 @@ def test_a_kept_rank_is_freed_at_once_after_a_failure() -> None:
     assert ladder.to_free(BEGUN + 0.11, [0], has_left=True) == [0]
 
 
-def test_a_kept_rank_in_its_finally_is_freed_only_when_no_rank_can_answer_it() -> None:
+def test_a_kept_rank_in_its_finally_is_freed_once_a_peer_has_left() -> None:
     ladder = KeptLadder("user", BEGUN, GRACE)
     ladder.due(BEGUN, [0, 1, 2], [0, 1, 2], [])
     ladder.answered = {0, 1}

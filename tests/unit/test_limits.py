@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -126,3 +127,11 @@ def test_free_memory_is_the_machines_or_the_cgroups(monkeypatch: pytest.MonkeyPa
     assert free_memory() == 12_345
     monkeypatch.setattr(limits, "memory_left", lambda: NO_LIMIT)
     assert free_memory() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
+
+
+def test_the_remedy_suits_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_LONG_ONE", "x" * 100_000)
+    said = limits.remedy(OSError(errno.E2BIG, "too long"))
+    assert said == ": the environment variable A_LONG_ONE has 100,000 characters: del os.environ['A_LONG_ONE']"
+    assert limits.remedy(OSError(errno.EMFILE, "too many")).endswith("(ulimit -u, ulimit -n)")
+    assert limits.remedy(OSError(errno.ENOSPC, "full")) == ""

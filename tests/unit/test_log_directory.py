@@ -202,7 +202,7 @@ def test_the_newest_launch_is_not_pruned_however_large(root: Path) -> None:
     assert not earlier.exists()
 
 
-def test_a_large_newest_launch_does_not_cost_the_earlier_ones_their_logs(root: Path) -> None:
+def test_a_large_newest_launch_prunes_no_earlier_logs(root: Path) -> None:
     made = past_launches(3, size=100)
     made += past_launches(1, size=5000)
     prune(max_bytes=1000)
@@ -210,9 +210,7 @@ def test_a_large_newest_launch_does_not_cost_the_earlier_ones_their_logs(root: P
 
 
 @pytest.mark.parametrize("is_another_kernel", [False, True])
-def test_what_something_refers_to_is_not_pruned(
-    root: Path, monkeypatch: pytest.MonkeyPatch, is_another_kernel: bool
-) -> None:
+def test_referenced_logs_are_not_pruned(root: Path, monkeypatch: pytest.MonkeyPatch, is_another_kernel: bool) -> None:
     files = LaunchFiles.create("abc")
     append(files.out(0), b"x" * 1000)
     files.close()
@@ -239,9 +237,7 @@ def test_a_copy_of_what_refers_to_logs_keeps_them_too(root: Path) -> None:
     assert rank.text() == "x"
 
 
-def test_launches_that_are_referred_to_take_a_bounded_number_of_descriptors(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_referenced_launches_take_a_bounded_number_of_descriptors(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_directory, "MAX_FINISHED_LOCKS", 3)
     running = LaunchFiles.create("running")
     kept = [LaunchFiles.create(f"id{number}") for number in range(10)]
@@ -295,7 +291,7 @@ def test_a_copy_of_the_lock_in_a_forked_process_keeps_nothing_alive(root: Path) 
     assert not directory.exists()
 
 
-def test_what_is_not_ours_stays(root: Path, tmp_path: Path) -> None:
+def test_foreign_files_stay(root: Path, tmp_path: Path) -> None:
     ours, newest = past_launches(2)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -332,7 +328,7 @@ def test_two_kernels_prune_at_once(root: Path) -> None:
 
 
 # ------------------------------------------------------------------ shared roots
-def test_in_a_root_that_all_users_share_each_has_a_directory_of_their_own(root: Path) -> None:
+def test_users_of_a_shared_root_have_their_own_directories(root: Path) -> None:
     root.chmod(0o1777)
     own = root / f"nblaunch-{os.getuid()}"
     assert state_root() == own
@@ -355,7 +351,7 @@ def test_the_launches_of_other_users_are_not_counted_and_not_touched(
     assert sorted(root.iterdir()) == theirs
 
 
-def test_what_cannot_be_read_is_no_reason_not_to_launch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_do_not_prevent_a_launch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another user's launch, in a directory that several share."""
     first, *_ = past_launches(3, size=10)
 
@@ -369,9 +365,7 @@ def test_what_cannot_be_read_is_no_reason_not_to_launch(root: Path, monkeypatch:
     assert not first.exists()
 
 
-def test_a_state_root_that_cannot_be_listed_is_no_reason_not_to_launch(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unlistable_state_root_does_not_prevent_a_launch(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(directory: Path) -> Any:
         raise PermissionError(errno.EACCES, "not yours", str(directory))
 

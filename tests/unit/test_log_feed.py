@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nblaunch.engines.rank_files import LogFile
 from nblaunch.launch.views.events import Stream
 from nblaunch.notebook.log_feed import MAX_LINES, LogFeed
 from nblaunch.wire.launch_files import rank_file
@@ -25,7 +26,10 @@ class Logs:
         with rank_file(self.directory, rank, stream).open("ab") as file:
             file.write(data)
             size = file.tell()
-        self.feed.grew(attempt, self.directory, rank, stream, size, self.now)
+        self.feed.grew(attempt, rank, stream, self.log(rank, stream), size, self.now)
+
+    def log(self, rank: int, stream: Stream) -> LogFile:
+        return LogFile(rank_file(self.directory, rank, stream))
 
     def take(self, most: int = 1 << 20) -> list[tuple[int, str, int, bytes]]:
         return [(chunk.rank, chunk.stream, chunk.offset, chunk.data) for chunk in self.feed.take(most)]
@@ -36,7 +40,7 @@ def logs(tmp_path: Path) -> Logs:
     return Logs(tmp_path)
 
 
-def test_what_was_printed_is_sent_once_in_the_order_of_time(logs: Logs) -> None:
+def test_output_is_sent_once_in_order_of_time(logs: Logs) -> None:
     logs.write(b"a\n", rank=1)
     logs.write(b"b\n", rank=0, stream="err")
     logs.write(b"c\n", rank=1)
@@ -107,7 +111,7 @@ def test_a_live_panel_is_never_far_behind_however_long_the_lines(logs: Logs) -> 
     assert first[2] % 10_000 == 0  # at a line's beginning
 
 
-def test_what_was_left_out_of_the_last_lines_follows_when_the_launch_is_over(logs: Logs) -> None:
+def test_lines_omitted_from_the_tail_follow_after_the_launch(logs: Logs) -> None:
     lines = [b"rank %d line %05d %s\n" % (0, number, b"." * 80) for number in range(20_000)]
     for rank in range(8):
         logs.write(b"".join(lines), rank=rank)
@@ -154,7 +158,7 @@ def test_after_a_rewind_the_last_lines_are_sent_again(logs: Logs) -> None:
     assert logs.take() == [(0, "out", 0, b"one\n")]
 
 
-def test_an_earlier_part_is_whole_lines_and_ends_where_it_was_asked_to(logs: Logs) -> None:
+def test_an_earlier_part_has_whole_lines_up_to_the_requested_end(logs: Logs) -> None:
     logs.write(b"".join(b"line %06d\n" % number for number in range(50_000)))
     end = 12 * 40_000
     chunks = logs.feed.older(0, 0, "out", 0, end)
@@ -178,7 +182,7 @@ def test_a_log_that_has_gone_is_left_out(logs: Logs) -> None:
     assert logs.feed.waiting == 0
 
 
-def test_the_tail_mixes_both_streams_by_time_and_says_that_there_is_more(logs: Logs) -> None:
+def test_the_tail_merges_both_streams_by_time(logs: Logs) -> None:
     for number in range(30):
         logs.write(b"out %d\n" % number)
         logs.write(b"err %d\n" % number, stream="err")
@@ -196,7 +200,7 @@ def test_the_tail_is_as_a_terminal_would_show_it(logs: Logs) -> None:
 
 def test_marks_of_a_long_run_stay_bounded_and_keep_the_latest(logs: Logs) -> None:
     for number in range(20_000):
-        logs.feed.grew(0, logs.directory, 0, "out", number + 1, float(number))
+        logs.feed.grew(0, 0, "out", logs.log(0, "out"), number + 1, float(number))
     log = logs.feed._logs[0, 0, "out"]
     assert len(log.sizes) == len(log.times) <= 4096
     assert log.sizes[-1] == 20_000

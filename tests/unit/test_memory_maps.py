@@ -55,7 +55,7 @@ def is_from(file: Path, array: Any) -> bool:
         lambda file: np.asarray(np.memmap(file, np.uint8, "r"))[HEAD : HEAD + memory_maps._MIN_FILE_BYTES],
     ],
 )
-def test_what_can_only_be_read_is_mapped_from_its_file(opened: Callable[[Path], Any], file: Path) -> None:
+def test_read_only_mappings_are_mapped_from_their_file(opened: Callable[[Path], Any], file: Path) -> None:
     array = opened(file)
     assert is_from(file, array)
     int(array.sum())  # every page has been read
@@ -93,7 +93,7 @@ def replaced(file: Path, array: Any) -> Any:
         lambda file: np.fromfile(file, np.uint8),
     ],
 )
-def test_what_may_differ_from_its_file_is_not_mapped_from_it(opened: Callable[[Path], Any], file: Path) -> None:
+def test_mappings_that_may_differ_from_their_file_are_copied(opened: Callable[[Path], Any], file: Path) -> None:
     array = opened(file)  # stays mapped
     assert not memory_maps.from_files([region_of(array)])
 
@@ -106,7 +106,7 @@ def test_a_file_that_this_process_also_writes_to_is_not_mapped(file: Path) -> No
     assert is_from(file, array)
 
 
-def test_nothing_is_mapped_where_the_system_does_not_tell(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_mapped_without_proc(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> Any:
         raise FileNotFoundError("/proc/self/maps")
 

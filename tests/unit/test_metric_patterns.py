@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from nblaunch.engines.local import LocalEngine
+from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import PrintedMetrics, compile_patterns, search
 from nblaunch.launch.plan import Machine, make_plan
@@ -27,7 +29,7 @@ def log(tmp_path: Path) -> Path:
 @pytest.fixture
 def printed(log: Path) -> Iterator[PrintedMetrics]:
     """Searches `log` for the accuracy."""
-    reader = PrintedMetrics(compile_patterns(ACCURACY), log)
+    reader = PrintedMetrics(compile_patterns(ACCURACY), LogFile(log))
     yield reader
     reader.close()
 
@@ -87,19 +89,21 @@ def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
 )
 def test_a_pattern_that_can_find_nothing_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        make_plan(Machine(0, 8, "linux", {}), metric_patterns=given)
+        make_plan(Machine(0, 8, "linux", {}), LocalEngine(), metric_patterns=given)
 
 
 def test_the_plan_holds_the_patterns() -> None:
-    assert make_plan(Machine(0, 8, "linux", {})).metric_patterns == ()
-    assert make_plan(Machine(0, 8, "linux", {}), metric_patterns=ACCURACY).metric_patterns == (re.compile(ACCURACY),)
+    assert make_plan(Machine(0, 8, "linux", {}), LocalEngine()).metric_patterns == ()
+    assert make_plan(Machine(0, 8, "linux", {}), LocalEngine(), metric_patterns=ACCURACY).metric_patterns == (
+        re.compile(ACCURACY),
+    )
 
 
 def test_searched_logs_count_among_the_descriptors() -> None:
     machine = Machine(0, 8, "linux", {}, free_descriptors=1024)
-    assert make_plan(machine, num_processes=142).world_size == 142
+    assert make_plan(machine, LocalEngine(), num_processes=142).world_size == 142
     with pytest.raises(ArgumentError, match=r"^num_processes=142 needs about 1,308 file descriptors in the"):
-        make_plan(machine, num_processes=142, metric_patterns=ACCURACY)
+        make_plan(machine, LocalEngine(), num_processes=142, metric_patterns=ACCURACY)
 
 
 # ------------------------------------------------------------------ numbers
@@ -122,7 +126,7 @@ def test_searched_logs_count_among_the_descriptors() -> None:
         ("-Infinity", -math.inf),
     ],
 )
-def test_what_a_number_looks_like(text: str, value: float) -> None:
+def test_numbers_are_recognized(text: str, value: float) -> None:
     assert found(f"x={text}", ANYTHING) == {"step": None, "metrics": {"x": value}}
 
 
@@ -133,7 +137,7 @@ def test_nan_is_a_number_as_a_loss_that_explodes_must_be_seen() -> None:
 
 
 @pytest.mark.parametrize("text", ["low", "1.2.3", "1,23", "1,2345", "12_34", "0x1f", "1e", "%", ".", "--1", "1-2", "²"])
-def test_what_is_no_number_is_left_out(text: str) -> None:
+def test_non_numbers_are_left_out(text: str) -> None:
     assert found(f"x={text}", ANYTHING) is None
 
 
@@ -155,7 +159,7 @@ def test_a_step_alone_is_no_record() -> None:
     assert found("epoch 3 loss low", r"epoch (?P<step>\d+) loss (?P<loss>\w+)") is None
 
 
-def test_what_several_patterns_find_in_one_line_is_one_record() -> None:
+def test_one_line_with_several_matches_is_one_record() -> None:
     line = "epoch 3 loss 0.5 acc 0.9"
     patterns = (r"epoch (?P<step>\d+) loss (?P<loss>\S+)", r"acc (?P<accuracy>\S+)", r"acc (?P<loss>\S+)")
     assert found(line, *patterns) == {"step": 3, "metrics": {"loss": 0.5, "accuracy": 0.9}}
@@ -223,7 +227,7 @@ def test_of_a_bar_that_is_redrawn_for_long_the_last_state_counts(
     assert values(printed.read(1.0)) == [0.4999, 0.7]
 
 
-def test_what_is_kept_of_a_line_without_end_stays_small(log: Path, printed: PrintedMetrics) -> None:
+def test_an_endless_line_keeps_a_bounded_part(log: Path, printed: PrintedMetrics) -> None:
     for data in (b"x" * 3_000_000, b"\r" + b"y" * 3_000_000):
         append(log, data)
         printed.read(10.0)
@@ -251,7 +255,7 @@ def test_a_look_that_has_no_time_reads_one_block(log: Path, printed: PrintedMetr
     assert printed.is_behind
 
 
-def test_what_is_printed_after_the_end_is_left_out(log: Path, printed: PrintedMetrics) -> None:
+def test_output_after_the_end_is_left_out(log: Path, printed: PrintedMetrics) -> None:
     log.write_bytes(b"Accuracy: 0.1\n" * 10_000)
     printed.read(0.0)
     printed.end_here()
@@ -264,7 +268,7 @@ def test_what_is_printed_after_the_end_is_left_out(log: Path, printed: PrintedMe
 
 def test_both_logs_of_a_rank_are_searched_and_may_come_late(tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
-    printed = PrintedMetrics(compile_patterns(ACCURACY), out, err)
+    printed = PrintedMetrics(compile_patterns(ACCURACY), LogFile(out), LogFile(err))
     assert printed.read(1.0) == []
     err.write_text("Accuracy: 0.2\n")
     assert values(printed.read(1.0)) == [0.2]
@@ -277,7 +281,7 @@ def test_both_logs_of_a_rank_are_searched_and_may_come_late(tmp_path: Path) -> N
 
 def test_without_patterns_no_file_is_opened(log: Path) -> None:
     log.write_text("Accuracy: 0.1\n")
-    printed = PrintedMetrics((), log)
+    printed = PrintedMetrics((), LogFile(log))
     assert printed.read(1.0) == printed.finish() == []
     assert not printed._sources
     assert not printed.is_behind

@@ -402,12 +402,12 @@ def test_metrics_that_are_none_are_refused(given: Any, message: str) -> None:
 
 
 def test_figures_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(evaluation, "report", lambda step=None, **values: told.append((step, values)))
+    reported: list[Any] = []
+    monkeypatch.setattr(evaluation, "report", lambda step=None, **values: reported.append((step, values)))
     evaluate(nn.Identity(), [(torch.eye(3), torch.arange(3))], prefix="valid_", at=7)
-    assert told == [(7, {"valid_accuracy": 1.0})]
+    assert reported == [(7, {"valid_accuracy": 1.0})]
 
 
-def test_what_is_no_torchmetrics_metric_is_refused() -> None:
+def test_a_non_torchmetrics_metric_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"give one torchmetrics\.Metric; for several, a dict"):
         FromTorchmetrics(Accuracy())

@@ -42,7 +42,7 @@ def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("namespace/part.py", True),
     ],
 )
-def test_what_an_import_would_find_hides_a_package_and_a_folder_of_data_does_not(file: str, hides: bool) -> None:
+def test_a_module_shadows_a_package_and_a_data_folder_does_not(file: str, hides: bool) -> None:
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).touch()
     assert shadowed(frozenset({"package", "namespace"})) is hides

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 
 from nblaunch.launch.output.terminal_lines import LineAssembler
+from nblaunch.machine import timeouts
 from nblaunch.notebook.page_script import STATIC, modules, script
 from tests.unit import page_types
 from tests.unit.node import HERE, node, tool
@@ -54,6 +55,13 @@ def test_its_lines_are_those_of_the_text_view() -> None:
         assert found == expected, stream
 
 
+def test_the_page_waits_for_two_heartbeats_before_silence() -> None:
+    """The page counts a launch as silent only if at least one heartbeat got lost."""
+    match = re.search(r"^const MAX_SILENCE_MS = (\d+);", source("kernel.js"), re.MULTILINE)
+    assert match is not None
+    assert int(match[1]) / 1000 >= 2 * timeouts.PANEL_HEARTBEAT_INTERVAL_S
+
+
 # ------------------------------------------------------------------ the files
 def test_the_script_is_small() -> None:
     assert len(script().encode()) < 120_000
@@ -79,7 +87,7 @@ def test_prettier_has_formatted_it() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_sent_is_one_module(tmp_path: Path) -> None:
+def test_the_script_is_one_module(tmp_path: Path) -> None:
     bundle = tmp_path / "panel.mjs"
     bundle.write_text(script(), encoding="utf-8")
     done = node("--check", bundle)
@@ -87,7 +95,7 @@ def test_what_is_sent_is_one_module(tmp_path: Path) -> None:
     assert re.findall(r"^(?:import|export).*$", script(), re.MULTILINE) == ["export default { initialize, render };"]
 
 
-def test_what_is_sent_names_every_thing_once() -> None:
+def test_the_scripts_top_level_names_are_unique() -> None:
     tops = re.findall(r"^(?:async )?(?:function|class|const|let) (\w+)", script(), re.MULTILINE)
     assert len(tops) > 50
     assert len(tops) == len(set(tops))

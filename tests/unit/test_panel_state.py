@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus
 from nblaunch.machine.usage import Usage
-from nblaunch.notebook.panel_state import PanelState, Series, thinned
+from nblaunch.notebook.panel_state import PanelState, Series
 
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
 FAILURE = Failure(
@@ -44,7 +42,7 @@ def bar(desc: str, done: int, total: int | None = 10) -> dict[str, Any]:
     return {"progress": desc, "done": done, "total": total, "seconds": 1.0}
 
 
-def test_only_what_has_changed_is_told_and_once(state: PanelState) -> None:
+def test_a_delta_holds_each_change_once(state: PanelState) -> None:
     assert state.delta() is None
     state.set_ranks([RankStatus(1, "running", 77)])
     delta = changes_of(state)
@@ -67,7 +65,7 @@ def test_metrics_are_points_by_step_or_by_their_number(state: PanelState) -> Non
     assert changes_of(state).metrics == [("loss", 0, 5.0, 0.5), ("loss", 0, 1.0, 0.25), ("loss", 1, 0.0, None)]
 
 
-def test_a_burst_of_points_is_told_whole(state: PanelState) -> None:
+def test_a_burst_of_points_is_sent_whole(state: PanelState) -> None:
     for step in range(30):
         for rank in (0, 1):
             report(state, rank, step=step, a=1.0, b=2.0, c=3.0, d=4.0)
@@ -78,7 +76,7 @@ def test_a_burst_of_points_is_told_whole(state: PanelState) -> None:
     assert [x for name, rank, x, _ in points if (name, rank) == ("c", 1)] == list(range(30))
 
 
-def test_of_very_many_points_at_once_some_are_told_and_the_ends(state: PanelState) -> None:
+def test_very_many_points_at_once_are_downsampled_to_their_ends(state: PanelState) -> None:
     for step in range(10_000):
         report(state, 0, step=step, loss=1.0 / (step + 1))
     messages = []
@@ -125,16 +123,6 @@ def test_the_best_of_ten_thousand_is_kept(odd: int) -> None:
     assert odd == 9_999 or min(y for _, y in series.points) == 0.01
 
 
-@given(st.lists(st.floats(width=16), min_size=1, max_size=300), st.integers(1, 50))
-def test_thinned_points_are_some_of_them_in_order_and_the_last(values: list[float], most: int) -> None:
-    points = [(float(at), value) for at, value in enumerate(values)]
-    kept = thinned(points, most)
-    assert len(kept) <= max(most, 1)
-    assert kept[-1] is points[-1]
-    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
-    assert {id(point) for point in kept} <= {id(point) for point in points}
-
-
 def test_a_rank_has_its_latest_bars(state: PanelState) -> None:
     for desc in ("one", "two", "three", "four"):
         state.add_reports(0, [bar(desc, 1)])
@@ -146,7 +134,7 @@ def test_a_rank_has_its_latest_bars(state: PanelState) -> None:
     ]
 
 
-def test_resources_that_stay_the_same_are_told_once(state: PanelState) -> None:
+def test_unchanged_resources_are_sent_once(state: PanelState) -> None:
     state.set_resources([Usage(0, 0.501, 1000, None, None)])
     assert changes_of(state).resources == [(0, 0.5, 1000, None, None)]
     state.set_resources([Usage(0, 0.499, 1000, None, None)])
@@ -155,8 +143,8 @@ def test_resources_that_stay_the_same_are_told_once(state: PanelState) -> None:
 
 def test_the_countdown_shows_that_it_is_stopping(state: PanelState) -> None:
     state.set_countdown("stopping: 29 s left")
-    told = changes_of(state).state
-    assert (told.name, told.countdown) == ("stopping", "stopping: 29 s left")
+    sent = changes_of(state).state
+    assert (sent.name, sent.countdown) == ("stopping", "stopping: 29 s left")
     state.set_countdown("stopping: 29 s left")
     assert not state.is_changed
     state.end(Outcome("stopped", 3.0, "stopped"))
@@ -219,7 +207,7 @@ def test_a_reloaded_page_gets_a_bounded_number_of_points(state: PanelState) -> N
     assert not state.is_changed
 
 
-def test_a_user_who_invents_metrics_without_end_does_not_fill_the_memory(state: PanelState) -> None:
+def test_endless_new_metrics_take_bounded_memory(state: PanelState) -> None:
     for number in range(1000):
         report(state, 0, None, **{f"m{number}": 1.0})
     assert len(state.series) == 100

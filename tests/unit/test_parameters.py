@@ -56,7 +56,7 @@ class Trainer:
         (dict, (), {"a": 1}, ()),
     ],
 )
-def test_what_the_call_leaves_out_is_filled_in(
+def test_omitted_parameters_are_filled_in(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     assert left_out(function, args, kwargs) == names
@@ -90,6 +90,6 @@ def test_the_arguments_come_back_by_name_without_what_ranks_fill_in() -> None:
     assert check(mixed, ([1],), {"lr": 0.5}) == {"data": [1], "lr": 0.5}
 
 
-def test_a_builtin_that_does_not_tell_its_signature_is_called_as_asked() -> None:
+def test_a_builtin_without_a_signature_gets_the_arguments_as_given() -> None:
     assert left_out(dict.fromkeys, ([1],), {}) == ()
     assert check(type, (1, 2, 3, 4, 5), {}) == {}

@@ -97,7 +97,7 @@ def test_tensors_of_every_kind_arrive_as_they_were(make: Callable[[], torch.Tens
 
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("size", [4, LARGE])
-def test_tensors_of_new_dtypes_arrive_which_pickle_alone_cannot_rebuild(dtype: torch.dtype, size: int) -> None:
+def test_tensors_of_new_dtypes_arrive(dtype: torch.dtype, size: int) -> None:
     whole = torch.arange(size).to(dtype)
     its, parameter = sent([whole[2:], nn.Parameter(whole, requires_grad=False)])
     assert (its.dtype, its.stride(), its.storage_offset()) == (dtype, (1,), 2)
@@ -234,7 +234,7 @@ def test_arrays_of_every_kind_arrive_as_they_were(make: Callable[[], Any]) -> No
         )
 
 
-def test_a_mapped_file_is_copied_once_and_stays_as_writeable_as_it_was(tmp_path: Path) -> None:
+def test_a_mapped_file_is_copied_once_and_keeps_its_writeability(tmp_path: Path) -> None:
     np.arange(LARGE).tofile(tmp_path / "data")
     for mode in ("r", "c"):
         array = np.memmap(tmp_path / "data", np.int64, mode)
@@ -339,7 +339,7 @@ def test_of_views_alone_their_elements_are_sent() -> None:
         outgoing.close()
 
 
-def test_thinned_out_views_are_copied_once_and_go_with_what_they_are_in() -> None:
+def test_strided_views_are_copied_once_into_shared_segments() -> None:
     array = np.arange(40 * MB, dtype=np.uint8)
     views = [array[::4], array[1::4], array[::-4], array[2::400_000]]  # with no element in common
     tracemalloc.start()
@@ -574,7 +574,7 @@ def test_shared_tensors_stay_shared_both_ways() -> None:
     assert arrived[1][1] == 8.0
 
 
-def test_what_a_loaders_workers_have_shared_is_copied() -> None:
+def test_memory_shared_by_loader_workers_is_copied() -> None:
     """The user did not ask for it, and each batch takes a descriptor."""
     batches = [batch for (batch,) in DataLoader(TensorDataset(torch.arange(12)), batch_size=4, num_workers=1)]
     outgoing = packed(batches)
@@ -601,7 +601,7 @@ print(tensor[3].item())
     assert printed(code) == ["7.0"]
 
 
-def test_shared_memory_of_a_name_arrives_though_the_notebook_has_let_it_go() -> None:
+def test_named_shared_memory_arrives_after_the_notebook_drops_it() -> None:
     code = """
 import os, torch
 from pathlib import Path
@@ -643,7 +643,7 @@ class FakeStorage:
         return 4 * LARGE
 
 
-def test_what_was_on_a_gpu_travels_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_tensors_are_sent_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     made, arguments = tensors._reduce_storage(FakeStorage(), outgoing := Outgoing())  # type: ignore[misc]
     assert made is tensors.storage_on_own_device
     assert outgoing.from_gpu == 4 * LARGE
@@ -656,7 +656,7 @@ def test_what_was_on_a_gpu_travels_by_the_host(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ------------------------------------------------------------------ sealed, and nothing left
-def test_what_was_sent_cannot_be_changed() -> None:
+def test_sent_data_cannot_be_changed() -> None:
     outgoing = packed(large())
     for fd in outgoing.fds:
         with pytest.raises(PermissionError, match="Operation not permitted"):
@@ -672,7 +672,7 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_what_was_unpacked_holds_no_descriptor() -> None:
+def test_unpacked_objects_hold_no_descriptor() -> None:
     before = descriptors()
     held = [sent(large()) for _ in range(20)]
     assert descriptors() == before
@@ -722,7 +722,7 @@ def test_a_receiver_that_fails_leaves_nothing() -> None:
 
 
 # ------------------------------------------------------------------ sizes
-def test_the_sizes_of_parts_are_told() -> None:
+def test_the_sizes_of_parts_are_reported() -> None:
     data, other = large(), np.arange(LARGE)
     outgoing = packed({"a": data, "b": other, "c": data[3:]}, {"data": data, "other": other, "view": data[3:]})
     assert outgoing.sizes["data"] == pytest.approx(4 * LARGE, rel=0.01)
@@ -812,7 +812,7 @@ def test_pieces_keep_their_alignment(address: int) -> None:
             memory[address + 5] -= 1
 
 
-def test_where_memory_is_short_a_file_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_holds_the_data_if_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "free_memory", lambda: 1000)
     monkeypatch.setattr(segments, "_is_memory", lambda folder: False)
@@ -839,7 +839,7 @@ def test_pages_that_cannot_be_handed_over_need_room(tmp_path: Path, monkeypatch:
     assert all(each.segment.in_memory for each in placed.values())
 
 
-def test_where_there_is_no_room_at_all_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_at_all_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
     monkeypatch.setattr(segments, "free_memory", lambda: 12_345_678)
@@ -862,7 +862,7 @@ def test_a_folder_in_memory_is_known_as_such(tmp_path: Path) -> None:
     assert not segments._is_memory(Path("/proc"))
 
 
-def test_sizes_are_said_as_people_do() -> None:
+def test_sizes_are_formatted_for_people() -> None:
     words = [segments.in_words(size) for size in (0, 999, 1000, 1_500_000, 2_340_000_000, 5e12)]
     assert words == ["0 bytes", "999 bytes", "1 KB", "2 MB", "2.3 GB", "5000.0 GB"]
 
@@ -914,7 +914,7 @@ def test_a_file_that_a_tensor_maps_is_sent_as_what_it_holds(shared: bool, tmp_pa
     assert torch.equal(sent(tensor), torch.arange(LARGE, dtype=torch.float32))
 
 
-def test_a_file_that_a_tensor_maps_stays_its_own_where_shared_memory_has_names(tmp_path: Path) -> None:
+def test_a_tensor_keeps_its_mapped_file_if_shared_memory_has_names(tmp_path: Path) -> None:
     code = f"""
 import os, torch
 from pathlib import Path

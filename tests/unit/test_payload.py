@@ -64,7 +64,7 @@ def train(data: object, rank: int) -> None: ...
         ([train], "must be a function, not a list"),
     ],
 )
-def test_what_cannot_be_called_is_refused(function: Any, message: str) -> None:
+def test_a_non_callable_is_refused(function: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         for_function(function, (), None)
 
@@ -90,9 +90,7 @@ def test_kwargs_must_be_names_and_values(kwargs: Any) -> None:
         ((1,), {"data": 1}, "multiple values for argument 'data'"),
     ],
 )
-def test_a_call_that_does_not_fit_is_shown_with_the_function_and_pythons_reason(
-    args: Any, kwargs: Any, why: str
-) -> None:
+def test_a_call_that_does_not_fit_shows_pythons_reason(args: Any, kwargs: Any, why: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(f"args={args}, kwargs={kwargs or {}} do not fit train: {why}")):
         for_function(train, args, kwargs)
 
@@ -137,7 +135,7 @@ def test_lambdas_and_cells_have_names_for_messages() -> None:
     assert name_of(Cell("1", "f", "")) == "the cell"
 
 
-def test_the_anchor_and_every_shipped_function_share_one_dict_of_globals(notebook: Notebook) -> None:
+def test_all_shipped_functions_share_the_anchors_globals(notebook: Notebook) -> None:
     names = notebook.run("rate = 1\ndef helper(): return rate\ndef train(): return helper()")
     back = arrived(for_function(names["train"], (), None))
     assert back.function.__globals__ is back.anchor.__globals__
@@ -168,7 +166,7 @@ def test_mains_names_travel_for_pickle_to_find(notebook: Notebook) -> None:
     assert type(back.function()) is back.main["Net"]
 
 
-def test_arguments_and_what_is_watched_are_the_same_objects_in_the_rank(notebook: Notebook) -> None:
+def test_watched_values_are_the_arguments_themselves_in_the_rank(notebook: Notebook) -> None:
     names = notebook.run("seen = []\ndef train(data): seen.append(data)")
     back = arrived(for_function(names["train"], ([1],), None))
     assert back.watched["data"] is back.args[0]
@@ -211,7 +209,7 @@ def test_a_cells_name_that_cannot_be_sent_is_named(notebook: Notebook) -> None:
         ship(for_cell(cell_of("held"), ["held"]))
 
 
-def test_a_global_that_only_shares_its_name_with_an_attribute_is_not_sent(notebook: Notebook) -> None:
+def test_a_global_that_shares_an_attributes_name_is_not_sent(notebook: Notebook) -> None:
     names = notebook.run(LOCK + "data = [lock]\nmodel = [lock]\ndef train(batch): return batch.data, batch.model")
     assert arrived(for_function(names["train"], (1,), None)).watched == {}
 
@@ -253,7 +251,7 @@ def test_a_cells_names_are_its_parts(notebook: Notebook) -> None:
     }
 
 
-def test_what_was_sent_is_told_the_largest_first(notebook: Notebook) -> None:
+def test_sent_data_is_listed_largest_first(notebook: Notebook) -> None:
     names = notebook.run(
         "import torch\nsmall, large = torch.ones(10_000), torch.ones(1_000_000)\ndef train(text): return small, large"
     )
@@ -321,9 +319,7 @@ def test_a_name_that_a_class_may_not_bind_is_the_notebooks(binding: str, noteboo
     assert arrived(for_function(names["train"], (), None)).function() == 3
 
 
-def test_where_there_is_no_room_the_largest_parts_are_named(
-    notebook: Notebook, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_room_names_the_largest_parts(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_MIN_CHECKED_BYTES", 0)
     monkeypatch.setattr(segments, "_RESERVE_BYTES", 1 << 60)
     names = notebook.run("import torch\ndata = torch.ones(1_000_000)\ndef train(): return data")
@@ -334,7 +330,7 @@ def test_where_there_is_no_room_the_largest_parts_are_named(
 
 
 # ------------------------------------------------------------------ sources
-def test_the_cells_that_shipped_functions_stand_in_travel_with_their_labels(notebook: Notebook) -> None:
+def test_the_cells_of_shipped_functions_are_sent_with_their_labels(notebook: Notebook) -> None:
     notebook.run("def helper():\n    raise ValueError\n")
     names = notebook.run("def train():\n    helper()\n")
     payload = for_function(names["train"], (), None)
@@ -387,14 +383,12 @@ def test_variables_of_enclosing_functions_are_watched(notebook: Notebook) -> Non
     assert set(for_function(names["train"], (), None).watched) == {"seen"}
 
 
-def test_what_a_method_names_is_watched(notebook: Notebook) -> None:
+def test_globals_of_a_method_are_watched(notebook: Notebook) -> None:
     names = notebook.run("seen = []\nclass Runner:\n    def go(self): seen.append(1)")
     assert set(for_function(names["Runner"]().go, (), None).watched) == {"seen"}
 
 
-def test_what_an_imported_function_uses_is_neither_watched_nor_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_globals_of_an_imported_function_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "payloads_module.py").write_text(
         "import threading\nseen = {'gate': threading.Lock()}\ndef train(): return seen"
     )
@@ -474,7 +468,7 @@ def test_a_seed_that_was_not_set_is_not_set_in_the_ranks(torchs_settings_restore
     assert settings_now().torch_seed is None
 
 
-def test_what_the_notebook_has_not_loaded_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_unloaded_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.delitem(sys.modules, "numpy.random")
     settings = settings_now()

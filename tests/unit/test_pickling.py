@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from nblaunch.ranks import notebook_names
-from nblaunch.transfer import definitions
+from nblaunch.transfer import definitions, notebook_shell
 from nblaunch.transfer.pickling import Found, UnsendableError, describe, dump, explain, late, loads, names_of
 from tests.unit.notebooks import Notebook, open_notebook
 
@@ -55,7 +54,7 @@ def test_a_lambda_in_an_object_comes_back_as_itself(notebook: Notebook) -> None:
     assert sent(names["box"]).act is names["box"].act
 
 
-def test_a_lambda_whose_code_has_changed_meanwhile_is_not_taken_for_it(notebook: Notebook) -> None:
+def test_a_lambda_whose_code_changed_meanwhile_is_a_new_one(notebook: Notebook) -> None:
     act = notebook.run("act = lambda x: x * 2")["act"]
     data = dump(lambda found: act)
     act.__code__ = (lambda x: x * 3).__code__
@@ -120,7 +119,7 @@ def test_a_class_that_is_known_is_not_rewritten(notebook: Notebook) -> None:
     assert (type(net), net.size, net.scaled()) == (names["Net"], 5, 3)
 
 
-def test_what_is_sent_twice_arrives_once() -> None:
+def test_an_object_sent_twice_arrives_once() -> None:
     shared = [1]
     first, second = sent((shared, {"again": shared}))
     assert first is second["again"]
@@ -137,11 +136,27 @@ def test_tensors_and_parameters_travel() -> None:
 class InteractiveShell:
     """Has the name of IPython's, whose instance would be one for the whole test run."""
 
-    def get_ipython(self) -> None: ...
+    def get_ipython(self) -> InteractiveShell:
+        return self
 
 
-def test_the_notebooks_shell_is_replaced_by_the_ranks_own() -> None:
-    assert sent({"get_ipython": InteractiveShell().get_ipython})["get_ipython"] is notebook_names.get_ipython
+def test_the_notebooks_shell_is_replaced_by_the_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions arrive before the rank's shell is known."""
+    arrived = sent({"get_ipython": InteractiveShell().get_ipython})["get_ipython"]
+    monkeypatch.setattr(notebook_shell, "_provider", None)
+    notebook_shell.provide(lambda: "the rank's")
+    assert arrived() == "the rank's"
+
+
+def test_a_shell_that_comes_back_is_the_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived = sent(sent(InteractiveShell().get_ipython))
+    main = sys.modules["__main__"]
+    monkeypatch.setattr(main, "get_ipython", lambda: "the notebook's", raising=False)
+    assert arrived() == "the notebook's"
+    monkeypatch.setattr(main, "get_ipython", arrived)
+    assert arrived() is None
+    monkeypatch.delattr(main, "get_ipython")
+    assert arrived() is None
 
 
 # ------------------------------------------------------------------ notes
@@ -150,7 +165,7 @@ def test_main_names_are_noted_by_qualified_name(notebook: Notebook) -> None:
     assert found_in(names["train"]).main == {name: names[name] for name in ("train", "helper", "Net")}
 
 
-def test_lambdas_and_local_functions_have_no_name_that_main_could_resolve(notebook: Notebook) -> None:
+def test_lambdas_and_local_functions_are_not_resolved_by_name(notebook: Notebook) -> None:
     names = notebook.run("def make():\n    def inner(): pass\n    return inner, lambda: 0\npair = make()")
     assert found_in(names["pair"]).main == {}
 
@@ -235,11 +250,11 @@ def test_the_part_that_cannot_be_sent_is_named(notebook: Notebook, source: str, 
     assert (str(reason), reason.path) == (path + BECAUSE, path)
 
 
-def test_what_can_be_sent_needs_no_explanation(notebook: Notebook) -> None:
+def test_a_sendable_object_needs_no_explanation(notebook: Notebook) -> None:
     assert explain(notebook.run("def train(): return 1")["train"], "train") is None
 
 
-def test_an_attribute_of_the_same_name_as_an_unsendable_global_is_not_blamed(notebook: Notebook) -> None:
+def test_an_attribute_named_like_an_unsendable_global_is_not_blamed(notebook: Notebook) -> None:
     names = notebook.run(LOCK + "import _thread\nother = _thread.allocate_lock()\ndef train(x): return x.lock, other")
     reason = explain(names["train"], "`train`")
     assert reason is not None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
+from nblaunch.engines.local import LocalEngine
 from nblaunch.errors import ArgumentError, NblaunchError
 from nblaunch.launch.plan import Machine, Plan, make_plan, this_machine
 from nblaunch.machine.limits import usable_cpus
@@ -21,7 +22,8 @@ def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -
 
 
 def planned(on: Machine | None = None, **arguments: Any) -> Plan:
-    return make_plan(on or machine(), **arguments)
+    on = on or machine()
+    return make_plan(on, LocalEngine(on.platform), **arguments)
 
 
 def environment_of(plan: Plan, rank: int = 0, attempt: int = 0) -> dict[str, str]:
@@ -158,14 +160,14 @@ def test_a_machines_own_gpu_backend_stands_in_for_nccl() -> None:
         (4, {"backend": "nccl", "device": "cpu"}, "backend='nccl' needs GPUs, but the device is 'cpu'"),
     ],
 )
-def test_what_the_gpus_do_not_allow_is_refused_with_the_ways_out(
+def test_too_many_ranks_for_the_gpus_are_refused_with_alternatives(
     gpus: int, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         planned(machine(gpus), **arguments)
 
 
-def test_a_rank_meets_the_others_on_loopback() -> None:
+def test_the_rendezvous_is_on_loopback() -> None:
     world = planned(machine(2, cpus=4)).world(1, port=4242)
     assert (world.master_addr, world.master_port) == ("127.0.0.1", 4242)
     assert (world.backend, world.device, world.threads) == ("cpu:gloo,cuda:nccl", "cuda:1", 2)
@@ -191,6 +193,14 @@ def test_the_start_method_suits_the_platform(platform: str, asked: str, method: 
 def test_the_fork_server_is_refused_where_forking_is_unsafe() -> None:
     with pytest.raises(ArgumentError, match=r"^start_method='forkserver': .* Linux only; use start_method='spawn'$"):
         planned(machine(platform="darwin"), start_method="forkserver")
+
+
+def test_sessions_refuse_forks_of_the_kernel() -> None:
+    engine = LocalEngine()
+    with pytest.raises(ArgumentError, match=r"^start_method='fork': a session's ranks are not forks of the notebook"):
+        engine.check_kept("fork")
+    for method in ("forkserver", "spawn"):
+        engine.check_kept(method)
 
 
 # ------------------------------------------------------------------ threads
@@ -313,14 +323,14 @@ def test_the_calls_own_variables_come_last() -> None:
     assert {"A": "2", "B": "3", "MPLBACKEND": "svg"}.items() <= plan.env.items()
 
 
-def test_accelerate_is_told_of_ranks_on_cpus() -> None:
+def test_accelerates_cpu_variable_is_set_for_cpu_ranks() -> None:
     assert planned(device="cpu").env["ACCELERATE_USE_CPU"] == "true"
     assert planned(machine(ACCELERATE_USE_CPU="no"), device="cpu").env["ACCELERATE_USE_CPU"] == "no"
     assert "ACCELERATE_USE_CPU" not in planned(machine(gpus=1), num_processes=1).env
 
 
 @pytest.mark.parametrize(("precision", "seen"), [("no", None), ("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "fp8")])
-def test_mixed_precision_is_told_to_accelerate(precision: str, seen: str | None) -> None:
+def test_accelerates_mixed_precision_variable_is_set(precision: str, seen: str | None) -> None:
     assert planned(mixed_precision=precision).env.get("ACCELERATE_MIXED_PRECISION") == seen
 
 

@@ -115,7 +115,7 @@ def test_every_batch_comes_once_in_order(cuda: Cuda, depth: int, size: int) -> N
     assert len(prefetcher) == size
 
 
-def test_the_next_batch_is_copied_before_one_is_given_out_and_each_is_waited_for(cuda: Cuda) -> None:
+def test_the_next_batch_is_copied_before_one_is_yielded(cuda: Cuda) -> None:
     """Each tensor's stream is recorded with the allocator, at any nesting depth."""
     batches = [{"x": pinned(cuda, value), "more": [(pinned(cuda, value), None)]} for value in range(3)]
     for batch in Prefetcher(batches, "cuda:0"):
@@ -135,7 +135,7 @@ def test_the_next_batch_is_copied_before_one_is_given_out_and_each_is_waited_for
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_it_stands_for_the_batch_given_out_and_not_for_the_one_read_ahead(cuda: Cuda, depth: int) -> None:
+def test_its_position_is_that_of_the_yielded_batch(cuda: Cuda, depth: int) -> None:
     loader = shard(DataLoader(data(3), collate_fn=lambda values: pinned(cuda, values[0])), seed=4)
     prefetcher = Prefetcher(loader, "cuda:0", depth)
     states = [(prefetcher.is_last, prefetcher.is_padding, prefetcher.state_dict()) for _ in prefetcher]
@@ -171,7 +171,7 @@ def test_a_look_does_not_advance_the_epoch(cuda: Cuda, size: int) -> None:
         assert loader.epoch == 0
 
 
-def test_what_a_loader_has_not_is_an_attribute_error() -> None:
+def test_a_missing_loader_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'list' object has no attribute 'epoch'"):
         Prefetcher([], "cpu").epoch  # noqa: B018  # the look-up is the test
 

@@ -79,7 +79,7 @@ def float_tensor() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
-def test_every_container_comes_back_in_its_own_type_and_the_first_is_not_altered(wrap: Any) -> None:
+def test_containers_keep_their_types_and_the_original_is_unchanged(wrap: Any) -> None:
     nest = wrap(wrap(float_tensor()))
     moved = to_device(nest, "cpu", torch.float64)
 
@@ -94,14 +94,14 @@ def test_a_nest_that_need_not_change_is_the_very_same(wrap: Any) -> None:
     assert to_device(nest, "cpu", torch.float32) is nest
 
 
-def test_what_makes_a_container_special_is_kept() -> None:
+def test_special_properties_of_containers_are_kept() -> None:
     moved = to_device(defaultdict(list, a=float_tensor()), "cpu", torch.float64)
     assert moved["b"] == []
     assert to_device(deque([float_tensor()], maxlen=3), "cpu", torch.float64).maxlen == 3
     assert to_device(torch.ones(2, 3).max(dim=1), "cpu", torch.float64).values.dtype == torch.float64
 
 
-def test_what_is_no_tensor_is_not_touched() -> None:
+def test_non_tensors_are_not_touched() -> None:
     for leaf in (None, "text", b"bytes", 1, 2.5, True, torch.float32, torch.Size([2]), int, {1, 2}, object()):
         assert to_device(leaf, "cpu", torch.float64) is leaf
 

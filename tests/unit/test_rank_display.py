@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
+from nblaunch.engines.protocol import Body
+from nblaunch.engines.rank_files import OutputFile
 from nblaunch.launch.output.displays import displays_in
 from nblaunch.launch.views.events import Displays
 from nblaunch.ranks import rank_display, report
 from nblaunch.ranks.rank_display import clear, finish, publish
 from nblaunch.ranks.report import Context, enter
 from nblaunch.wire import display_records
+from nblaunch.wire.launch_files import output_file
+from tests.unit.fake_engine import FakeWorker
 
 PNG = base64.b64encode(b"\x89PNG").decode()
 
@@ -36,8 +40,19 @@ def records(spool: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (spool / "rank0.spool").read_text().splitlines()]
 
 
+class Displaying(FakeWorker):
+    """Rank 0, whose bodies are in files."""
+
+    def __init__(self, spool: Path) -> None:
+        super().__init__(0)
+        self.folder = spool
+
+    def output(self, key: str, mime: str) -> Body:
+        return OutputFile(output_file(self.folder, 0, key, display_records.SUFFIXES[mime]))
+
+
 def shown(spool: Path) -> Displays:
-    found = displays_in(0, spool, records(spool))
+    found = displays_in(Displaying(spool), records(spool))
     assert found is not None
     return found
 
@@ -57,16 +72,16 @@ def files(spool: Path) -> list[bytes]:
 def test_the_most_expressive_type_is_sent_with_its_text(spool: Path) -> None:
     publish({"text/plain": "a table", "text/html": "<b>a</b>", "application/x-other": {}}, {})
     (output,) = shown(spool).outputs
-    assert (output.mime, output.body, output.text, output.path) == ("text/html", "<b>a</b>", "a table", None)
+    assert (output.mime, output.body, output.text) == ("text/html", "<b>a</b>", "a table")
 
 
 @pytest.mark.parametrize("value", [PNG, b"\x89PNG"])
 def test_an_image_goes_into_a_file(spool: Path, value: object) -> None:
     publish({"image/png": value, "text/plain": "<Figure>"}, {"image/png": {"width": 40.0, "height": "x"}})
     (output,) = shown(spool).outputs
-    assert output.path is not None
-    assert output.path.read_bytes() == b"\x89PNG"
-    assert (output.body, output.text, output.width, output.height) == (None, "<Figure>", 40, None)
+    assert isinstance(output.body, OutputFile)
+    assert output.body.read() == b"\x89PNG"
+    assert (output.text, output.width, output.height) == ("<Figure>", 40, None)
 
 
 def test_a_long_text_goes_into_a_file(spool: Path) -> None:
@@ -174,4 +189,4 @@ def test_outside_a_launch_nothing_happens() -> None:
     ],
 )
 def test_a_malformed_record_is_ignored(record: dict[str, Any], tmp_path: Path) -> None:
-    assert displays_in(0, tmp_path, [record]) is None
+    assert displays_in(FakeWorker(0), [record]) is None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from nblaunch.engines.protocol import Descriptors
 from nblaunch.launch.group import Member
 from nblaunch.launch.rank_state import Rank
 from nblaunch.wire.messages import Done, Failed, RankExited
@@ -65,9 +66,9 @@ def test_an_error_out_of_a_collective_is_an_echo_of_anothers(rank: Rank) -> None
 
 def test_an_untaken_result_is_closed_with_its_rank(rank: Rank) -> None:
     taken, left = os.pipe()
-    rank.result = [taken]
+    rank.result = Descriptors([taken])
     assert rank.take_result() == [taken]
-    rank.result = [left]
+    rank.result = Descriptors([left])
     rank.close()
     os.close(taken)
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -204,7 +204,7 @@ def test_each_state_says_how_long_it_took(state: str, seconds: float, expected: 
     assert f"{expected} · 1 rank · cpu\n" in page(record).text
 
 
-def test_what_nblaunch_had_to_say_is_kept() -> None:
+def test_notes_are_kept() -> None:
     record = replace(FINISHED, state="stopped", message="stopped by the button", notes=["restarting (1 of 3)"])
     for shown in (page(record).text, as_text(record)):
         assert "stopped by the button" in shown
@@ -212,7 +212,7 @@ def test_what_nblaunch_had_to_say_is_kept() -> None:
 
 
 # ------------------------------------------------------------------ what failed
-def test_a_failure_is_on_top_with_its_rank_message_and_line_and_then_the_traceback() -> None:
+def test_a_failure_is_on_top_before_its_traceback() -> None:
     for shown in (page(FAILED).text, as_text(FAILED)):
         parts = ["rank 1 failed: ValueError", "no such class: 12", "Cell In[3], line 4", FAILURE.source, "Traceback"]
         parts += ["ValueError: no such class: 12", "Connection closed by peer", "accuracy", "hello from"]
@@ -222,7 +222,7 @@ def test_a_failure_is_on_top_with_its_rank_message_and_line_and_then_the_traceba
     assert "rank 1: ValueError" not in page(FAILED).text  # the one line that the launch gives is not said twice
 
 
-def test_the_traceback_and_the_log_of_the_rank_that_failed_are_unfolded_and_come_first() -> None:
+def test_the_failed_ranks_traceback_and_log_are_open_and_first() -> None:
     shown = page(FAILED)
     traceback, log = shown.open
     assert "Cell In[3], line 4, in train" in traceback
@@ -255,7 +255,7 @@ def test_each_metric_has_its_numbers_and_a_chart_that_is_also_words() -> None:
     assert shown.alts[0] == "chart of accuracy: latest 0.9405, best 0.9405, mean of 2 ranks"
 
 
-def test_where_ranks_differ_there_is_a_table() -> None:
+def test_differing_ranks_get_a_table() -> None:
     assert "latest accuracy \nmean 0.9405 \nrank 0 0.94 \nrank 1 0.941 \n" in page(FINISHED).text
     same = replace(FINISHED, metrics={"loss": FINISHED.metrics["loss"]})
     assert "latest values" not in page(same).text
@@ -278,7 +278,7 @@ def test_no_more_than_twelve_charts_and_the_rest_as_numbers() -> None:
     assert "m23 23\nand 36 more metrics\n" in shown.text
 
 
-def test_a_launch_that_measured_and_said_nothing() -> None:
+def test_a_launch_without_metrics_and_output() -> None:
     record = replace(FINISHED, metrics={}, tails=[RankTail(0, (), False, f"{LOGS}/rank0.out")], log_dir="")
     assert page(record).text.split("\n")[1:] == ["rank 0 printed nothing", "", "", ""]
     assert as_text(record) == "train: finished in 12.3 s · 2 ranks · cpu"
@@ -345,7 +345,7 @@ def hostile(text: str) -> Record:
     )
 
 
-def test_what_a_rank_says_cannot_become_a_tag() -> None:
+def test_text_of_ranks_cannot_become_a_tag() -> None:
     shown = page(hostile(HOSTILE)).text
     assert shown.count("<img src=x onerror=alert(1)>") >= 10
     as_text(hostile(HOSTILE)).encode()

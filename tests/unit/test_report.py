@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -107,15 +108,18 @@ def test_a_metric_that_is_no_number_is_named_with_its_value(rank: Rank, value: A
     assert rank.records() == []
 
 
-def test_a_step_that_is_no_number_is_named(rank: Rank) -> None:
-    with pytest.raises(TypeError, match=r"^report\(step='one'\)"):
-        nblaunch.report(step="one")  # type: ignore[arg-type]  # on purpose
+@pytest.mark.parametrize("step", [2, 2.0, numpy.int64(2), numpy.array(2), torch.tensor(2), torch.tensor([2])])
+def test_a_whole_step_is_kept_as_an_int(rank: Rank, step: Any) -> None:
+    nblaunch.report(step=step)
+    assert [json.dumps(record["step"]) for record in rank.records()] == ["2"]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_step_that_is_not_whole_is_named(rank: Rank, value: float) -> None:
-    with pytest.raises(TypeError, match=rf"^report\(step={value}\): a step must be a whole number$"):
-        nblaunch.report(step=value)  # type: ignore[arg-type]  # on purpose
+@pytest.mark.parametrize("step", [2.7, "one", "2.7", float("nan"), float("inf"), torch.tensor(2.5), torch.ones(2)])
+def test_a_step_that_is_not_whole_is_named(rank: Rank, step: Any) -> None:
+    expected = re.escape(f"report(step={step!r}): a step must be a whole number")
+    with pytest.raises(TypeError, match=f"^{expected}"):
+        nblaunch.report(step=step)
+    assert rank.records() == []
 
 
 # ------------------------------------------------------------------ a disk that is full

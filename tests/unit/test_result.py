@@ -73,7 +73,7 @@ def test_the_repr_of_many_metrics_is_short_too() -> None:
 
 
 # ------------------------------------------------------------------ metrics
-def test_metrics_are_in_the_order_of_time_whatever_rank_they_come_from() -> None:
+def test_metrics_are_in_order_of_time_across_ranks() -> None:
     shuffled = random.Random(1).sample(REPORTS, len(REPORTS))
     metrics = Metrics(shuffled)
     assert list(metrics) == REPORTS
@@ -139,12 +139,12 @@ def test_last_is_the_latest_value_of_the_lowest_rank_that_reported_it() -> None:
     assert Metrics([]).last == {}
 
 
-def test_the_repr_tells_the_number_of_reports_and_the_last_values() -> None:
+def test_the_repr_has_the_number_of_reports_and_the_last_values() -> None:
     assert repr(Metrics([])) == "Metrics(0 reports)"
     assert repr(Metrics(REPORTS)) == "Metrics(4 reports: loss 0.7, lr 0.01, accuracy 0.1)"
 
 
-def test_pandas_gets_a_row_for_each_report_and_a_column_for_each_metric() -> None:
+def test_pandas_gets_a_row_per_report_and_a_column_per_metric() -> None:
     frame = Metrics(REPORTS).to_pandas()
     assert list(frame.columns) == ["rank", "time", "step", "loss", "accuracy", "lr"]
     assert list(frame["rank"]) == [0, 1, 0, 1]

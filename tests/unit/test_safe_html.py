@@ -84,7 +84,7 @@ def test_colours_of_a_pandas_styler_become_the_cells_own() -> None:
         ("&lt;script&gt;alert(1)&lt;/script&gt;", "&lt;script&gt;alert(1)&lt;/script&gt;"),
     ],
 )
-def test_what_runs_loads_or_covers_the_page_goes(html: str, safe: str) -> None:
+def test_markup_that_runs_loads_or_covers_the_page_is_removed(html: str, safe: str) -> None:
     assert safe_html(html) == safe
 
 

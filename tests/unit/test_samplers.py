@@ -305,7 +305,7 @@ def test_labels_may_be_tensors_arrays_or_none_at_all() -> None:
     assert list(ClassBalancedBatchSampler([], 2, num_replicas=1, rank=0)) == []
 
 
-def test_labels_in_tensors_of_their_own_are_told_apart_by_value() -> None:
+def test_labels_in_separate_tensors_are_compared_by_value() -> None:
     expected = list(ClassBalancedBatchSampler([0, 1, 1, 0], 2, seed=1, num_replicas=1, rank=0))
     apart = list(torch.tensor([0, 1, 1, 0]))  # as a dataset gives them
     for labels in (apart, [label.reshape(1) for label in apart]):

@@ -53,7 +53,7 @@ def test_a_foreign_value_in_the_environment_is_named(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("seed", [-1, 2**32, 1.0, True, "1", None])
 def test_a_seed_out_of_range_is_refused(seed: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"^seed=.*: must be a whole number from 0 to 2\*\*32 - 1"):
+    with pytest.raises(ArgumentError, match=r"^seed=.*: must be a whole number from 0 to 4294967295"):
         seed_everything(seed)
 
 

@@ -48,7 +48,7 @@ def placed(cache: SentDataCache, *data: Data) -> list[Placed]:
     return [by_region[each.region] for each in data]
 
 
-def test_what_has_not_changed_is_not_copied_again(kept: SentDataCache) -> None:
+def test_unchanged_data_is_not_copied_again(kept: SentDataCache) -> None:
     one, other = Data(ALONE, 1), Data(ALONE, 2)
     first = placed(kept, one, other)
     assert all(each.is_new for each in first)
@@ -57,7 +57,7 @@ def test_what_has_not_changed_is_not_copied_again(kept: SentDataCache) -> None:
     assert [each.segment for each in again] == [each.segment for each in first]
 
 
-def test_what_has_changed_gets_a_new_segment_and_the_old_one_stays_as_it_was(kept: SentDataCache) -> None:
+def test_changed_data_gets_a_new_segment(kept: SentDataCache) -> None:
     one, other = Data(ALONE, 1), Data(ALONE, 2)
     before = placed(kept, one, other)
     one.array[-1] = 7
@@ -69,7 +69,7 @@ def test_what_has_changed_gets_a_new_segment_and_the_old_one_stays_as_it_was(kep
     assert one.is_in(before[0])
 
 
-def test_small_ones_that_share_a_segment_are_told_apart(kept: SentDataCache) -> None:
+def test_small_regions_of_one_segment_are_compared_separately(kept: SentDataCache) -> None:
     data = [Data(SMALL, number) for number in range(4)]
     assert len({id(each.segment) for each in placed(kept, *data)}) == 1
     data[2].array[5] = 99
@@ -96,7 +96,7 @@ def test_few_descriptors_are_held_whatever_changes(kept: SentDataCache) -> None:
     assert len(os.listdir("/proc/self/fd")) - before <= sent_data._MAX_SEGMENTS
 
 
-def test_what_was_used_longest_ago_goes_first(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_is_evicted_first(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
     old, middle, new = (Data(ALONE, number) for number in range(3))
     for data in (old, middle, old, new):
         placed(kept, data)
@@ -108,7 +108,7 @@ def test_what_was_used_longest_ago_goes_first(kept: SentDataCache, monkeypatch: 
     assert placed(kept, middle)[0].is_new
 
 
-def test_what_exceeds_the_budget_is_sent_and_not_kept(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_beyond_the_budget_is_sent_and_not_kept(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "0")
     data = Data(ALONE, 1)
     assert data.is_in(placed(kept, data)[0])
@@ -168,7 +168,7 @@ def test_free_memory_is_not_read_again_once_all_is_freed(kept: SentDataCache, mo
     assert looks == []
 
 
-def test_what_is_there_this_once_is_not_kept(kept: SentDataCache) -> None:
+def test_passing_data_is_not_kept(kept: SentDataCache) -> None:
     stays, passes = Data(SMALL, 1), Data(2 * SMALL, 2)
     for is_new in (True, False):
         found = kept.place(sorted([stays.region, passes.region]), Path("/nowhere"), {passes.region})
@@ -225,7 +225,7 @@ def test_a_launch_right_after_freeing_leaves_no_busy_thread(kept: SentDataCache)
     eventually(lambda: not kept._wake.is_set())
 
 
-def test_what_is_kept_gives_way_to_a_launch_that_needs_the_memory(
+def test_kept_data_is_evicted_for_a_launch_that_needs_the_memory(
     kept: SentDataCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nblaunch.machine.segments._MIN_CHECKED_BYTES", 0)

@@ -26,7 +26,7 @@ def test_an_idle_session_shows_what_its_ranks_hold() -> None:
     assert "GPU" not in html
 
 
-def test_a_busy_session_shows_what_runs_and_one_line_for_each_cell_that_waits() -> None:
+def test_a_busy_session_shows_its_cell_and_the_queued_ones() -> None:
     html = as_html(session("Cell In[3]", [f"Cell In[{n}]" for n in range(4, 30)]), USAGES)
     assert "<b>runs Cell In[3]</b>" in html
     assert html.count("<div>queued: ") == 9

@@ -497,7 +497,7 @@ def test_a_look_within_a_pass_leaves_it_as_it_was() -> None:
     assert loader.epoch == 1
 
 
-def test_a_pass_that_was_read_to_its_last_batch_but_not_given_out_does_not_count() -> None:
+def test_a_pass_read_ahead_to_its_end_does_not_count() -> None:
     loader = shard(DataLoader(DATA, 4, shuffle=True), seed=1)
     first = [batch.tolist() for batch in WHOLE["islice"](loader)]
     loader.break_off()
@@ -533,14 +533,14 @@ def test_drop_last_gives_whole_chunks(standing: Standing) -> None:
 
 
 @pytest.mark.parametrize(("samples", "size"), [(2, 4), (7, 1), (1, 8)])
-def test_where_samples_are_too_few_a_rank_repeats_one_and_says_so(standing: Standing, samples: int, size: int) -> None:
+def test_too_few_samples_repeat_one_with_is_padding(standing: Standing, samples: int, size: int) -> None:
     found = passes(standing, lambda: shard(DataLoader(DATA[:samples], size)), 3)
     check_exact(found, samples)
     assert [one.padding[-1] for one in found] == [rank >= samples % 3 for rank in range(3)]
     assert found[0].total == samples
 
 
-def test_padding_is_told_apart_even_where_workers_may_overtake(standing: Standing) -> None:
+def test_padding_is_identified_even_if_workers_may_overtake(standing: Standing) -> None:
     make = DataLoader(DATA[:7], 1, num_workers=2)
     if not hasattr(make, "in_order"):
         return  # torch before 2.6
@@ -612,12 +612,12 @@ def test_every_argument_is_kept() -> None:
         loader.batch_size = 4
 
 
-def test_what_is_kept_is_used() -> None:
+def test_the_loaders_own_arguments_are_used() -> None:
     loader = shard(DataLoader(DATA, 50, collate_fn=_collated, num_workers=1, worker_init_fn=_started, timeout=60))
     assert list(loader) == [("mine", DATA[:50]), ("mine", DATA[50:])]
 
 
-def test_move_is_called_on_each_batch_and_a_sharded_loader_stays_itself() -> None:
+def test_move_applies_to_each_batch_and_reshard_returns_the_loader() -> None:
     loader = shard(DataLoader(DATA[1:4], 2), seed=3)
     assert shard(loader, move=lambda batch: batch.tolist()) is loader
     assert list(loader) == [[1, 2], [3]]
@@ -632,7 +632,7 @@ def test_move_is_called_on_each_batch_and_a_sharded_loader_stays_itself() -> Non
         ((DataLoader(DATA), -1), "seed=-1: must be a whole number from 0"),
     ],
 )
-def test_what_cannot_be_sharded_is_named(arguments: tuple[Any, ...], message: str) -> None:
+def test_an_unshardable_loader_is_named(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{message}"):
         shard(arguments[0], **({"seed": arguments[1]} if len(arguments) > 1 else {}))
 
@@ -666,7 +666,7 @@ def test_two_passes_at_once_do_not_mix() -> None:
 
 
 # ------------------------------------------------------------------ samplers that shard already
-def test_a_sampler_that_shards_already_is_kept_and_told_the_epoch(standing: Standing) -> None:
+def test_a_sharding_sampler_is_kept_and_its_epoch_set(standing: Standing) -> None:
     for rank in range(3):
         standing.at(rank, 3)
         loader = shard(DataLoader(DATA, 4, sampler=DistributedSampler(DATA, num_replicas=3, rank=rank)))
@@ -702,7 +702,7 @@ def test_total_is_known_of_our_samplers(standing: Standing) -> None:
     assert shard(DataLoader(DATA, 4, sampler=ExactDistributedSampler(DATA), drop_last=True)).total is None
 
 
-def test_what_a_sampler_gives_out_is_counted_with_what_it_repeats(standing: Standing) -> None:
+def test_a_samplers_size_includes_repeated_samples(standing: Standing) -> None:
     data: Any = list(range(52))
 
     def counts(*ranks: int, **options: Any) -> tuple[int | None, int | None]:
@@ -738,7 +738,7 @@ def test_an_epoch_set_on_the_users_own_sampler_wins(standing: Standing) -> None:
     assert sampler.epoch == 3
 
 
-class Told(Dataset):
+class WithSetEpoch(Dataset):
     """A dataset that wants to know the epoch, as those of Hugging Face do."""
 
     def __init__(self) -> None:
@@ -754,8 +754,8 @@ class Told(Dataset):
         self.epochs.append(epoch)
 
 
-def test_a_dataset_is_told_the_epoch() -> None:
-    data = Told()
+def test_a_datasets_set_epoch_is_called() -> None:
+    data = WithSetEpoch()
     loader = shard(DataLoader(data, sampler=WeightedRandomSampler([1, 1], 2)))
     list(loader), list(loader)
     assert sorted(set(data.epochs)) == [0, 1]

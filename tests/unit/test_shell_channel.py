@@ -75,7 +75,7 @@ def ends() -> Iterator[tuple[Kernel, Page]]:
         loop.close()
 
 
-def test_what_a_page_asks_is_answered_and_cells_stay_queued_in_their_order(ends: tuple[Kernel, Page]) -> None:
+def test_requests_of_a_page_are_answered_and_cells_stay_queued(ends: tuple[Kernel, Page]) -> None:
     kernel, page = ends
     channel = ShellChannel(kernel)
     with channel.answered(threading.Event()):
@@ -95,7 +95,7 @@ def test_after_the_wait_every_message_is_the_kernels_again(ends: tuple[Kernel, P
     assert kernel.queued == ["kernel_info_request"]
 
 
-def test_a_wait_that_is_over_answers_nothing_more_though_it_was_not_left(ends: tuple[Kernel, Page]) -> None:
+def test_a_finished_wait_answers_no_more_requests(ends: tuple[Kernel, Page]) -> None:
     kernel, page = ends
     channel, over = ShellChannel(kernel), threading.Event()
     with channel.answered(over):
@@ -135,7 +135,7 @@ def test_an_interrupt_loses_no_message_that_is_being_read(ends: tuple[Kernel, Pa
 
 
 @pytest.mark.parametrize("kernel", [None, SimpleNamespace(shell_stream=object())], ids=["no kernel", "other streams"])
-def test_where_no_channel_can_be_read_a_wait_goes_on_without(kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wait_works_without_a_readable_channel(kernel: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "nblaunch")
     channel = ShellChannel(kernel)
     with channel.answered(threading.Event()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nblaunch.machine.slurm_variables import SlurmTask, slurm_task, tells_place
+from nblaunch.machine.slurm_variables import SlurmTask, describes_task, slurm_task
 
 ALLOCATION = {
     "SLURM_JOB_ID": "41",
@@ -72,11 +72,11 @@ def test_a_task_of_several_has_its_place() -> None:
         ("alpha,beta", "alpha"),
     ],
 )
-def test_tasks_meet_on_the_first_node_of_their_step(nodes: str, first: str) -> None:
+def test_the_rendezvous_is_on_the_first_node_of_the_step(nodes: str, first: str) -> None:
     assert task_of(step(2, nodes=nodes)).master_addr == first
 
 
-def test_all_tasks_of_a_step_have_one_port_and_other_steps_have_others() -> None:
+def test_the_port_is_shared_within_a_step_and_differs_between_steps() -> None:
     ports = {task_of(step(2, rank=rank)).master_port for rank in (0, 1)}
     ports |= {task_of(step(2, SLURM_STEP_ID=str(number))).master_port for number in (4, 5)}
     ports |= {task_of(step(2, SLURM_JOB_ID=str(number))).master_port for number in (40, 42, 10_000_000)}
@@ -89,6 +89,6 @@ def test_an_address_and_a_port_of_the_users_own_count() -> None:
     assert (task.master_addr, task.master_port) == ("login", 4242)
 
 
-def test_what_tells_a_place_is_told_from_what_tells_of_the_job() -> None:
-    kept = {name for name in step(2) if not tells_place(name)}
+def test_task_variables_are_distinguished_from_job_variables() -> None:
+    kept = {name for name in step(2) if not describes_task(name)}
     assert kept == {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_CPUS_ON_NODE"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 import threading
@@ -18,7 +17,8 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.stack_text import Frame, Stack, StackFormatter, parse, waits_in_collective
 from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.views.base import NullView
-from nblaunch.ranks.stack_dumps import BEGIN, WHOLE, dump
+from nblaunch.ranks.stack_dumps import dump
+from nblaunch.wire.dump_format import BEGIN, WHOLE, DumpHead
 from nblaunch.wire.messages import Source
 from tests.conftest import LONG
 
@@ -65,7 +65,7 @@ def test_a_dump_is_read_with_the_oldest_call_first() -> None:
 
 
 @pytest.mark.parametrize("dump", ["", "\n", 'File "', "Fatal Python error: Aborted\n", '  File "x.py", line 1 in f\n'])
-def test_what_is_no_dump_has_no_threads(dump: str) -> None:
+def test_a_text_that_is_no_dump_has_no_threads(dump: str) -> None:
     assert parse(dump) == []
 
 
@@ -82,14 +82,14 @@ def test_names_that_are_not_ascii_are_as_they_were() -> None:
     assert parse(dump) == [Stack(MAIN, (Frame("/tmp/größe ∇.py", 0, "\U0001d453"),))]
 
 
-def test_calls_that_were_left_out_are_told_of() -> None:
+def test_omitted_calls_are_marked() -> None:
     stacks = parse(f'Thread {MAIN} (most recent call first):\n  File "{CELL}", line 4 in train\n  ...\n')
 
     assert stacks[0].cut
     assert StackFormatter(SOURCES).format(stacks, MAIN).splitlines()[1] == "  … older calls are left out …"
 
 
-# ------------------------------------------------------------------ telling
+# ------------------------------------------------------------------ places
 def test_a_stack_reads_as_a_traceback_from_the_users_function_on() -> None:
     text, *_ = StackFormatter(SOURCES).format(parse(DUMP), MAIN).split("\n\n")
 
@@ -121,7 +121,7 @@ def test_the_users_threads_come_before_those_of_libraries() -> None:
         ([], "C code without a Python caller"),
     ],
 )
-def test_where_a_rank_is_is_the_users_own_line(frames: list[tuple[str, int, str]], where: str) -> None:
+def test_a_ranks_place_is_the_users_own_line(frames: list[tuple[str, int, str]], where: str) -> None:
     stacks = [Stack("0x2", (Frame(CELL, 1, "other"),)), Stack(MAIN, tuple(Frame(*frame) for frame in frames))]
 
     assert StackFormatter(SOURCES).where(stacks, MAIN) == where
@@ -136,7 +136,7 @@ def test_a_cell_without_a_name_is_named_by_its_file() -> None:
     ]
 
 
-def test_a_line_that_was_edited_is_told_as_it_is_now(tmp_path: Path) -> None:
+def test_an_edited_line_is_shown_as_it_is_now(tmp_path: Path) -> None:
     module = tmp_path / "mine.py"
     stack = Stack(MAIN, (Frame(str(module), 1, "f"),))
     for text in ("first()", "second_and_longer()"):
@@ -144,13 +144,13 @@ def test_a_line_that_was_edited_is_told_as_it_is_now(tmp_path: Path) -> None:
         assert StackFormatter({}).format([stack], MAIN).splitlines()[-1] == f"    {text}"
 
 
-def test_a_rank_in_our_own_code_tells_that() -> None:
+def test_a_rank_in_our_own_code_is_shown_there() -> None:
     stack = Stack(MAIN, (Frame("<string>", 1, "<module>"), Frame(f"{RANKS}/worker.py", 9, "_serve")))
 
     assert "worker.py" in StackFormatter(SOURCES).format([stack], MAIN)
 
 
-def test_a_thread_without_python_code_is_told_so() -> None:
+def test_a_thread_without_python_code_is_marked() -> None:
     assert StackFormatter({}).format(
         parse(f"Thread {MAIN} (most recent call first):\n  <no Python frame>\n"), MAIN
     ) == ("Main thread (most recent call last):\n  no Python code")
@@ -168,7 +168,7 @@ def test_a_thread_without_python_code_is_told_so() -> None:
         ("mytorch/distributed/mine.py", False),
     ],
 )
-def test_a_rank_waits_in_a_collective_where_its_last_call_is_torch_distributeds(last: str, waits: bool) -> None:
+def test_a_last_call_in_torch_distributed_is_a_collective(last: str, waits: bool) -> None:
     frames = (Frame(LIBRARY, 9, "all_reduce"), Frame(f"/env/site-packages/{last}", 3, "f"))
     others = Stack("0x00007f0000000002", (Frame(LIBRARY, 9, "barrier"),))
     assert waits_in_collective([others, Stack(MAIN, frames)], MAIN) == waits
@@ -192,8 +192,7 @@ class Asking:
         pipe = self.folder / f"rank{rank}.ask"
         os.mkfifo(pipe)
         self.pipes[rank] = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-        head = {"signal": 47, "pipe": str(pipe), "main": MAIN}
-        (self.folder / f"rank{rank}.stacks").write_text(json.dumps(head) + "\n")
+        (self.folder / f"rank{rank}.stacks").write_bytes(DumpHead(47, str(pipe), MAIN).to_line())
 
     def asked(self, rank: int) -> int:
         """How often a rank was asked since the last call."""
@@ -241,7 +240,7 @@ def test_a_rank_that_is_not_ready_is_asked_when_it_is(asking: Asking) -> None:
     assert sorted(asked.result()) == [0, 1]
 
 
-def test_a_rank_that_does_not_answer_is_sent_the_signal_once_and_asked_no_more(asking: Asking) -> None:
+def test_a_silent_rank_gets_one_signal_and_no_further_request(asking: Asking) -> None:
     asking.register(0)
     for within in (0.1, 0.1, 0.1):
         asked = asking.commands.want_stacks(within)
@@ -286,7 +285,7 @@ def test_ranks_in_a_collective_are_known_once_they_have_answered(asking: Asking)
 
 
 @pytest.mark.parametrize("begun", range(0, len(DUMP), 10))
-def test_an_answer_that_comes_amid_faulthandlers_is_told_alone(asking: Asking, begun: int) -> None:
+def test_an_answer_amid_a_faulthandler_dump_is_shown_alone(asking: Asking, begun: int) -> None:
     """A rank that was stopped goes on: the signal and the question have both waited for it."""
     asking.register(0)
     asked = asking.commands.want_stacks(60.0)
@@ -298,7 +297,7 @@ def test_an_answer_that_comes_amid_faulthandlers_is_told_alone(asking: Asking, b
     assert asked.result() == {0: StackFormatter(SOURCES).format(parse(DUMP), MAIN)}
 
 
-def test_what_a_rank_says_of_itself_is_read_as_faulthandlers_words_are() -> None:
+def test_a_ranks_own_dump_is_parsed_like_faulthandlers() -> None:
     """With one thread more: its names are not ASCII, and it is 200 calls deep."""
     ready, leave = threading.Event(), threading.Event()
 
@@ -340,7 +339,7 @@ def test_a_dump_is_taken_when_it_is_whole(asking: Asking) -> None:
     assert asked.result() == {0: StackFormatter(SOURCES).format(parse(DUMP), MAIN)}
 
 
-def test_a_rank_that_starts_too_slowly_is_said_to_start(asking: Asking) -> None:
+def test_a_slowly_starting_rank_is_shown_as_starting(asking: Asking) -> None:
     asked = asking.commands.want_stacks(0.05)
 
     asking.look_until(asked.done, 0)
@@ -349,7 +348,7 @@ def test_a_rank_that_starts_too_slowly_is_said_to_start(asking: Asking) -> None:
     assert asking.sent == []
 
 
-def test_a_rank_that_ended_after_its_answer_is_told_of_and_one_before_is_not(asking: Asking) -> None:
+def test_only_ranks_that_answered_before_their_end_are_shown(asking: Asking) -> None:
     asked = asking.commands.want_stacks(60.0)
     for rank in (0, 1, 2):
         asking.register(rank)
@@ -379,7 +378,7 @@ def test_an_ask_that_comes_while_others_are_answered_is_answered_next(asking: As
     asking.look_until(second.done, 0)
 
 
-def test_who_asks_when_all_is_over_hears_of_no_rank(asking: Asking) -> None:
+def test_a_request_after_the_end_returns_no_rank(asking: Asking) -> None:
     waiting, underway = asking.commands.want_stacks(60.0), asking.commands.want_stacks(60.0)
     asking.stacks.look([0])
     late = asking.commands.want_stacks(60.0)

@@ -54,7 +54,7 @@ def _no_home(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_home")
-def test_without_a_home_the_state_root_is_a_temporary_one_and_that_is_said_once(tmp_path: Path) -> None:
+def test_a_missing_home_uses_a_temporary_root_and_warns_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="logs of launches go to .*: set NBLAUNCH_STATE_DIR"):
         root = state_root()
     assert root == state_root() == tmp_path / f"nblaunch-{os.getuid()}"
@@ -152,7 +152,7 @@ def test_a_link_of_another_user_is_refused(root: Path, tmp_path: Path, monkeypat
         state_root()
 
 
-def test_a_root_that_others_can_write_to_is_refused_until_it_is_ours_alone(root: Path) -> None:
+def test_a_root_that_others_can_write_to_is_refused(root: Path) -> None:
     root.chmod(0o777)
     with pytest.raises(StartError, match=r"other users can write to it \(mode 0777; fix it with `chmod go-w`"):
         state_root()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.engines.growing_file import GrowingFile
+from nblaunch.engines.rank_files import GrowingFile, LogFile, OutputFile
 from nblaunch.launch.output import tails
 from nblaunch.launch.output.tails import Piece, Spool, Tail, last_lines
 
@@ -25,7 +26,7 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tail(log: Path) -> Iterator[Tail]:
-    tail = Tail(log)
+    tail = Tail(LogFile(log))
     yield tail
     tail.close()
 
@@ -50,7 +51,7 @@ def test_a_tail_waits_for_its_file(log: Path, tail: Tail) -> None:
 def test_a_tail_holds_one_descriptor_that_no_child_gets(log: Path, tail: Tail) -> None:
     append(log, b"x")
     tail.read(100)
-    source = tail._log
+    source = tail._opened
     assert isinstance(source, GrowingFile)
     first = source._fd
     append(log, b"y")
@@ -104,7 +105,7 @@ def test_a_file_that_shrinks_while_it_is_read_gives_what_is_left(
 ) -> None:
     append(log, b"0123456789")
     monkeypatch.setattr(tail, "_appended", lambda: (0, 99))
-    tail._log.size()  # opens it
+    tail._opened.size()  # opens it
     assert tail.read(100) == Piece(b"0123456789")
 
 
@@ -114,7 +115,7 @@ def test_a_tail_gives_the_ends_and_counts_the_middle(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str], limit: int
 ) -> None:
     log = tmp_path_factory.mktemp("tail") / "rank0.out"
-    tail = Tail(log)
+    tail = Tail(LogFile(log))
     for part in parts:
         data = part.encode()
         append(log, data)
@@ -138,7 +139,7 @@ def all_of(spool: Spool) -> list[dict[str, Any]]:
 
 def test_a_spool_gives_whole_records(tmp_path: Path) -> None:
     path = tmp_path / "rank0.spool"
-    spool = Spool(path)
+    spool = Spool(LogFile(path))
     assert all_of(spool) == []
     append(path, b'{"step": 1}\n{"step"')
     assert all_of(spool) == [{"step": 1}]
@@ -152,7 +153,7 @@ def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(tails, "_RECORDS_BLOCK_BYTES", 1000)
     path = tmp_path / "rank0.spool"
     append(path, b"".join(b'{"step": %d}\n' % step for step in range(1000)))
-    spool = Spool(path)
+    spool = Spool(LogFile(path))
     blocks = list(spool.read())
     assert max(map(len, blocks)) < 100
     assert [record["step"] for block in blocks for record in block] == list(range(1000))
@@ -162,7 +163,7 @@ def test_a_flood_of_reports_is_read_block_by_block(tmp_path: Path, monkeypatch: 
 def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "rank0.spool"
     append(path, b"not json\n[1]\n\xff\n" + b"[" * 100_000 + b'\n{"step": 1}\n')
-    spool = Spool(path)
+    spool = Spool(LogFile(path))
     with caplog.at_level(logging.WARNING):
         assert all_of(spool) == [{"step": 1}]
     assert spool.malformed == 4
@@ -189,15 +190,47 @@ def test_a_malformed_report_is_counted_and_logged(tmp_path: Path, caplog: pytest
 )
 def test_last_lines(log: Path, data: bytes, text: str) -> None:
     append(log, data)
-    assert last_lines(log, count=3) == text
+    assert last_lines(LogFile(log), count=3) == text
 
 
 def test_last_lines_reads_the_end_alone(log: Path) -> None:
     append(log, b"a" * 100 + b"\nsecond\nthird\n")
-    assert last_lines(log, max_bytes=20) == "second\nthird"
+    assert last_lines(LogFile(log), max_bytes=20) == "second\nthird"
     append(log, b"b" * 100)
-    assert last_lines(log, max_bytes=20) == "b" * 20
+    assert last_lines(LogFile(log), max_bytes=20) == "b" * 20
 
 
 def test_last_lines_of_no_file(log: Path) -> None:
-    assert last_lines(log) == ""
+    assert last_lines(LogFile(log)) == ""
+
+
+# ------------------------------------------------------------------ files of a rank
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd"))
+
+
+def test_a_log_holds_no_descriptor_and_is_readable_while_it_exists(log: Path) -> None:
+    before = open_descriptors()
+    file = LogFile(log)
+    assert (file.name, file.size(), file.read(0, 9)) == (str(log), 0, b"")
+    append(log, b"one\ntwo\n")
+    assert (file.size(), file.read(4, 7), file.read(4, 100)) == (8, b"two", b"two\n")
+    log.write_bytes(b"new")
+    assert (file.size(), file.read(0, 8)) == (3, b"new")
+    assert open_descriptors() == before
+    log.unlink()
+    assert (file.size(), file.read(0, 3)) == (0, b"")
+
+
+def test_a_log_is_no_link_to_a_file_elsewhere(log: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret")
+    log.symlink_to(secret)
+    assert LogFile(log).read(0, 6) == b""
+
+
+def test_a_body_is_read_until_it_is_removed(tmp_path: Path) -> None:
+    body = OutputFile(tmp_path / "x.png")
+    assert body.read() is None
+    body.path.write_bytes(b"png")
+    assert body.read() == b"png"

@@ -10,23 +10,24 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nblaunch.engines.protocol import LostDescriptors
 from nblaunch.errors import StartError
-from nblaunch.launch import supervisor
+from nblaunch.launch import attempt as attempts
+from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.output.tails import last_lines
 from nblaunch.launch.plan import Machine, make_plan
-from nblaunch.launch.supervisor import Attempt, Job
+from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
-from nblaunch.launch.views.base import NullView
-from nblaunch.launch.views.events import Countdown, Logs, Note, RanksChanged, Reports, StacksShown
+from nblaunch.launch.views.base import NullView, View
+from nblaunch.launch.views.events import Countdown, Logs, Note, RanksChanged, RanksPlaced, Reports, StacksShown
 from nblaunch.launch.views.events import Event as ShownEvent
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
@@ -548,7 +549,7 @@ def test_a_group_whose_reaper_is_gone_stays_over(scene: Scene) -> None:
 # ------------------------------------------------------------------ logs and metrics
 def follower(scene: Scene, *patterns: str) -> OutputFollower:
     compiled = [re.compile(pattern) for pattern in patterns]
-    return OutputFollower(scene.workers.ranks, Path("logs"), compiled, scene.view, scene.commands)
+    return OutputFollower(scene.workers.ranks, compiled, scene.view, scene.commands)
 
 
 def test_the_view_gets_what_ranks_print(scene: Scene) -> None:
@@ -613,11 +614,12 @@ class Script(FakeWorkers):
         return super().wait(seconds)
 
 
-def attempt_of(workers: FakeWorkers, view: Recorder) -> tuple[Attempt, FakeEngine]:
-    plan = make_plan(Machine(0, 2, "linux", {"HOME": "/root"}), num_processes=2)
+def attempt_of(workers: FakeWorkers, view: View) -> tuple[Attempt, FakeEngine]:
+    engine = FakeEngine(workers)
+    plan = make_plan(Machine(0, 2, "linux", {"HOME": "/root"}), engine, num_processes=2)
     payload = Payload(len, (), {}, test_the_view_gets_the_pids, Settings(), {})
     job = Job(plan, "1-1-abc", this_process(), payload, (), {}, math.inf)
-    return Attempt(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), FakeEngine(workers)
+    return Attempt(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), engine
 
 
 @pytest.fixture
@@ -636,7 +638,7 @@ def _no_store(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             pass
 
-    monkeypatch.setattr(supervisor, "Rendezvous", Nowhere)
+    monkeypatch.setattr(attempts, "Rendezvous", Nowhere)
 
 
 def both(act: Callable[[FakeWorker], None]) -> Callable[[FakeWorkers], None]:
@@ -661,8 +663,51 @@ def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
     assert view.printed == {(0, "out"): b"hello\n", (1, "out"): b"hello\n"}
     assert view.notes == ["processes 7 survived SIGKILL: they wait in the operating system"]
     assert workers.is_closed
-    assert engine.orders[0].world_size == 2
+    assert (engine.orders[0].world_size, engine.orders[0].method) == (2, "scripted")
     attempt.commands.close()
+
+
+class Panel(View):
+    """Reads logs itself."""
+
+    wants_text = False
+
+    def __init__(self) -> None:
+        self.events: list[ShownEvent] = []
+
+    def on(self, event: ShownEvent) -> None:
+        self.events.append(event)
+
+
+@pytest.mark.usefixtures("_no_store")
+def test_views_get_logs_and_usage_that_outlive_the_group() -> None:
+    view = Panel()
+    workers = Script(
+        both(FakeWorker.runs),
+        both(lambda worker: worker.prints("hello\n")),
+        both(FakeWorker.returns_and_exits),
+        lambda workers: workers.sweeps(),
+    )
+    attempt, engine = attempt_of(workers, view)
+    attempt.run(engine)
+    assert [event.workers for event in view.events if isinstance(event, RanksPlaced)] == [workers]
+    pieces = [piece for event in view.events if isinstance(event, Logs) for piece in event.pieces]
+    assert {(piece.rank, piece.log.read(0, piece.end)) for piece in pieces} == {(0, b"hello\n"), (1, b"hello\n")}
+    assert last_lines(attempt.output.ranks[1].logs["out"]) == "hello"
+    attempt.commands.close()
+
+
+def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> None:
+    """A turn of a session ends with its task, though the ranks live on."""
+    scene = begin()
+    output = OutputFollower(scene.workers.ranks, (), scene.view, scene.commands)
+    for worker in scene.workers.ranks:
+        worker.prints("hello\n")
+        worker.returns()
+    supervise(scene.task, output, scene.view, scene.is_over)
+    assert scene.phase == "returned"
+    assert scene.view.printed == {(0, "out"): b"hello\n", (1, "out"): b"hello\n"}
+    assert scene.group.live == [0, 1]
 
 
 @pytest.mark.usefixtures("_no_store")

@@ -228,10 +228,10 @@ def test_an_excerpt_shows_or_counts_every_line(lines: list[str | None], kept: in
         else:
             excerpt.add(line)
     excerpt.cut(cut)
-    told = [line for line in lines if line is not None]
+    added = [line for line in lines if line is not None]
     shown = [*excerpt.head, *excerpt.tail]
-    assert len(shown) + excerpt.left_lines == len(told) + skipped
-    assert shown == told[: len(excerpt.head)] + told[len(told) - len(excerpt.tail) :]
+    assert len(shown) + excerpt.left_lines == len(added) + skipped
+    assert shown == added[: len(excerpt.head)] + added[len(added) - len(excerpt.tail) :]
     assert excerpt.size <= min(cut, kept + kept // 4)
 
 

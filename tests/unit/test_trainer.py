@@ -89,7 +89,7 @@ class Callback:
         ({"callbacks": 3}, r"callbacks=3: give a list of objects"),
     ],
 )
-def test_what_would_never_be_called_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
+def test_a_callback_never_called_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ArgumentError, match=said):
@@ -145,7 +145,7 @@ def test_a_schedule_rises_and_falls(schedule: str, expected: list[float]) -> Non
     assert rates == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_schedule_of_the_users_own_is_told_the_steps() -> None:
+def test_a_custom_schedule_gets_the_number_of_steps() -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
     config = TrainConfig(schedule=lambda opt, steps: torch.optim.lr_scheduler.StepLR(opt, steps // 3))
     made = config.make_scheduler(optimizer, steps=9)
@@ -246,7 +246,7 @@ def test_figures_of_any_kind_of_number_can_be_read_again(tmp_path: Path) -> None
         checkpoint.as_numbers({"worst": [3]})
 
 
-def test_what_a_killed_write_left_is_swept(tmp_path: Path) -> None:
+def test_files_of_a_killed_write_are_removed(tmp_path: Path) -> None:
     for name in (".step-9.pt.123", "step-9.pt", ".hidden"):
         (tmp_path / name).touch()
     assert checkpoint.CheckpointFolder(tmp_path, keep=2).begin(resume=True) == tmp_path / "step-9.pt"
@@ -259,6 +259,18 @@ def test_random_states_come_back_from_a_file(tmp_path: Path) -> None:
     drawn = (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist())
     checkpoint.restore_random_states(checkpoint.read(path))
     assert (torch.rand(3).tolist(), random.random(), np.random.rand(2).tolist()) == drawn
+
+
+def test_checkpoints_with_the_old_keys_are_resumed(tmp_path: Path) -> None:
+    """Version 0.1.0 wrote "standing" for "progress", and "beyond" for the "nonfinite" of the mean loss."""
+    whole = rates_of(tmp_path / "new", 1)
+    path = tmp_path / "old" / "step-3.pt"
+    state = checkpoint.read(tmp_path / "new" / "step-3.pt")
+    state["standing"] = state.pop("progress")
+    for own in state["ranks"]:
+        own["loss"]["beyond"] = own["loss"].pop("nonfinite")
+    checkpoint.write(state, path)
+    assert rates_of(tmp_path / "old", 1) == pytest.approx(whole[3:])
 
 
 def test_a_running_mean_goes_on_from_a_file(tmp_path: Path) -> None:

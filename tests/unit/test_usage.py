@@ -13,8 +13,11 @@ from typing import Any
 import psutil
 import pytest
 
+from nblaunch.engines.local_sampler import LocalSampler
 from nblaunch.machine.usage import Sampler, Usage, visible_devices
+from nblaunch.notebook.usage_meter import UsageMeter
 from tests.conftest import LONG, eventually
+from tests.unit.fake_engine import FakeWorkers
 
 MEGABYTE = 1 << 20
 HELD = 64 * MEGABYTE
@@ -85,6 +88,28 @@ def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
 
     assert (ended.memory, never) == (0, Usage(1, 0.0, 0, None, None))
     assert sampler.sample({}) == []
+
+
+def test_ranks_without_a_process_are_left_out(groups: Any) -> None:
+    pids = {0: groups(IDLE), 1: 0, 2: NO_PID}
+    sampler = LocalSampler(pids.__getitem__, "cpu", {})
+    assert [usage.rank for usage in sampler.sample([0, 1, 2])] == [0]
+    sampler.close()
+
+
+def test_a_meter_follows_the_group_that_a_restart_has_made() -> None:
+    first, second = FakeWorkers(2), FakeWorkers(1)
+    meter = UsageMeter("cpu", {})
+    assert meter.sample(None, [0, 1]) == []
+    assert [usage.rank for usage in meter.sample(first, [0, 1])] == [0, 1]
+    first.ranks[0].exits()
+    assert [usage.rank for usage in meter.sample(first, [0, 1])] == [1]
+    assert len(first.samplers) == 1
+    assert [usage.rank for usage in meter.sample(second, [0])] == [0]
+    assert first.samplers[0].is_closed
+    meter.close()
+    meter.close()
+    assert second.samplers[0].is_closed
 
 
 def test_a_pid_that_ends_between_two_looks_is_no_error(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +220,7 @@ def test_a_rank_holds_what_its_own_processes_hold(nvml: FakeNvml, groups: Any) -
     assert usage.gpu_memory == 340
 
 
-def test_where_other_processes_alone_hold_memory_the_rank_holds_none(nvml: FakeNvml, groups: Any) -> None:
+def test_memory_of_other_processes_is_not_the_ranks(nvml: FakeNvml, groups: Any) -> None:
     nvml.processes[0] = [SimpleNamespace(pid=os.getpid(), usedGpuMemory=5000)]
 
     (usage,) = Sampler("cuda", {}).sample({0: groups(IDLE)})
@@ -204,9 +229,7 @@ def test_where_other_processes_alone_hold_memory_the_rank_holds_none(nvml: FakeN
 
 
 @pytest.mark.parametrize(("pid", "held"), [(NO_PID, 5000), (1, None)])
-def test_pids_or_sizes_that_the_driver_hides_give_the_whole_devices_memory(
-    nvml: FakeNvml, pid: int, held: int | None
-) -> None:
+def test_hidden_pids_or_sizes_give_the_whole_devices_memory(nvml: FakeNvml, pid: int, held: int | None) -> None:
     nvml.processes[0] = [SimpleNamespace(pid=pid, usedGpuMemory=held)]
 
     assert numbers(None, 0) == [(0.1, 1000)]
@@ -223,7 +246,7 @@ def test_pids_or_sizes_that_the_driver_hides_give_the_whole_devices_memory(
         ("nvmlShutdown", (0.1, 1000)),
     ],
 )
-def test_what_the_driver_refuses_is_left_out(nvml: FakeNvml, refuses: str, expected: tuple[Any, Any]) -> None:
+def test_values_that_the_driver_refuses_are_left_out(nvml: FakeNvml, refuses: str, expected: tuple[Any, Any]) -> None:
     nvml.refuses = refuses
 
     assert numbers(None, 0) == [expected]

@@ -196,7 +196,7 @@ def test_the_loss_of_the_reaper_is_the_cause_where_nothing_else_is(
         pytest.param([returned(4.0, -9), returned(4.0)], stopping(4.0, killed=(0,)), [], id="killed by us"),
     ],
 )
-def test_a_crash_after_every_rank_returned_is_told_beside_the_result(
+def test_a_crash_after_all_returned_is_reported_with_the_result(
     ends: list[RankEnd], ladder: Ladder | None, crashed: list[int]
 ) -> None:
     verdict = judge(ranks(*ends), ladder, lost=False)
@@ -213,9 +213,7 @@ PRIMARIES = [raised, died, lambda at: raised(at, "exit"), lambda at: raised(at, 
     st.data(),
 )
 @settings(derandomize=True, deadline=None)
-def test_a_primary_failure_is_the_headline_whatever_the_order_of_ranks_and_times(
-    primary: Any, others: list[Any], data: st.DataObject
-) -> None:
+def test_a_primary_failure_wins_in_any_order_of_ranks(primary: Any, others: list[Any], data: st.DataObject) -> None:
     times = data.draw(st.permutations([1.0 + n for n in range(len(others) + 1)]))
     ends = [primary(times[0]), *(other(at) for other, at in zip(others, times[1:], strict=True))]
     order = data.draw(st.permutations(range(len(ends))))
@@ -244,7 +242,7 @@ def test_the_numbering_of_ranks_does_not_change_the_verdict(kinds: list[Any], da
     st.sampled_from(["user", "timeout"]),
 )
 @settings(derandomize=True, deadline=None)
-def test_what_follows_our_own_signals_is_never_the_headline(
+def test_effects_of_our_own_signals_are_never_the_headline(
     kinds: list[Any], times: list[float], reason: Reason
 ) -> None:
     ends = ranks(*(kind(at) for kind, at in zip(kinds, times, strict=False)))

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, view_choice
 from nblaunch.launch.output.tails import Piece
@@ -31,10 +32,15 @@ from nblaunch.launch.views.events import (
     Tick,
 )
 from nblaunch.launch.views.text_view import TextView, plain_writer
+from nblaunch.wire.launch_files import rank_file
 
 Stream = Literal["out", "err"]
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
 FINISHED = Outcome("finished", 3.21, "")
+
+
+def piece_of(rank: int, stream: Stream, piece: Piece, folder: str = "/logs") -> LogPiece:
+    return LogPiece(rank, stream, piece, LogFile(rank_file(folder, rank, stream)))
 
 
 class Cell:
@@ -52,7 +58,7 @@ class Cell:
 
     def prints(self, text: str | bytes, rank: int = 0, stream: Stream = "out") -> None:
         data = text if isinstance(text, bytes) else text.encode()
-        self.view.on(Logs([LogPiece(rank, stream, Piece(data))]))
+        self.view.on(Logs([piece_of(rank, stream, Piece(data))]))
 
     def reports(self, rank: int = 0, *, at: float = 0.0, step: int | None = None, **metrics: float) -> None:
         self.view.on(Reports(rank, [{"time": at, "step": step, "metrics": metrics}]))
@@ -92,7 +98,7 @@ def test_nothing_is_written_before_there_is_something(cell: Cell) -> None:
     assert cell.messages == []
 
 
-def test_what_follows_is_gathered_and_shown_in_order(cell: Cell) -> None:
+def test_later_lines_are_gathered_and_shown_in_order(cell: Cell) -> None:
     cell.prints("a\n")
     for rank in (1, 0, 1):
         cell.now += 0.05
@@ -103,14 +109,8 @@ def test_what_follows_is_gathered_and_shown_in_order(cell: Cell) -> None:
 
 
 def test_stderr_is_shown_as_stderr(cell: Cell) -> None:
-    cell.view.on(Logs([LogPiece(0, "out", Piece(b"a\n")), LogPiece(0, "err", Piece(b"b\n"))]))
+    cell.view.on(Logs([piece_of(0, "out", Piece(b"a\n")), piece_of(0, "err", Piece(b"b\n"))]))
     assert [(stream, text) for _, stream, text in cell.messages] == [("out", "[rank 0] a\n"), ("err", "[rank 0] b\n")]
-
-
-def test_stderr_is_shown_as_stdout_where_that_is_wanted() -> None:
-    cell = Cell(show_err_as_err=False)
-    cell.view.on(Logs([LogPiece(0, "err", Piece(b"b\n")), LogPiece(0, "out", Piece(b"a\n"))]))
-    assert cell.messages == [(100.0, "out", "[rank 0] b\n[rank 0] a\n")]
 
 
 def test_text_of_ranks_is_never_interpreted(cell: Cell) -> None:
@@ -134,7 +134,7 @@ def test_another_attempt_begins_new_lines_and_new_logs(cell: Cell) -> None:
     cell.view.on(Note("restarting (1 of 3)"))
     cell.view.on(Started(LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/again"))))
     cell.passes()
-    cell.view.on(Logs([LogPiece(0, "out", Piece(b"", 5, 50, b"end\n"))]))
+    cell.view.on(Logs([piece_of(0, "out", Piece(b"", 5, 50, b"end\n"), "/again")]))
     cell.view.on(Ended(FINISHED))
     assert cell.screen() == [
         "nblaunch: restarting (1 of 3)",
@@ -160,22 +160,22 @@ def test_a_flood_keeps_its_first_and_last_lines_and_counts_the_rest(cell: Cell) 
 
 
 @pytest.mark.parametrize(
-    ("lines", "size", "told"),
+    ("lines", "size", "amount"),
     [(7, 1000, "7 lines (1.0 KB)"), (1, 20, "1 line (20 bytes)"), (-1, 1_234_567_890, "1.2 GB"), (0, 99, "99 bytes")],
 )
-def test_what_was_not_even_read_is_counted(cell: Cell, lines: int, size: int, told: str) -> None:
-    cell.view.on(Logs([LogPiece(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
+def test_unread_output_is_counted(cell: Cell, lines: int, size: int, amount: str) -> None:
+    cell.view.on(Logs([piece_of(0, "err", Piece(b"first\ncut", lines, size, b"last\n"))]))
     assert cell.screen("err") == [
         "[rank 0] first",
         "[rank 0] cut",
-        f"[rank 0] … {told} omitted; see /logs/rank0.err …",
+        f"[rank 0] … {amount} omitted; see /logs/rank0.err …",
         "[rank 0] last",
     ]
 
 
 def test_a_flood_of_one_rank_does_not_hide_another(cell: Cell) -> None:
-    flood = LogPiece(0, "out", Piece(b"noise\n" * 100_000))
-    cell.view.on(Logs([flood, LogPiece(1, "out", Piece(b"signal\n")), flood, LogPiece(1, "err", Piece(b"trouble\n"))]))
+    flood = piece_of(0, "out", Piece(b"noise\n" * 100_000))
+    cell.view.on(Logs([flood, piece_of(1, "out", Piece(b"signal\n")), flood, piece_of(1, "err", Piece(b"trouble\n"))]))
     assert "[rank 1] signal\n" in cell.text()
     assert cell.text("err") == "[rank 1] trouble\n"
     assert cell.text().count("omitted; see") == 1
@@ -192,8 +192,8 @@ def test_after_two_megabytes_it_counts_and_shows_the_end(cell: Cell) -> None:
     for number in range(1000):
         cell.prints(f"late {number}\n")
         cell.passes()
-    told = cell.text()[written:]
-    assert re.fullmatch(r"nblaunch: 2.0 MB shown; further output goes only to the logs in /logs\n", told)
+    note = cell.text()[written:]
+    assert re.fullmatch(r"nblaunch: 2.0 MB shown; further output goes only to the logs in /logs\n", note)
     cell.view.on(Note("restarting"))
     cell.view.on(Ended(FINISHED))
     end = cell.screen()[-23:]
@@ -316,7 +316,7 @@ def test_complete_progress_leaves_the_status(cell: Cell) -> None:
 
 
 def test_of_many_ranks_three_are_shown(cell: Cell) -> None:
-    cell.view.on(Logs([LogPiece(rank, "out", Piece(f"{rank}".encode() * 60)) for rank in range(8)]))
+    cell.view.on(Logs([piece_of(rank, "out", Piece(f"{rank}".encode() * 60)) for rank in range(8)]))
     (status,) = cell.screen()
     assert status.endswith("…  … and 5 more")
     assert re.findall(r"\[rank \d\]", status) == ["[rank 0]", "[rank 1]", "[rank 2]"]
@@ -400,7 +400,7 @@ def test_a_launch_that_does_not_finish_says_so_in_one_line(cell: Cell, state: Li
 def test_the_null_view_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     view: View = NullView()
     view.on(Started(INFO))
-    view.on(Logs([LogPiece(0, "out", Piece(b"a\n"))]))
+    view.on(Logs([piece_of(0, "out", Piece(b"a\n"))]))
     view.on(Reports(0, []))
     view.on(Note("note"))
     view.on(Countdown("stopping"))
@@ -452,7 +452,7 @@ def test_a_script_gets_text(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     monkeypatch.delenv("NBLAUNCH_VIEW", raising=False)
     for choice in ("auto", "text"):
         view = ScriptFrontend().view(choice)
-        view.on(Logs([LogPiece(0, "out", Piece(b"line\npartial"))]))
+        view.on(Logs([piece_of(0, "out", Piece(b"line\npartial"))]))
         assert capsys.readouterr().out == "[rank 0] line\n"
     assert isinstance(ScriptFrontend().view("none"), NullView)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from nblaunch.engines.protocol import Worker
+from nblaunch.engines.protocol import Log, Worker
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.displays import displays_in
 from nblaunch.launch.output.metric_patterns import PrintedMetrics
@@ -39,6 +38,11 @@ class RankOutput:
         self.printed = PrintedMetrics(patterns, *(worker.log(stream) for stream in ("out", "err") if patterns))
         self.dropped = Dropped()
 
+    @property
+    def logs(self) -> dict[Stream, Log]:
+        """What the rank has printed, also after its end."""
+        return {stream: tail.log for stream, tail in self.tails.items()}
+
     def close(self) -> None:
         """Close the streams."""
         self.spool.close()
@@ -52,7 +56,6 @@ class OutputFollower:
 
     Args:
         workers: The ranks.
-        log_dir: Where the ranks keep the files of what they display.
         patterns: Searched for in every printed line.
         view: Shows output and reports.
         commands: A stop ends a long search.
@@ -64,13 +67,12 @@ class OutputFollower:
     def __init__(
         self,
         workers: Sequence[Worker],
-        log_dir: Path,
         patterns: Sequence[re.Pattern[str]],
         view: View,
         commands: Commands,
     ) -> None:
         self.ranks = [RankOutput(worker, patterns) for worker in workers]
-        self.log_dir, self.view, self.commands = log_dir, view, commands
+        self.view, self.commands = view, commands
         self.reports = ReportColumns()
         self._has_noted_drops = False
         self._noted_limits: set[int] = set()
@@ -82,7 +84,7 @@ class OutputFollower:
             for stream, tail in rank.tails.items():
                 piece = self._appended(tail)
                 if piece is not None:
-                    pieces.append(LogPiece(rank.rank, stream, piece, tail.offset))
+                    pieces.append(LogPiece(rank.rank, stream, piece, tail.log, tail.offset))
         if pieces:
             self.view.on(Logs(pieces))
         for rank in self.ranks:
@@ -94,7 +96,7 @@ class OutputFollower:
     def _take(self, rank: RankOutput, records: Sequence[Mapping[str, Any]]) -> None:
         if not records:
             return
-        displayed = displays_in(rank.rank, self.log_dir, records)
+        displayed = displays_in(rank.worker, records)
         if displayed is not None:
             self._show(displayed)
             records = [record for record in records if not is_display(record)]
@@ -166,5 +168,5 @@ def _first_drop(rank: RankOutput) -> str:
         return f"rank {rank.rank} has reached {rank.dropped.why}: further output is dropped"
     return (
         f"rank {rank.rank} cannot write its logs ({rank.dropped.why}): it runs on, and its output and reports are "
-        f"dropped until there is room. Free space for {rank.spool.name}"
+        f"dropped until there is room. Free space for {rank.spool.log.name}"
     )

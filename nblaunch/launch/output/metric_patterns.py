@@ -10,7 +10,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from nblaunch.engines.protocol import Log
@@ -184,7 +183,7 @@ class PrintedMetrics:
         logs: The rank's logs.
     """
 
-    def __init__(self, patterns: Sequence[re.Pattern[str]], *logs: Path | Log) -> None:
+    def __init__(self, patterns: Sequence[re.Pattern[str]], *logs: Log) -> None:
         self._patterns = patterns
         self._sources = [(_Log(log), _Lines()) for log in logs] if patterns else []
 

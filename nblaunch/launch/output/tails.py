@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from nblaunch.engines.growing_file import GrowingFile
 from nblaunch.engines.protocol import Log
 from nblaunch.launch.output.terminal_lines import LineAssembler, without_colours
 
@@ -38,30 +35,30 @@ class Piece:
 
 
 class _Follower:
-    """A growing log, and the offset up to which it was read."""
+    """A growing log, and the offset up to which it was read.
 
-    def __init__(self, source: Path | Log) -> None:
-        self._log: Log = GrowingFile(source) if isinstance(source, Path) else source
+    Attributes:
+        log: The log, which can also be read when this reader is closed.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self._opened = log.open()
         self._offset = 0
-
-    @property
-    def name(self) -> str:
-        """Where the log is, for messages to the user."""
-        return self._log.name
 
     def _appended(self) -> tuple[int, int]:
         """Return from where to where the log has grown since the last call."""
-        size = self._log.size()
+        size = self._opened.size()
         start, self._offset = min(self._offset, size), size  # truncated: continue from its new end
         return start, size
 
     def _between(self, start: int, end: int) -> bytes:
         """Return these bytes; fewer if the log was truncated meanwhile."""
-        return self._log.read(start, end)
+        return self._opened.read(start, end)
 
     def close(self) -> None:
         """Close the log. Idempotent."""
-        self._log.close()
+        self._opened.close()
 
 
 class Tail(_Follower):
@@ -117,11 +114,12 @@ class Spool(_Follower):
     """Follows a rank's reports.
 
     Attributes:
+        log: The log, as for every follower.
         malformed: The number of malformed lines so far.
     """
 
-    def __init__(self, source: Path | Log) -> None:
-        super().__init__(source)
+    def __init__(self, log: Log) -> None:
+        super().__init__(log)
         self.malformed = 0
         self._rest = b""
 
@@ -143,19 +141,15 @@ class Spool(_Follower):
         if isinstance(record, dict):
             return record
         self.malformed += 1
-        _log.warning("nblaunch: %s contains a malformed report: %.80r", self.name, line)
+        _log.warning("nblaunch: %s contains a malformed report: %.80r", self.log.name, line)
         return None
 
 
-def last_lines(path: Path, count: int = 20, max_bytes: int = 16384) -> str:
-    """Return the end of a log as a terminal would show it; empty if the file does not exist."""
-    try:
-        with open(path, "rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - max_bytes)
-            file.seek(start)
-            data = file.read(max_bytes)
-    except FileNotFoundError:
-        return ""
+def last_lines(log: Log, count: int = 20, max_bytes: int = 16384) -> str:
+    """Return the end of a log as a terminal would show it; empty if there is no log."""
+    size = log.size()
+    start = max(0, size - max_bytes)
+    data = log.read(start, size)
     if start:
         data = data[data.find(b"\n", 0, -1) + 1 :]
     assembler = LineAssembler()

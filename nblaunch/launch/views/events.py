@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from nblaunch.engines.protocol import Body, Log, Workers
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import Piece
 
@@ -71,6 +72,8 @@ class LogPiece:
     stream: Stream
     piece: Piece
     """Empty for a view with `View.wants_text` false."""
+    log: Log
+    """The whole log, which can be read at any time."""
     end: int = 0
     """Size of the log so far, in bytes."""
 
@@ -123,6 +126,13 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksPlaced:
+    """An attempt has a group of ranks, whose usage can be measured from now on."""
+
+    workers: Workers
+
+
+@dataclass(frozen=True, slots=True)
 class RanksChanged:
     """Ranks have changed their state."""
 
@@ -156,10 +166,8 @@ class Output:
     """Stands for it where only text can be shown."""
     size: int
     """Bytes of the body."""
-    body: str | None = None
-    """None if the body is in a file."""
-    path: Path | None = None
-    """The file of the body."""
+    body: str | Body = ""
+    """A `Body` if it is large or binary."""
     width: int | None = None
     height: int | None = None
     """Pixels on the page, if the user chose them."""
@@ -211,4 +219,17 @@ class Ended:
     outcome: Outcome
 
 
-Event = Begun | Started | RanksChanged | Logs | Reports | Displays | Note | Countdown | StacksShown | Tick | Ended
+Event = (
+    Begun
+    | Started
+    | RanksPlaced
+    | RanksChanged
+    | Logs
+    | Reports
+    | Displays
+    | Note
+    | Countdown
+    | StacksShown
+    | Tick
+    | Ended
+)

@@ -30,7 +30,6 @@ from nblaunch.launch.views.events import (
     Tick,
 )
 from nblaunch.machine import timeouts
-from nblaunch.wire.launch_files import rank_file
 
 _MAX_EMISSION_BYTES = 40 << 10
 """Six emissions in a second, the unthrottled last one included, stay below 256 KB."""
@@ -85,7 +84,6 @@ class TextView(View):
 
     Args:
         write: Sends one message of text to "out" or "err".
-        show_err_as_err: Send stderr of ranks to "err". Default: True.
         is_terminal: Fit the status to the terminal's width, because a wrapped line cannot be cleared. Default: False.
         clock: Returns seconds. Default: ``time.monotonic``.
         status: Show the status line. Requires an output that honours carriage returns. Default: True.
@@ -97,14 +95,12 @@ class TextView(View):
         self,
         write: Callable[[str, Stream], None],
         *,
-        show_err_as_err: bool = True,
         is_terminal: bool = False,
         clock: Callable[[], float] = time.monotonic,
         status: bool = True,
     ) -> None:
         self._write = write
         self._clock = clock
-        self._show_err_as_err = show_err_as_err
         self._status = _Status(is_terminal) if status else None
         self._info: LaunchInfo | None = None
         self._assemblers: dict[_Source, LineAssembler] = {}
@@ -152,8 +148,7 @@ class TextView(View):
     # -------------------------------------------------------------- taking in
     def _add_logs(self, pieces: Iterable[LogPiece]) -> None:
         for log in pieces:
-            where = str(rank_file(self._info.log_dir, log.rank, log.stream)) if self._info else "its log"
-            source = _Source(log.rank, log.stream, where)
+            source = _Source(log.rank, log.stream, log.log.name)
             assembler = self._assemblers.setdefault(source, LineAssembler())
             self._add(source, assembler.feed(log.piece.head))
             if log.piece.skipped_bytes:
@@ -181,7 +176,10 @@ class TextView(View):
     def _end(self, outcome: Outcome) -> None:
         self._finish_lines()
         self._blocks += (self._late or {}).items()
-        closing = [_summary(rank, reported) for rank, reported in sorted(self._reported.items())]
+        closing = [
+            f"[rank {rank}] {_metrics_text(reported.metrics)} ({reported.count:,} report{'s' * (reported.count != 1)})"
+            for rank, reported in sorted(self._reported.items())
+        ]
         if outcome.state != "finished" or self._noted:
             name = self._info.name if self._info else "the launch"
             closing.append(f"nblaunch: {name} {outcome.state} after {outcome.seconds:.1f} s")
@@ -227,7 +225,7 @@ class TextView(View):
         for (source, excerpt), share in zip(blocks, shares, strict=True):
             excerpt.cut(share)
             shown = excerpt.text(_gap_text(source, excerpt))
-            text["err" if source.stream == "err" and self._show_err_as_err else "out"] += shown
+            text["err" if source.stream == "err" else "out"] += shown
             self._shown_bytes += len(shown.encode(errors="replace"))
         sent = self._send(text["out"], text["err"])
         if sent:
@@ -331,10 +329,6 @@ def _gap_text(source: _Source, excerpt: Excerpt) -> str:
     return f"… {amount} omitted" + (f"; see {source.where} …" if source.where else " …")
 
 
-def _summary(rank: int, reported: _RankReports) -> str:
-    return f"[rank {rank}] {_metrics_text(reported.metrics)} ({reported.count:,} report{'s' * (reported.count != 1)})"
-
-
 def _metrics_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{_one_line(name)} {number(value)}" for name, value in metrics.items())
 
@@ -366,8 +360,8 @@ def _human(size: int) -> str:
 def _output_lines(output: Output) -> list[str]:
     """Return what a rank displays as lines of text; for an image also its file."""
     lines = [_CONTROL.sub(" ", line) for line in without_colours(output.text).splitlines()] or [""]
-    if output.path is not None and output.mime.startswith("image/"):
-        lines[-1] += f": {output.path}"
+    if not isinstance(output.body, str) and output.mime.startswith("image/"):
+        lines[-1] += f": {output.body.name}"
     return lines
 
 

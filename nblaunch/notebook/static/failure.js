@@ -33,13 +33,13 @@ export class FailureView {
   /** @param {import("./state.js").FailureEntry} failure */
   #parts(failure) {
     const { rank, type_name, message, where, source, traceback, others, log } = failure;
-    const said = [type_name, message].filter(Boolean).join(": ") || "no message";
+    const text = [type_name, message].filter(Boolean).join(": ") || "no message";
     const parts = [
       el(
         "div",
         { class: "nbl-cause", role: "alert" },
         el("strong", {}, rank >= 0 ? `Rank ${rank} failed:` : "The launch failed:"),
-        ` ${said}`,
+        ` ${text}`,
       ),
     ];
     if (where || source) {

@@ -23,12 +23,12 @@ const pageClock = {
  * @property {string} id
  * @property {boolean} blocking
  * @property {string} state
- * @property {number} heard when the last message arrived, by the clock
+ * @property {number} receivedAt when the last message arrived, by the clock
  * @property {number} seq number of the last message without a gap before it
  * @property {boolean} hasLines whether the page has lines of the logs
- * @property {(text: string) => void} say
+ * @property {(text: string) => void} notify show a notice, or none for ""
  * @property {() => void} changed
- * @property {() => void} lost called when the kernel has exited */
+ * @property {() => void} exited called when the kernel has exited */
 
 export class KernelLink {
   /** @param {any} model @param {Launch} launch @param {Clock} [clock] */
@@ -73,7 +73,7 @@ export class KernelLink {
     this.asked = kind;
     this.send({ kind, launch: this.launch.id });
     this.#after("ack", ACK_TIMEOUT_MS, () => {
-      this.#interruptOrSay();
+      this.#interruptOrNotify();
       this.#askAgain(); // sends its own interrupt: the first one only stops
     });
   }
@@ -90,7 +90,7 @@ export class KernelLink {
     if (action === "stop" && this.asked === "kill") return; // late: it answers the click before
     this.#cancel("ack");
     this.#cancel("patience");
-    this.launch.say("");
+    this.launch.notify("");
     if (action === "done") this.#forget();
     this.#askAgain();
     if (action === "done" && this.active) this.resync();
@@ -101,7 +101,7 @@ export class KernelLink {
   moved(state) {
     if (state === "running" || state === "starting") return;
     this.#cancel("patience");
-    this.launch.say("");
+    this.launch.notify("");
     if (state === "stopping" && this.asked === "stop") {
       this.#cancel("ack"); // the stop has arrived: an interrupt would now kill
       this.#askAgain();
@@ -114,9 +114,9 @@ export class KernelLink {
 
   stacks() {
     this.send({ kind: "stacks", launch: this.launch.id });
-    this.launch.say("");
+    this.launch.notify("");
     this.#after("stacks", ANSWER_TIMEOUT_MS, () =>
-      this.launch.say("No stacks: the kernel does not answer while its cell runs."),
+      this.launch.notify("No stacks: the kernel does not answer while its cell runs."),
     );
   }
 
@@ -147,14 +147,14 @@ export class KernelLink {
     if (!this.armed) {
       const session = this.#session();
       if (!session && (!this.#kernel() || this.#inVsCode())) {
-        return this.launch.say("Use your editor's Restart button: the panel cannot restart this kernel.");
+        return this.launch.notify("Use your editor's Restart button: the panel cannot restart this kernel.");
       }
       this.armed = true;
       this.#after("armed", ARMED_MS, () => this.#disarm());
       return this.launch.changed();
     }
     this.#disarm();
-    const failed = () => this.launch.say("The kernel did not restart: use the notebook's Restart button.");
+    const failed = () => this.launch.notify("The kernel did not restart: use the notebook's Restart button.");
     try {
       const session = this.#session();
       Promise.resolve(session ? session.restartKernel() : this.#kernel().restart()).catch(failed);
@@ -179,8 +179,8 @@ export class KernelLink {
       this.gone = true;
       this.#forget();
       for (const name of ["ack", "patience", "stacks", "resync"]) this.#cancel(name);
-      this.launch.say("");
-      this.launch.lost();
+      this.launch.notify("");
+      this.launch.exited();
     };
     try {
       this.watched = this.#kernel()?.statusChanged;
@@ -212,22 +212,22 @@ export class KernelLink {
   }
 
   /** Interrupt a kernel that did not acknowledge, but only if its running cell is surely this launch. */
-  #interruptOrSay() {
+  #interruptOrNotify() {
     if (!this.active) return;
     if (!this.launch.blocking) {
-      return this.launch.say("The kernel is busy: the launch stops when the running cell ends.");
+      return this.launch.notify("The kernel is busy: the launch stops when the running cell ends.");
     }
-    if (this.clock.now() - this.launch.heard > MAX_SILENCE_MS) {
-      return this.launch.say(`The kernel does not answer: ${ASK_INTERRUPT}.`);
+    if (this.clock.now() - this.launch.receivedAt > MAX_SILENCE_MS) {
+      return this.launch.notify(`The kernel does not answer: ${ASK_INTERRUPT}.`);
     }
-    if (!this.#kernel()) return this.launch.say(`The panel cannot reach the kernel: ${ASK_INTERRUPT}.`);
-    const failed = () => this.launch.say(`The kernel could not be interrupted: ${ASK_INTERRUPT}.`);
+    if (!this.#kernel()) return this.launch.notify(`The panel cannot reach the kernel: ${ASK_INTERRUPT}.`);
+    const failed = () => this.launch.notify(`The kernel could not be interrupted: ${ASK_INTERRUPT}.`);
     try {
       Promise.resolve(this.#interrupt(this.#kernel())).catch(failed);
       this.#after(
         "patience",
         ANSWER_TIMEOUT_MS,
-        () => this.active && this.launch.say(`The kernel has not stopped yet: ${ASK_INTERRUPT}.`),
+        () => this.active && this.launch.notify(`The kernel has not stopped yet: ${ASK_INTERRUPT}.`),
       );
     } catch {
       failed();

@@ -76,7 +76,7 @@
  * @property {NoteEntry[]} [notes]
  * @property {FailureEntry} [failure]
  * @property {StacksEntry} [stacks] */
-/** What has changed since the message before. Without content it is a sign of life.
+/** What has changed since the previous message. Without content it is a heartbeat.
  * @typedef {object} Delta
  * @property {"delta"} kind
  * @property {number} seq

@@ -110,11 +110,11 @@ export class RanksView {
       cell.bars.append(box);
     }
     const share = bar.total ? Math.min(1, bar.done / bar.total) : null;
-    const said = barText(bar, share, lives);
-    setText(drawn.text, said);
+    const text = barText(bar, share, lives);
+    setText(drawn.text, text);
     setAttribute(drawn.track, "aria-valuenow", share === null ? null : bar.done);
     setAttribute(drawn.track, "aria-valuemax", share === null ? null : bar.total);
-    setAttribute(drawn.track, "aria-valuetext", said);
+    setAttribute(drawn.track, "aria-valuetext", text);
     drawn.track.classList.toggle("nbl-endless", share === null);
     drawn.fill.style.width = share === null ? "" : `${(100 * share).toFixed(1)}%`;
   }

@@ -6,6 +6,7 @@ import { MetricBook, numberOf } from "./series.js";
 
 const OLDER_TIMEOUT_MS = 10000;
 const BARS = 3; // progress bars shown for one rank
+const NO_INFO = { launch: "", name: "", world_size: 0, device: "" };
 
 /** @typedef {import("./page_messages.js").ToPage} ToPage */
 /** @typedef {import("./page_messages.js").FromPage} FromPage */
@@ -73,17 +74,8 @@ export class PanelState {
   /** @param {any} model @param {import("./kernel.js").Clock} [clock] */
   constructor(model, clock) {
     this.model = model;
-    const info = model.get("info") ?? {};
     /** @type {PanelInfo} */
-    this.info = {
-      launch: String(info.launch ?? ""),
-      name: String(info.name ?? ""),
-      world_size: Number(info.world_size) || 0,
-      device: String(info.device ?? ""),
-      start_method: String(info.start_method ?? ""),
-      blocking: Boolean(info.blocking),
-      is_session: Boolean(info.is_session),
-    };
+    this.info = { ...NO_INFO, ...model.get("info") };
     this.seq = 0;
     this.highest = 0;
     this.notice = "";
@@ -102,7 +94,7 @@ export class PanelState {
     this.#clear();
     this.kernel = new KernelLink(model, this.#launch(), clock);
     this.now = 0;
-    this.heard = -Infinity;
+    this.receivedAt = -Infinity;
     this.asked = 0;
     /** @type {Map<number, {gap: import("./store.js").Line, timer: any}>} */ this.requests = new Map();
   }
@@ -128,15 +120,15 @@ export class PanelState {
   /** Seconds since the launch began, or its duration. */
   get elapsed() {
     if (this.state.seconds !== null) return this.state.seconds;
-    if (this.heard === -Infinity || !ACTIVE_STATES.includes(this.state.name) || this.kernel.gone) return this.now;
-    return this.now + (this.kernel.clock.now() - this.heard) / 1000;
+    if (this.receivedAt === -Infinity || !ACTIVE_STATES.includes(this.state.name) || this.kernel.gone) return this.now;
+    return this.now + (this.kernel.clock.now() - this.receivedAt) / 1000;
   }
 
   /** @param {ToPage} content @param {any[]} [buffers] */
   receive(content, buffers) {
     const notice = this.notice;
     try {
-      this.heard = this.kernel.clock.now();
+      this.receivedAt = this.kernel.clock.now();
       this.#dispatch(content, bytesOf(buffers?.[0]));
     } catch (error) {
       this.notice = `The panel could not read a message from the kernel: ${error}`;
@@ -288,8 +280,8 @@ export class PanelState {
       get state() {
         return panel.state.name;
       },
-      get heard() {
-        return panel.heard;
+      get receivedAt() {
+        return panel.receivedAt;
       },
       get seq() {
         return panel.seq;
@@ -297,13 +289,13 @@ export class PanelState {
       get hasLines() {
         return panel.logs.hasLines;
       },
-      say: (text) => {
+      notify: (text) => {
         if (panel.notice === text) return;
         panel.notice = text;
         panel.changed();
       },
       changed: () => panel.changed(),
-      lost: () => panel.changed(),
+      exited: () => panel.changed(),
     };
   }
 }

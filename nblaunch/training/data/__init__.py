@@ -1,7 +1,5 @@
 """Data for ranks: every sample exactly once, an order of its own for each epoch, and passes that can be resumed."""
 
-from __future__ import annotations
-
 from nblaunch.training.data.class_balanced_sampler import ClassBalancedBatchSampler
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.preprocessing import Preprocessed, preprocess

@@ -94,7 +94,10 @@ def preprocess(
     if path is not None and Path(path).is_dir():
         raise ArgumentError(f"path={str(path)!r} is a folder: give the path of a file")
     wanted = usable_cpus() if processes is None else whole_number("processes", processes, least=0)
-    results = _compute(_ItemFunction(dataset, function), len(items), wanted, is_kept=path is not None)
+    compute = _ItemFunction(dataset, function)
+    first = compute(0)
+    results = _allocate(first, len(items), is_kept=path is not None)
+    _run(_ResultWriter(compute, _kind(first), list(tree_leaves(results))), range(1, len(items)), wanted)
     if path is None:
         return Preprocessed(results)
     checkpoint.write(results, Path(path))
@@ -149,16 +152,8 @@ def _kind(result: Any) -> str:
     return str(tree_map(lambda leaf: (*leaf.shape, leaf.dtype), result))
 
 
-def _compute(compute: _ItemFunction, size: int, processes: int, *, is_kept: bool) -> Any:
-    """Return all results, in anonymous shared memory, freed with the last process that maps it."""
-    first = compute(0)
-    results = _allocate(first, size, is_kept=is_kept)
-    _run(_ResultWriter(compute, _kind(first), list(tree_leaves(results))), range(1, size), processes)
-    return results
-
-
 def _allocate(first: Any, size: int, *, is_kept: bool) -> Any:
-    """Allocate `size` results, with the first one stored."""
+    """Allocate `size` results in anonymous shared memory, and store the first."""
     if next(tree_leaves(first), None) is None:
         raise RuntimeError(f"preprocess: index 0: its result is {first!r:.40}: give at least one tensor")
     if is_kept:  # detect now what weights_only refuses to load

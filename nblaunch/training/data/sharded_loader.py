@@ -88,9 +88,9 @@ class ShardedLoader(DataLoader[T_co]):
     takes the r-th part of each, so a batch gathered by rank is in order. The last chunk is divided evenly; if it holds
     fewer samples than there are ranks, the chunk before gives it some. So each sample comes exactly once *and* every
     rank has equally many batches. If that is impossible (batches of one sample, or fewer samples than ranks) a rank
-    repeats one sample, and `is_padding` is True. With ``drop_last`` only whole chunks come. The batches of a user's own
-    batch sampler are divided as whole batches, see `partition_batches`. A loader whose sampler shards already (such as
-    torch's ``DistributedSampler``) keeps its parts; only its epochs are set.
+    repeats one sample, and `is_padding` is True. With ``drop_last`` only whole chunks are yielded. The batches of a
+    user's own batch sampler are divided as whole batches, see `partition_batches`. A loader whose sampler shards
+    already (such as torch's ``DistributedSampler``) keeps its parts; only its epochs are set.
 
     **Iterable datasets.** The same, except that rank 0 reads and sends, or each rank reads everything: see
     ``dispatch`` in `shard`. While rank 0 sends, iterating is a collective: every rank takes equally many batches of
@@ -106,10 +106,10 @@ class ShardedLoader(DataLoader[T_co]):
     generators seeded from (seed, epoch, rank, batch). So no two ranks draw the same, a run repeats with any number of
     workers, and a resumed pass loads the same batches. Without workers this process's generators are restored:
     loading draws nothing from them. Generators of the dataset's own are not seeded. A stream's workers are seeded once
-    per pass, from (seed, epoch, rank of the reader). Two loaders of one seed draw the same in batches of one number:
-    give loaders that are iterated side by side different seeds.
+    per pass, from (seed, epoch, rank of the reader). Two loaders with one seed draw the same numbers for their n-th
+    batches: give loaders that are iterated side by side different seeds.
 
-    Rank and world size are read on iteration, so a loader made in a notebook is right in the ranks it is sent to.
+    Rank and world size are read on iteration, so a loader made in a notebook is valid in the ranks it is sent to.
 
     Attributes:
         is_padding: Whether the latest batch repeats a sample that another rank has.

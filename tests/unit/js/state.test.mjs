@@ -273,13 +273,13 @@ test("a bar whose total is no number that can be reached has none", () => {
 test("an empty message is a sign of life and changes nothing that is drawn", () => {
   const { clock, model, panel } = opened();
   delta(model, 1, { state: { name: "running" } });
-  let told = 0;
-  panel.views.add(() => told++);
+  let redraws = 0;
+  panel.views.add(() => redraws++);
   clock.pass(9000);
   delta(model, 2);
-  assert.deepEqual([told, panel.seq, panel.heard, panel.elapsed], [0, 2, clock.time, 2]);
+  assert.deepEqual([redraws, panel.seq, panel.receivedAt, panel.elapsed], [0, 2, clock.time, 2]);
   delta(model, 3, { metrics: 5 });
-  assert.equal(told, 1);
+  assert.equal(redraws, 1);
 });
 
 test("an answer without a request is dropped", () => {
@@ -319,15 +319,15 @@ test("bars of one rank are bounded", () => {
 
 test("views get every change until they are removed", () => {
   const { model, panel } = opened();
-  let told = 0;
-  const view = () => told++;
+  let redraws = 0;
+  const view = () => redraws++;
   panel.views.add(view);
   delta(model, 1, { state: { name: "running" } });
-  assert.ok(told > 0);
+  assert.ok(redraws > 0);
   panel.views.delete(view);
-  const before = told;
+  const before = redraws;
   delta(model, 2, { state: { name: "stopping" } });
-  assert.equal(told, before);
+  assert.equal(redraws, before);
 });
 
 test("a malformed message is reported and breaks nothing", () => {
@@ -354,4 +354,10 @@ test("a widget without any information is a panel nevertheless", () => {
   const panel = new PanelState(model, new FakeClock());
   panel.open();
   assert.equal(panel.state.name, "starting");
+  assert.equal(panel.info.world_size, 0);
+});
+
+test("every field of info reaches the views", () => {
+  const model = new FakeModel({ info: { added_later: 1 } });
+  assert.deepEqual(new PanelState(model, new FakeClock()).info, model.state.info);
 });

@@ -1,0 +1,101 @@
+"""The kernel's end of one rank on this machine: its channel, its files, and signals through the reaper."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from nblaunch.engines.protocol import Stream
+from nblaunch.engines.rank_files import LogFile, OutputFile
+from nblaunch.engines.stack_files import StackFile
+from nblaunch.wire.channel import Channel
+from nblaunch.wire.display_records import SUFFIXES
+from nblaunch.wire.drops import Dropped, Table
+from nblaunch.wire.launch_files import output_file, rank_file
+from nblaunch.wire.messages import Free, Interrupt, SendSignal
+
+
+class LocalWorker:
+    """One rank of this machine, an `engines.protocol.Worker`.
+
+    Args:
+        rank: The rank.
+        channel: Its channel to the kernel.
+        log_dir: Where it writes until the first task says otherwise.
+        reaper: Sends a message to the reaper.
+        drops: What it could not write; None: not counted.
+        is_kept: Whether the rank stays for many tasks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        channel: Channel,
+        log_dir: Path,
+        reaper: Callable[[object], None],
+        drops: Table | None,
+        is_kept: bool,
+    ) -> None:
+        self.rank = rank
+        self.channel = channel
+        self.stacks = StackFile(rank_file(log_dir, rank, "stacks"), self.signal)
+        self.pid = 0
+        """0 before the rank has started."""
+        self.has_exited = self.is_shut = False
+        self.owes = False
+        """The rank was sent descriptors that it has not taken yet."""
+        self.log_dir = log_dir  # where the present task writes
+        self._reaper, self._drops, self._is_kept = reaper, drops, is_kept
+        self._dropped_before = Dropped()
+
+    @property
+    def is_open(self) -> bool:
+        """See `engines.protocol.Worker`, as for all below."""
+        return not self.channel.closed
+
+    def interrupt(self, task: int) -> None:
+        """Send SIGINT, announced if the rank can have a later task. A kept rank sends it to itself."""
+        if not self.is_shut:
+            with contextlib.suppress(OSError):  # already exited; RankExited will report it
+                self.channel.send(Interrupt(task))
+            if self._is_kept:
+                return
+        self.signal(signal.SIGINT)
+
+    def free(self, task: int) -> None:
+        """Ask the rank's reader thread."""
+        with contextlib.suppress(OSError):  # already exited; RankExited will report it
+            self.channel.send(Free(task))
+
+    def turn_to(self, log_dir: str) -> None:
+        """Follow another task's files and counters."""
+        self.log_dir, self._dropped_before = Path(log_dir), self._dropped()
+
+    def shut(self) -> None:
+        """Send no more messages: the rank reads EOF."""
+        self.is_shut = True
+        with contextlib.suppress(OSError):  # already exited
+            self.channel.sock.shutdown(socket.SHUT_WR)
+
+    def signal(self, signum: int, group: bool = False) -> None:
+        """Ask the reaper to send a signal."""
+        self._reaper(SendSignal(self.rank, signum, group))
+
+    def log(self, stream: Stream) -> LogFile:
+        """Return the file that the rank writes."""
+        return LogFile(rank_file(self.log_dir, self.rank, stream))
+
+    def output(self, key: str, mime: str) -> OutputFile:
+        """Return the file that the rank has written beside its spool."""
+        return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
+
+    def dropped(self) -> Dropped:
+        """Read the rank's counters."""
+        now, before = self._dropped(), self._dropped_before
+        return Dropped(now.output - before.output, now.reports - before.reports, now.reason)
+
+    def _dropped(self) -> Dropped:
+        return self._drops.read(self.rank) if self._drops is not None else Dropped()

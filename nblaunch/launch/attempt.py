@@ -1,0 +1,115 @@
+"""One attempt of a launch: a worker group that runs one task and ends. Runs in a thread of the kernel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nblaunch.engines.protocol import Engine, Order
+from nblaunch.errors import StartError
+from nblaunch.launch.commands import Commands
+from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.output.follower import OutputFollower
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.plan import Plan
+from nblaunch.launch.rendezvous import Rendezvous
+from nblaunch.launch.supervisor import supervise
+from nblaunch.launch.task import Task
+from nblaunch.launch.verdict import Verdict
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import Note, RanksPlaced
+from nblaunch.machine.process_state import Process
+from nblaunch.wire.messages import Payload, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the attempts of a launch share."""
+
+    plan: Plan
+    launch_id: str
+    process: Process
+    """The state of the notebook's process that ranks start from."""
+    payload: Payload
+    parcel: Sequence[int]
+    """The payload's descriptors; none if ranks share the notebook's memory."""
+    sources: Mapping[str, Source]
+    """The cells that define the function."""
+    deadline: float
+    """When to stop it, by the monotonic clock."""
+
+
+class Attempt:
+    """See the module.
+
+    Args:
+        job: What to run.
+        number: The number of restarts before this attempt.
+        files: The logs of the ranks.
+        view: Shows the launch.
+        commands: Requests of other threads.
+
+    Attributes:
+        group: The ranks, once placed.
+        task: What they run, once started.
+        output: What they have printed and reported.
+        results: The parcels of the ranks that have returned, set by `run`; the caller closes them.
+        hint: See `failures.Account`; empty, as every rank has begun.
+    """
+
+    hint = ""
+
+    group: WorkerGroup
+    task: Task
+    output: OutputFollower
+
+    def __init__(self, job: Job, number: int, files: LaunchFiles, view: View, commands: Commands) -> None:
+        self.job, self.number, self.files, self.view, self.commands = job, number, files, view, commands
+        self.results: dict[int, list[int]] = {}
+
+    def run(self, engine: Engine) -> Verdict:
+        """Start the ranks, run the task, and wait until every rank has exited.
+
+        Raises:
+            StartError: A rank could not be started; none is left.
+        """
+        job, plan = self.job, self.job.plan
+        order = Order(
+            job.launch_id,
+            plan.world_size,
+            plan.method,
+            job.process,
+            plan.env,
+            plan.named,
+            str(self.files.directory),
+            job.payload,
+        )
+        with contextlib.ExitStack() as opened:
+            self.group = WorkerGroup(engine.place(order, self.commands), lambda text: self.view.on(Note(text)))
+            opened.callback(self.group.close)
+            with Rendezvous(plan.world_size) as meeting:
+                self._start(meeting.port, opened)
+                supervise(self.task, self.output, self.view, lambda: self.group.is_over)
+            for event in self.group.drain():
+                self.task.take(event)
+            verdict = self.task.finish()
+            self.output.finish()
+            if self.group.stuck:
+                pids = ", ".join(map(str, self.group.stuck))
+                self.view.on(Note(f"processes {pids} survived SIGKILL: they wait in the operating system"))
+            if self.group.refusal:
+                raise StartError(self.group.refusal)
+            self.results = self.task.take_results()
+            return verdict
+
+    def _start(self, port: int, opened: contextlib.ExitStack) -> None:
+        job, plan = self.job, self.job.plan
+        self.group.start(lambda rank: plan.environment(rank, port, job.launch_id, self.number, self.files.error(rank)))
+        self.view.on(RanksPlaced(self.group.workers))
+        self.task = Task(1, self.group, self.view, self.commands, job.sources, plan.stop_grace, job.deadline)
+        opened.callback(self.task.close)
+        self.task.send(lambda rank: plan.world(rank, port), job.parcel, last=True)
+        workers = [member.worker for member in self.group.members]
+        self.output = OutputFollower(workers, plan.metric_patterns, self.view, self.commands)
+        opened.callback(self.output.close)

@@ -1,0 +1,8 @@
+"""Environment variables of ranks that more than one process sets or reads."""
+
+from __future__ import annotations
+
+RANK = "NBLAUNCH_RANK"
+"""The rank. Set in ranks and their child processes, and nowhere else."""
+MATPLOTLIB_BACKEND = "module://nblaunch.ranks.matplotlib_backend"
+"""The value of ``MPLBACKEND`` in ranks whose notebook has a backend that needs a kernel."""
