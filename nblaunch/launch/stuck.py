@@ -5,11 +5,12 @@ Pure: the caller says where the ranks are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from nblaunch.wire.collective_table import Begun, in_ranges, members_of
+from nblaunch.wire.messages import Source
 
 Where = Literal["waits", "runs", "returned", "raised", "died"]
 """``waits``: the last call of the rank's main thread is in torch.distributed."""
@@ -67,21 +68,25 @@ class _Group:
 
 
 def judge(ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun], str]) -> StuckVerdict | None:
-    """Return why ranks wait, or None if none does.
+    """Return why ranks wait, or None if none waits in a collective that was logged.
 
     Args:
         ranks: All ranks of the task.
         seconds: How long no rank has begun a collective.
         place_of: Returns the place of a collective, such as ``Cell In[3], line 14``; empty if unknown.
     """
-    waiting = [each for each in ranks if each.where == "waits"]
+    waiting = [each for each in ranks if each.where == "waits" and each.begun]
     if not waiting:
         return None
-    described = [each for each in waiting if each.begun]
-    if not described:  # torch without hooks, or a group that was made before them
-        return StuckVerdict(_without_log(ranks, waiting, seconds), is_final=False)
-    first = min(described, key=lambda each: each.begun[0].time_ns)
-    begun = first.begun[0]
+    oldest = {each.begun[0].group: each.begun[0] for each in sorted(waiting, key=lambda each: -each.begun[0].time_ns)}
+    found = [_judge_group(ranks, begun, seconds, place_of) for begun in reversed(oldest.values())]
+    return next((each for each in found if each.is_final), found[0])
+
+
+def _judge_group(
+    ranks: Sequence[RankView], begun: Begun, seconds: float, place_of: Callable[[Begun], str]
+) -> StuckVerdict:
+    """Judge the ranks of one process group, in which a rank has waited since it began this collective."""
     members = [each for each in ranks if each.rank in members_of(begun, len(ranks))]
     group = _sorted(members, begun)
     said = _said_of_waiting(group.waiting, place_of)
@@ -122,7 +127,7 @@ def _reason(group: _Group, begun: Begun, place_of: Callable[[Begun], str]) -> tu
 
 
 def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], str]) -> str:
-    """Return which ranks wait in what, such as ``ranks 0, 2 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14)``."""
+    """Return who waits in what, such as ``ranks 0, 2 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14)``."""
     by_call: dict[tuple[str, str, str], list[RankView]] = {}
     for each in waiting:
         by_call.setdefault((each.begun[0].call, each.begun[0].detail, place_of(each.begun[0])), []).append(each)
@@ -147,13 +152,11 @@ def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callab
     return "; ".join(said) + (", …" if len(missing) > _MAX_RANKS else "")
 
 
-def _without_log(ranks: Sequence[RankView], waiting: Sequence[RankView], seconds: float) -> str:
-    others = [each for each in ranks if each.where != "waits"]
-    said = f"Waiting for {seconds:.0f} s: {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"
-    said += f" ({waiting[0].place})" if waiting[0].place else ""
-    for each in others[:_MAX_RANKS]:
-        said += f"; rank {each.rank} {f'is at {each.place}' if each.place and each.where == 'runs' else each.where}"
-    return said
+def place_of(begun: Begun, sources: Mapping[str, Source]) -> str:
+    """Return the place of a collective, such as ``Cell In[3], line 14``; empty if it is not known."""
+    source = sources.get(begun.file)
+    file = source.label if source is not None and source.label else begun.file
+    return f"{file}, line {begun.line}" if file else ""
 
 
 def _ranks(views: Sequence[RankView]) -> str:

@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -34,7 +34,7 @@ class _Group:
     name: str
     members: str
     count: int = 0
-    last: Begun = Begun()
+    last: Begun = field(default_factory=Begun)
 
 
 class CollectiveLog:

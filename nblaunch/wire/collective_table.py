@@ -113,7 +113,6 @@ class CollectiveRows:
         self._map[at : at + _ROW.size] = row
         _VERSION.pack_into(self._map, at, version)
 
-
     def _free_row(self) -> int:
         """Take the row of the group that was made first."""
         return self._groups.pop(next(iter(self._groups)))

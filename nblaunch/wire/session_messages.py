@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nblaunch.wire.collective_table import Begun
@@ -29,7 +29,7 @@ class Bound:
 class CollectivesBegun:
     """The collectives that a kept rank has begun in its default process group."""
 
-    last: Begun = Begun()
+    last: Begun = field(default_factory=Begun)
     transfers: int = 0
     """Point-to-point operations of this task."""
     is_counted: bool = False
@@ -45,7 +45,7 @@ class Names:
     names: tuple[Bound, ...]
     private: tuple[str, ...] = ()
     """Further names that it has: those that begin with an underscore."""
-    begun: CollectivesBegun = CollectivesBegun()
+    begun: CollectivesBegun = field(default_factory=CollectivesBegun)
     """The collectives that it has begun in the present process group."""
     replaced: tuple[str, ...] = ()
     """Tensors and modules that it had changed, and that this task has replaced: the notebook's had changed too."""
