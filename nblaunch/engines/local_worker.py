@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nblaunch.engines.protocol import Stream
 from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.engines.stack_files import StackFile
 from nblaunch.wire.channel import Channel
+from nblaunch.wire.collective_table import Begun, CollectiveTable
 from nblaunch.wire.display_records import SUFFIXES
 from nblaunch.wire.drops import Dropped, Table
 from nblaunch.wire.launch_files import output_file, rank_file
@@ -27,6 +28,7 @@ class LocalWorker:
         log_dir: Where it writes until the first task says otherwise.
         reaper: Sends a message to the reaper.
         drops: What it could not write; None: not counted.
+        collectives: What it has begun; None: not logged.
         is_kept: Whether the rank stays for many tasks.
     """
 
@@ -37,6 +39,7 @@ class LocalWorker:
         log_dir: Path,
         reaper: Callable[[object], None],
         drops: Table | None,
+        collectives: CollectiveTable | None,
         is_kept: bool,
     ) -> None:
         self.rank = rank
@@ -49,6 +52,7 @@ class LocalWorker:
         """The rank was sent descriptors that it has not taken yet."""
         self.log_dir = log_dir  # where the present task writes
         self._reaper, self._drops, self._is_kept = reaper, drops, is_kept
+        self._collectives = collectives
         self._dropped_before = Dropped()
 
     @property
@@ -96,6 +100,10 @@ class LocalWorker:
         """Read the rank's counters."""
         now, before = self._dropped(), self._dropped_before
         return Dropped(now.output - before.output, now.reports - before.reports, now.reason)
+
+    def collectives(self) -> Sequence[Begun]:
+        """Read the rank's rows of the table."""
+        return self._collectives.read(self.rank) if self._collectives is not None else ()
 
     def _dropped(self) -> Dropped:
         return self._drops.read(self.rank) if self._drops is not None else Dropped()

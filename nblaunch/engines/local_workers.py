@@ -27,6 +27,7 @@ from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.wire.channel import LostDescriptorsError, channel_pair, must_be_read, readable
+from nblaunch.wire.collective_table import CollectiveTable
 from nblaunch.wire.drops import Table
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
@@ -65,6 +66,7 @@ class LocalWorkers:
         self.has_begun = False
         self.is_kept = order.is_kept
         self.drops: Table | None = None
+        self.collectives: CollectiveTable | None = None
         self._order, self._reaper, self._wakeup = order, reaper, wakeup
         self._control = reaper.channel
         self._reaper_pidfd: int | None = None
@@ -92,6 +94,10 @@ class LocalWorkers:
             self.drops = Table(self._scratch, self._order.world_size)
         except OSError as error:
             _log.warning("nblaunch: output that ranks cannot write will not be counted: %s", error)
+        try:
+            self.collectives = CollectiveTable(self._scratch, self._order.world_size)
+        except OSError as error:
+            _log.warning("nblaunch: nothing will explain why ranks wait in a collective: %s", error)
         self._watch(self._control, self._read_control)
         self._watch(self._wakeup, self._wakeup.clear)
         try:
@@ -104,6 +110,8 @@ class LocalWorkers:
     def restart(self, rank: int, environment: Mapping[str, str]) -> LocalWorker:
         """Ask the reaper for another process in the place of one that has exited."""
         old = self._workers[rank]
+        if self.collectives is not None:
+            self.collectives.clear(rank)
         self._unwatch(old.channel)
         old.channel.close()
         with contextlib.suppress(OSError):  # it never answered
@@ -121,7 +129,8 @@ class LocalWorkers:
 
     def _start(self, rank: int, env: Mapping[str, str]) -> LocalWorker:
         channel, there = channel_pair()
-        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.tell_reaper, self.drops, self.is_kept)
+        tables = self.drops, self.collectives
+        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.tell_reaper, *tables, self.is_kept)
         self._workers[rank:] = [worker, *self._workers[rank + 1 :]]
         spec = self._spec(rank, env)
         with there:
@@ -334,8 +343,9 @@ class LocalWorkers:
         for event in self._take_events():
             if isinstance(event, Received):
                 event.parcel.close()
-        if self.drops is not None:
-            self.drops.close()
+        for table in (self.drops, self.collectives):
+            if table is not None:
+                table.close()
         for worker in self._workers:
             worker.channel.close()
         self._control.close()

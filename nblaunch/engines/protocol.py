@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.machine.process_state import Process
+from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task
 
@@ -174,6 +175,12 @@ class Worker(Protocol):
 
     def dropped(self) -> Dropped:
         """Return the output that the rank could not write so far."""
+
+    def collectives(self) -> Sequence[Begun]:
+        """Return the last collective that the rank has begun in each process group, the latest first.
+
+        Empty before the first, and where torch (< 2.14) cannot say.
+        """
 
 
 # ------------------------------------------------------------------ the ranks of a group

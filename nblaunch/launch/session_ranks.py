@@ -338,4 +338,4 @@ def _is_in_step(task: Task) -> bool:
         return False
     begun = [rank.names.begun for rank in task.present if rank.names is not None]
     is_known = len(begun) == len(task.present) and all(each.is_counted and not each.transfers for each in begun)
-    return is_known and len({each.count for each in begun}) == 1
+    return is_known and len({each.last.count for each in begun}) == 1

@@ -13,13 +13,14 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.stuck import place_of
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Note, RanksPlaced
-from nblaunch.wire.session_messages import Begun, SentName
+from nblaunch.wire.session_messages import CollectivesBegun, SentName
 
 if TYPE_CHECKING:
     from nblaunch.launch.attempt import Job
@@ -132,7 +133,7 @@ class Turn:
     def _note_desync(self) -> None:
         """Replace the group, with a note, if ranks have left the task with different numbers of collectives."""
         begun = {rank.rank: rank.names.begun for rank in self.task.present if rank.names is not None}
-        if self.task.ladder is not None or len({each.count for each in begun.values()}) < 2:
+        if self.task.ladder is not None or len({each.last.count for each in begun.values()}) < 2:
             return
         self._ranks.generation += 1
         said = "; ".join(f"rank {rank} {self._last_of(each)}" for rank, each in begun.items())
@@ -143,13 +144,13 @@ class Turn:
             )
         )
 
-    def _last_of(self, begun: Begun) -> str:
-        if not begun.count:
+    def _last_of(self, begun: CollectivesBegun) -> str:
+        last = begun.last
+        if not last.count:
             return "called none"
-        source = self.job.sources.get(begun.file)
-        place = source.label if source is not None and source.label else begun.file
-        where = f" ({place}, line {begun.line})" if place else ""
-        return f"called {begun.count} in this group, the last {begun.last}{where}"
+        place = place_of(last, self.job.sources)
+        what = f"{last.call}{f' of {last.detail}' * bool(last.detail)}"
+        return f"called {last.count} in this group, the last {what}{f' ({place})' * bool(place)}"
 
     def _note_end(self, absent_before: list[int], generation_before: int) -> None:
         """Note what the task has cost: ranks, values, and the process group."""

@@ -25,6 +25,7 @@ _WORKER_NOTE = (
 _ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _COLLECTIVE = re.compile(r"[/\\]torch[/\\](distributed[/\\](?!checkpoint[/\\])|nn[/\\]parallel[/\\]distributed\.py)")
 """Files whose calls into C are collectives; distributed checkpoints write files instead."""
+_BACKWARD = re.compile(r"[/\\]torch[/\\]autograd[/\\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,12 @@ def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
     """Return True if the main thread's last call is in torch.distributed."""
     frames = next((stack.frames for stack in stacks if stack.thread == main), ())
     return bool(frames) and _COLLECTIVE.search(frames[-1].file) is not None
+
+
+def waits_in_backward(stacks: Sequence[Stack], main: str) -> bool:
+    """Return True if the main thread's last call is autograd's: DDP's collectives begin in other threads meanwhile."""
+    frames = next((stack.frames for stack in stacks if stack.thread == main), ())
+    return bool(frames) and _BACKWARD.search(frames[-1].file) is not None
 
 
 def is_answering(stack: Stack) -> bool:

@@ -20,11 +20,14 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.stopping import KeptLadder, Ladder, Reason
+from nblaunch.launch.stuck import StuckVerdict
+from nblaunch.launch.stuck_watch import StuckWatch
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Countdown, Note, RanksChanged
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
+from nblaunch.wire.collective_table import members_of
 from nblaunch.wire.messages import Done, Failed, Interrupted, Leaving, NotStarted, RankExited, Running, Source, World
 from nblaunch.wire.session_messages import Names
 
@@ -78,6 +81,10 @@ class Task:
         self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
         self.abandoned: tuple[int, int] | None = None
         """A rank that waited in a collective, and one that had returned, if that has ended the task."""
+        self.stuck: StuckVerdict | None = None
+        """Why ranks wait in a collective, as far as they did when last looked at."""
+        self._stuck = StuckWatch(self.present, sources, lambda: group.workers.sampler("cpu", {}))
+        self._noted_stuck = ""
         self._abandoned = AbandonedRanks(lambda rank: group.members[rank].worker.stacks)
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
@@ -189,7 +196,20 @@ class Task:
             self._note_failure_once(live)
         if self._returned_at is not None and live and self._is_last:
             self._await_exits(now, live, self._returned_at)
+        if self.phase == "running" and self._joins:
+            self._note_stuck(now)
         self._show_states()
+
+    def _note_stuck(self, now: float) -> None:
+        """Note why ranks wait in a collective: once for each reason, and again when waiting cannot help."""
+        found = self._stuck.look(now)
+        if found is None:
+            return
+        self.stuck = found
+        reason = found.text.partition(": ")[2]
+        if reason != self._noted_stuck:
+            self._noted_stuck = reason
+            self.view.on(Note(found.text))
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:
@@ -206,8 +226,18 @@ class Task:
         returned = [rank.rank for rank in self.present if rank.done is not None]
         if not self._is_kept or not waiting or not returned or not self._abandoned.found(waiting, now):
             return False
+        if not self._misses(waiting, returned):
+            return False
         self.abandoned = waiting[0], returned[0]
         return True
+
+    def _misses(self, waiting: Sequence[int], returned: Sequence[int]) -> bool:
+        """Return True if a rank waits in a process group of a rank that has returned, or nothing is known of that."""
+        for number in waiting:
+            begun = self.group.members[number].worker.collectives()
+            if not begun or not set(returned).isdisjoint(members_of(begun[0], len(self.ranks))):
+                return True
+        return False
 
     def _stop(self, ladder: Ladder) -> None:
         self.ladder, self.phase = ladder, "stopping"
@@ -294,5 +324,6 @@ class Task:
     def close(self) -> None:
         """Close results that were not taken; answer open requests for stacks with none."""
         self.stacks.close()
+        self._stuck.close()
         for rank in self.ranks:
             rank.close()

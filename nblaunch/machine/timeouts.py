@@ -92,6 +92,12 @@ COLLECTIVE_CHECK_DELAY_S = 0.2
 """Without an acknowledgement after a failure before a rank is asked whether it waits in a collective."""
 ABANDONED_S = 5.0
 """For kept ranks to wait in the same collectives, after others have left the task, before they are freed."""
+STUCK_POLL_S = 1.0
+"""Between two looks at the collectives that ranks have begun."""
+STUCK_AFTER_S = 10.0
+"""Without a new collective on any rank before the ranks are asked whether they wait."""
+STUCK_REPEAT_S = 5.0
+"""Before waiting ranks are asked again."""
 ABANDONED_CHECK_INTERVAL_S = 1.0
 """Between two checks of where they wait."""
 FREE_DELAY_S = 0.5

@@ -11,7 +11,6 @@ import types
 import weakref
 from typing import Any
 
-from nblaunch.ranks.collective_count import CollectiveCount
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Payload, Settings
@@ -37,7 +36,6 @@ class Namespace:
         rank: The rank.
 
     Attributes:
-        collectives: Those that its tasks have begun.
         names: The globals of its tasks.
         main: Further definitions of the notebook's ``__main__``.
     """
@@ -45,7 +43,6 @@ class Namespace:
     def __init__(self, rank: int) -> None:
         self.names: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins}
         self.main: dict[str, Any] = {}
-        self.collectives = CollectiveCount()
         self.is_set_up = False
         """The first task has set threads, device and ``__main__``; later ones leave what cells have made of them."""
         self._rank = rank

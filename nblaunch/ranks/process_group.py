@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
+from nblaunch.ranks.collective_log import collective_log
 from nblaunch.ranks.fork_guard import guard
 
 if TYPE_CHECKING:
@@ -54,7 +55,10 @@ _home: _Home | None = None
 
 
 def install() -> None:
-    """Wrap ``init_process_group``, unless it is wrapped already or torch was built without distributed."""
+    """Wrap ``init_process_group``, and what makes each process group.
+
+    Nothing happens if they are wrapped already, or if torch was built without distributed.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.init_process_group, "__nblaunch__"):
@@ -62,6 +66,10 @@ def install() -> None:
     wrapper = _wrap(dist.init_process_group)
     dist.init_process_group = wrapper
     dist.distributed_c10d.init_process_group = wrapper
+    module: Any = dist.distributed_c10d
+    make = getattr(module, "_new_process_group_helper", None)
+    if make is not None:
+        module._new_process_group_helper = _watching(make)
 
 
 def find_backends() -> None:
@@ -102,6 +110,18 @@ def leave() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _watching(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        with contextlib.suppress(Exception):  # torch's own function, which may change: nothing is logged then
+            ranks = args[2] if len(args) > 2 else kwargs["global_ranks_in_group"]
+            collective_log.watch(made[0] if isinstance(made, tuple) else made, ranks)
+        return made
+
+    return new_process_group_helper
 
 
 def _wrap(original: Callable[..., None]) -> Callable[..., None]:

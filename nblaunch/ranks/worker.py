@@ -38,6 +38,7 @@ from nblaunch.ranks import (
     stack_dumps,
     task_body,
 )
+from nblaunch.ranks.collective_log import collective_log
 from nblaunch.ranks.kernel_channel import KeptChannel, KernelChannel
 from nblaunch.ranks.namespace import Namespace
 from nblaunch.ranks.report import Context, enter
@@ -138,6 +139,7 @@ def _from_parcel(fds: list[int]) -> Payload:
 def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     """Run tasks until EOF; return the exit status of the last."""
     faulthandler.enable(file=2)
+    collective_log.open(spec.scratch, spec.rank)
     spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
     home = Namespace(spec.rank) if spec.is_kept else None
     if spec.is_kept:
@@ -187,7 +189,7 @@ def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: KernelC
 
 def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:
     if home is not None:
-        begun, replaced = home.collectives.begun(), tuple(home.replaced)
+        begun, replaced = collective_log.begun(), tuple(home.replaced)
         voice.say(Names(spec.rank, task.task, home.describe(), home.private(), begun, replaced))
 
 
@@ -203,9 +205,8 @@ def _work(
             environment.set_threads(task.world.threads)
             _set_device(task.world.device)
         if task.joins:
+            collective_log.begin_task()
             process_group.join(task.world, spec.rank, spec.world_size)
-            if home is not None:
-                home.collectives.watch()
         environment.extend_path(task.path)
         payload = load()
         if home is not None:

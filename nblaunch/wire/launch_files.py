@@ -35,3 +35,8 @@ def stacks_pipe(scratch: Directory, rank: int) -> Path:
 def drop_counters(scratch: Directory) -> Path:
     """Return the path of the table that counts what ranks could not write."""
     return Path(scratch, "drops")
+
+
+def collective_rows(scratch: Directory) -> Path:
+    """Return the path of the table of the ranks' collectives."""
+    return Path(scratch, "collectives")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from nblaunch.wire.collective_table import Begun
 
 MAX_BOUND = 2_000
 """Names that a rank describes after a task; of more, the last."""
@@ -24,15 +26,10 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """The collectives of the default process group that a rank has begun."""
+class CollectivesBegun:
+    """The collectives that a kept rank has begun in its default process group."""
 
-    count: int = 0
-    last: str = ""
-    """The last one: operation and size, such as ``all_reduce of 8 float32``."""
-    file: str = ""
-    """The user's file or cell that called it; empty if it is not known."""
-    line: int = 0
+    last: Begun = field(default_factory=Begun)
     transfers: int = 0
     """Point-to-point operations of this task."""
     is_counted: bool = False
@@ -48,7 +45,7 @@ class Names:
     names: tuple[Bound, ...]
     private: tuple[str, ...] = ()
     """Further names that it has: those that begin with an underscore."""
-    begun: Begun = Begun()
+    begun: CollectivesBegun = field(default_factory=CollectivesBegun)
     """The collectives that it has begun in the present process group."""
     replaced: tuple[str, ...] = ()
     """Tensors and modules that it had changed, and that this task has replaced: the notebook's had changed too."""

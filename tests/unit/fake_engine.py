@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Received, Stream, Wakeup
 from nblaunch.machine.usage import Usage
+from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import (
     Done,
@@ -108,6 +109,7 @@ class FakeWorker:
         default_factory=lambda: {"out": bytearray(), "err": bytearray(), "spool": bytearray()}
     )
     bodies: dict[str, bytes] = field(default_factory=dict)
+    begun: list[Begun] = field(default_factory=list)
     """What it has displayed, by key."""
     lost: Dropped = field(default_factory=Dropped)
     signals: list[int] = field(default_factory=list)
@@ -174,6 +176,9 @@ class FakeWorker:
 
     def dropped(self) -> Dropped:
         return self.lost
+
+    def collectives(self) -> Sequence[Begun]:
+        return list(self.begun)
 
 
 class FakeWorkers:

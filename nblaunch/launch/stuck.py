@@ -1,0 +1,165 @@
+"""Why ranks that wait in a collective do not get on: compares what each rank of the process group has begun.
+
+Pure: the caller says where the ranks are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nblaunch.wire.collective_table import Begun, in_ranges, members_of
+from nblaunch.wire.messages import Source
+
+Where = Literal["waits", "runs", "returned", "raised", "died"]
+"""``waits``: the last call of the rank's main thread is in torch.distributed."""
+_ALIKE = {"allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "allreduce_coalesced"}
+"""Collectives whose tensors have one size on every rank."""
+_MAX_RANKS = 8
+"""Ranks that are described one by one."""
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
+"""torch's functions by the names of their operations."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """What is known of one rank.
+
+    Attributes:
+        rank: The rank.
+        where: Whether it waits.
+        place: Its present line, such as ``Cell In[3], line 7: dist.barrier()``; empty if unknown.
+        begun: Its last collective in each process group, the latest first.
+    """
+
+    rank: int
+    where: Where
+    place: str = ""
+    begun: Sequence[Begun] = ()
+
+    def in_group(self, name: str) -> Begun:
+        """Return its last collective in a process group."""
+        return next((each for each in self.begun if each.group == name), Begun())
+
+
+@dataclass(frozen=True, slots=True)
+class StuckVerdict:
+    """Why ranks wait.
+
+    Attributes:
+        text: For the user.
+        is_final: Whether waiting cannot help.
+    """
+
+    text: str
+    is_final: bool
+
+
+@dataclass(slots=True)
+class _Group:
+    """The ranks of the process group that the first waiting rank waits in."""
+
+    waiting: list[RankView]
+    passed: list[RankView] = field(default_factory=list)
+    """They have begun the same collective or a later one, and do not wait in this group."""
+    missing: list[RankView] = field(default_factory=list)
+    """They have begun fewer collectives."""
+
+
+def judge(ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun], str]) -> StuckVerdict | None:
+    """Return why ranks wait, or None if none waits in a collective that was logged.
+
+    Args:
+        ranks: All ranks of the task.
+        seconds: How long no rank has begun a collective.
+        place_of: Returns the place of a collective, such as ``Cell In[3], line 14``; empty if unknown.
+    """
+    waiting = [each for each in ranks if each.where == "waits" and each.begun]
+    if not waiting:
+        return None
+    oldest = {each.begun[0].group: each.begun[0] for each in sorted(waiting, key=lambda each: -each.begun[0].time_ns)}
+    found = [_judge_group(ranks, begun, seconds, place_of) for begun in reversed(oldest.values())]
+    return next((each for each in found if each.is_final), found[0])
+
+
+def _judge_group(
+    ranks: Sequence[RankView], begun: Begun, seconds: float, place_of: Callable[[Begun], str]
+) -> StuckVerdict:
+    """Judge the ranks of one process group, in which a rank has waited since it began this collective."""
+    members = [each for each in ranks if each.rank in members_of(begun, len(ranks))]
+    group = _sorted(members, begun)
+    said = _said_of_waiting(group.waiting, place_of)
+    reason, is_final = _reason(group, begun, place_of)
+    begins = "Stuck" if is_final else "Waiting"
+    return StuckVerdict(f"{begins} for {seconds:.0f} s: {said}{reason}", is_final)
+
+
+def _sorted(members: Sequence[RankView], begun: Begun) -> _Group:
+    """Sort the ranks of a group by whether they have begun its latest collective."""
+    waits = [each for each in members if each.where == "waits" and each.begun and each.begun[0].group == begun.group]
+    count = max(each.begun[0].count for each in waits)
+    group = _Group([each for each in waits if each.begun[0].count == count])
+    for each in members:
+        if each not in group.waiting:
+            is_behind = each.in_group(begun.group).count < count
+            (group.missing if is_behind else group.passed).append(each)
+    return group
+
+
+def _reason(group: _Group, begun: Begun, place_of: Callable[[Begun], str]) -> tuple[str, bool]:
+    """Return why the waiting ranks wait, and whether that is final."""
+    calls = [each.begun[0] for each in group.waiting]
+    if len({each.call for each in calls}) > 1:
+        return ". They differ: this cannot end", True
+    if len({each.detail for each in calls}) > 1 and calls[0].call in _ALIKE:
+        return ". The sizes or dtypes differ: this cannot end", True
+    gone = [each for each in group.missing if each.where in ("returned", "raised", "died")]
+    if gone:
+        done = gone[0].in_group(calls[0].group).count
+        ended = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}[gone[0].where]
+        return f"; rank {gone[0].rank} {ended} after {done} of {calls[0].count}: this cannot end", True
+    if group.missing:
+        return f"; {_said_of_missing(group.missing, calls[0], place_of)}", False
+    if not group.passed:
+        return ". Every rank of the process group waits in it: the network or a device does not answer", False
+    return "", False
+
+
+def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], str]) -> str:
+    """Return who waits in what, such as ``ranks 0, 2 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14)``."""
+    by_call: dict[tuple[str, str, str], list[RankView]] = {}
+    for each in waiting:
+        by_call.setdefault((each.begun[0].call, each.begun[0].detail, place_of(each.begun[0])), []).append(each)
+    said = []
+    for (call, detail, place), views in by_call.items():
+        what = f"{_NAMES.get(call, call)} #{views[0].begun[0].count}{f' of {detail}' * bool(detail)}"
+        said.append(f"{_ranks(views)} {'waits' if len(views) == 1 else 'wait'} in {what}{f' ({place})' * bool(place)}")
+    return "; ".join(said)
+
+
+def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callable[[Begun], str]) -> str:
+    said = []
+    for each in missing[:_MAX_RANKS]:
+        done = each.in_group(begun.group).count
+        other = each.begun[0] if each.where == "waits" and each.begun and each.begun[0].group != begun.group else None
+        if other is not None:
+            place = place_of(other)
+            at = f"waits in {_NAMES.get(other.call, other.call)} of another group{f' ({place})' * bool(place)}"
+        else:
+            at = f"is at {each.place}" if each.place else "runs"
+        said.append(f"rank {each.rank} has begun {done} of {begun.count}, and {at}")
+    return "; ".join(said) + (", …" if len(missing) > _MAX_RANKS else "")
+
+
+def place_of(begun: Begun, sources: Mapping[str, Source]) -> str:
+    """Return the place of a collective, such as ``Cell In[3], line 14``; empty if it is not known."""
+    source = sources.get(begun.file)
+    file = source.label if source is not None and source.label else begun.file
+    return f"{file}, line {begun.line}" if file else ""
+
+
+def _ranks(views: Sequence[RankView]) -> str:
+    if len(views) == 1:
+        return f"rank {views[0].rank}"
+    return f"ranks {in_ranges(each.rank for each in views).replace(',', ', ')}"

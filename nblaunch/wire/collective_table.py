@@ -1,0 +1,142 @@
+"""The last collective of each process group of each rank: the rank writes, the kernel reads, also while the rank hangs.
+
+A table in a file of fixed size, which ranks map. A rank has a few rows, one for each of its process groups; a version
+number guards each row against being read while it is written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from nblaunch.wire.launch_files import collective_rows
+
+_ROW = struct.Struct("=Qqqq32s96s24s48s256s")
+"""The fields of `Begun`, after the version: odd while the row is written, 0 before."""
+_VERSION = struct.Struct("=Q")
+ROWS = 8
+"""Per rank: of the process groups that it has used last."""
+_BLOCK = _ROW.size * ROWS
+_READS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The collectives that a rank has begun in one process group, and the last of them."""
+
+    count: int = 0
+    line: int = 0
+    """The user's line that called it, in `file`; 0 if it is not known."""
+    time_ns: int = 0
+    """When it began, by the monotonic clock."""
+    group: str = ""
+    """The name of the process group."""
+    members: str = ""
+    """The ranks of the process group, such as ``0-3,6``; empty: all."""
+    call: str = ""
+    """Its name, such as ``allreduce``."""
+    detail: str = ""
+    """The size and dtype of its tensors, such as ``8 float32``."""
+    file: str = ""
+    """The user's file or cell; empty if it is not known."""
+
+
+class CollectiveTable:
+    """The rows of all ranks of a group; for the kernel, which reads them.
+
+    Args:
+        scratch: The temporary folder of the ranks.
+        ranks: The number of ranks.
+    """
+
+    def __init__(self, scratch: str, ranks: int) -> None:
+        self._file = open(collective_rows(scratch), "xb+", buffering=0)
+        self._file.write(bytes(ranks * _BLOCK))  # a hole would be a SIGBUS in a rank once the disk is full
+
+    def read(self, rank: int) -> list[Begun]:
+        """Return what a rank has begun, by process group, the latest first."""
+        found = [row for number in range(ROWS) if (row := self._read(rank * _BLOCK + number * _ROW.size)) is not None]
+        return sorted(found, key=lambda row: -row.time_ns)
+
+    def _read(self, at: int) -> Begun | None:
+        for _ in range(_READS):
+            before = os.pread(self._file.fileno(), _ROW.size, at)
+            (version,) = _VERSION.unpack_from(os.pread(self._file.fileno(), _VERSION.size, at))
+            fields = _ROW.unpack(before)
+            if fields[0] == version and not version % 2:
+                return Begun(*fields[1:4], *map(_text, fields[4:])) if version else None
+        return None
+
+    def clear(self, rank: int) -> None:
+        """Forget what a rank has begun: another process takes its place."""
+        os.pwrite(self._file.fileno(), bytes(_BLOCK), rank * _BLOCK)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+class CollectiveRows:
+    """The rows of one rank, which writes them. Nothing here raises: counting must never fail a collective.
+
+    Args:
+        scratch: The temporary folder of the ranks.
+        rank: The rank.
+    """
+
+    def __init__(self, scratch: str, rank: int) -> None:
+        self._map: mmap.mmap | None = None
+        self._groups: dict[str, int] = {}
+        """The row of each group."""
+        self._versions = [0] * ROWS
+        with suppress(OSError, ValueError), open(collective_rows(scratch), "rb+", buffering=0) as file:
+            whole = mmap.mmap(file.fileno(), (rank + 1) * _BLOCK)
+            self._map = whole
+        self._base = rank * _BLOCK
+
+    def write(self, begun: Begun) -> None:
+        """Write the row of a process group, which takes the place of the group that was used first if none is free."""
+        if self._map is None:
+            return
+        number = self._groups.get(begun.group)
+        if number is None:
+            number = self._groups[begun.group] = len(self._groups) if len(self._groups) < ROWS else self._free_row()
+        at, version = self._base + number * _ROW.size, self._versions[number] + 2
+        self._versions[number] = version
+        texts = (begun.group, begun.members, begun.call, begun.detail, begun.file)
+        _VERSION.pack_into(self._map, at, version - 1)
+        row = _ROW.pack(version - 1, begun.count, begun.line, begun.time_ns, *(text.encode() for text in texts))
+        self._map[at : at + _ROW.size] = row
+        _VERSION.pack_into(self._map, at, version)
+
+    def _free_row(self) -> int:
+        """Take the row of the group that was made first."""
+        return self._groups.pop(next(iter(self._groups)))
+
+
+def in_ranges(ranks: Iterable[int]) -> str:
+    """Return ranks as text, such as ``0-3,6``."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][-1] + 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    return ",".join("-".join(map(str, each)) for each in found)
+
+
+def members_of(begun: Begun, world_size: int) -> Sequence[int]:
+    """Return the ranks of a process group."""
+    found: list[int] = []
+    for part in begun.members.split(",") if begun.members else [f"0-{world_size - 1}"]:
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode(errors="replace")

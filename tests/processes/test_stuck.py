@@ -1,0 +1,115 @@
+"""Ranks that wait in a collective for nothing are explained while they wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
+
+import nblaunch
+from nblaunch.errors import LaunchTimeoutError
+from nblaunch.machine import timeouts
+from tests.conftest import eventually
+from tests.processes.conftest import Launcher
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(ProcessGroup, "register_pre_hook"), reason="torch < 2.14 cannot say which collective a rank has begun"
+)
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STUCK_AFTER_S", 1.0)
+    monkeypatch.setattr(timeouts, "STUCK_POLL_S", 0.2)
+    monkeypatch.setattr(timeouts, "STUCK_REPEAT_S", 0.5)
+
+
+# ------------------------------------------------------------------ what ranks run
+def agreed() -> None:
+    dist.all_reduce(torch.ones(2))
+
+
+def different_operations(rank: int) -> None:
+    agreed()
+    if rank == 0:
+        dist.all_gather([torch.ones(8), torch.ones(8)], torch.ones(8))
+    else:
+        dist.recv(torch.ones(1), 0)
+
+
+def a_late_rank(rank: int) -> None:
+    agreed()
+    if rank == 1:
+        time.sleep(60)
+    dist.barrier()
+
+
+def a_group_of_its_own(rank: int) -> None:
+    group: Any = dist.new_group([0, 1])
+    dist.all_reduce(torch.ones(3), group=group)
+    if rank == 0:
+        dist.all_reduce(torch.ones(4), group=group)
+    time.sleep(60)
+
+
+def a_missing_backward(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    for _ in range(2):  # DDP arranges its buckets after the first pass
+        model(torch.ones(1, 4)).sum().backward()
+    if rank == 0:
+        model(torch.ones(1, 4)).sum().backward()
+    time.sleep(60)
+
+
+def slow_but_healthy(rank: int) -> int:
+    for step in range(4):
+        time.sleep(0.7 * (rank == step % 2))
+        agreed()
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end:
+        torch.rand(50, 50) @ torch.rand(50, 50)
+    return rank
+
+
+# ------------------------------------------------------------------ the tests
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (different_operations, ["rank 0 waits in all_gather #2 of 8 float32", "rank 1 has begun 1 of 2", "dist.recv"]),
+        (a_late_rank, ["rank 0 waits in barrier #2", "rank 1 has begun 1 of 2, and is at", "time.sleep(60)"]),
+        (a_group_of_its_own, ["rank 0 waits in all_reduce #2 of 4 float32", "rank 1 has begun 1 of 2"]),
+        (a_missing_backward, ["rank 0 waits in all_reduce #", "rank 1 has begun", "time.sleep(60)"]),
+    ],
+)
+def test_the_wait_is_explained_and_in_the_timeouts_error(
+    function: Callable[..., Any], words: list[str], launch: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(LaunchTimeoutError) as caught:
+        launch(function, view="text", timeout=4.0, stop_grace=0.1)
+    shown = capsys.readouterr().out
+    for word in words:
+        assert word in shown
+        assert word in str(caught.value)
+    assert shown.count("Waiting for") == 1
+
+
+def test_a_session_explains_a_rank_that_has_returned(capsys: pytest.CaptureFixture[str]) -> None:
+    with nblaunch.session(2, name="stuck") as session:
+        launch = session.run(lambda rank: dist.barrier() if rank == 0 else None, block=False, view="text")
+        eventually(lambda: "rank 1 has returned after 0 of 1: this cannot end" in capsys.readouterr().out)
+        launch.stop()
+        launch.wait()
+
+
+def test_slow_training_raises_no_alarm(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(launch(slow_but_healthy, view="text")) == [0, 1]
+    shown = capsys.readouterr().out
+    assert "Waiting" not in shown
+    assert "Stuck" not in shown

@@ -1,0 +1,62 @@
+"""The table of the ranks' collectives: written by a rank, read by the kernel."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nblaunch.wire.collective_table import ROWS, Begun, CollectiveRows, CollectiveTable
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Iterator[CollectiveTable]:
+    made = CollectiveTable(str(tmp_path), 2)
+    yield made
+    made.close()
+
+
+def test_the_last_collective_of_each_group_is_read(table: CollectiveTable, tmp_path: Path) -> None:
+    rows = CollectiveRows(str(tmp_path), 1)
+    first = Begun(1, 3, 100, "0", "", "allreduce", "8 float32", "<cell>")
+    other = Begun(1, 4, 200, "g", "0-1", "barrier", "", "<cell>")
+    later = Begun(2, 5, 300, "0", "", "broadcast", "8 float32", "é.py")
+    for begun in (first, other, later):
+        rows.write(begun)
+    assert table.read(1) == [later, other]
+    assert table.read(0) == []
+    table.clear(1)
+    assert table.read(1) == []
+
+
+def test_groups_beyond_the_rows_replace_the_oldest(table: CollectiveTable, tmp_path: Path) -> None:
+    rows = CollectiveRows(str(tmp_path), 0)
+    for number in range(ROWS + 3):
+        rows.write(Begun(1, 0, number, f"group {number}"))
+    assert [each.group for each in table.read(0)] == [f"group {number}" for number in range(ROWS + 2, 2, -1)]
+
+
+def test_a_row_is_never_read_in_the_middle_of_a_write(table: CollectiveTable, tmp_path: Path) -> None:
+    rows, over = CollectiveRows(str(tmp_path), 0), threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            rows.write(Begun(number, number, number, "0", "", f"call {number}"))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        found = [each for _ in range(2000) for each in table.read(0)]
+    finally:
+        over.set()
+        thread.join()
+    assert found
+    assert all(each.count == each.line == each.time_ns and each.call == f"call {each.count}" for each in found)
+
+
+def test_a_rank_without_a_table_writes_nowhere(tmp_path: Path) -> None:
+    CollectiveRows(str(tmp_path / "gone"), 0).write(Begun(1))

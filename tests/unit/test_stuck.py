@@ -1,0 +1,133 @@
+"""The verdict on ranks that wait in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge
+from nblaunch.wire.collective_table import Begun, in_ranges, members_of
+
+SIZE = "8 float32"
+
+
+def begun(call: str, count: int, detail: str = SIZE, line: int = 14, group: str = "0", members: str = "") -> Begun:
+    return Begun(count, line, count * 1000, group, members, call, detail, "<cell>")
+
+
+def view(rank: int, where: Where, *last: Begun, place: str = "") -> RankView:
+    return RankView(rank, where, place, last)
+
+
+def verdict(*views: RankView) -> StuckVerdict | None:
+    return judge(views, 12.0, lambda each: f"Cell In[3], line {each.line}")
+
+
+def text_of(*views: RankView) -> str:
+    found = verdict(*views)
+    assert found is not None
+    return found.text
+
+
+def test_different_operations_cannot_end() -> None:
+    found = verdict(
+        view(0, "waits", begun("allreduce", 57)),
+        view(1, "waits", begun("broadcast", 57, line=19)),
+        view(2, "waits", begun("allreduce", 57)),
+    )
+    assert found == StuckVerdict(
+        "Stuck for 12 s: ranks 0, 2 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14); "
+        "rank 1 waits in broadcast #57 of 8 float32 (Cell In[3], line 19). They differ: this cannot end",
+        is_final=True,
+    )
+
+
+@pytest.mark.parametrize("detail", ["9 float32", "8 float64"])
+def test_different_sizes_and_dtypes_cannot_end(detail: str) -> None:
+    text = text_of(view(0, "waits", begun("allreduce", 3)), view(1, "waits", begun("allreduce", 3, detail)))
+    assert text.startswith("Stuck for 12 s: rank 0 waits in all_reduce #3 of 8 float32")
+    assert text.endswith("The sizes or dtypes differ: this cannot end")
+
+
+def test_different_sizes_are_no_mismatch_where_ranks_may_differ() -> None:
+    text = text_of(view(0, "waits", begun("alltoall", 3)), view(1, "waits", begun("alltoall", 3, "9 float32")))
+    assert "differ" not in text
+
+
+@pytest.mark.parametrize(
+    ("where", "words"), [("returned", "has returned"), ("raised", "has raised an exception"), ("died", "is dead")]
+)
+def test_a_rank_that_has_ended_never_joins(where: Where, words: str) -> None:
+    found = verdict(view(0, "waits", begun("allreduce", 57)), view(1, where, begun("allreduce", 56)))
+    assert found is not None
+    assert found.is_final
+    assert found.text.endswith(f"; rank 1 {words} after 56 of 57: this cannot end")
+
+
+def test_a_missing_rank_is_named_with_its_line() -> None:
+    found = verdict(
+        view(0, "waits", begun("allreduce", 57)),
+        view(1, "runs", begun("allreduce", 56), place="Cell In[3], line 9: next(loader)"),
+    )
+    assert found == StuckVerdict(
+        "Waiting for 12 s: rank 0 waits in all_reduce #57 of 8 float32 (Cell In[3], line 14); "
+        "rank 1 has begun 56 of 57, and is at Cell In[3], line 9: next(loader)",
+        is_final=False,
+    )
+
+
+def test_ranks_outside_the_group_are_not_missing() -> None:
+    of_group = begun("allreduce", 2, group="g", members="0-1")
+    text = text_of(view(0, "waits", of_group), view(1, "runs", place="a.py, line 2"), view(2, "returned"))
+    assert "rank 1 has begun 0 of 2" in text
+    assert "rank 2" not in text
+
+
+def test_a_rank_that_waits_in_another_group_is_named() -> None:
+    text = text_of(
+        view(0, "waits", begun("allreduce", 5)),
+        view(1, "waits", begun("barrier", 6, "", 20, "g", "1-2"), begun("allreduce", 4)),
+        view(2, "runs", begun("allreduce", 5), place="a.py, line 7"),
+    )
+    assert text.endswith("rank 1 has begun 4 of 5, and waits in barrier of another group (Cell In[3], line 20)")
+
+
+def test_a_mismatch_in_any_group_comes_first() -> None:
+    text = text_of(
+        view(0, "waits", begun("barrier", 1, group="g", members="0-1")),
+        view(1, "runs"),
+        view(2, "waits", begun("allreduce", 5)),
+        view(3, "waits", begun("broadcast", 5)),
+    )
+    assert "rank 2 waits in all_reduce #5" in text
+    assert "this cannot end" in text
+
+
+def test_all_ranks_in_one_collective_point_to_the_network() -> None:
+    text = text_of(*(view(rank, "waits", begun("allreduce", 57)) for rank in range(4)))
+    assert text == (
+        "Waiting for 12 s: ranks 0-3 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14). Every rank of the "
+        "process group waits in it: the network or a device does not answer"
+    )
+
+
+def test_ranks_that_have_passed_are_not_blamed() -> None:
+    text = text_of(view(0, "runs", begun("broadcast", 8)), view(1, "waits", begun("broadcast", 7)))
+    assert text == "Waiting for 12 s: rank 1 waits in broadcast #7 of 8 float32 (Cell In[3], line 14)"
+
+
+@pytest.mark.parametrize("views", [(), (view(0, "runs"),), (view(0, "waits"),)])
+def test_nothing_is_said_where_no_logged_collective_waits(views: Sequence[RankView]) -> None:
+    assert verdict(*views) is None
+
+
+@pytest.mark.parametrize(("ranks", "text"), [([0, 1, 2, 5], "0-2,5"), ([3], "3"), ([], "")])
+def test_ranks_are_written_as_ranges(ranks: list[int], text: str) -> None:
+    assert in_ranges(ranks) == text
+    if ranks:
+        assert list(members_of(Begun(members=text), 64)) == ranks
+
+
+def test_an_empty_list_means_all_ranks() -> None:
+    assert list(members_of(Begun(), 3)) == [0, 1, 2]
