@@ -45,6 +45,9 @@ class Frontend(Protocol):
             workers: Returns its present ranks.
         """
 
+    def forget_thread(self) -> None:
+        """Release what the frontend holds for the calling thread, which is about to end."""
+
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         """Wait in the calling thread for up to `timeout` seconds (None: forever). Return True if `over` is set."""
 
@@ -71,6 +74,9 @@ class ScriptFrontend:
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
     ) -> None:
         """Show nothing: `Session.status` has it."""
+
+    def forget_thread(self) -> None:
+        """Do nothing: a script holds nothing for a thread."""
 
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         return wait_in_steps(over, timeout)

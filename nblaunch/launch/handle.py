@@ -253,14 +253,12 @@ class Launch:
     def _supervise(self) -> None:
         try:
             self._run()
-        except (StartError, RankError) as error:
-            self._error = error
-            self._view.on(Ended(self._outcome("failed", error)))
         except BusyError:
             self._error = LaunchStoppedError(f"{self.name} was stopped before its turn in the session")
             self._view.on(Ended(self._outcome("stopped", self._error)))
         except BaseException as error:  # noqa: BLE001  # `result` raises it
-            _log.exception("the supervisor of launch %s failed", self.id)
+            if not isinstance(error, (StartError, RankError)):
+                _log.exception("the supervisor of launch %s failed", self.id)
             self._error = error
             self._view.on(Ended(self._outcome("failed", error)))
         finally:
@@ -268,7 +266,8 @@ class Launch:
             self._release()
             engine.prepare_next()
             if not self.keeps_ranks or next(_cells) % CELLS_PER_PRUNING == 0:
-                prune()  # last: no caller waits for it, though the next cell may
+                prune()  # late: no caller waits for it, though the next cell may
+            host().forget_thread()
 
     def _release(self) -> None:
         _live.pop(self.id, None)

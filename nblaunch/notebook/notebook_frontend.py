@@ -76,6 +76,17 @@ class NotebookFrontend:
         with self._channel.answered(over):
             return wait_in_steps(over, timeout, timeouts.SHELL_SERVE_INTERVAL_S, self._channel.serve)
 
+    def forget_thread(self) -> None:
+        """Close the socket by which this thread has published.
+
+        ipykernel closes it up to 10 s later: a loop of launches would run out of descriptors by then.
+        """
+        publisher = getattr(getattr(self.shell, "kernel", None), "iopub_thread", None)
+        sockets = getattr(publisher, "_event_pipes", None)
+        socket = sockets.pop(threading.current_thread(), None) if isinstance(sockets, dict) else None
+        if socket is not None:
+            socket.close(linger=_LINGER_MS)
+
     def after_cell(self, result: Any) -> None:
         """Run after each cell: refresh the engine, and note the cell that initialized CUDA."""
         with contextlib.suppress(StartError):  # the next launch retries and reports it
@@ -85,6 +96,8 @@ class NotebookFrontend:
             self._cuda_cell = f"cell [{result.execution_count or self.shell.execution_count - 1}]"
 
 
+_LINGER_MS = 1000
+"""For ipykernel to read the last wakeups of a thread; it reads them at once."""
 _widget_problem = ""
 """Why the widget cannot be imported; empty if no import has failed."""
 

@@ -192,7 +192,7 @@ def test_values_are_pushed_and_pulled(kernel: Kernel) -> None:
     assert "expression='1 +'" in kernel.run("s.pull('1 +')").error
 
 
-def test_what_is_pushed_to_one_rank_goes_to_the_others_when_they_need_it(kernel: Kernel) -> None:
+def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
     kernel.run("only = 1").check()
     assert on_ranks(kernel, "only") == [1, 1]
     kernel.run("only = 2\ns.push(only=only, ranks=[1])").check()
@@ -710,11 +710,14 @@ def test_a_context_manager_stops_its_session(kernel: Kernel) -> None:
 
 def test_many_cells_leave_nothing(kernel: Kernel) -> None:
     count = "len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))"
+    links = "[os.readlink(entry.path) for entry in os.scandir('/proc/self/fd') if os.path.islink(entry.path)]"
     cell = "get_ipython().run_cell_magic('distributed', '', 'n = 1')"
     kernel.run(f"for _ in range(20): {cell}").check()
     before, of_ranks = kernel.ask(count), on_ranks(kernel, count)
+    events = kernel.ask(f"{links}.count('anon_inode:[eventfd]')")
     kernel.run(f"for _ in range(60): {cell}").check()
     after, of_ranks_after = kernel.ask(count), on_ranks(kernel, count)
     assert after[0] <= before[0] + 60 + 10  # the logs' locks: at most 100 stay
     assert after[1] <= before[1] + 2
+    assert kernel.ask(f"{links}.count('anon_inode:[eventfd]')") <= events + 5  # of the threads that have published
     assert of_ranks_after == of_ranks

@@ -43,6 +43,9 @@ class Notebook:
     def show_session(self, state: object, env: object, workers: object) -> None:
         pass
 
+    def forget_thread(self) -> None:
+        pass
+
     def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
         return wait_in_steps(over, timeout)
 
