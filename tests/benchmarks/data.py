@@ -244,7 +244,7 @@ def _imported(kernel: Kernel, rounds: int) -> dict[str, list[float]]:
     kernel.run(
         "from nblaunch.engines.generations import servers\n"
         "deadline = time.monotonic() + 60\n"
-        "while servers._builder is not None or servers._stocked is None:\n"
+        "while servers._builder.thread is not None or servers._stocked is None:\n"
         "    assert time.monotonic() < deadline, servers.status()\n"
         "    time.sleep(0.1)"
     ).check()
