@@ -69,6 +69,8 @@ class StackFile:
                     os.write(fd, b"?")
                 finally:
                     os.close(fd)
+        else:
+            self._signal_at = min(self._signal_at, signal_at)  # an earlier request may have ruled the signal out
 
     def look(self, now: float) -> bool:
         """Return True if the answer is complete."""

@@ -6,11 +6,13 @@ In a launch, a rank that has returned exits, and the collective fails. Kept rank
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from nblaunch.engines.protocol import StackDumps
 from nblaunch.launch.stack_text import Frame, parse, waits_in_collective
+from nblaunch.launch.stuck import waited_for
 from nblaunch.machine import timeouts
+from nblaunch.wire.collective_table import Begun
 
 
 class AbandonedRanks:
@@ -54,6 +56,10 @@ class AbandonedRanks:
             self._places, self._since = (places if all(places.values()) else {}), now
             return False
         return now >= self._since + timeouts.ABANDONED_S
+
+    def collective_of(self, rank: int, begun: Sequence[Begun]) -> Begun | None:
+        """Return the collective that a rank waits in, by its stack; None if it is not known."""
+        return waited_for(self._places.get(rank, ()), begun)
 
     def _place(self, rank: int) -> tuple[Frame, ...]:
         dumps = self._dumps(rank)

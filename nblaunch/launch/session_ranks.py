@@ -94,11 +94,17 @@ class SessionRanks:
                 is_kept=True,
             )
             self.group = WorkerGroup(self._engine.place(order, self._commands), lambda text: None, is_kept=True)
-            opened.callback(self.group.close)
+            opened.callback(self._lose, self.group)
             meeting = opened.enter_context(Rendezvous(self.plan.world_size))
             self._port = meeting.port
             self.group.start(self._environment)
             self._opened = opened.pop_all()
+
+    @staticmethod
+    def _lose(group: WorkerGroup) -> None:
+        """Close a group that no task may use any more."""
+        group.is_lost = True
+        group.close()
 
     def _environment(self, rank: int) -> Mapping[str, str]:
         variables = self.plan.environment(rank, self._port, self.id, 0, self._files.error(rank))
@@ -318,7 +324,6 @@ class SessionRanks:
         if not self.group.is_over:
             self.group.end()
             self._await_exits()
-        self.group.is_lost = True  # until the others have started
         self._opened.close()
         self._commands = Commands()
         for rank in range(self.plan.world_size):
@@ -337,5 +342,5 @@ def _is_in_step(task: Task) -> bool:
     if any(rank.failed is not None and rank.failed.collective for rank in task.present):
         return False
     begun = [rank.names.begun for rank in task.present if rank.names is not None]
-    is_known = len(begun) == len(task.present) and all(each.is_counted and not each.transfers for each in begun)
+    is_known = len(begun) == len(task.present) and all(each.is_counted and not each.uncertain for each in begun)
     return is_known and len({each.last.count for each in begun}) == 1

@@ -79,7 +79,7 @@ class Restart:
         for rank in sorted(reasons):
             found: Mapping[str, str] | None = unpack(reasons.pop(rank))
             self.lost += [f"rank {rank}: {reason}" for reason in (found or {}).values()]
-        paths = self._questions.ask_now(Question("value", "__import__('sys').path", tuple(present)), stop=self._stop)
+        paths = self._questions.ask_now(Question("path", ranks=tuple(present)), stop=self._stop)
         self._ranks.own_path = list(dict.fromkeys(str(entry) for rank in present for entry in unpack(paths.pop(rank))))
         close_all(paths)
         dumps = self._questions.ask_now(Question("dump", ranks=tuple(present)), stop=self._stop)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nblaunch.launch.stack_text import Frame
 from nblaunch.wire.collective_table import Begun, in_ranges, members_of
 from nblaunch.wire.messages import Source
 
@@ -16,6 +17,8 @@ Where = Literal["waits", "runs", "returned", "raised", "died"]
 """``waits``: the last call of the rank's main thread is in torch.distributed."""
 _ALIKE = {"allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "allreduce_coalesced"}
 """Collectives whose tensors have one size on every rank."""
+_SETUP = {"new_group", "init_process_group", "init_device_mesh", "destroy_process_group", "split_group"}
+"""torch's functions that wait for other ranks without a collective."""
 _MAX_RANKS = 8
 """Ranks that are described one by one."""
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
@@ -30,13 +33,15 @@ class RankView:
         rank: The rank.
         where: Whether it waits.
         place: Its present line, such as ``Cell In[3], line 7: dist.barrier()``; empty if unknown.
-        begun: Its last collective in each process group, the latest first.
+        begun: Its last collective in each process group, the latest first; if it waits, the one that it waits in.
+        is_busy: It uses CPU.
     """
 
     rank: int
     where: Where
     place: str = ""
     begun: Sequence[Begun] = ()
+    is_busy: bool = False
 
     def in_group(self, name: str) -> Begun:
         """Return its last collective in a process group."""
@@ -50,10 +55,12 @@ class StuckVerdict:
     Attributes:
         text: For the user.
         is_final: Whether waiting cannot help.
+        reason: The same for the same collective and the same ranks, wherever these are.
     """
 
     text: str
     is_final: bool
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(slots=True)
@@ -79,25 +86,37 @@ def judge(ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun],
     if not waiting:
         return None
     oldest = {each.begun[0].group: each.begun[0] for each in sorted(waiting, key=lambda each: -each.begun[0].time_ns)}
-    found = [_judge_group(ranks, begun, seconds, place_of) for begun in reversed(oldest.values())]
-    return next((each for each in found if each.is_final), found[0])
+    judged = [_judge_group(ranks, begun, seconds, place_of) for begun in reversed(oldest.values())]
+    found = [each for each in judged if each is not None]
+    return next((each for each in found if each.is_final), found[0] if found else None)
 
 
 def _judge_group(
     ranks: Sequence[RankView], begun: Begun, seconds: float, place_of: Callable[[Begun], str]
-) -> StuckVerdict:
+) -> StuckVerdict | None:
     """Judge the ranks of one process group, in which a rank has waited since it began this collective."""
-    members = [each for each in ranks if each.rank in members_of(begun, len(ranks))]
+    of_group = members_of(begun, len(ranks))
+    members = [each for each in ranks if of_group is None or each.rank in of_group]
     group = _sorted(members, begun)
+    if group is None:
+        return None
     said = _said_of_waiting(group.waiting, place_of)
     reason, is_final = _reason(group, begun, place_of)
     begins = "Stuck" if is_final else "Waiting"
-    return StuckVerdict(f"{begins} for {seconds:.0f} s: {said}{reason}", is_final)
+    ranks_of = [sorted(each.rank for each in views) for views in (group.waiting, group.passed, group.missing)]
+    key = f"{begun.group} {begun.count} {sorted({each.begun[0].call for each in group.waiting})} {ranks_of} {is_final}"
+    return StuckVerdict(f"{begins} for {seconds:.0f} s: {said}{reason}", is_final, key)
 
 
-def _sorted(members: Sequence[RankView], begun: Begun) -> _Group:
-    """Sort the ranks of a group by whether they have begun its latest collective."""
-    waits = [each for each in members if each.where == "waits" and each.begun and each.begun[0].group == begun.group]
+def _sorted(members: Sequence[RankView], begun: Begun) -> _Group | None:
+    """Sort the ranks of a group by whether they have begun its latest collective; None if none waits in one."""
+    waits = [
+        each
+        for each in members
+        if each.where == "waits" and each.begun and each.begun[0].group == begun.group and not each.begun[0].is_transfer
+    ]
+    if not waits:  # in send and recv, which not every rank calls
+        return None
     count = max(each.begun[0].count for each in waits)
     group = _Group([each for each in waits if each.begun[0].count == count])
     for each in members:
@@ -121,8 +140,11 @@ def _reason(group: _Group, begun: Begun, place_of: Callable[[Begun], str]) -> tu
         return f"; rank {gone[0].rank} {ended} after {done} of {calls[0].count}: this cannot end", True
     if group.missing:
         return f"; {_said_of_missing(group.missing, calls[0], place_of)}", False
-    if not group.passed:
-        return ". Every rank of the process group waits in it: the network or a device does not answer", False
+    if not (group.passed or any(each.is_busy for each in group.waiting)):
+        return (
+            ". Every rank of the process group waits in it: the network or a device is slow, or does not answer",
+            False,
+        )
     return "", False
 
 
@@ -163,3 +185,19 @@ def _ranks(views: Sequence[RankView]) -> str:
     if len(views) == 1:
         return f"rank {views[0].rank}"
     return f"ranks {in_ranges(each.rank for each in views).replace(',', ', ')}"
+
+
+def waited_for(frames: Sequence[Frame], begun: Sequence[Begun]) -> Begun | None:
+    """Return the collective that a rank waits in, if its stack shows so; None if it may wait in another call of torch.
+
+    Args:
+        frames: The stack of its main thread, the oldest call first.
+        begun: Its last collective in each process group, the latest first.
+    """
+    last = begun[0] if begun else None
+    if last is None or not frames:
+        return None
+    is_of_backward = not last.file  # of a thread of autograd's
+    is_called_there = any(frame.line == last.line and frame.file.startswith(last.file) for frame in frames)
+    is_setup = any(frame.function in _SETUP for frame in frames)
+    return last if (is_of_backward or is_called_there) and not is_setup else None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from nblaunch.engines.protocol import Sampler
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stack_text import StackFormatter, parse, waits_in_backward, waits_in_collective
-from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge, place_of
+from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge, place_of, waited_for
 from nblaunch.machine import timeouts
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.messages import Source
@@ -33,6 +33,8 @@ class StuckWatch:
     def __init__(self, ranks: Sequence[Rank], sources: Mapping[str, Source], sampler: Callable[[], Sampler]) -> None:
         self._ranks, self._sources = ranks, sources
         self._formatter = StackFormatter(sources)
+        self.verdict: StuckVerdict | None = None
+        """Why ranks wait, as of the last look."""
         self._look_at = -math.inf
         self._begun: dict[int, Sequence[Begun]] = {}
         """What each rank had begun at the last look."""
@@ -61,7 +63,7 @@ class StuckWatch:
         running = [rank for rank in self._ranks if not rank.is_over and rank.is_running and rank.member.listens]
         begun = {rank.rank: rank.member.worker.collectives() for rank in self._ranks if not rank.is_absent}
         if begun != self._begun or not running:
-            self._begun, self._since = begun, now
+            self._begun, self._since, self.verdict = begun, now, None
             return None
         if any(begun.values()) and now - self._since >= timeouts.STUCK_AFTER_S / 2:
             self._measure([rank.rank for rank in running])
@@ -89,9 +91,11 @@ class StuckWatch:
         asked, self._asked = self._asked, []
         self._look_at = now + timeouts.STUCK_REPEAT_S
         if any(rank.member.worker.collectives() != self._begun[rank.rank] for rank in asked):
-            return None  # they have got on meanwhile
+            self.verdict = None  # they have got on meanwhile
+            return None
         views = [self._view(rank, is_asked=rank in asked) for rank in self._ranks]
-        return judge(views, now - self._since, lambda begun: place_of(begun, self._sources))
+        self.verdict = judge(views, now - self._since, lambda begun: place_of(begun, self._sources))
+        return self.verdict
 
     def _view(self, rank: Rank, *, is_asked: bool) -> RankView:
         begun = self._begun.get(rank.rank, ())
@@ -106,6 +110,9 @@ class StuckWatch:
         if where != "runs" or not is_asked or not dumps.dump:
             return RankView(rank.rank, where, "", begun)
         stacks = parse(dumps.dump)
-        is_idle = rank.rank not in self._busy and waits_in_backward(stacks, dumps.main)
-        waits: Where = "waits" if is_idle or waits_in_collective(stacks, dumps.main) else "runs"
-        return RankView(rank.rank, waits, self._formatter.where(stacks, dumps.main), begun)
+        is_busy = rank.rank in self._busy
+        may_wait = waits_in_collective(stacks, dumps.main) or (waits_in_backward(stacks, dumps.main) and not is_busy)
+        frames = next((stack.frames for stack in stacks if stack.thread == dumps.main), ())
+        if may_wait and waited_for(frames, begun) is not None:
+            where = "waits"
+        return RankView(rank.rank, where, self._formatter.where(stacks, dumps.main), begun, is_busy)

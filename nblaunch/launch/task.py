@@ -5,6 +5,7 @@ It knows no process and opens no file: parcels and log directories pass through 
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 import time
@@ -33,6 +34,9 @@ from nblaunch.wire.session_messages import Names
 
 Phase = Literal["running", "returned", "failed", "stopping", "ended"]
 """``returned``: every rank has, and may still have threads. ``failed``: one has, and the others are stopped soon."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Task:
@@ -81,10 +85,9 @@ class Task:
         self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
         self.abandoned: tuple[int, int] | None = None
         """A rank that waited in a collective, and one that had returned, if that has ended the task."""
-        self.stuck: StuckVerdict | None = None
-        """Why ranks wait in a collective, as far as they did when last looked at."""
+        self._watches_stuck = joins
         self._stuck = StuckWatch(self.present, sources, lambda: group.workers.sampler("cpu", {}))
-        self._noted_stuck = ""
+        self._noted_stuck: set[str] = set()
         self._abandoned = AbandonedRanks(lambda rank: group.members[rank].worker.stacks)
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
@@ -196,19 +199,20 @@ class Task:
             self._note_failure_once(live)
         if self._returned_at is not None and live and self._is_last:
             self._await_exits(now, live, self._returned_at)
-        if self.phase == "running" and self._joins:
+        if self.phase == "running" and self._watches_stuck:
             self._note_stuck(now)
         self._show_states()
 
     def _note_stuck(self, now: float) -> None:
         """Note why ranks wait in a collective: once for each reason, and again when waiting cannot help."""
-        found = self._stuck.look(now)
-        if found is None:
+        try:
+            found = self._stuck.look(now)
+        except Exception:  # noqa: BLE001  # best effort: must never fail the task
+            _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
+            self._watches_stuck = False
             return
-        self.stuck = found
-        reason = found.text.partition(": ")[2]
-        if reason != self._noted_stuck:
-            self._noted_stuck = reason
+        if found is not None and found.reason not in self._noted_stuck:
+            self._noted_stuck.add(found.reason)
             self.view.on(Note(found.text))
 
     def _reason_to_stop(self, now: float) -> Reason | None:
@@ -234,10 +238,16 @@ class Task:
     def _misses(self, waiting: Sequence[int], returned: Sequence[int]) -> bool:
         """Return True if a rank waits in a process group of a rank that has returned, or nothing is known of that."""
         for number in waiting:
-            begun = self.group.members[number].worker.collectives()
-            if not begun or not set(returned).isdisjoint(members_of(begun[0], len(self.ranks))):
+            begun = self._abandoned.collective_of(number, self.group.members[number].worker.collectives())
+            members = members_of(begun, len(self.ranks)) if begun is not None else None
+            if members is None or not set(returned).isdisjoint(members):
                 return True
         return False
+
+    @property
+    def stuck(self) -> StuckVerdict | None:
+        """Why ranks wait in a collective; None if they get on, or nothing is known."""
+        return self._stuck.verdict
 
     def _stop(self, ladder: Ladder) -> None:
         self.ladder, self.phase = ladder, "stopping"

@@ -17,13 +17,11 @@ from types import FrameType
 from typing import Any
 
 from nblaunch.machine.own_code import is_users
-from nblaunch.wire.collective_table import Begun, CollectiveRows, in_ranges
+from nblaunch.wire.collective_table import POINT_TO_POINT, UNKNOWN, Begun, CollectiveRows, fitting, in_ranges
 from nblaunch.wire.session_messages import CollectivesBegun
 
 _HOOK_ID = 0x6E626C
 """Names our hook in a group."""
-_POINT_TO_POINT = {"SEND", "RECV", "SPLIT", "NEW_WINDOW"}
-"""Operations that not every rank of a group calls."""
 _is_users = functools.lru_cache(maxsize=4096)(is_users)
 
 
@@ -44,22 +42,30 @@ class CollectiveLog:
         self._thread = 0
         self._rows: CollectiveRows | None = None
         self._default: _Group | None = None
-        self._transfers = 0
+        self._uncertain = 0
+        self._place = (0, 1)
+        """The rank and the world size of the launch."""
 
-    def open(self, scratch: str, rank: int) -> None:
+    def open(self, scratch: str, rank: int, world_size: int) -> None:
         """Log to this rank's rows of the table, for the kernel, from now on."""
-        self._thread = threading.get_ident()
+        self._thread, self._place = threading.get_ident(), (rank, world_size)
         self._rows = CollectiveRows(scratch, rank)
 
     def begin_task(self) -> None:
-        """Count the point-to-point operations of another task."""
-        self._transfers = 0
+        """Count what `CollectivesBegun.uncertain` counts from 0: another task begins."""
+        self._uncertain = 0
 
     def begun(self) -> CollectivesBegun:
         """Return what was begun in the default process group."""
         if self._default is None:
-            return CollectivesBegun(transfers=self._transfers)
-        return CollectivesBegun(self._default.last, self._transfers, is_counted=True)
+            return CollectivesBegun(uncertain=self._uncertain)
+        return CollectivesBegun(self._default.last, self._uncertain, is_counted=True)
+
+    def end_groups(self) -> None:
+        """Forget what was begun: the process groups are destroyed. Later ones have the same names."""
+        self._default = None
+        if self._rows is not None:
+            self._rows.clear()
 
     def watch(self, group: Any, ranks: Any) -> None:
         """Log the collectives of a new process group.
@@ -68,23 +74,33 @@ class CollectiveLog:
             group: The group.
             ranks: Its global ranks; empty for the default group.
         """
+        if not ranks:
+            self.end_groups()
         register = getattr(group, "register_pre_hook", None)
         if register is None or self._rows is None:
-            self._default = self._default if ranks else None
             return
-        made = _Group(str(group.group_name), in_ranges(ranks) if ranks else "")
+        made = _Group(str(group.group_name), self._members(group, ranks))
         if not ranks:
             self._default = made
+        self._rows.write(Begun(group=made.name, members=made.members))  # in place of a group that had the name
         register(_HOOK_ID, functools.partial(self._note, made))
+
+    def _members(self, group: Any, ranks: Any) -> str:
+        """Return the launch's ranks of a group, which differ from torch's where the user made a world of his own."""
+        dist: Any = sys.modules["torch.distributed"]
+        world = (group.rank(), group.size()) if not ranks else (dist.get_rank(), dist.get_world_size())
+        if world != self._place:
+            return UNKNOWN
+        return fitting(in_ranges(ranks)) if ranks else ""
 
     def _note(self, group: _Group, call: Any) -> None:
         name = call.name.name
         frame: FrameType | None = sys._getframe().f_back
-        is_other_threads = frame is not None and threading.get_ident() != self._thread  # autograd's have no frame
+        is_transfer = name in POINT_TO_POINT
+        is_other_threads = threading.get_ident() != self._thread and _is_of_user(threading.get_ident())
+        self._uncertain += is_transfer or is_other_threads or group is not self._default
         if is_other_threads:
             return
-        is_transfer = name in _POINT_TO_POINT
-        self._transfers += is_transfer
         group.count += not is_transfer
         with contextlib.suppress(Exception):  # logging must never fail a collective
             while frame is not None and not _is_users(frame.f_code.co_filename):
@@ -96,6 +112,12 @@ class CollectiveLog:
                 group.last = begun
             if self._rows is not None:
                 self._rows.write(begun)
+
+
+def _is_of_user(thread: int) -> bool:
+    """Return True for a thread that `threading` has started, unlike those of autograd."""
+    found = threading._active.get(thread)  # type: ignore[attr-defined]  # current_thread() would add autograd's
+    return found is not None and not isinstance(found, threading._DummyThread)
 
 
 def _size_of(tensors: Any) -> str:

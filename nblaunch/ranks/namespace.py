@@ -129,6 +129,8 @@ class Namespace:
             return self._complete(question.text)
         if question.kind == "inspect":
             return _inspected(eval(question.text, self.names))
+        if question.kind == "path":
+            return list(sys.path)
         if question.kind == "unsendable":
             return self._find_unsendable()
         if question.kind == "dump":
@@ -212,11 +214,11 @@ def _group_holder(value: Any) -> str:
         below = value
     elif type(value) is dict:
         below = value.values()
-    elif not isinstance(value, (type, types.ModuleType, types.FunctionType)):
-        below = getattr(value, "__dict__", {}).values() if hasattr(type(value), "__dict__") else ()
     try:
+        if not isinstance(value, (type, types.ModuleType, types.FunctionType, list, tuple, set, dict)):
+            below = object.__getattribute__(value, "__dict__").values()  # no code of the user runs
         found = [value, *itertools.islice(below, _MAX_SEARCHED)]
-    except RuntimeError:  # a thread of the user changes it
+    except (AttributeError, RuntimeError):  # it has none, or a thread of the user changes it
         found = [value]
     return next((type(each).__name__ for each in found if _holds_group(type(each))), "")
 

@@ -110,6 +110,7 @@ def leave() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+    collective_log.end_groups()
 
 
 def _watching(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -139,7 +139,7 @@ def _from_parcel(fds: list[int]) -> Payload:
 def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     """Run tasks until EOF; return the exit status of the last."""
     faulthandler.enable(file=2)
-    collective_log.open(spec.scratch, spec.rank)
+    collective_log.open(spec.scratch, spec.rank, spec.world_size)
     spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
     home = Namespace(spec.rank) if spec.is_kept else None
     if spec.is_kept:

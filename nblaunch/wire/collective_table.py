@@ -6,6 +6,7 @@ number guards each row against being read while it is written.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -22,6 +23,10 @@ ROWS = 8
 """Per rank: of the process groups that it has used last."""
 _BLOCK = _ROW.size * ROWS
 _READS = 3
+_MAX_MEMBERS = 96
+UNKNOWN = "?"
+POINT_TO_POINT = {"SEND", "RECV", "RECVANYSOURCE", "SPLIT", "NEW_WINDOW"}
+"""Operations that not every rank of a group calls, as torch names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +41,18 @@ class Begun:
     group: str = ""
     """The name of the process group."""
     members: str = ""
-    """The ranks of the process group, such as ``0-3,6``; empty: all."""
+    """The ranks of the process group, such as ``0-3,6``; empty: all; `UNKNOWN`: not known."""
     call: str = ""
     """Its name, such as ``allreduce``."""
     detail: str = ""
     """The size and dtype of its tensors, such as ``8 float32``."""
     file: str = ""
     """The user's file or cell; empty if it is not known."""
+
+    @property
+    def is_transfer(self) -> bool:
+        """Return True for a point-to-point operation, which is not counted."""
+        return self.call.upper() in POINT_TO_POINT
 
 
 class CollectiveTable:
@@ -55,7 +65,10 @@ class CollectiveTable:
 
     def __init__(self, scratch: str, ranks: int) -> None:
         self._file = open(collective_rows(scratch), "xb+", buffering=0)
-        self._file.write(bytes(ranks * _BLOCK))  # a hole would be a SIGBUS in a rank once the disk is full
+        size = ranks * _BLOCK
+        if self._file.write(bytes(size)) < size:  # a hole would be a SIGBUS in a rank once the disk is full
+            self._file.close()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read(self, rank: int) -> list[Begun]:
         """Return what a rank has begun, by process group, the latest first."""
@@ -96,26 +109,40 @@ class CollectiveRows:
         with suppress(OSError, ValueError), open(collective_rows(scratch), "rb+", buffering=0) as file:
             whole = mmap.mmap(file.fileno(), (rank + 1) * _BLOCK)
             self._map = whole
-        self._base = rank * _BLOCK
+        self._base, self._owner = rank * _BLOCK, os.getpid()
+
+    def clear(self) -> None:
+        """Empty all rows: the process groups were destroyed."""
+        if self._map is not None and os.getpid() == self._owner:
+            self._map[self._base : self._base + _BLOCK] = bytes(_BLOCK)
+        self._groups, self._versions = {}, [0] * ROWS
 
     def write(self, begun: Begun) -> None:
         """Write the row of a process group, which takes the place of the group that was used first if none is free."""
-        if self._map is None:
+        if self._map is None or os.getpid() != self._owner:  # a forked child must not write its parent's rows
             return
         number = self._groups.get(begun.group)
         if number is None:
-            number = self._groups[begun.group] = len(self._groups) if len(self._groups) < ROWS else self._free_row()
+            number = len(self._groups) if len(self._groups) < ROWS else self._free_row()
+        self._groups.pop(begun.group, None)
+        self._groups[begun.group] = number  # the last is the one used last
         at, version = self._base + number * _ROW.size, self._versions[number] + 2
         self._versions[number] = version
         texts = (begun.group, begun.members, begun.call, begun.detail, begun.file)
+        encoded = [text.encode(errors="replace") for text in texts]
+        row = _ROW.pack(version - 1, begun.count, begun.line, begun.time_ns, *encoded)
         _VERSION.pack_into(self._map, at, version - 1)
-        row = _ROW.pack(version - 1, begun.count, begun.line, begun.time_ns, *(text.encode() for text in texts))
         self._map[at : at + _ROW.size] = row
         _VERSION.pack_into(self._map, at, version)
 
     def _free_row(self) -> int:
-        """Take the row of the group that was made first."""
+        """Take the row of the group whose last use was first."""
         return self._groups.pop(next(iter(self._groups)))
+
+
+def fitting(members: str) -> str:
+    """Return the ranks of a group as they fit into a row; `UNKNOWN` if they do not."""
+    return members if len(members) <= _MAX_MEMBERS else UNKNOWN
 
 
 def in_ranges(ranks: Iterable[int]) -> str:
@@ -129,8 +156,10 @@ def in_ranges(ranks: Iterable[int]) -> str:
     return ",".join("-".join(map(str, each)) for each in found)
 
 
-def members_of(begun: Begun, world_size: int) -> Sequence[int]:
-    """Return the ranks of a process group."""
+def members_of(begun: Begun, world_size: int) -> Sequence[int] | None:
+    """Return the ranks of a process group; None if they are not known."""
+    if begun.members == UNKNOWN:
+        return None
     found: list[int] = []
     for part in begun.members.split(",") if begun.members else [f"0-{world_size - 1}"]:
         first, _, last = part.partition("-")

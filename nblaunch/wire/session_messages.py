@@ -30,8 +30,8 @@ class CollectivesBegun:
     """The collectives that a kept rank has begun in its default process group."""
 
     last: Begun = field(default_factory=Begun)
-    transfers: int = 0
-    """Point-to-point operations of this task."""
+    uncertain: int = 0
+    """Operations of this task that the numbers do not show: point-to-point, of other groups, or of user threads."""
     is_counted: bool = False
     """Whether collectives are counted: torch < 2.14 cannot."""
 
@@ -68,7 +68,7 @@ class SentName:
 class Question:
     """What the kernel asks kept ranks about their names, in place of a function."""
 
-    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "unsendable", "dump"]
+    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "path", "unsendable", "dump"]
     text: str = ""
     """An expression, or for ``complete`` the code up to the cursor."""
     ranks: tuple[int, ...] | None = None

@@ -363,6 +363,15 @@ def test_objects_that_hold_a_stale_group_are_named(kernel: Kernel) -> None:
     kernel.run("%%distributed\ndel wrapped, mesh").check()
 
 
+def test_objects_that_refuse_to_be_looked_at_cost_no_rank(kernel: Kernel) -> None:
+    before = on_ranks(kernel, "os.getpid()")
+    refuses = "class Refuses:\n    __slots__ = ()\n    def __getattr__(self, name): raise RuntimeError(name)"
+    property_ = "class Odd:\n    @property\n    def __dict__(self): raise ValueError"
+    kernel.run(f"%%distributed\n{refuses}\n{property_}\nrefuses, odd = Refuses(), Odd()").check()
+    assert on_ranks(kernel, "os.getpid()") == before
+    kernel.run("%%distributed\ndel refuses, odd").check()
+
+
 def test_a_collective_without_a_rank_says_how_to_restart_it(kernel: Kernel) -> None:
     kernel.run("%%distributed\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
     cell = kernel.run(f"%%distributed\n{REDUCES}")

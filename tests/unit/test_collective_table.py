@@ -31,11 +31,29 @@ def test_the_last_collective_of_each_group_is_read(table: CollectiveTable, tmp_p
     assert table.read(1) == []
 
 
-def test_groups_beyond_the_rows_replace_the_oldest(table: CollectiveTable, tmp_path: Path) -> None:
+def test_rows_of_destroyed_groups_are_cleared(table: CollectiveTable, tmp_path: Path) -> None:
     rows = CollectiveRows(str(tmp_path), 0)
-    for number in range(ROWS + 3):
+    rows.write(Begun(57, 1, 1, "0"))
+    rows.clear()
+    assert table.read(0) == []
+    rows.write(Begun(1, 2, 2, "0"))
+    assert table.read(0) == [Begun(1, 2, 2, "0")]
+
+
+def test_a_name_that_cannot_be_encoded_leaves_the_row_readable(table: CollectiveTable, tmp_path: Path) -> None:
+    CollectiveRows(str(tmp_path), 0).write(Begun(1, 2, 3, "0", file="\udc80.py"))
+    assert table.read(0) == [Begun(1, 2, 3, "0", file="?.py")]
+
+
+def test_groups_beyond_the_rows_replace_the_one_used_first(table: CollectiveTable, tmp_path: Path) -> None:
+    rows = CollectiveRows(str(tmp_path), 0)
+    rows.write(Begun(1, 0, 1, "0"))
+    for number in range(2, 2 * ROWS, 2):
         rows.write(Begun(1, 0, number, f"group {number}"))
-    assert [each.group for each in table.read(0)] == [f"group {number}" for number in range(ROWS + 2, 2, -1)]
+        rows.write(Begun(number, 0, number + 1, "0"))
+    found = [each.group for each in table.read(0)]
+    assert found[:3] == ["0", f"group {2 * ROWS - 2}", f"group {2 * ROWS - 4}"]
+    assert len(found) == ROWS
 
 
 def test_a_row_is_never_read_in_the_middle_of_a_write(table: CollectiveTable, tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge
-from nblaunch.wire.collective_table import Begun, in_ranges, members_of
+from nblaunch.launch.stack_text import Frame
+from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge, waited_for
+from nblaunch.wire.collective_table import Begun, fitting, in_ranges, members_of
 
 SIZE = "8 float32"
 
@@ -108,7 +109,7 @@ def test_all_ranks_in_one_collective_point_to_the_network() -> None:
     text = text_of(*(view(rank, "waits", begun("allreduce", 57)) for rank in range(4)))
     assert text == (
         "Waiting for 12 s: ranks 0-3 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14). Every rank of the "
-        "process group waits in it: the network or a device does not answer"
+        "process group waits in it: the network or a device is slow, or does not answer"
     )
 
 
@@ -126,8 +127,44 @@ def test_nothing_is_said_where_no_logged_collective_waits(views: Sequence[RankVi
 def test_ranks_are_written_as_ranges(ranks: list[int], text: str) -> None:
     assert in_ranges(ranks) == text
     if ranks:
-        assert list(members_of(Begun(members=text), 64)) == ranks
+        assert members_of(Begun(members=text), 64) == ranks
 
 
 def test_an_empty_list_means_all_ranks() -> None:
-    assert list(members_of(Begun(), 3)) == [0, 1, 2]
+    assert members_of(Begun(), 3) == [0, 1, 2]
+
+
+def test_more_ranks_than_fit_into_a_row_are_not_known() -> None:
+    many = in_ranges(range(0, 256, 4))
+    assert fitting("0-3") == "0-3"
+    assert members_of(Begun(members=fitting(many)), 256) is None
+    unknown = begun("allreduce", 3, members=fitting(many))
+    assert "rank 1 has begun 0 of 3" in text_of(view(0, "waits", unknown), view(1, "runs"))
+
+
+@pytest.mark.parametrize("call", ["send", "recv", "recvanysource"])
+def test_point_to_point_calls_are_no_mismatch(call: str) -> None:
+    found = verdict(view(0, "waits", begun("gather", 57)), view(1, "waits", begun(call, 57)), view(2, "runs"))
+    assert found is not None
+    assert not found.is_final
+    assert "rank 1" not in found.text
+    assert verdict(view(0, "waits", begun(call, 5)), view(1, "runs")) is None
+
+
+def test_ranks_that_transfer_blame_no_network() -> None:
+    views = [RankView(rank, "waits", "", [begun("allreduce", 7)], is_busy=True) for rank in range(2)]
+    assert "network" not in text_of(*views)
+
+
+def test_the_reason_does_not_depend_on_the_line_of_a_missing_rank() -> None:
+    found = [verdict(view(0, "waits", begun("barrier", 2)), view(1, "runs", place=place)) for place in ("a", "b")]
+    assert len({each.reason for each in found if each is not None}) == 1
+
+
+def test_a_rank_that_makes_a_group_waits_in_no_logged_collective() -> None:
+    last = begun("allreduce", 3)
+    user = Frame("<cell>", 14, "train")
+    assert waited_for([user, Frame("/torch/distributed/c10d.py", 9, "all_reduce")], [last]) is last
+    assert waited_for([user, Frame("/torch/distributed/c10d.py", 7, "new_group")], [last]) is None
+    assert waited_for([Frame("<cell>", 20, "train")], [last]) is None
+    assert waited_for([Frame("<cell>", 20, "train")], []) is None
