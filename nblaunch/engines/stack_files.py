@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -41,7 +40,9 @@ class StackFile:
         self._is_owing = False
         """The last question has no answer: another would only queue behind it."""
         self._signal_at = 0.0
-        """When to send the signal; infinity once it was sent."""
+        """When to send the signal, unless it was sent."""
+        self._was_sent = False
+        """The signal was sent for the answer that is owed."""
         self._size_seen = 0
         self._grown_at = 0.0
 
@@ -62,7 +63,7 @@ class StackFile:
             size = self._size()
         if not (self._is_owing and size == self._begin):
             self._begin = self._size_seen = size
-            self._is_owing, self._signal_at = True, signal_at
+            self._is_owing, self._signal_at, self._was_sent = True, signal_at, False
             with suppress(OSError):  # the rank is gone
                 fd = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
@@ -80,8 +81,8 @@ class StackFile:
         if size != self._size_seen:
             self._size_seen, self._grown_at = size, now
         if size == self._begin:
-            if now >= self._signal_at:
-                self._signal_at = math.inf
+            if now >= self._signal_at and not self._was_sent:
+                self._was_sent = True
                 self._send(self._signal)
             return False
         dump = self._read()

@@ -218,7 +218,7 @@ def _group_holder(value: Any) -> str:
         if not isinstance(value, (type, types.ModuleType, types.FunctionType, list, tuple, set, dict)):
             below = object.__getattribute__(value, "__dict__").values()  # no code of the user runs
         found = [value, *itertools.islice(below, _MAX_SEARCHED)]
-    except (AttributeError, RuntimeError):  # it has none, or a thread of the user changes it
+    except Exception:  # noqa: BLE001  # it has none, the user's property raises, or a thread changes it
         found = [value]
     return next((type(each).__name__ for each in found if _holds_group(type(each))), "")
 
