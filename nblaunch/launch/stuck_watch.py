@@ -35,7 +35,8 @@ class StuckWatch:
         self._formatter = StackFormatter(sources)
         self.verdict: StuckVerdict | None = None
         """Why ranks wait, as of the last look."""
-        self._look_at = -math.inf
+        self._look_at: float | None = None
+        """When to look next; None before the first look, which most tasks do not last for."""
         self._begun: dict[int, Sequence[Begun]] = {}
         """What each rank had begun at the last look."""
         self._since = 0.0
@@ -57,6 +58,8 @@ class StuckWatch:
         """
         if self._asked:
             return self._answered(now)
+        if self._look_at is None:
+            self._look_at = now + timeouts.STUCK_POLL_S
         if now < self._look_at:
             return None
         self._look_at = now + timeouts.STUCK_POLL_S
