@@ -213,7 +213,8 @@ class Task:
             return
         if found is not None and found.reason not in self._noted_stuck:
             self._noted_stuck.add(found.reason)
-            self.view.on(Note(found.text))
+            for line in found.text.split("; "):  # the panel does not wrap its log
+                self.view.on(Note(line))
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:
