@@ -288,7 +288,7 @@ class Session:
             restart.run(self._checked(ranks) or range(self.world_size), keep)
         finally:
             if restart.lost:
-                warn("the restart could not keep " + "; ".join(restart.lost))
+                warn("the restart could not keep these names: " + "; ".join(restart.lost))
 
     def regroup(self) -> None:
         """Replace the process group with the next task: objects of the old group are stale."""

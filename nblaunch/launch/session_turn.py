@@ -169,18 +169,23 @@ class Turn:
                     f"{_listed(replaced)}: changed in the ranks, and replaced there, as the notebook has changed it too"
                 )
             )
+        kept = sorted({name for rank in task.present if rank.names is not None for name in rank.names.kept})
+        if kept:
+            self.view.on(
+                Note(f"{_listed(kept)}: the ranks have their own, and keep it; a push of the session replaces it")
+            )
         self._note_desync()
         stale = stale_names(ranks)
         if ranks.generation != generation_before and stale:
             self.view.on(Note(stale))
 
 
-_WRAP_AGAIN = {
-    "DistributedDataParallel": "model = DistributedDataParallel(model.module)",
-    "DeviceMesh": 'mesh = init_device_mesh("cpu", (world_size,))',
-    "ProcessGroup": "group = dist.new_group()",
+_CREATE_AGAIN = {
+    "DistributedDataParallel": "{0} = torch.nn.parallel.DistributedDataParallel({0}.module)",
+    "DeviceMesh": '{0} = torch.distributed.init_device_mesh("cpu", (world_size,))',
+    "ProcessGroup": "{0} = torch.distributed.new_group()",
 }
-"""By type, an example of how to create a stale object again."""
+"""By type, how to create a stale object again, with its name for ``{0}``."""
 
 
 def stale_names(ranks: SessionRanks) -> str:
@@ -188,7 +193,8 @@ def stale_names(ranks: SessionRanks) -> str:
     stale = {each.name: each.of_group for each in ranks.stale}
     if not stale:
         return ""
-    examples = [_WRAP_AGAIN[kind] for kind in dict.fromkeys(stale.values()) if kind in _WRAP_AGAIN]
+    first = {kind: name for name, kind in sorted(stale.items(), reverse=True)}
+    examples = [_CREATE_AGAIN[kind].format(name) for kind, name in first.items() if kind in _CREATE_AGAIN]
     like = f", as in {'; '.join(examples)}" if examples else ""
     return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again{like}"
 

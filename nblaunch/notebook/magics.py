@@ -40,6 +40,10 @@ _OPTIONS = {"metric_patterns": "metric"}
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
 _METRIC = re.compile(rf"(?<!\S)(--me[a-z]*)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
 """The option or an abbreviation, and its pattern: quoted as in a shell, with backslashes kept."""
+_USAGE = (
+    "write %distributed status, stacks, stop, free, who, session, auto on or preload NAME, or put %%distributed on top "
+    "of a cell"
+)
 _NO_FRAME = 1 << 20
 """Deeper than any stack: IPython then looks names up in the notebook, not in our frames."""
 
@@ -181,7 +185,8 @@ class DistributedMagics(Magics):
         name, is_fresh = arguments.pop("session"), arguments.pop("fresh")
         for option in ("name", "idle_timeout", "rank", "keep"):
             if arguments.pop(option) not in (None, False):
-                raise UsageError(f"{_option(option)}: only for %distributed session")
+                more = "; --ranks 0 runs a cell on some ranks" if option == "rank" else ""
+                raise UsageError(f"{_option(option)}: only for %distributed session{more}")
         if output is not None and not (output.isidentifier() and not keyword.iskeyword(output)):
             raise UsageError(f"-o {output}: must be a valid Python name")
         ranks = _ranks(arguments.pop("ranks"))
@@ -215,13 +220,15 @@ class DistributedMagics(Magics):
             return
         for name in given:
             raise UsageError(f"{_option(name)}: options need a cell: write them after %%distributed")
-        if (action == "preload") != bool(words):
+        if action == "preload" and not words:
             raise UsageError("%distributed preload NAME ...: names of modules, as in torchvision.transforms")
         if action == "preload":
             try:
                 api.preload(words)
             except ArgumentError as error:
                 raise UsageError(f"%distributed {str(error).replace('=', ' ', 1)}") from None
+        elif words:
+            raise UsageError(f"%distributed {action} {' '.join(words)}: {_USAGE}")
         elif action == "stop":
             _stop_all()
         elif action == "status":
@@ -231,10 +238,7 @@ class DistributedMagics(Magics):
         elif action == "free":
             _show(f"freed {in_words(sent_data_cache.free())}")
         else:
-            raise UsageError(
-                f"%distributed {action or ''}: write %distributed status, stacks, stop, free, who, session, auto on or "
-                "preload NAME, or put %%distributed on top of a cell"
-            )
+            raise UsageError(f"%distributed {action or ''}: {_USAGE}")
 
     def _expand(self, text: str) -> str:
         """Expand ``$name`` and ``{name}`` as IPython does. Not for patterns: they contain ``{2}``."""

@@ -98,14 +98,14 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], op
         return _auto(shell, words)
     if action == "who":
         return _who(_named(given.get("session") or given.get("name")))
-    return _session(words, given)
+    return _session(shell, words, given)
 
 
 def _options_of(words: Sequence[str]) -> set[str]:
     """Return the options of ``%distributed session`` with these words."""
     action = words[0] if words else "start"
     if action == "start":
-        return {*live_sessions.OPTIONS, "num_processes", "name", "session", "idle_timeout"}
+        return {*live_sessions.OPTIONS, "num_processes", "name", "session", "idle_timeout", "output"}
     return {"name", "session", *(("rank", "keep") if action == "restart" else ())}
 
 
@@ -125,14 +125,17 @@ def _auto(shell: Any, words: Sequence[str]) -> str:
     return "every cell runs in the session; %%local on top of a cell runs it here" if is_on else "cells run here again"
 
 
-def _session(words: Sequence[str], given: dict[str, Any]) -> str:
+def _session(shell: Any, words: Sequence[str], given: dict[str, Any]) -> str:
     action = words[0] if words else "start"
     if len(words) > 1 or action not in ("start", *SESSION_ACTIONS):
         known = ", ".join(SESSION_ACTIONS)
         raise UsageError(f"%distributed session {' '.join(words)}: write -n 2 to start one, or {known}")
     if action == "start":
         given.setdefault("name", given.pop("session", None) or DEFAULT_NAME)
+        output = given.pop("output", None)
         started = session(**given)
+        if output is not None:
+            shell.user_ns[output] = started
         return "" if _shows_html() else started.status()
     found = _named(given.get("session") or given.get("name"))
     if action == "restart":
@@ -143,7 +146,7 @@ def _session(words: Sequence[str], given: dict[str, Any]) -> str:
         found.stop()
         return f"session {found.name} stopped"
     stale = found.stale_names() if action in ("restart", "regroup") else ""
-    return f"{found.status()}{stale}"
+    return "\n".join(filter(None, [found.status(), stale]))
 
 
 def _named(name: str | None) -> Session:

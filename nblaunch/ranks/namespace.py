@@ -49,6 +49,8 @@ class Namespace:
         self._has_settings = False
         self._digests: dict[str, bytes] = {}
         """Of the value that the notebook had when it last sent a name, or would have sent it."""
+        self.kept: list[str] = []
+        """Names that the rank had bound before the notebook sent them for the first time, in the present task."""
         self.replaced: list[str] = []
         """Tensors and modules that the rank has changed, and the present task has replaced."""
         self._versions: dict[str, tuple[weakref.ref[Any], int]] = {}
@@ -63,7 +65,7 @@ class Namespace:
 
         What the rank did to a value in place stays too: the notebook's unchanged value is not bound again.
         """
-        self.replaced = []
+        self.kept, self.replaced = [], []
         question = payload.function
         if isinstance(question, Question) and question.ranks is not None and self._rank not in question.ranks:
             return
@@ -89,6 +91,8 @@ class Namespace:
             version = _version_of(sent.value)
             if version is not None:
                 self._versions[name] = weakref.ref(sent.value), version
+        elif before is None:
+            self.kept.append(name)
         self._digests[name] = sent.digest
 
     def _is_own(self, name: str) -> bool:
@@ -151,7 +155,8 @@ class Namespace:
     def _why_not(self, name: str, value: Any) -> str:
         probe = _Probe(self.names)
         error = pickling.explain(value, f"`{name}`", probe)
-        return f"`{name}` holds a {probe.found}, whose process group ends" if probe.found else str(error or "")
+        ends = f"`{name}` holds a {probe.found}, whose process group ends: what it wraps needs a name of its own"
+        return ends if probe.found else str(error or "")
 
     def _to_dump(self) -> dict[str, Any]:
         found = self._named().items()

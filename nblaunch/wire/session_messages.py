@@ -47,6 +47,8 @@ class Names:
     """Further names that it has: those that begin with an underscore."""
     begun: CollectivesBegun = field(default_factory=CollectivesBegun)
     """The collectives that it has begun in the present process group."""
+    kept: tuple[str, ...] = ()
+    """Names of its own that this task has not replaced, though the notebook has sent them for the first time."""
     replaced: tuple[str, ...] = ()
     """Tensors and modules that it had changed, and that this task has replaced: the notebook's had changed too."""
 

@@ -165,7 +165,7 @@ def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> No
     [
         ("preload", "%distributed preload NAME ...: names of modules, as in torchvision.transforms"),
         ("preload no_such_package", "%distributed preload 'no_such_package': no such module is installed"),
-        ("status recorder", "%distributed preload NAME ...: names of modules"),
+        ("status recorder", "%distributed status recorder: write %distributed status, stacks, stop"),
     ],
 )
 def test_a_preload_that_cannot_be_is_a_usage_error(kernel: Kernel, line: str, fix: str) -> None:
