@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from nblaunch.engines.protocol import StackDumps
-from nblaunch.launch.stack_text import Frame, parse, waits_in_collective
+from nblaunch.launch.stack_text import Frame, frames_of, parse, waits_in_collective
 from nblaunch.launch.stuck import waited_for
 from nblaunch.machine import timeouts
 from nblaunch.wire.collective_table import Begun
@@ -64,6 +64,4 @@ class AbandonedRanks:
     def _place(self, rank: int) -> tuple[Frame, ...]:
         dumps = self._dumps(rank)
         stacks = parse(dumps.dump or "")
-        if not waits_in_collective(stacks, dumps.main):
-            return ()
-        return next(stack.frames for stack in stacks if stack.thread == dumps.main)
+        return frames_of(stacks, dumps.main) if waits_in_collective(stacks, dumps.main) else ()

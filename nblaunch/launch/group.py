@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from nblaunch.engines.protocol import Event, Lost, Worker, Workers
+from nblaunch.errors import StartError
 from nblaunch.launch.views.events import RankState, RankStatus
 from nblaunch.machine import timeouts
 from nblaunch.wire.messages import NotStarted, RankExited, RankStarted, Swept
@@ -96,6 +97,16 @@ class WorkerGroup:
         self._killed.discard(rank)
         self._exited_at = self._killed_at = None
         self.members[rank] = Member(rank, self.workers.restart(rank, environment))
+
+    def raise_refusal(self) -> None:
+        """Report once why a rank could not be started.
+
+        Raises:
+            StartError: One could not.
+        """
+        refusal, self.refusal = self.refusal, ""
+        if refusal:
+            raise StartError(refusal)
 
     def end(self) -> None:
         """Let kept ranks exit; the group is over once they have."""

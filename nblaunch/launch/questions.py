@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from nblaunch.errors import RankDiedError, RankRaisedError, StartError
+from nblaunch.errors import RankDiedError, RankRaisedError
 from nblaunch.launch import failures
 from nblaunch.launch.frontend import wait_in_steps
 from nblaunch.launch.session_ranks import SessionRanks
@@ -129,9 +129,7 @@ class Questions:
             self._await(task, deadline, stop, may_free=is_code)
             ranks.finish(task, names, Settings())
             ranks.check_group()
-            refusal, ranks.group.refusal = ranks.group.refusal, ""  # it concerns the rank that was restarted
-            if refusal:
-                raise StartError(refusal)
+            ranks.group.raise_refusal()  # it concerns the rank that was restarted
             asked = task.present if wanted is None else [task.ranks[number] for number in wanted]
             failed = [rank.failed for rank in asked if rank.failed is not None]
             if failed:  # the first, unless it comes from a collective that another failure has ended
@@ -228,8 +226,9 @@ def close_all(answers: Mapping[int, Sequence[int]]) -> None:
 
 def _exception(failed: Failed) -> BaseException:
     """Return the exception of a rank that could not answer, with its rank and traceback."""
-    said = f"rank {failed.rank} raised {failed.type_name}: {failed.text}"
-    error: Any = failures.rebuilt(failed) or RankRaisedError(said, failed.rank)
+    error: Any = failures.rebuilt(failed)
+    if error is None:
+        error = RankRaisedError(f"rank {failed.rank} raised {failed.type_name}: {failed.text}", failed.rank)
     with contextlib.suppress(Exception):  # a user's __setattr__
         error.rank = failed.rank
         error.__cause__ = failures.RankTraceback(f"on rank {failed.rank}:\n{failed.traceback}")

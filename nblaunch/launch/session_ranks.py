@@ -118,14 +118,14 @@ class SessionRanks:
             return
         self.is_ended = True
         try:
-            if not self.group.is_over:
-                self.group.end()
-            self._await_exits()
+            self._end_group()
         finally:
             self._opened.close()  # the reaper kills what is left
 
-    def _await_exits(self) -> None:
-        """Wait for the end of the group; kill ranks that do not exit in time."""
+    def _end_group(self) -> None:
+        """Let the ranks exit; kill those that do not in time."""
+        if not self.group.is_over:
+            self.group.end()
         deadline = time.monotonic() + timeouts.KEPT_EXIT_TIMEOUT_S
         while not self.group.is_over:
             self._drain(timeouts.LOG_POLL_S)
@@ -321,9 +321,7 @@ class SessionRanks:
         Raises:
             StartError: The system refuses. Another attempt may succeed.
         """
-        if not self.group.is_over:
-            self.group.end()
-            self._await_exits()
+        self._end_group()
         self._opened.close()
         self._commands = Commands()
         for rank in range(self.plan.world_size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -62,11 +63,9 @@ class Restart:
     def _replace(self, chosen: Collection[int]) -> None:
         ranks = self._ranks
         if not ranks.group.is_over and len(set(chosen)) < ranks.plan.world_size:
-            try:
+            with contextlib.suppress(RankLostError):  # the reaper was killed, and every rank with it
                 ranks.replace_ranks(chosen)
                 return
-            except RankLostError:  # the reaper was killed, and every rank with it
-                pass
         ranks.renew()
 
     def _dumps(self, chosen: Collection[int]) -> dict[int, list[int]]:

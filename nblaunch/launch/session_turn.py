@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
@@ -90,9 +89,7 @@ class Turn:
             self.view.on(Note(f"queued: the session runs {first or 'a question'}"))
         with contextlib.ExitStack() as opened:
             opened.enter_context(ranks.claimed(self._ticket, lambda: self.commands.stop, self.commands.ask))
-            refusal, self.group.refusal = self.group.refusal, ""  # of a restart that was interrupted
-            if refusal:
-                raise StartError(refusal)
+            self.group.raise_refusal()  # of a restart that was interrupted
             self.group.workers.listen_to(self.commands)
             self.view.on(RanksPlaced(self.group.workers))
             absent = ranks.absent
@@ -162,14 +159,15 @@ class Turn:
                     f"without collectives. `%distributed session restart --rank {rank}` starts another"
                 )
             )
-        replaced = sorted({name for rank in task.present if rank.names is not None for name in rank.names.replaced})
+        names = [rank.names for rank in task.present if rank.names is not None]
+        replaced = sorted({name for each in names for name in each.replaced})
         if replaced:
             self.view.on(
                 Note(
                     f"{_listed(replaced)}: changed in the ranks, and replaced there, as the notebook has changed it too"
                 )
             )
-        kept = sorted({name for rank in task.present if rank.names is not None for name in rank.names.kept})
+        kept = sorted({name for each in names for name in each.kept})
         if kept:
             self.view.on(
                 Note(f"{_listed(kept)}: the ranks have their own, and keep it; a push of the session replaces it")

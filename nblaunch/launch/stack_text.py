@@ -84,15 +84,20 @@ def _without_ours(stack: Stack) -> tuple[Frame, ...]:
     return stack.frames[end:]
 
 
+def frames_of(stacks: Sequence[Stack], thread: str) -> tuple[Frame, ...]:
+    """Return the calls of one thread; none if it is not among the stacks."""
+    return next((stack.frames for stack in stacks if stack.thread == thread), ())
+
+
 def waits_in_collective(stacks: Sequence[Stack], main: str) -> bool:
     """Return True if the main thread's last call is in torch.distributed."""
-    frames = next((stack.frames for stack in stacks if stack.thread == main), ())
+    frames = frames_of(stacks, main)
     return bool(frames) and _COLLECTIVE.search(frames[-1].file) is not None
 
 
 def waits_in_backward(stacks: Sequence[Stack], main: str) -> bool:
     """Return True if the main thread's last call is autograd's: DDP's collectives begin in other threads meanwhile."""
-    frames = next((stack.frames for stack in stacks if stack.thread == main), ())
+    frames = frames_of(stacks, main)
     return bool(frames) and _BACKWARD.search(frames[-1].file) is not None
 
 

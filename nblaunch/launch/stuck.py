@@ -101,7 +101,7 @@ def _judge_group(
     if group is None:
         return None
     said = _said_of_waiting(group.waiting, place_of)
-    reason, is_final = _reason(group, begun, place_of)
+    reason, is_final = _reason(group, place_of)
     begins = "Stuck" if is_final else "Waiting"
     ranks_of = [sorted(each.rank for each in views) for views in (group.waiting, group.passed, group.missing)]
     key = f"{begun.group} {begun.count} {sorted({each.begun[0].call for each in group.waiting})} {ranks_of} {is_final}"
@@ -126,7 +126,7 @@ def _sorted(members: Sequence[RankView], begun: Begun) -> _Group | None:
     return group
 
 
-def _reason(group: _Group, begun: Begun, place_of: Callable[[Begun], str]) -> tuple[str, bool]:
+def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[str, bool]:
     """Return why the waiting ranks wait, and whether that is final."""
     calls = [each.begun[0] for each in group.waiting]
     if len({each.call for each in calls}) > 1:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nblaunch.engines.protocol import Sampler
 from nblaunch.launch.rank_state import Rank
-from nblaunch.launch.stack_text import StackFormatter, parse, waits_in_backward, waits_in_collective
+from nblaunch.launch.stack_text import StackFormatter, frames_of, parse, waits_in_backward, waits_in_collective
 from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge, place_of, waited_for
 from nblaunch.machine import timeouts
 from nblaunch.wire.collective_table import Begun
@@ -68,9 +68,10 @@ class StuckWatch:
         if begun != self._begun or not running:
             self._begun, self._since, self.verdict = begun, now, None
             return None
-        if any(begun.values()) and now - self._since >= timeouts.STUCK_AFTER_S / 2:
+        quiet = now - self._since if any(begun.values()) else 0.0
+        if quiet >= timeouts.STUCK_AFTER_S / 2:
             self._measure([rank.rank for rank in running])
-        if any(begun.values()) and now - self._since >= timeouts.STUCK_AFTER_S:
+        if quiet >= timeouts.STUCK_AFTER_S:
             self._asked, self._give_up_at = running, now + timeouts.STACKS_TIMEOUT_S
             for rank in running:
                 rank.member.worker.stacks.ask(math.inf)  # no signal: C code that holds the GIL is not a collective
@@ -115,7 +116,6 @@ class StuckWatch:
         stacks = parse(dumps.dump)
         is_busy = rank.rank in self._busy
         may_wait = waits_in_collective(stacks, dumps.main) or (waits_in_backward(stacks, dumps.main) and not is_busy)
-        frames = next((stack.frames for stack in stacks if stack.thread == dumps.main), ())
-        if may_wait and waited_for(frames, begun) is not None:
+        if may_wait and waited_for(frames_of(stacks, dumps.main), begun) is not None:
             where = "waits"
         return RankView(rank.rank, where, self._formatter.where(stacks, dumps.main), begun, is_busy)

@@ -171,6 +171,9 @@ class DistributedMagics(Magics):
         arguments = dict(vars(self.distributed.parser.parse_args(_words(line, self._expand))))
         action, words = arguments.pop("action"), arguments.pop("words")
         given = {name: value for name, value in arguments.items() if value not in (None, False)}
+        output = given.get("output", "_")
+        if not output.isidentifier() or keyword.iskeyword(output):
+            raise UsageError(f"-o {output}: must be a valid Python name")
         if cell is None:
             return self._act(action, words, given)
         if action is not None:
@@ -187,8 +190,6 @@ class DistributedMagics(Magics):
             if arguments.pop(option) not in (None, False):
                 more = "; --ranks 0 runs a cell on some ranks" if option == "rank" else ""
                 raise UsageError(f"{_option(option)}: only for %distributed session{more}")
-        if output is not None and not (output.isidentifier() and not keyword.iskeyword(output)):
-            raise UsageError(f"-o {output}: must be a valid Python name")
         ranks = _ranks(arguments.pop("ranks"))
         view = arguments.pop("view") or "auto"
         chosen = {name: value for name, value in arguments.items() if value is not None}

@@ -89,24 +89,19 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], op
         UsageError: The line is wrong.
         ArgumentError: The value of an option is invalid.
     """
-    session_options = {"auto": set(), "who": {"name", "session"}}.get(action)
-    allowed = _options_of(words) if session_options is None else session_options
-    for name in given:
-        if name not in allowed:
-            raise UsageError(f"{option_of(name)}: not an option of this action")
+
+    def allow(*options: str) -> None:
+        for name in given:
+            if name not in options:
+                raise UsageError(f"{option_of(name)}: not an option of this action")
+
     if action == "auto":
+        allow()
         return _auto(shell, words)
     if action == "who":
+        allow("name", "session")
         return _who(_named(given.get("session") or given.get("name")))
-    return _session(shell, words, given)
-
-
-def _options_of(words: Sequence[str]) -> set[str]:
-    """Return the options of ``%distributed session`` with these words."""
-    action = words[0] if words else "start"
-    if action == "start":
-        return {*live_sessions.OPTIONS, "num_processes", "name", "session", "idle_timeout", "output"}
-    return {"name", "session", *(("rank", "keep") if action == "restart" else ())}
+    return _session(shell, words, given, allow)
 
 
 def _shows_html() -> bool:
@@ -125,18 +120,20 @@ def _auto(shell: Any, words: Sequence[str]) -> str:
     return "every cell runs in the session; %%local on top of a cell runs it here" if is_on else "cells run here again"
 
 
-def _session(shell: Any, words: Sequence[str], given: dict[str, Any]) -> str:
+def _session(shell: Any, words: Sequence[str], given: dict[str, Any], allow: Callable[..., None]) -> str:
     action = words[0] if words else "start"
     if len(words) > 1 or action not in ("start", *SESSION_ACTIONS):
         known = ", ".join(SESSION_ACTIONS)
         raise UsageError(f"%distributed session {' '.join(words)}: write -n 2 to start one, or {known}")
     if action == "start":
+        allow(*live_sessions.OPTIONS, "num_processes", "name", "session", "idle_timeout", "output")
         given.setdefault("name", given.pop("session", None) or DEFAULT_NAME)
         output = given.pop("output", None)
         started = session(**given)
         if output is not None:
             shell.user_ns[output] = started
         return "" if _shows_html() else started.status()
+    allow("name", "session", *(("rank", "keep") if action == "restart" else ()))
     found = _named(given.get("session") or given.get("name"))
     if action == "restart":
         found.restart(given.get("rank"), keep=bool(given.get("keep")))

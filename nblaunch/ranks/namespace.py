@@ -23,6 +23,8 @@ _OF_GROUPS = {
     "ZeroRedundancyOptimizer",
 }
 """Types whose objects hold a process group."""
+_known_types: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+"""Whether they do: each cell's names are looked at."""
 _MAX_SEARCHED = 100
 """Attributes or elements of one value that are searched for such an object."""
 _OF_ARRAYS = {"cupy", "jax", "jaxlib", "numpy", "pandas", "polars", "pyarrow", "scipy", "xarray"}
@@ -209,7 +211,10 @@ class _Probe:
 
 
 def _holds_group(kind: type) -> bool:
-    return not _OF_GROUPS.isdisjoint(each.__name__ for each in kind.__mro__)
+    found = _known_types.get(kind)
+    if found is None:
+        found = _known_types[kind] = not _OF_GROUPS.isdisjoint(each.__name__ for each in kind.__mro__)
+    return found
 
 
 def _group_holder(value: Any) -> str:
@@ -221,7 +226,7 @@ def _group_holder(value: Any) -> str:
         below = value.values()
     try:
         if not isinstance(value, (type, types.ModuleType, types.FunctionType, list, tuple, set, dict)):
-            below = object.__getattribute__(value, "__dict__").values()  # no code of the user runs
+            below = object.__getattribute__(value, "__dict__").values()  # not the user's __getattr__
         found = [value, *itertools.islice(below, _MAX_SEARCHED)]
     except Exception:  # noqa: BLE001  # it has none, the user's property raises, or a thread changes it
         found = [value]

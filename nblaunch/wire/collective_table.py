@@ -6,7 +6,6 @@ number guards each row against being read while it is written.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import struct
@@ -14,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from nblaunch.machine.processes import open_table
 from nblaunch.wire.launch_files import collective_rows
 
 _ROW = struct.Struct("=Qqqq32s96s24s48s256s")
@@ -64,11 +64,7 @@ class CollectiveTable:
     """
 
     def __init__(self, scratch: str, ranks: int) -> None:
-        self._file = open(collective_rows(scratch), "xb+", buffering=0)
-        size = ranks * _BLOCK
-        if self._file.write(bytes(size)) < size:  # a hole would be a SIGBUS in a rank once the disk is full
-            self._file.close()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._file = open_table(collective_rows(scratch), ranks * _BLOCK)
 
     def read(self, rank: int) -> list[Begun]:
         """Return what a rank has begun, by process group, the latest first."""
@@ -107,8 +103,7 @@ class CollectiveRows:
         """The row of each group."""
         self._versions = [0] * ROWS
         with suppress(OSError, ValueError), open(collective_rows(scratch), "rb+", buffering=0) as file:
-            whole = mmap.mmap(file.fileno(), (rank + 1) * _BLOCK)
-            self._map = whole
+            self._map = mmap.mmap(file.fileno(), (rank + 1) * _BLOCK)
         self._base, self._owner = rank * _BLOCK, os.getpid()
 
     def clear(self) -> None:

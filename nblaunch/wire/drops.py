@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nblaunch.errors import ArgumentError
+from nblaunch.machine.processes import open_table
 from nblaunch.machine.segments import in_words
 from nblaunch.wire.launch_files import drop_counters
 
@@ -65,8 +66,7 @@ class Table:
     """
 
     def __init__(self, scratch: str, ranks: int) -> None:
-        self._file = open(drop_counters(scratch), "xb+", buffering=0)  # read after the folder is removed
-        self._file.write(bytes(ranks * _BLOCK))
+        self._file = open_table(drop_counters(scratch), ranks * _BLOCK)  # read after the folder is removed
 
     def read(self, rank: int) -> Dropped:
         """Return what a rank has dropped so far."""

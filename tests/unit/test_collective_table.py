@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nblaunch.wire.collective_table import ROWS, Begun, CollectiveRows, CollectiveTable
+from nblaunch.wire.drops import Table
 
 
 @pytest.fixture
@@ -78,3 +80,15 @@ def test_a_row_is_never_read_in_the_middle_of_a_write(table: CollectiveTable, tm
 
 def test_a_rank_without_a_table_writes_nowhere(tmp_path: Path) -> None:
     CollectiveRows(str(tmp_path / "gone"), 0).write(Begun(1))
+
+
+def test_a_table_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # as a disk that is full after one page
+    try:
+        for name, make in (("collectives", CollectiveTable), ("drops", Table)):
+            with pytest.raises(OSError, match="No space left"):
+                make(str(tmp_path), 64)
+            assert (tmp_path / name).stat().st_size == 4096
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -649,15 +649,19 @@ def both(act: Callable[[FakeWorker], None]) -> Callable[[FakeWorkers], None]:
     return acts
 
 
-@pytest.mark.usefixtures("_no_store")
-def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
-    view = Recorder()
-    workers = Script(
+def hello(*stuck: int) -> Script:
+    """Two ranks that print, return and exit; `stuck` are pids that survive."""
+    return Script(
         both(FakeWorker.runs),
         both(lambda worker: worker.prints("hello\n")),
         both(FakeWorker.returns_and_exits),
-        lambda workers: workers.sweeps(7),
+        lambda workers: workers.sweeps(*stuck),
     )
+
+
+@pytest.mark.usefixtures("_no_store")
+def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
+    view, workers = Recorder(), hello(7)
     attempt, engine = attempt_of(workers, view)
     assert attempt.run(engine).state == "finished"
     assert view.printed == {(0, "out"): b"hello\n", (1, "out"): b"hello\n"}
@@ -681,13 +685,7 @@ class Panel(View):
 
 @pytest.mark.usefixtures("_no_store")
 def test_views_get_logs_and_usage_that_outlive_the_group() -> None:
-    view = Panel()
-    workers = Script(
-        both(FakeWorker.runs),
-        both(lambda worker: worker.prints("hello\n")),
-        both(FakeWorker.returns_and_exits),
-        lambda workers: workers.sweeps(),
-    )
+    view, workers = Panel(), hello()
     attempt, engine = attempt_of(workers, view)
     attempt.run(engine)
     assert [event.workers for event in view.events if isinstance(event, RanksPlaced)] == [workers]
