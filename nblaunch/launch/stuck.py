@@ -53,14 +53,19 @@ class StuckVerdict:
     """Why ranks wait.
 
     Attributes:
-        text: For the user.
+        lines: For the user.
         is_final: Whether waiting cannot help.
         reason: The same for the same collective and the same ranks, wherever these are.
     """
 
-    text: str
+    lines: tuple[str, ...]
     is_final: bool
-    reason: str = field(default="", compare=False)
+    reason: str
+
+    @property
+    def text(self) -> str:
+        """The lines as one."""
+        return "; ".join(self.lines)
 
 
 @dataclass(slots=True)
@@ -100,12 +105,13 @@ def _judge_group(
     group = _sorted(members, begun)
     if group is None:
         return None
-    said = _said_of_waiting(group.waiting, place_of)
-    reason, is_final = _reason(group, place_of)
-    begins = "Stuck" if is_final else "Waiting"
+    lines = _said_of_waiting(group.waiting, place_of)
+    more, ending, is_final = _reason(group, place_of)
+    lines = [f"{'Stuck' if is_final else 'Waiting'} for {seconds:.0f} s: {lines[0]}", *lines[1:], *more]
+    lines[-1] += ending
     ranks_of = [sorted(each.rank for each in views) for views in (group.waiting, group.passed, group.missing)]
     key = f"{begun.group} {begun.count} {sorted({each.begun[0].call for each in group.waiting})} {ranks_of} {is_final}"
-    return StuckVerdict(f"{begins} for {seconds:.0f} s: {said}{reason}", is_final, key)
+    return StuckVerdict(tuple(lines), is_final, key)
 
 
 def _sorted(members: Sequence[RankView], begun: Begun) -> _Group | None:
@@ -126,29 +132,27 @@ def _sorted(members: Sequence[RankView], begun: Begun) -> _Group | None:
     return group
 
 
-def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[str, bool]:
-    """Return why the waiting ranks wait, and whether that is final."""
+def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[list[str], str, bool]:
+    """Return why the waiting ranks wait: further lines, how the last line ends, and whether that is final."""
     calls = [each.begun[0] for each in group.waiting]
     if len({each.call for each in calls}) > 1:
-        return ". They differ: this cannot end", True
+        return [], ". They differ: this cannot end", True
     if len({each.detail for each in calls}) > 1 and calls[0].call in _ALIKE:
-        return ". The sizes or dtypes differ: this cannot end", True
+        return [], ". The sizes or dtypes differ: this cannot end", True
     gone = [each for each in group.missing if each.where in ("returned", "raised", "died")]
     if gone:
         done = gone[0].in_group(calls[0].group).count
         ended = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}[gone[0].where]
-        return f"; rank {gone[0].rank} {ended} after {done} of {calls[0].count}: this cannot end", True
+        return [f"rank {gone[0].rank} {ended} after {done} of {calls[0].count}: this cannot end"], "", True
     if group.missing:
-        return f"; {_said_of_missing(group.missing, calls[0], place_of)}", False
+        return _said_of_missing(group.missing, calls[0], place_of), "", False
     if not (group.passed or any(each.is_busy for each in group.waiting)):
-        return (
-            ". Every rank of the process group waits in it: the network or a device is slow, or does not answer",
-            False,
-        )
-    return "", False
+        said = ". Every rank of the process group waits in it: the network or a device is slow, or does not answer"
+        return [], said, False
+    return [], "", False
 
 
-def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], str]) -> str:
+def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], str]) -> list[str]:
     """Return who waits in what, such as ``ranks 0, 2 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14)``."""
     by_call: dict[tuple[str, str, str], list[RankView]] = {}
     for each in waiting:
@@ -157,10 +161,10 @@ def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], st
     for (call, detail, place), views in by_call.items():
         what = f"{_NAMES.get(call, call)} #{views[0].begun[0].count}{f' of {detail}' * bool(detail)}"
         said.append(f"{_ranks(views)} {'waits' if len(views) == 1 else 'wait'} in {what}{f' ({place})' * bool(place)}")
-    return "; ".join(said)
+    return said
 
 
-def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callable[[Begun], str]) -> str:
+def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callable[[Begun], str]) -> list[str]:
     said = []
     for each in missing[:_MAX_RANKS]:
         done = each.in_group(begun.group).count
@@ -171,7 +175,9 @@ def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callab
         else:
             at = f"is at {each.place}" if each.place else "runs"
         said.append(f"rank {each.rank} has begun {done} of {begun.count}, and {at}")
-    return "; ".join(said) + (", …" if len(missing) > _MAX_RANKS else "")
+    if len(missing) > _MAX_RANKS:
+        said[-1] += ", …"
+    return said
 
 
 def place_of(begun: Begun, sources: Mapping[str, Source]) -> str:

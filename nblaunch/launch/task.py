@@ -213,7 +213,7 @@ class Task:
             return
         if found is not None and found.reason not in self._noted_stuck:
             self._noted_stuck.add(found.reason)
-            for line in found.text.split("; "):  # the panel does not wrap its log
+            for line in found.lines:  # the panel does not wrap its log
                 self.view.on(Note(line))
 
     def _reason_to_stop(self, now: float) -> Reason | None:

@@ -37,10 +37,11 @@ def test_different_operations_cannot_end() -> None:
         view(1, "waits", begun("broadcast", 57, line=19)),
         view(2, "waits", begun("allreduce", 57)),
     )
-    assert found == StuckVerdict(
+    assert found is not None
+    assert (found.text, found.is_final) == (
         "Stuck for 12 s: ranks 0, 2 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14); "
         "rank 1 waits in broadcast #57 of 8 float32 (Cell In[3], line 19). They differ: this cannot end",
-        is_final=True,
+        True,
     )
 
 
@@ -71,10 +72,11 @@ def test_a_missing_rank_is_named_with_its_line() -> None:
         view(0, "waits", begun("allreduce", 57)),
         view(1, "runs", begun("allreduce", 56), place="Cell In[3], line 9: next(loader)"),
     )
-    assert found == StuckVerdict(
+    assert found is not None
+    assert (found.text, found.is_final) == (
         "Waiting for 12 s: rank 0 waits in all_reduce #57 of 8 float32 (Cell In[3], line 14); "
         "rank 1 has begun 56 of 57, and is at Cell In[3], line 9: next(loader)",
-        is_final=False,
+        False,
     )
 
 
@@ -168,3 +170,14 @@ def test_a_rank_that_makes_a_group_waits_in_no_logged_collective() -> None:
     assert waited_for([user, Frame("/torch/distributed/c10d.py", 7, "new_group")], [last]) is None
     assert waited_for([Frame("<cell>", 20, "train")], [last]) is None
     assert waited_for([Frame("<cell>", 20, "train")], []) is None
+
+
+def test_a_semicolon_in_the_users_line_begins_no_other_line() -> None:
+    found = verdict(
+        view(0, "waits", begun("barrier", 2, "")), view(1, "runs", place="Cell In[3], line 9: a = 1; b = 2")
+    )
+    assert found is not None
+    assert found.lines == (
+        "Waiting for 12 s: rank 0 waits in barrier #2 (Cell In[3], line 14)",
+        "rank 1 has begun 0 of 2, and is at Cell In[3], line 9: a = 1; b = 2",
+    )
