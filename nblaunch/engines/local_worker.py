@@ -61,18 +61,20 @@ class LocalWorker:
         return not self.channel.closed
 
     def interrupt(self, task: int) -> None:
-        """Send SIGINT, announced if the rank can have a later task. A kept rank sends it to itself."""
-        if not self.is_shut:
-            with contextlib.suppress(OSError):  # already exited; RankExited will report it
-                self.channel.send(Interrupt(task))
-            if self._is_kept:
-                return
-        self.signal(signal.SIGINT)
+        """Ask the rank's reading thread; a rank that has only one task is sent the signal as well."""
+        self.tell(Interrupt(task))
+        if not self._is_kept:
+            self.signal(signal.SIGINT)
 
     def free(self, task: int) -> None:
-        """Ask the rank's reader thread."""
-        with contextlib.suppress(OSError):  # already exited; RankExited will report it
-            self.channel.send(Free(task))
+        """Ask the rank's reading thread."""
+        self.tell(Free(task))
+
+    def tell(self, message: object) -> None:
+        """Send a message to the reading thread."""
+        if not self.is_shut:
+            with contextlib.suppress(OSError):  # already exited; RankExited will report it
+                self.channel.send(message)
 
     def turn_to(self, log_dir: str) -> None:
         """Follow another task's files and counters."""

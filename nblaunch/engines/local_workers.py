@@ -74,7 +74,7 @@ class LocalWorkers:
         self._taskless: deque[LocalWorker] = deque()
         """Ranks whose task is posted and not sent."""
         self._fds_each = 0
-        self._is_careful = self._is_last = False
+        self._is_careful = self._is_dismissed = False
         self._events: deque[Event] = deque()
         self._has_ended = False
         """`Swept` or `Lost` was reported."""
@@ -162,9 +162,9 @@ class LocalWorkers:
             is_kept=order.is_kept,
         )
 
-    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int]) -> None:
         """Send all tasks at once, unless too many descriptors would be in flight."""
-        self._fds_each, self._is_last = len(parcel), last
+        self._fds_each = len(parcel)
         is_careful = len(parcel) * len(tasks) > MAX_FDS_IN_FLIGHT
         for worker, task in zip(self._workers, tasks, strict=True):
             if worker.has_exited:
@@ -185,7 +185,7 @@ class LocalWorkers:
             with contextlib.suppress(ConnectionError):  # already exited; RankExited will report it
                 if not worker.channel.flush():
                     return
-            if self._is_last:
+            if self._is_dismissed:
                 worker.shut()
             worker.owes = self._is_careful
             self._taskless.popleft()
@@ -202,7 +202,7 @@ class LocalWorkers:
 
     def dismiss(self) -> None:
         """Let the ranks exit."""
-        self._is_last = True
+        self._is_dismissed = True
         for worker in self._workers:
             if worker not in self._taskless:
                 worker.shut()

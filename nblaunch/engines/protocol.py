@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.debug_messages import ToDebugger
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task
 
@@ -159,6 +160,9 @@ class Worker(Protocol):
     def free(self, task: int) -> None:
         """Make a call of a kept rank that waits for a peer raise, by cutting the connections of its process groups."""
 
+    def tell(self, message: ToDebugger) -> None:
+        """Send a message to the rank's debugger."""
+
     def signal(self, signum: int, group: bool = False) -> None:
         """Send a signal to the rank, or to its process group."""
 
@@ -248,7 +252,7 @@ class Workers(Protocol):
     def listen_to(self, wakeup: Wakeup) -> None:
         """Let another wakeup end `wait`."""
 
-    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int]) -> None:
         """Send each rank its task and the payload's descriptors, as fast as descriptors can travel.
 
         The descriptors must stay open until every rank is `Running`. Ranks that have exited get nothing.
@@ -256,7 +260,6 @@ class Workers(Protocol):
         Args:
             tasks: One for each rank.
             parcel: The payload's descriptors.
-            last: Let the ranks exit afterwards.
         """
 
     def let_go(self, ranks: Collection[int]) -> None:

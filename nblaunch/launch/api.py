@@ -60,6 +60,9 @@ def notebook_launcher(
     stop_grace: float = timeouts.STOP_GRACE_S,
     metric_patterns: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] | None = None,
     preload: str | Sequence[str] | None = None,
+    on_error: str = "raise",
+    on_breakpoint: str = "continue",
+    checks: bool = False,
     block: bool = True,
     view: str = "auto",
 ) -> LaunchResult | Launch:
@@ -99,6 +102,12 @@ def notebook_launcher(
             Default: None.
         preload: Names of modules to import ahead of later launches, as with ``%distributed preload``. They must be
             installed packages. Default: None; well-known packages that the notebook has imported are always included.
+        on_error: ``"debug"``: a rank that raises an exception opens the debugger on it, in the cell, while the others
+            wait. Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
+        on_breakpoint: What ``breakpoint()`` does where nobody can type, as in papermill: ``"continue"`` (default)
+            prints its place and goes on, ``"fail"`` raises RuntimeError.
+        checks: Have torch compare every collective of the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``), so that calls
+            that do not match fail at once, with both named. Each takes some 8 ms more. Default: False.
         block: True (default): wait for the ranks and return the result. False: return a `Launch` at once.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
@@ -160,6 +169,9 @@ def notebook_launcher(
         stop_grace=stop_grace,
         metric_patterns=metric_patterns,
         preload=preload,
+        on_error=on_error,
+        on_breakpoint=on_breakpoint,
+        checks=checks,
     )
     if block:
         return launch.join()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from nblaunch.engines.protocol import Engine, Order
 from nblaunch.errors import StartError
 from nblaunch.launch.commands import Commands
+from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
@@ -38,6 +39,8 @@ class Job:
     """The cells that define the function."""
     deadline: float
     """When to stop it, by the monotonic clock."""
+    console: DebugConsole
+    """What the user types for the ranks."""
 
 
 class Attempt:
@@ -107,7 +110,8 @@ class Attempt:
         job, plan = self.job, self.job.plan
         self.group.start(lambda rank: plan.environment(rank, port, job.launch_id, self.number, self.files.error(rank)))
         self.view.on(RanksPlaced(self.group.workers))
-        self.task = Task(1, self.group, self.view, self.commands, job.sources, plan.stop_grace, job.deadline)
+        limits = plan.stop_grace, job.deadline
+        self.task = Task(1, self.group, self.view, self.commands, job.sources, *limits, console=job.console)
         opened.callback(self.task.close)
         self.task.send(lambda rank: plan.world(rank, port), job.parcel, last=True)
         workers = [member.worker for member in self.group.members]

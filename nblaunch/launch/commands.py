@@ -65,6 +65,11 @@ class Commands:
             self.stacks, self._waiting = False, []
             return taken
 
+    def wake(self) -> None:
+        """Let the supervisor look at what it has to do."""
+        with self._lock:
+            self._wake()
+
     def _wake(self) -> None:
         if self._write.fileno() >= 0:
             try:

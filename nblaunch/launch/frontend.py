@@ -48,8 +48,22 @@ class Frontend(Protocol):
     def forget_thread(self) -> None:
         """Release what the frontend holds for the calling thread, which is about to end."""
 
-    def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
-        """Wait in the calling thread for up to `timeout` seconds (None: forever). Return True if `over` is set."""
+    def can_type(self) -> bool:
+        """Return True if the user can answer ``input`` in this cell."""
+
+    def examines(self) -> bool:
+        """Return True if the user has asked for a debugger after each exception, by ``%pdb on``."""
+
+    def wait(
+        self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
+    ) -> bool:
+        """Wait in the calling thread for up to `timeout` seconds (None: forever). Return True if `over` is set.
+
+        Args:
+            over: The event to wait for.
+            timeout: See above.
+            between: Called again and again meanwhile, in the main thread only.
+        """
 
 
 class ScriptFrontend:
@@ -78,8 +92,17 @@ class ScriptFrontend:
     def forget_thread(self) -> None:
         """Do nothing: a script holds nothing for a thread."""
 
-    def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
-        return wait_in_steps(over, timeout)
+    def can_type(self) -> bool:
+        return sys.stdin is not None and is_terminal(sys.stdin) and is_terminal(sys.stdout)
+
+    def examines(self) -> bool:
+        return False
+
+    def wait(
+        self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
+    ) -> bool:
+        in_main = threading.current_thread() is threading.main_thread()
+        return wait_in_steps(over, timeout, between=between if in_main else lambda: None)
 
 
 def wait_in_steps(

@@ -17,6 +17,7 @@ from nblaunch.engines.current import engine
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
 from nblaunch.launch.attempt import Attempt, Job
+from nblaunch.launch.cell_input import CellInput
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.conclusion import (
     attach_results,
@@ -26,6 +27,7 @@ from nblaunch.launch.conclusion import (
     stop_error,
     summary,
 )
+from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs
 from nblaunch.launch.output.pruning import prune
@@ -42,6 +44,7 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.segments import in_words
+from nblaunch.wire.debug_messages import Debugging
 from nblaunch.wire.messages import Payload
 
 _log = logging.getLogger(__name__)
@@ -80,6 +83,10 @@ class Launch:
         self._interrupts = 0
         """Of the user, while the caller waits."""
         self._begin = time.monotonic()
+        can_type = host().can_type() and threading.current_thread() is threading.main_thread()
+        debugging = Debugging(can_type, plan.on_breakpoint == "fail", plan.on_error == "debug" or host().examines())
+        self._console = DebugConsole(plan.world_size, shipment.sources, debugging)
+        self._input = CellInput(self._console)
         self._job = Job(
             plan,
             self.id,
@@ -88,6 +95,7 @@ class Launch:
             () if shipment.parcel is None else shipment.parcel.fds,
             shipment.sources,
             float("inf") if plan.timeout is None else self._begin + plan.timeout,
+            self._console,
         )
         self._result: LaunchResult | None = None
         self._error: BaseException | None = None
@@ -141,7 +149,7 @@ class Launch:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait up to `timeout` seconds (None: forever) for the end of the launch. Return True if it has ended."""
-        return host().wait(self._finished, timeout)
+        return host().wait(self._finished, timeout, self._input.serve)
 
     def result(self) -> LaunchResult:
         """Wait for the end of the launch and return its result. Warn once if a rank crashed after all had returned.
@@ -247,7 +255,7 @@ class Launch:
                 self.wait()
             except KeyboardInterrupt:
                 self._interrupts += 1
-        return self._interrupts > 0
+        return self._interrupts > 0 or self._console.has_quit
 
     # -------------------------------------------------------------- in the supervisor thread
     def _supervise(self) -> None:

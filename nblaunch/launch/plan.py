@@ -31,6 +31,10 @@ from nblaunch.wire.messages import World
 DEVICES = ("auto", "cpu", "cuda")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
+ON_ERROR = ("raise", "debug")
+ON_BREAKPOINT = ("continue", "fail")
+_CHECKS = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+"""What names the rank, the sizes and the types at once when ranks call different collectives; 8 ms for each call."""
 DEFAULT_CPU_RANKS = 2
 """The number of ranks on a machine without GPUs."""
 MASTER_ADDR = "127.0.0.1"
@@ -91,6 +95,10 @@ class Plan:
     """The names in ``env=``."""
     preload: tuple[str, ...] = ()
     """Modules to import ahead of later launches."""
+    on_error: str = "raise"
+    """``"debug"``: a rank that fails opens the debugger first."""
+    on_breakpoint: str = "continue"
+    """What ``breakpoint()`` does where nobody can type: ``"continue"`` or ``"fail"``."""
 
     def device_of(self, rank: int) -> str:
         """Return the device of a rank, such as ``"cuda:0"``."""
@@ -151,6 +159,9 @@ def make_plan(
     mixed_precision: Any = "no",
     metric_patterns: Any = None,
     preload: Any = None,
+    on_error: Any = "raise",
+    on_breakpoint: Any = "continue",
+    checks: Any = False,
 ) -> Plan:
     """Validate the arguments of `notebook_launcher` and fill in the defaults.
 
@@ -170,7 +181,7 @@ def make_plan(
     _check_descriptors(world_size, _DESCRIPTORS_PER_RANK + _DESCRIPTORS_TO_SEARCH * bool(patterns), machine)
     if backend == "nccl" and device == "cpu":
         raise ArgumentError("backend='nccl' needs GPUs, but the device is 'cpu': use backend='gloo'")
-    extra = _extra_environment(env)
+    extra = {**(_CHECKS if checks else {}), **_extra_environment(env)}
     threads = _threads(threads_per_rank, world_size, machine.cpus, {**machine.env, **extra})
     log_limit({**machine.env, **extra})  # the ranks read it: report an invalid one here
     return Plan(
@@ -187,6 +198,8 @@ def make_plan(
         metric_patterns=patterns,
         named=tuple(extra),
         preload=_modules(preload),
+        on_error=argument_checks.one_of("on_error", on_error, ON_ERROR),
+        on_breakpoint=argument_checks.one_of("on_breakpoint", on_breakpoint, ON_BREAKPOINT),
     )
 
 
@@ -320,4 +333,7 @@ def changed(plan: Plan, **changes: Any) -> Plan:
             given[name] = argument_checks.seconds(name, given[name])
     if "metric_patterns" in given:
         given["metric_patterns"] = compile_patterns(given["metric_patterns"])
+    for name, choices in (("on_error", ON_ERROR), ("on_breakpoint", ON_BREAKPOINT)):
+        if name in given:
+            argument_checks.one_of(name, given[name], choices)
     return replace(plan, **given)

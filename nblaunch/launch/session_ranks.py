@@ -18,6 +18,7 @@ from typing import Any
 from nblaunch.engines.protocol import Engine, Order
 from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
+from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan
@@ -245,11 +246,18 @@ class SessionRanks:
         return Task(self._tasks, self.group, view, commands, {}, math.inf, is_kept=True, is_question=True, joins=joins)
 
     def new_task(
-        self, view: View, commands: Commands, sources: Mapping[str, Source], stop_grace: float, deadline: float
+        self,
+        view: View,
+        commands: Commands,
+        sources: Mapping[str, Source],
+        stop_grace: float,
+        deadline: float,
+        console: DebugConsole,
     ) -> Task:
         """Return a task over the ranks, which `claimed` gives to the caller."""
         self._tasks += 1
-        return Task(self._tasks, self.group, view, commands, sources, stop_grace, deadline, is_kept=True)
+        limits = stop_grace, deadline
+        return Task(self._tasks, self.group, view, commands, sources, *limits, is_kept=True, console=console)
 
     def finish(self, task: Task, names: Mapping[str, SentName], settings: Settings) -> None:
         """Note what a task has left behind. A disturbed process group is replaced with the next task.

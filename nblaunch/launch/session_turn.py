@@ -96,7 +96,8 @@ class Turn:
             grace = self.job.plan.stop_grace
             timeout = self.job.plan.timeout
             deadline = float("inf") if timeout is None else time.monotonic() + timeout  # without the time in the queue
-            self.task = ranks.new_task(self.view, self.commands, self.job.sources, grace, deadline)
+            limits = grace, deadline
+            self.task = ranks.new_task(self.view, self.commands, self.job.sources, *limits, self.job.console)
             opened.callback(self.task.close)
             if absent:
                 self.hint = (

@@ -17,6 +17,7 @@ from nblaunch.engines.protocol import Descriptors, Event, LostDescriptors, Recei
 from nblaunch.launch import failures
 from nblaunch.launch.abandoned import AbandonedRanks
 from nblaunch.launch.commands import Commands
+from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import Stacks
@@ -29,6 +30,7 @@ from nblaunch.launch.views.events import Countdown, Note, RanksChanged
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
 from nblaunch.wire.collective_table import members_of
+from nblaunch.wire.debug_messages import FromDebugger
 from nblaunch.wire.messages import Done, Failed, Interrupted, Leaving, NotStarted, RankExited, Running, Source, World
 from nblaunch.wire.session_messages import Names
 
@@ -53,6 +55,7 @@ class Task:
         is_kept: Whether the ranks stay after the task: they are freed from collectives, and not killed.
         is_question: Whether it asks kept ranks for their names.
         joins: Whether the ranks need their process group.
+        console: What the user types for the ranks. Default: nobody types.
 
     Attributes:
         ranks: The state of each rank.
@@ -73,6 +76,7 @@ class Task:
         is_kept: bool = False,
         is_question: bool = False,
         joins: bool = True,
+        console: DebugConsole | None = None,
     ) -> None:
         self.number, self.group, self.view, self.commands = number, group, view, commands
         self.sources, self.stop_grace, self.deadline = sources, stop_grace, deadline
@@ -99,6 +103,9 @@ class Task:
         self._threads_ended_at = 0.0
         self._has_noted_threads = False
         self._is_last = False
+        self._console = console or DebugConsole(len(self.ranks), sources)
+        self._console.begin(number, commands.wake)
+        self._stepped_at = time.monotonic()
 
     def send(
         self,
@@ -119,11 +126,17 @@ class Task:
             path: Entries that the ranks' ``sys.path`` must have. Default: none.
         """
         self._is_last = last
-        tasks = [
-            messages.Task(self.number, world(rank.rank), log_dir=log_dir, joins=self._joins, path=path)
-            for rank in self.ranks
-        ]
-        self.group.workers.send_tasks(tasks, parcel, last=last)
+        common = messages.Task(
+            self.number,
+            world(0),
+            log_dir=log_dir,
+            joins=self._joins,
+            path=path,
+            is_last=last,
+            debugging=self._console.debugging,
+        )
+        tasks = [replace(common, world=world(rank.rank)) for rank in self.ranks]
+        self.group.workers.send_tasks(tasks, parcel)
 
     # -------------------------------------------------------------- events
     def take(self, event: Event) -> None:
@@ -153,6 +166,8 @@ class Task:
             rank.is_leaving = True
         elif isinstance(message, Names):
             rank.names = message
+        elif isinstance(message, FromDebugger):
+            self._console.take(message, time.monotonic())
 
     def _lose_result(self, rank: Rank, event: LostDescriptors) -> None:
         if not isinstance(event.message, Done):
@@ -184,6 +199,7 @@ class Task:
     def step(self) -> None:
         """Do what is due: start or continue stopping the ranks, and show their states."""
         now = time.monotonic()
+        self._serve_debuggers(now)
         if self._returned_at is None and all(rank.done is not None for rank in self.present):
             self._returned_at = self._threads_ended_at = now
             self.phase = "stopping" if self.ladder is not None else "returned"
@@ -199,9 +215,23 @@ class Task:
             self._note_failure_once(live)
         if self._returned_at is not None and live and self._is_last:
             self._await_exits(now, live, self._returned_at)
-        if self.phase == "running" and self._watches_stuck:
+        if self.phase == "running" and self._watches_stuck and not self._console.is_open:
             self._note_stuck(now)
         self._show_states()
+
+    def _serve_debuggers(self, now: float) -> None:
+        """Pass on what the user has typed. Time limits wait while a debugger is open."""
+        console = self._console
+        if console.is_open:
+            self.deadline += now - self._stepped_at
+            self._stop_at += now - self._stepped_at
+        self._stepped_at = now
+        console.exited([rank.rank for rank in self.present if rank.is_over])
+        console.step(now)
+        for number, message in console.outgoing():
+            self.group.members[number].worker.tell(message)
+        if console.has_quit and not self.commands.stop:
+            self.commands.ask()
 
     def _note_stuck(self, now: float) -> None:
         """Note why ranks wait in a collective: once for each reason, and again when waiting cannot help."""
@@ -221,6 +251,8 @@ class Task:
             return "user"
         if now >= self.deadline and self.stacks.located(now):
             return "timeout"
+        if self._console.is_open:
+            return None
         if now >= self._stop_at or self._is_abandoned(now):
             return "failure"
         return None
@@ -334,6 +366,7 @@ class Task:
 
     def close(self) -> None:
         """Close results that were not taken; answer open requests for stacks with none."""
+        self._console.end()
         self.stacks.close()
         self._stuck.close()
         for rank in self.ranks:

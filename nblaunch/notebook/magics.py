@@ -35,7 +35,7 @@ from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload
 
 ACTIONS = ("auto", "free", "preload", "session", "stacks", "status", "stop", "who")
-_OPTIONS = {"metric_patterns": "metric"}
+_OPTIONS = {"metric_patterns": "metric", "on_error": "pdb"}
 """Arguments of the launcher whose option has another name."""
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
 _METRIC = re.compile(rf"(?<!\S)(--me[a-z]*)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
@@ -139,6 +139,14 @@ class DistributedMagics(Magics):
         action="append",
         metavar="NAME",
         help="import this module of an installed package ahead of later launches; may be given several times",
+    )
+    @argument("--pdb", action="store_const", const="debug", dest="on_error", help="debug the rank that fails first")
+    @argument("--on-breakpoint", help="continue (default) or fail: what breakpoint() does where nobody can type")
+    @argument(
+        "--checks",
+        action="store_const",
+        const=True,
+        help="have torch compare every collective of the ranks, which takes 8 ms more for each",
     )
     @argument(
         "--metric",

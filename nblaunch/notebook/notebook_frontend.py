@@ -69,12 +69,30 @@ class NotebookFrontend:
         if self.shows_html():
             SessionDisplay(self.shell, state, env, workers).start()
 
-    def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
+    def can_type(self) -> bool:
+        """Return True if this cell's page takes input: papermill, nbconvert and ``%%capture`` do not."""
+        kernel = getattr(self.shell, "kernel", None)
+        if kernel is None:
+            return sys.stdin is not None and is_terminal(sys.stdin) and is_terminal(sys.stdout)
+        return bool(getattr(kernel, "_allow_stdin", False)) and isinstance(sys.stdout, OutStream)
+
+    def examines(self) -> bool:
+        """Return True after ``%pdb on``."""
+        return bool(self.shell.call_pdb)
+
+    def wait(
+        self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
+    ) -> bool:
         """Wait for `over`. In a cell, answer pages that reload meanwhile, so that they get their panels back."""
         if threading.current_thread() is not threading.main_thread():
             return over.wait(timeout)
+
+        def serve() -> None:
+            self._channel.serve()
+            between()
+
         with self._channel.answered(over):
-            return wait_in_steps(over, timeout, timeouts.SHELL_SERVE_INTERVAL_S, self._channel.serve)
+            return wait_in_steps(over, timeout, timeouts.SHELL_SERVE_INTERVAL_S, serve)
 
     def forget_thread(self) -> None:
         """Close the socket by which this thread has published.

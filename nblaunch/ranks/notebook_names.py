@@ -1,4 +1,4 @@
-"""The notebook's names in a rank: ``get_ipython`` and ``display`` work, ``input`` and ``breakpoint`` raise.
+"""The notebook's names in a rank: ``get_ipython`` and ``display`` work.
 
 IPython's shell exists before the fork in forked ranks. A spawned rank creates it on first use: a function that needs no
 shell does not wait for IPython's import.
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from nblaunch.ranks import rank_display
 from nblaunch.transfer import notebook_shell
@@ -34,8 +34,6 @@ def install(namespace: dict[str, Any]) -> None:
     _namespace = namespace
     notebook_shell.provide(get_ipython)
     namespace["get_ipython"] = notebook_shell.get_ipython
-    builtins.input = _no_input
-    sys.breakpointhook = _no_breakpoint
     if "IPython" in sys.modules:
         _enter()
     else:
@@ -110,14 +108,3 @@ def _then_enter(execute: Callable[[ModuleType], None]) -> Callable[[ModuleType],
         _enter()
 
     return exec_module
-
-
-def _no_input(prompt: object = "") -> NoReturn:
-    raise RuntimeError(
-        f"input({str(prompt)!r}): a rank cannot read input; call input() in the notebook before the launch, "
-        "and pass the answer as an argument"
-    )
-
-
-def _no_breakpoint(*args: Any, **kwargs: Any) -> NoReturn:
-    raise RuntimeError("breakpoint(): a rank has no terminal; use print, or debug the function in the notebook itself")

@@ -19,6 +19,8 @@ from nblaunch.wire.messages import Cell, Payload
 from nblaunch.wire.session_messages import Question
 
 _log = logging.getLogger(__name__)
+HIDES_OLDER_FRAMES = "__ipython_bottom__"
+"""A value of ``__tracebackhide__`` by which IPython's debugger hides a frame and those that have called it."""
 
 
 def call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[str, ...]]:
@@ -31,6 +33,7 @@ def call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[st
     Returns:
         Its return value, and the names of arguments and globals that it modified but did not return.
     """
+    __tracebackhide__ = HIDES_OLDER_FRAMES
     context = current()
     assert context is not None
     before: dict[str, Any] = {}
@@ -69,6 +72,7 @@ def _own_values(context: Context) -> dict[str, Any]:
 
 def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     """Run the cell's source; return the value of its last expression, or None."""
+    __tracebackhide__ = HIDES_OLDER_FRAMES
     namespace.update(_own_values(context))
     if cell.ranks is not None and context.rank not in cell.ranks:
         return None
@@ -96,6 +100,7 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
 
 async def _await(codes: Sequence[CodeType], namespace: dict[str, Any]) -> tuple[Any, Exception | None]:
     """Run code that awaits at the top level. Return its last value, and its exception."""
+    __tracebackhide__ = HIDES_OLDER_FRAMES
     value = None
     try:
         for code in codes:

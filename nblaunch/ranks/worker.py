@@ -38,8 +38,10 @@ from nblaunch.ranks import (
     stack_dumps,
     task_body,
 )
+from nblaunch.ranks.breakpoints import Breakpoints
 from nblaunch.ranks.collective_log import collective_log
-from nblaunch.ranks.kernel_channel import KeptChannel, KernelChannel
+from nblaunch.ranks.kernel_channel import KernelChannel
+from nblaunch.ranks.keyboard import Keyboard
 from nblaunch.ranks.namespace import Namespace
 from nblaunch.ranks.report import Context, enter
 from nblaunch.transfer import definitions
@@ -144,17 +146,19 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     home = Namespace(spec.rank) if spec.is_kept else None
     if spec.is_kept:
         processes.become_subreaper()  # another rank's death must not cost this rank's orphans
-    voice = (KeptChannel if spec.is_kept else KernelChannel)(channel, spec.rank)
-    code = 0
-    while (received := voice.next_task()) is not None:
+    voice = KernelChannel(channel, spec.rank)
+    breakpoints = Breakpoints(Keyboard(voice))
+    code, is_last = 0, False
+    while not is_last and (received := voice.next_task()) is not None:
         task, fds = received
+        is_last = task.is_last
         if task.acknowledge:
             voice.say(Taken(spec.rank, task.task))
         if task.log_dir not in ("", spec.log_dir):
             spec = _turn_to(task.log_dir, spec, spool)
         place = (spec.rank, spec.local_rank, spec.world_size)
         enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops))
-        code = _run(spec, task, functools.partial(load, fds), voice, home)
+        code = _run(spec, task, functools.partial(load, fds), voice, breakpoints, home)
         for fd in fds:  # the task has ended before it was loaded
             os.close(fd)
     _await_threads()
@@ -175,16 +179,43 @@ def _turn_to(log_dir: str, spec: RankSpec, spool: int) -> RankSpec:
     return spec
 
 
-def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: KernelChannel, home: Namespace | None) -> int:
+def _run(
+    spec: RankSpec,
+    task: Task,
+    load: Callable[[], Payload],
+    voice: KernelChannel,
+    breakpoints: Breakpoints,
+    home: Namespace | None,
+) -> int:
     """Join the group, rebuild the payload, run it and send its outcome; return the exit status so far."""
+    breakpoints.begin_task(task.debugging)
     try:
         result, changed = _work(spec, task, load, voice, home)
     except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
+        failed = error_report.describe(spec.rank, task.task, error)
+        breakpoints.end_task()
+        if task.debugging.post_mortem and isinstance(error, Exception) and not voice.interrupted:
+            _examine(error, voice, breakpoints)
         _send_names(spec, task, voice, home)
-        return _send_failure(error_report.describe(spec.rank, task.task, error), voice)
+        return _send_failure(failed, voice)
+    breakpoints.end_task()
     _flush()
     _send_names(spec, task, voice, home)
     return _send(result, changed, spec, voice, home)
+
+
+def _examine(error: Exception, voice: KernelChannel, breakpoints: Breakpoints) -> None:
+    """Let the user examine an exception before the kernel learns of it, and stops the other ranks."""
+    _flush()
+    voice.armed = True
+    try:
+        breakpoints.examine(error)
+    except KeyboardInterrupt:
+        pass  # the exception, too, ends the task
+    except Exception:  # noqa: BLE001  # a bug of the debugger must not hide the user's exception
+        traceback.print_exc()
+    finally:
+        voice.armed = False
 
 
 def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:

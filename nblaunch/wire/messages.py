@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nblaunch.wire.debug_messages import Debugging
 from nblaunch.wire.session_messages import SentName
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Bump it whenever a message changes: a kernel refuses a fork server of another release."""
 
 Method = Literal["forkserver", "spawn", "fork"]
@@ -183,7 +184,7 @@ class World:
 class Task:
     """Kernel -> rank: run this. Its descriptors: the payload's parcel.
 
-    A rank runs tasks one after the other, and exits at EOF. A launch sends one task, then shuts down its side.
+    A rank runs tasks one after the other, and exits after the last, or at EOF.
     """
 
     task: int
@@ -197,6 +198,9 @@ class Task:
     """Whether the task needs the process group."""
     path: tuple[str, ...] = ()
     """Entries that a kept rank's ``sys.path`` must have."""
+    is_last: bool = False
+    """Whether the rank exits after it."""
+    debugging: Debugging = field(default_factory=Debugging)
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,7 +218,7 @@ class FakeWorkers:
         for rank in ranks:
             self.ranks[rank].exits()
 
-    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int], *, last: bool) -> None:
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int]) -> None:
         self.tasks += tasks
         for worker, task in zip(self.ranks, tasks, strict=True):
             worker.task = task.task

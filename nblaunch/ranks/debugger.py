@@ -1,0 +1,263 @@
+"""IPython's debugger in a rank: ``breakpoint()``, post-mortem, and a look at a rank that runs on.
+
+The user types in the notebook; lines come through `nblaunch.ranks.keyboard`. Quitting asks the kernel to stop the task:
+the interrupt, not ``BdbQuit``, ends the call, so that ``finally`` blocks and the other ranks see what Stop does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import re
+import rlcompleter
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from IPython.core.debugger import Pdb
+
+from nblaunch.errors import text_of
+from nblaunch.ranks.keyboard import Keyboard
+from nblaunch.ranks.report import current
+from nblaunch.wire.debug_messages import Closed, Opened, OpenedBy, Printed
+
+_MAX_TEXT = 1 << 20
+"""Characters that one command may print."""
+_MAX_ERROR = 1000
+_JOINED = frozenset({
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
+    "backward", "barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
+})  # fmt: skip
+"""Calls that wait for the other ranks. ``backward`` does under DDP."""
+
+
+class _Screen(io.StringIO):
+    """Where the debugger prints: text goes to the notebook before each request for a line."""
+
+    def __init__(self, keyboard: Keyboard) -> None:
+        super().__init__()
+        self._keyboard = keyboard
+
+    def send(self) -> None:
+        """Send what was printed."""
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
+        if len(text) > _MAX_TEXT:
+            text = f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} more characters\n"
+        if text:
+            voice = self._keyboard.voice
+            voice.say(Printed(voice.rank, voice.task, text))
+
+
+class _Lines:
+    """The debugger's stdin."""
+
+    def __init__(self, keyboard: Keyboard, screen: _Screen) -> None:
+        self._keyboard, self._screen = keyboard, screen
+
+    def readline(self) -> str:
+        """Return what the user types; empty at the end of the input."""
+        self._screen.send()
+        with contextlib.suppress(EOFError):
+            return self._keyboard.ask("") + "\n"
+        return ""
+
+
+class _Interrupted(BaseException):
+    """KeyboardInterrupt in the debugger, which would swallow it."""
+
+
+class RankDebugger(Pdb):
+    """The debugger of one thread.
+
+    Args:
+        keyboard: Where lines come from. The thread holds its turn while the debugger is open.
+        by: Why it opens.
+        command: Run this alone, and close. Default: the user types.
+    """
+
+    def __init__(self, keyboard: Keyboard, by: OpenedBy, command: str = "") -> None:
+        self._screen = _Screen(keyboard)
+        super().__init__(stdin=_Lines(keyboard, self._screen), stdout=self._screen, nosigint=True, readrc=False)
+        self.prompt = ""
+        self.report_skipped = False
+        self._keyboard, self._by = keyboard, by
+        self._steps = self._has_quit = False
+        self._command = command
+
+    # -------------------------------------------------------------- open and close
+    def interaction(self, frame: FrameType | None, tb_or_exc: Any) -> None:
+        """Open, until the user goes on."""
+        keyboard, voice = self._keyboard, self._keyboard.voice
+        self._steps = False
+        with keyboard.turn:
+            keyboard.complete = self._complete
+            error = tb_or_exc if isinstance(tb_or_exc, BaseException) else None
+            voice.say(self._opened(frame, error))
+            try:
+                super().interaction(frame, tb_or_exc)
+            except _Interrupted:
+                sys.settrace(None)
+                self.set_continue()
+                raise KeyboardInterrupt from None
+            finally:
+                keyboard.complete = lambda text: []
+                self._screen.send()
+                voice.say(Closed(voice.rank, voice.task, steps=self._steps, quits=self._has_quit))
+        if self._has_quit:
+            self._await_the_stop()
+        if voice.interrupted and self._by == "breakpoint":  # while it printed, which IPython swallows
+            raise KeyboardInterrupt
+
+    def _opened(self, frame: FrameType | None, error: BaseException | None) -> Opened:
+        voice, line = self._keyboard.voice, frame.f_lineno if frame is not None else 0
+        traceback = error.__traceback__ if error is not None else None
+        while traceback is not None:
+            frame, line, traceback = traceback.tb_frame, traceback.tb_lineno, traceback.tb_next
+        where = (frame.f_code.co_filename, line, frame.f_code.co_name) if frame is not None else ("", 0, "")
+        text = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")[:_MAX_ERROR] if error is not None else ""
+        return Opened(voice.rank, voice.task, self._by, *where, text, self._command)
+
+    def _cmdloop(self) -> None:
+        try:
+            self.cmdloop()
+        except KeyboardInterrupt:
+            raise _Interrupted from None
+
+    def _await_the_stop(self) -> None:
+        """Wait for the kernel's interrupt, which ends every rank alike."""
+        if threading.current_thread() is not threading.main_thread():
+            raise KeyboardInterrupt
+        threading.Event().wait()
+
+    def preloop(self) -> None:
+        """Queue the command of a look that runs alone."""
+        if self._command:
+            self.cmdqueue += [self._command, "q"]
+        super().preloop()
+
+    def postcmd(self, stop: bool, line: str) -> bool:
+        """Close after an interrupt, which pdb reports as an error of the command."""
+        if self._keyboard.voice.interrupted:
+            raise _Interrupted
+        return super().postcmd(stop, line)
+
+    def print_stack_entry(self, *args: Any, **options: Any) -> None:
+        """Print where the rank is, unless one command is to run alone."""
+        if not self._command:
+            super().print_stack_entry(*args, **options)
+
+    # -------------------------------------------------------------- commands
+    def do_quit(self, arg: str) -> bool:
+        """q(uit): end the debugging. In a running rank, interrupt all ranks of the launch."""
+        if self._by == "breakpoint":
+            self._has_quit = True
+            self.set_continue()
+        return True
+
+    do_q = do_exit = do_quit
+
+    def do_EOF(self, arg: str) -> bool:  # noqa: N802  # cmd's name
+        """Quit."""
+        return self.do_quit(arg)
+
+    def do_continue(self, arg: str) -> bool:
+        """c(ontinue): go on until the next breakpoint."""
+        self._steps = bool(self.breaks)
+        return self._moves(super().do_continue, arg)
+
+    do_c = do_cont = do_continue
+
+    def do_next(self, arg: str) -> bool:
+        """n(ext): go on to the next line of this function."""
+        self._say_who_joins()
+        return self._steps_with(super().do_next, arg)
+
+    do_n = do_next
+
+    def do_step(self, arg: str) -> bool:
+        """s(tep): go on to the next line, in a called function or here."""
+        self._say_who_joins()
+        return self._steps_with(super().do_step, arg)
+
+    do_s = do_step
+
+    def do_return(self, arg: str) -> bool:
+        """r(eturn): go on until this function returns."""
+        return self._steps_with(super().do_return, arg)
+
+    do_r = do_return
+
+    def do_until(self, arg: str) -> bool:
+        """unt(il): go on to a line with a higher number."""
+        return self._steps_with(super().do_until, arg)
+
+    do_unt = do_until
+
+    def _steps_with(self, command: Any, arg: str) -> bool:
+        self._steps = True
+        return self._moves(command, arg)
+
+    def _moves(self, command: Any, arg: str) -> bool:
+        if self._by == "breakpoint":
+            return bool(command(arg))
+        self._steps = False
+        if self._by == "look":
+            self.message("This rank runs on by itself; q closes the look at it")
+            return False
+        return True  # nothing goes on after an exception
+
+    def do_jump(self, arg: str) -> bool | None:
+        """j(ump): set the line that is run next."""
+        if self._by != "breakpoint":
+            self.error("only a rank that has stopped at a breakpoint can jump")
+            return None
+        return super().do_jump(arg)  # type: ignore[no-any-return]
+
+    do_j = do_jump
+
+    def do_debug(self, arg: str) -> None:
+        """Not here: a second debugger would trace the first."""
+        self.error("debug: not in a rank")
+
+    def do_run(self, arg: str) -> None:
+        """Not here: the launch restarts by running its cell again."""
+        self.error("run the cell again")
+
+    do_restart = do_run
+
+    def do_place(self, arg: str) -> None:
+        """place: print the current line with its place."""
+        frame, line = self.stack[self.curindex]
+        source = linecache.getline(frame.f_code.co_filename, line, frame.f_globals).strip()
+        self.message(f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}: {source}")
+
+    def _say_who_joins(self) -> None:
+        """Say that the next line waits for the other ranks, if it does."""
+        frame, context = self.curframe, current()
+        if self._by != "breakpoint" or frame is None or context is None or context.world_size < 2:
+            return
+        call = _joined_call(linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals))
+        if call:
+            others = [str(rank) for rank in range(context.world_size) if rank != context.rank]
+            self.message(f"{call} waits until rank{'s' * (len(others) > 1)} {', '.join(others)} call it as well")
+
+    # -------------------------------------------------------------- names
+    def _complete(self, text: str) -> list[str]:
+        """Return the names of the frame that may follow."""
+        frame = self.curframe
+        if frame is None:
+            return []
+        completer = rlcompleter.Completer({**frame.f_globals, **frame.f_locals})
+        found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
+        return sorted({name.rstrip("() ") for name in found})
+
+
+def _joined_call(source: str) -> str:
+    """Return the name of a call in this line that waits for the other ranks; empty if there is none."""
+    names = re.findall(r"(\w+)\s*\(", source)
+    return next((name for name in names if name in _JOINED), "")
