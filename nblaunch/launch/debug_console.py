@@ -30,8 +30,8 @@ from nblaunch.wire.debug_messages import (
 from nblaunch.wire.messages import Source
 
 HELP = (
-    "c: continue, n: next line, s: step into, u and d: up and down the stack, p x: print x, q: stop all ranks; "
-    "ranks: list them, rank 0: look at rank 0, all p x: ask every rank"
+    "n: next line, s: step into, c: continue, p x: print x, w: stack, u, d: up, down, h: help, q: stop all ranks\n"
+    "ranks: what they do, rank 0: turn to rank 0, all p x: ask every rank\n"
 )
 STEP_WAIT_S = 1.0
 """Until a rank that steps gives way to another one that has stopped."""
@@ -52,6 +52,8 @@ class _Debugger:
     """What it has printed while another rank was in front."""
     is_called: bool = False
     """``all`` has sent it a command: show its answer, whichever rank is in front."""
+    answer: list[str] = field(default_factory=list)
+    """What it has printed for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +86,14 @@ class DebugConsole:
 
     Attributes:
         has_quit: The user has ended the task by quitting a debugger.
+        has_examined: The user has closed the debugger of an exception.
         on_withdrawn: Called when a prompt ends, in any thread, with the lock held.
     """
 
     def __init__(self, world_size: int, sources: Mapping[str, Source], debugging: Debugging | None = None) -> None:
         self._world_size, self._sources = world_size, sources
         self.debugging = debugging or Debugging()
-        self.has_quit = False
+        self.has_quit = self.has_examined = False
         self.on_withdrawn: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         """Guards everything below."""
@@ -150,10 +153,13 @@ class DebugConsole:
     def _take_from(self, open_here: list[_Debugger], message: FromDebugger, now: float) -> None:
         top = open_here[-1]
         if isinstance(message, Printed):
-            if message.rank == self._front and not top.is_called:
-                self._show(message.text)
+            text = self._with_labels(message.text)
+            if top.is_called:
+                top.answer.append(text)
+            elif message.rank == self._front:
+                self._show(text)
             else:
-                top.held.append(message.text)
+                top.held.append(text)
         elif isinstance(message, Asked):
             top.asked = message
             self._show_called(message.rank, top)
@@ -161,6 +167,7 @@ class DebugConsole:
             self._show_called(message.rank, top)
             open_here.pop()
             self.has_quit = self.has_quit or message.quits
+            self.has_examined = self.has_examined or top.opened.by == "exception"
             if message.rank == self._front and not open_here:
                 self._steps_since = now if message.steps else None
                 self._front = message.rank if message.steps else None
@@ -207,7 +214,7 @@ class DebugConsole:
     def _note_opened(self, opened: Opened) -> None:
         if opened.command or opened.by == "input":
             return
-        if self._front is None:
+        if self._front is None or opened.by == "look":
             self._front = opened.rank
             self._introduce(opened)
         elif opened.rank != self._front:
@@ -218,7 +225,7 @@ class DebugConsole:
         self._show(f"rank {opened.rank} {self._state_of(opened)}\n")
         if not self._has_helped:
             self._has_helped = True
-            self._show(f"{HELP}\n")
+            self._show(HELP)
 
     def _state_of(self, opened: Opened) -> str:
         """Return what the rank does, and where."""
@@ -232,9 +239,8 @@ class DebugConsole:
         """Show the answer to a command that went to several ranks."""
         if debugger.is_called:
             debugger.is_called = False
-            text = "".join(debugger.held) or "\n"
-            debugger.held.clear()
-            self._show(f"rank {rank}: {text}")
+            self._show(f"rank {rank}: {''.join(debugger.answer) or chr(10)}")
+            debugger.answer.clear()
 
     def _show(self, text: str, typed_in: str = "") -> None:
         self._shown.append(Shown(text, typed_in))
@@ -255,9 +261,16 @@ class DebugConsole:
         """Return the ranks that wait for a line."""
         return [rank for rank, stack in sorted(self._open.items()) if stack and stack[-1].asked is not None]
 
+    def _with_labels(self, text: str) -> str:
+        """Name cells as the notebook does."""
+        for filename, source in self._sources.items():
+            if source.label:
+                text = text.replace(filename, source.label)
+        return text
+
     def _choose(self) -> None:
         """Choose the rank in front, and set its prompt. Requires the lock."""
-        asking = self._asking()
+        asking = [] if self.has_quit or self.has_examined else self._asking()
         if self._front is None and asking:
             self._front = asking[0]
             top = self._open[self._front][-1]
@@ -274,7 +287,7 @@ class DebugConsole:
         self._changed.notify_all()
 
     def _set_prompt(self, asked: Asked | None) -> None:
-        if asked is self._prompted:
+        if asked is self._prompted and (asked is None) == (self._prompt is None):
             return
         self._prompt, self._prompted = None, asked
         if asked is not None:
@@ -346,9 +359,11 @@ class DebugConsole:
     def _turn_to(self, rank: int) -> None:
         if rank >= self._world_size:
             self._show(f"there is no rank {rank}: the ranks are 0 to {self._world_size - 1}\n")
-        elif self._open.get(rank):
+        elif stack := self._open.get(rank):
             self._front, self._steps_since = rank, None
-            self._introduce(self._open[rank][-1].opened)
+            self._introduce(stack[-1].opened)
+            if not stack[-1].held and stack[-1].opened.by != "input":
+                self._send(rank, stack[-1], "place")  # it may have moved since
         else:
             self._look(rank)
 

@@ -201,6 +201,11 @@ class Launch:
             return asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
         return {}
 
+    @property
+    def console(self) -> DebugConsole:
+        """Where the debuggers of the ranks print, and the user types."""
+        return self._console
+
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "finished"
         if not self.done:

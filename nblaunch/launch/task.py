@@ -251,6 +251,8 @@ class Task:
             return "user"
         if now >= self.deadline and self.stacks.located(now):
             return "timeout"
+        if self._console.has_examined:
+            return "failure"
         if self._console.is_open:
             return None
         if now >= self._stop_at or self._is_abandoned(now):

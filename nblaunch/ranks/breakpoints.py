@@ -17,7 +17,7 @@ from typing import Any
 
 from nblaunch.machine.own_code import is_rank_runtime, is_users
 from nblaunch.ranks.keyboard import Keyboard
-from nblaunch.wire.debug_messages import Debugging, Look, OpenedBy
+from nblaunch.wire.debug_messages import Closed, Debugging, Look, Opened, OpenedBy, Printed
 
 
 class Breakpoints:
@@ -66,7 +66,7 @@ class Breakpoints:
 
     def _stop(self, frame: FrameType, call: str) -> None:
         keyboard = self._keyboard
-        if keyboard.voice.interrupted:
+        if keyboard.voice.is_stopping:
             return  # ``finally`` has its grace period, and no more
         if not (keyboard.can_type and keyboard.is_here):
             self._pass_by(frame, call)
@@ -97,7 +97,9 @@ class Breakpoints:
         while traceback is not None and traceback.tb_next is not None and _is_ours(traceback.tb_frame):
             traceback = traceback.tb_next
         if traceback is not None and self._keyboard.can_type:
-            self._new("exception").interaction(None, error.with_traceback(traceback))
+            debugger = self._new("exception")
+            debugger.reset()
+            debugger.interaction(None, error.with_traceback(traceback))
 
     def _look_in_thread(self, message: Look) -> None:
         _thread.start_new_thread(self._look, (message,))  # `threading` must list the user's threads only
@@ -106,11 +108,22 @@ class Breakpoints:
         if not self._keyboard.turn.acquire(blocking=False):
             return  # a debugger is open
         try:
-            frame = sys._current_frames().get(threading.main_thread().ident or 0)
-            if frame is not None:
-                self._new("look", message.command).interaction(_users_frame(frame), None)
+            frame = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
+            if frame is None:
+                self._say_idle()
+                return
+            debugger = self._new("look", message.command)
+            debugger.reset()
+            debugger.interaction(frame, None)
         finally:
             self._keyboard.turn.release()
+
+    def _say_idle(self) -> None:
+        voice = self._keyboard.voice
+        place = voice.rank, voice.task
+        voice.say(Opened(*place, "look", command="place"))
+        voice.say(Printed(*place, "runs no code of yours now\n"))
+        voice.say(Closed(*place))
 
     def _new(self, by: OpenedBy, command: str = "") -> Any:
         importlib.import_module("IPython")  # which creates the shell in a spawned rank
@@ -121,9 +134,8 @@ def _is_ours(frame: FrameType) -> bool:
     return is_rank_runtime(frame.f_code.co_filename)
 
 
-def _users_frame(frame: FrameType) -> FrameType:
-    """Return the innermost frame of the user's code; `frame` if there is none."""
-    found: FrameType | None = frame
-    while found is not None and not is_users(found.f_code.co_filename):
-        found = found.f_back
-    return found or frame
+def _users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's code; None if there is none."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame

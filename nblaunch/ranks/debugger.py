@@ -99,7 +99,7 @@ class RankDebugger(Pdb):
             error = tb_or_exc if isinstance(tb_or_exc, BaseException) else None
             voice.say(self._opened(frame, error))
             try:
-                super().interaction(frame, tb_or_exc)
+                super().interaction(frame, tb_or_exc)  # type: ignore[no-untyped-call]
             except _Interrupted:
                 sys.settrace(None)
                 self.set_continue()
@@ -216,7 +216,7 @@ class RankDebugger(Pdb):
         if self._by != "breakpoint":
             self.error("only a rank that has stopped at a breakpoint can jump")
             return None
-        return super().do_jump(arg)  # type: ignore[no-any-return]
+        return super().do_jump(arg)
 
     do_j = do_jump
 
@@ -244,7 +244,8 @@ class RankDebugger(Pdb):
         call = _joined_call(linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals))
         if call:
             others = [str(rank) for rank in range(context.world_size) if rank != context.rank]
-            self.message(f"{call} waits until rank{'s' * (len(others) > 1)} {', '.join(others)} call it as well")
+            many = len(others) > 1
+            self.message(f"{call} waits until rank{'s' * many} {', '.join(others)} call{'s' * (not many)} it as well")
 
     # -------------------------------------------------------------- names
     def _complete(self, text: str) -> list[str]:

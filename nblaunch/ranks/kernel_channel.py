@@ -63,6 +63,11 @@ class KernelChannel:
         """Return True if the current task has got its SIGINT."""
         return 0 < self.task == self._seen
 
+    @property
+    def is_stopping(self) -> bool:
+        """Return True if the current task is to be interrupted: its SIGINT may not have arrived yet."""
+        return self.interrupted or self._asked >= self.task > 0
+
     def next_task(self) -> tuple[Task, list[int]] | None:
         """Wait for the next task and its descriptors; None at EOF."""
         received = self._arriving.get()

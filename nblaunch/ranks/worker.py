@@ -194,7 +194,7 @@ def _run(
     except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
         failed = error_report.describe(spec.rank, task.task, error)
         breakpoints.end_task()
-        if task.debugging.post_mortem and isinstance(error, Exception) and not voice.interrupted:
+        if task.debugging.post_mortem and isinstance(error, Exception) and not voice.is_stopping:
             _examine(error, voice, breakpoints)
         _send_names(spec, task, voice, home)
         return _send_failure(failed, voice)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from nblaunch.engines.protocol import Body, Log, Workers
+from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import Piece
 
@@ -32,6 +33,10 @@ class Controls(Protocol):
 
     def ask_stacks(self) -> None:
         """Request a `StacksShown` event with the stacks of all live ranks."""
+
+    @property
+    def console(self) -> DebugConsole:
+        """Where the debuggers of the ranks print, and the user types."""
 
 
 @dataclass(frozen=True, slots=True)
