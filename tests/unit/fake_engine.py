@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Received, Stream, Wakeup
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.debug_messages import ToDebugger
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.messages import (
     Done,
@@ -115,6 +116,8 @@ class FakeWorker:
     signals: list[int] = field(default_factory=list)
     """The signals that it was sent."""
     on_interrupt: Callable[[], None] = lambda: None
+    told: list[ToDebugger] = field(default_factory=list)
+    """For its debugger."""
     freed: int = 0
     """How often it was freed from a collective."""
     on_free: Callable[[], None] = lambda: None
@@ -162,6 +165,9 @@ class FakeWorker:
     def free(self, task: int) -> None:
         self.freed += 1
         self.on_free()
+
+    def tell(self, message: ToDebugger) -> None:
+        self.told.append(message)
 
     def signal(self, signum: int, group: bool = False) -> None:
         self.signals.append(signum)

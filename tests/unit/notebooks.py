@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,8 +46,16 @@ class Notebook:
     def forget_thread(self) -> None:
         pass
 
-    def wait(self, over: threading.Event, timeout: float | None = None) -> bool:
-        return wait_in_steps(over, timeout)
+    def can_type(self) -> bool:
+        return False
+
+    def examines(self) -> bool:
+        return False
+
+    def wait(
+        self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
+    ) -> bool:
+        return wait_in_steps(over, timeout, between=between)
 
 
 @contextmanager
