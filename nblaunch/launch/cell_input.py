@@ -6,11 +6,23 @@ import getpass
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 
 from nblaunch.launch.debug_console import DebugConsole, Prompt
+from nblaunch.launch.frontend import host
+from nblaunch.launch.plan import Plan
 from nblaunch.machine import timeouts
+from nblaunch.wire.debug_messages import Debugging
+from nblaunch.wire.messages import Source
 
 HERE = "cell"
+
+
+def console_for(plan: Plan, sources: Mapping[str, Source]) -> DebugConsole:
+    """Return the console of a launch that the current thread starts."""
+    can_type = host().can_type() and threading.current_thread() is threading.main_thread()
+    debugging = Debugging(can_type, plan.on_breakpoint == "fail", plan.on_error == "debug" or host().examines())
+    return DebugConsole(plan.world_size, sources, debugging)
 
 
 class _WithdrawnError(Exception):

@@ -87,6 +87,19 @@ def _places(task: Task) -> str:
     return "\n" + "\n".join(f"    {line}" for line in lines) + "\n" if lines else " "
 
 
+def changed_names(task: Task) -> set[str]:
+    """Return the names of arguments and globals that ranks have modified and not returned."""
+    return {name for rank in task.ranks if rank.done is not None for name in rank.done.changed}
+
+
+def copy_note(name: str) -> str:
+    """Return the note on a name that the ranks have modified."""
+    return (
+        f"`{name}` was modified in the ranks, but ranks work on copies. Return it (for a module, its `state_dict()`) "
+        "to get the new value"
+    )
+
+
 def interruption(message: str, results: Mapping[int, Any]) -> KeyboardInterrupt:
     """Return a KeyboardInterrupt that IPython shows as one line, with what the ranks had returned."""
     interrupt: Any = KeyboardInterrupt(message)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from nblaunch.launch.output.transcript import Shown, Transcript
+from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import (
     Asked,
     Closed,
@@ -33,12 +35,6 @@ HELP = (
     "n: next line, s: step into, c: continue, p x: print x, w: stack, u, d: up, down, h: help, q: stop all ranks\n"
     "ranks: what they do, rank 0: turn to rank 0, all p x: ask every rank\n"
 )
-STEP_WAIT_S = 1.0
-"""Until a rank that steps gives way to another one that has stopped."""
-LOOK_WAIT_S = 2.0
-"""For a rank to answer a look: its threads wait while C code runs that holds the GIL."""
-_MAX_CHARS = 1 << 20
-"""Of what the console has shown; the oldest goes first."""
 _STATES = {"breakpoint": "at a breakpoint", "exception": "has raised", "look": "runs on", "input": "waits for input"}
 
 
@@ -67,22 +63,13 @@ class Prompt:
     is_secret: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A part of what the console shows."""
-
-    text: str
-    typed_in: str = ""
-    """Where the user has typed it; empty if a rank or the console has printed it."""
-
-
 class DebugConsole:
     """See the module. Thread-safe.
 
     Args:
         world_size: The number of ranks.
         sources: The cells that define what the ranks run, by file name.
-        debugging: What the ranks do where they would stop for the user. Default: nobody can type.
+        debugging: What the ranks do where they would stop for the user. Default: no one can type.
 
     Attributes:
         has_quit: The user has ended the task by quitting a debugger.
@@ -104,10 +91,7 @@ class DebugConsole:
         """When the rank in front has gone on to open again."""
         self._looks: dict[int, float] = {}
         """When a look at a rank was asked for."""
-        self._shown: deque[Shown] = deque()
-        self._first = 0
-        """Parts that were dropped from the front of `_shown`."""
-        self._chars = 0
+        self._transcript = Transcript()
         self._prompt: Prompt | None = None
         self._prompted: Asked | None = None
         """What the prompt is for."""
@@ -183,11 +167,11 @@ class DebugConsole:
     def step(self, now: float) -> None:
         """Do what is due: let another rank come to the front, give up looks."""
         with self._changed:
-            if self._steps_since is not None and now > self._steps_since + STEP_WAIT_S:
+            if self._steps_since is not None and now > self._steps_since + timeouts.STEP_TIMEOUT_S:
                 if self._asking():
                     self._show(f"rank {self._front} runs on\n")
                 self._front = self._steps_since = None
-            for rank in [rank for rank, since in self._looks.items() if now > since + LOOK_WAIT_S]:
+            for rank in [rank for rank, since in self._looks.items() if now > since + timeouts.LOOK_TIMEOUT_S]:
                 del self._looks[rank]
                 self._show(f"rank {rank} does not answer: it may be in C code that blocks Python\n")
             self._choose()
@@ -243,18 +227,12 @@ class DebugConsole:
             debugger.answer.clear()
 
     def _show(self, text: str, typed_in: str = "") -> None:
-        self._shown.append(Shown(text, typed_in))
-        self._chars += len(text)
-        while self._chars > _MAX_CHARS and len(self._shown) > 1:
-            self._chars -= len(self._shown.popleft().text)
-            self._first += 1
-        self._changed.notify_all()
+        self._transcript.add(text, typed_in)
 
     def shown(self, start: int) -> tuple[int, Sequence[Shown]]:
-        """Return the end of what the console has shown, and its parts from number `start` on."""
+        """Return the number of parts that the console has shown, and those from number `start` on."""
         with self._changed:
-            end = self._first + len(self._shown)
-            return end, [self._shown[n - self._first] for n in range(max(start, self._first), end)]
+            return len(self._transcript), self._transcript.since(start)
 
     # -------------------------------------------------------------- the prompt
     def _asking(self) -> list[int]:
@@ -309,7 +287,7 @@ class DebugConsole:
     def wait(self, start: int, seconds: float) -> None:
         """Wait until there is a prompt, or something is shown after part `start`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._prompt or self._first + len(self._shown) > start, seconds)
+            self._changed.wait_for(lambda: self._prompt or len(self._transcript) > start, seconds)
 
     # -------------------------------------------------------------- the user
     def type(self, number: int, line: str | None, typed_in: str) -> bool:

@@ -17,17 +17,18 @@ from nblaunch.engines.current import engine
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import failures
 from nblaunch.launch.attempt import Attempt, Job
-from nblaunch.launch.cell_input import CellInput
+from nblaunch.launch.cell_input import CellInput, console_for
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.conclusion import (
     attach_results,
+    changed_names,
+    copy_note,
     interruption,
     keep_logs,
     load_results,
     stop_error,
     summary,
 )
-from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs
 from nblaunch.launch.output.pruning import prune
@@ -44,7 +45,6 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.segments import in_words
-from nblaunch.wire.debug_messages import Debugging
 from nblaunch.wire.messages import Payload
 
 _log = logging.getLogger(__name__)
@@ -67,6 +67,7 @@ class Launch:
         name: The function's name.
         world_size: The number of ranks.
         id: Names the launch in ``%distributed status`` and in its ranks' ``TORCHELASTIC_RUN_ID``.
+        console: Where the debuggers of the ranks print, and the user types.
     """
 
     def __init__(
@@ -83,10 +84,8 @@ class Launch:
         self._interrupts = 0
         """Of the user, while the caller waits."""
         self._begin = time.monotonic()
-        can_type = host().can_type() and threading.current_thread() is threading.main_thread()
-        debugging = Debugging(can_type, plan.on_breakpoint == "fail", plan.on_error == "debug" or host().examines())
-        self._console = DebugConsole(plan.world_size, shipment.sources, debugging)
-        self._input = CellInput(self._console)
+        self.console = console_for(plan, shipment.sources)
+        self._input = CellInput(self.console)
         self._job = Job(
             plan,
             self.id,
@@ -95,7 +94,7 @@ class Launch:
             () if shipment.parcel is None else shipment.parcel.fds,
             shipment.sources,
             float("inf") if plan.timeout is None else self._begin + plan.timeout,
-            self._console,
+            self.console,
         )
         self._result: LaunchResult | None = None
         self._error: BaseException | None = None
@@ -201,11 +200,6 @@ class Launch:
             return asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
         return {}
 
-    @property
-    def console(self) -> DebugConsole:
-        """Where the debuggers of the ranks print, and the user types."""
-        return self._console
-
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "finished"
         if not self.done:
@@ -260,7 +254,7 @@ class Launch:
                 self.wait()
             except KeyboardInterrupt:
                 self._interrupts += 1
-        return self._interrupts > 0 or self._console.has_quit
+        return self._interrupts > 0 or self.console.has_quit
 
     # -------------------------------------------------------------- in the supervisor thread
     def _supervise(self) -> None:
@@ -385,7 +379,9 @@ class Launch:
             seconds = time.monotonic() - self._begin
             values = [self._returned.get(rank) for rank in range(self.world_size)]  # a session may lack a rank
             self._result = LaunchResult(self.name, values, metrics, logs, seconds, self._shipment.sent)
-            self._note_changes(attempt)
+            for name in sorted(changed_names(attempt.task) - _noted):
+                _noted.add(name)
+                self._view.on(Note(copy_note(name)))
         elif verdict.cause is not None:
             self._account = account
             error = failures.exception_for(verdict.cause, account)
@@ -394,17 +390,6 @@ class Launch:
         if error is not None:
             attach_results(self._returned, error)
         return error
-
-    def _note_changes(self, attempt: Attempt | Turn) -> None:
-        changed = {name for rank in attempt.task.ranks if rank.done is not None for name in rank.done.changed}
-        for name in sorted(changed - _noted):
-            _noted.add(name)
-            self._view.on(
-                Note(
-                    f"`{name}` was modified in the ranks, but ranks work on copies. Return it (for a module, its "
-                    "`state_dict()`) to get the new value"
-                )
-            )
 
 
 def live_launches() -> list[Launch]:

@@ -98,7 +98,7 @@ class Plan:
     on_error: str = "raise"
     """``"debug"``: a rank that fails opens the debugger first."""
     on_breakpoint: str = "continue"
-    """What ``breakpoint()`` does where nobody can type: ``"continue"`` or ``"fail"``."""
+    """What ``breakpoint()`` does where no one can type: ``"continue"`` or ``"fail"``."""
 
     def device_of(self, rank: int) -> str:
         """Return the device of a rank, such as ``"cuda:0"``."""

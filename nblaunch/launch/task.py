@@ -55,7 +55,7 @@ class Task:
         is_kept: Whether the ranks stay after the task: they are freed from collectives, and not killed.
         is_question: Whether it asks kept ranks for their names.
         joins: Whether the ranks need their process group.
-        console: What the user types for the ranks. Default: nobody types.
+        console: What the user types for the ranks. Default: no one types.
 
     Attributes:
         ranks: The state of each rank.

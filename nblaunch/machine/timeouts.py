@@ -144,6 +144,12 @@ METRIC_SEARCH_NOTE_DELAY_S = 5.0
 STOP_GRACE_S = 30.0
 """The default of ``stop_grace``: how long an interrupted rank has for ``finally`` blocks and checkpoints."""
 
+# ------------------------------------------------------------------ launch: debugging
+STEP_TIMEOUT_S = 1.0
+"""How long a rank that steps stays in front, until another one that has stopped takes its place."""
+LOOK_TIMEOUT_S = 2.0
+"""For a rank to answer a look: its threads wait while C code runs that holds the GIL."""
+
 # ------------------------------------------------------------------ launch: views
 TEXT_EMIT_INTERVAL_S = 0.2
 """Minimum pause between two emissions of the text view. Jupyter drops output beyond its rate limits."""

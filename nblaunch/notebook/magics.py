@@ -141,7 +141,7 @@ class DistributedMagics(Magics):
         help="import this module of an installed package ahead of later launches; may be given several times",
     )
     @argument("--pdb", action="store_const", const="debug", dest="on_error", help="debug the rank that fails first")
-    @argument("--on-breakpoint", help="continue (default) or fail: what breakpoint() does where nobody can type")
+    @argument("--on-breakpoint", help="continue (default) or fail: what breakpoint() does where no one can type")
     @argument(
         "--checks",
         action="store_const",

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from nblaunch.machine.own_code import is_rank_runtime, is_users
+from nblaunch.ranks import notebook_names
 from nblaunch.ranks.keyboard import Keyboard
 from nblaunch.wire.debug_messages import Closed, Debugging, Look, Opened, OpenedBy, Printed
 
@@ -76,9 +77,9 @@ class Breakpoints:
         self._debugger.set_trace(frame)
 
     def _pass_by(self, frame: FrameType, call: str) -> None:
-        """Go on at a breakpoint where nobody can type."""
+        """Go on at a breakpoint where no one can type."""
         place = frame.f_code.co_filename, frame.f_lineno
-        why = "nobody can type here" if self._keyboard.is_here else "this is a child process of the rank"
+        why = "no one can type here" if self._keyboard.is_here else "this is a child process of the rank"
         said = f"{call} at {place[0]}:{place[1]} in {frame.f_code.co_name} (rank {self._keyboard.voice.rank}): {why}"
         if self._fails:
             raise RuntimeError(said)
@@ -126,7 +127,7 @@ class Breakpoints:
         voice.say(Closed(*place))
 
     def _new(self, by: OpenedBy, command: str = "") -> Any:
-        importlib.import_module("IPython")  # which creates the shell in a spawned rank
+        notebook_names.get_ipython()  # which a spawned rank has not created yet
         return importlib.import_module("nblaunch.ranks.debugger").RankDebugger(self._keyboard, by, command)
 
 

@@ -93,12 +93,12 @@ class Keyboard:
         """Ask the user in the notebook, as ``input`` does.
 
         Raises:
-            EOFError: Nobody can type here, as in papermill, or in a child process of the rank.
+            EOFError: No one can type here, as in papermill, or in a child process of the rank.
         """
         text = str(prompt)
         if not (self.can_type and self.is_here):
             raise EOFError(
-                f"input({text!r}): nobody can type here; pass the answer as an argument, or run the cell where a "
+                f"input({text!r}): no one can type here; pass the answer as an argument, or run the cell where a "
                 "person can answer"
             )
         voice = self.voice

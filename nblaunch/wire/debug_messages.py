@@ -19,7 +19,7 @@ class Debugging:
     can_type: bool = False
     """Whether the user can type lines for the ranks."""
     fails: bool = False
-    """Whether ``breakpoint()`` raises an exception where nobody can type; else it prints its place."""
+    """Whether ``breakpoint()`` raises an exception where no one can type; else it prints its place."""
     post_mortem: bool = False
     """Whether a rank that fails opens the debugger on its exception first."""
 

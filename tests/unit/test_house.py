@@ -34,7 +34,7 @@ BELOW = {
 }
 """Each room of the package, and the rooms that it may import."""
 NOTEBOOKS_OWN = ("IPython", "ipykernel", "ipywidgets", "anywidget")
-RANK_SHELL = "rank_shell.py"
+RANK_SHELL, RANK_DEBUGGER = "rank_shell.py", "debugger.py"
 """The only module of ranks/ that imports IPython; it is imported by name, where a rank needs it."""
 NOTEBOOK_NAMES = "notebook_names.py"
 """Imports the shell by name."""
@@ -220,7 +220,9 @@ def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
             return bool(found.function) or room in ("launch", "notebook")
         if is_within(found.target, NOTEBOOKS_OWN) and module.name == NOTEBOOK_NAMES:
             return bool(found.function)  # for user code that needs a shell
-        if (room == "notebook" or module.name == RANK_SHELL) and is_within(found.target, NOTEBOOKS_OWN):
+        if (room == "notebook" or module.name in (RANK_SHELL, RANK_DEBUGGER)) and is_within(
+            found.target, NOTEBOOKS_OWN
+        ):
             return True
         return is_within(found.target, (*allowed, *also.get((module.name, found.function), ())))
 
@@ -253,8 +255,9 @@ def test_only_the_training_room_imports_torch_at_the_top_of_a_module() -> None:
             assert not [found for found in torchs if not found.function]
 
 
-def test_only_the_ranks_shell_loads_ipython() -> None:
-    modules = [module for module in modules_in("ranks") if module.name not in ("__init__.py", RANK_SHELL)]
+def test_only_the_ranks_shell_and_debugger_load_ipython() -> None:
+    own = ("__init__.py", RANK_SHELL, RANK_DEBUGGER)
+    modules = [module for module in modules_in("ranks") if module.name not in own]
     names = [f"nblaunch.ranks.{module.stem}" for module in modules]
     loaded = python(f"import {', '.join(names)}; import sys; print(*sys.modules)").split()
     assert set(names) <= set(loaded)
