@@ -62,6 +62,7 @@ class Task:
         phase: The phase of the task.
         ladder: The stop in progress, or None.
         stacks: Asks the ranks for their stacks.
+        console: Where their debuggers print, and the user types.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class Task:
         self._threads_ended_at = 0.0
         self._has_noted_threads = False
         self._is_last = False
-        self._console = console or DebugConsole(len(self.ranks), sources)
-        self._console.begin(number, commands.wake)
+        self.console = console or DebugConsole(len(self.ranks), sources)
+        self.console.begin(number, commands.wake)
         self._stepped_at = time.monotonic()
 
     def send(
@@ -133,7 +134,7 @@ class Task:
             joins=self._joins,
             path=path,
             is_last=last,
-            debugging=self._console.debugging,
+            debugging=self.console.debugging,
         )
         tasks = [replace(common, world=world(rank.rank)) for rank in self.ranks]
         self.group.workers.send_tasks(tasks, parcel)
@@ -167,7 +168,7 @@ class Task:
         elif isinstance(message, Names):
             rank.names = message
         elif isinstance(message, FromDebugger):
-            self._console.take(message, time.monotonic())
+            self.console.take(message, time.monotonic())
 
     def _lose_result(self, rank: Rank, event: LostDescriptors) -> None:
         if not isinstance(event.message, Done):
@@ -215,13 +216,13 @@ class Task:
             self._note_failure_once(live)
         if self._returned_at is not None and live and self._is_last:
             self._await_exits(now, live, self._returned_at)
-        if self.phase == "running" and self._watches_stuck and not self._console.is_open:
+        if self.phase == "running" and self._watches_stuck and not self.console.is_open:
             self._note_stuck(now)
         self._show_states()
 
     def _serve_debuggers(self, now: float) -> None:
         """Pass on what the user has typed. Time limits wait while a debugger is open."""
-        console = self._console
+        console = self.console
         if console.is_open:
             self.deadline += now - self._stepped_at
             self._stop_at += now - self._stepped_at
@@ -251,9 +252,9 @@ class Task:
             return "user"
         if now >= self.deadline and self.stacks.located(now):
             return "timeout"
-        if self._console.has_examined:
+        if self.console.has_examined:
             return "failure"
-        if self._console.is_open:
+        if self.console.is_open:
             return None
         if now >= self._stop_at or self._is_abandoned(now):
             return "failure"
@@ -368,7 +369,7 @@ class Task:
 
     def close(self) -> None:
         """Close results that were not taken; answer open requests for stacks with none."""
-        self._console.end()
+        self.console.end()
         self.stacks.close()
         self._stuck.close()
         for rank in self.ranks:
