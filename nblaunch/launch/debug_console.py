@@ -89,6 +89,10 @@ class DebugConsole:
         self._front: int | None = None
         self._steps_since: float | None = None
         """When the rank in front has gone on to open again."""
+        self._answers_until = 0.0
+        """How long answers to ``all`` are waited for."""
+        self._has_left: set[int] = set()
+        """Ranks that have returned, failed or exited."""
         self._looks: dict[int, float] = {}
         """When a look at a rank was asked for."""
         self._transcript = Transcript()
@@ -113,6 +117,7 @@ class DebugConsole:
         """
         with self._changed:
             self._task, self._wake = task, wake
+            self._has_left.clear()
             self._open.clear()
             self._outgoing.clear()
             self._front = self._steps_since = None
@@ -156,10 +161,13 @@ class DebugConsole:
                 self._steps_since = now if message.steps else None
                 self._front = message.rank if message.steps else None
 
-    def exited(self, ranks: Collection[int]) -> None:
+    def left(self, ranks: Collection[int]) -> None:
         """Close what ranks that have left the task had open."""
         with self._changed:
+            self._has_left.update(ranks)
             for rank in ranks:
+                if self._looks.pop(rank, None) is not None:
+                    self._show(f"rank {rank} has left\n")
                 if self._open.pop(rank, None) and rank == self._front:
                     self._front = None
             self._choose()
@@ -248,6 +256,9 @@ class DebugConsole:
 
     def _choose(self) -> None:
         """Choose the rank in front, and set its prompt. Requires the lock."""
+        if time.monotonic() < self._answers_until and self._awaits_answers():
+            self._set_prompt(None)  # what is shown now would come after the prompt
+            return
         asking = [] if self.has_quit or self.has_examined else self._asking()
         if self._front is None and asking:
             self._front = asking[0]
@@ -263,6 +274,9 @@ class DebugConsole:
             top_asked = front[-1].asked
         self._set_prompt(top_asked)
         self._changed.notify_all()
+
+    def _awaits_answers(self) -> bool:
+        return bool(self._looks) or any(stack[-1].is_called for stack in self._open.values() if stack)
 
     def _set_prompt(self, asked: Asked | None) -> None:
         if asked is self._prompted and (asked is None) == (self._prompt is None):
@@ -346,10 +360,15 @@ class DebugConsole:
             self._look(rank)
 
     def _look(self, rank: int, command: str = "") -> None:
+        if rank in self._has_left:
+            self._show(f"rank {rank} has left\n")
+            return
         self._looks[rank] = time.monotonic()
+        self._answers_until = self._looks[rank] + timeouts.LOOK_TIMEOUT_S
         self._outgoing.append((rank, Look(self._task, command)))
 
     def _ask_all(self, command: str) -> None:
+        self._answers_until = time.monotonic() + timeouts.LOOK_TIMEOUT_S
         for rank in range(self._world_size):
             stack = self._open.get(rank)
             if not stack:

@@ -227,7 +227,7 @@ class Task:
             self.deadline += now - self._stepped_at
             self._stop_at += now - self._stepped_at
         self._stepped_at = now
-        console.exited([rank.rank for rank in self.present if rank.is_over])
+        console.left([rank.rank for rank in self.present if rank.is_over])
         console.step(now)
         for number, message in console.outgoing():
             self.group.members[number].worker.tell(message)

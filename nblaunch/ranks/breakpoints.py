@@ -10,11 +10,13 @@ import builtins
 import getpass
 import importlib
 import os
+import pdb
 import sys
 import threading
 from types import FrameType
 from typing import Any
 
+from nblaunch.machine import timeouts
 from nblaunch.machine.own_code import is_rank_runtime, is_users
 from nblaunch.ranks import notebook_names
 from nblaunch.ranks.keyboard import Keyboard
@@ -45,8 +47,7 @@ class Breakpoints:
         builtins.input = self._keyboard.input
         getpass.getpass = self._ask_secret
         sys.breakpointhook = self._hook
-        if "pdb" in sys.modules:
-            sys.modules["pdb"].set_trace = self._set_trace  # type: ignore[attr-defined]  # which reads stdin
+        pdb.set_trace = self._set_trace  # pdb's own reads stdin
 
     def end_task(self) -> None:
         """Stop tracing: our own code follows."""
@@ -106,7 +107,7 @@ class Breakpoints:
         _thread.start_new_thread(self._look, (message,))  # `threading` must list the user's threads only
 
     def _look(self, message: Look) -> None:
-        if not self._keyboard.turn.acquire(blocking=False):
+        if not self._keyboard.turn.acquire(timeout=timeouts.LOOK_TIMEOUT_S / 2):  # the last look may be closing
             return  # a debugger is open
         try:
             frame = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))

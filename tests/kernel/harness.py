@@ -32,6 +32,8 @@ class Cell:
     seconds: float = 0.0
     idle: bool = False
     reply: dict[str, Any] = field(default_factory=dict)
+    prompts: list[str] = field(default_factory=list)
+    """Of the lines that were typed for it."""
 
     def check(self) -> Cell:
         """Return the cell; fail if it raised."""
@@ -84,6 +86,24 @@ class Kernel:
         while until not in cell.text:
             self._take_message(deadline)
         return cell
+
+    def debug(self, code: str, *lines: str, limit: float = LONG) -> Cell:
+        """Run a cell, and type these lines when it asks for them."""
+        request = self.start_cell(code)
+        self.type(request, *lines, limit=limit)
+        return self.finish_cell(request, limit)
+
+    def type(self, request: str, *lines: str, limit: float = LONG) -> Cell:
+        """Type lines for a cell, each once it is asked for."""
+        cell = self.cells[request]
+        for line in lines:
+            cell.prompts.append(self.wait_for_prompt(limit))
+            self.client.input(line)
+        return cell
+
+    def wait_for_prompt(self, limit: float = LONG) -> str:
+        """Wait until the cell asks for a line, and return the prompt."""
+        return str(self.client.get_stdin_msg(timeout=limit)["content"]["prompt"])
 
     def _take_message(self, deadline: float) -> None:
         """Wait for one message, and put it to the cell that it belongs to."""

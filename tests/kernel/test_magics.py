@@ -273,8 +273,6 @@ def test_each_figure_has_a_file_of_its_own(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     ("body", "substitute"),
     [
-        ("input('name? ')", "call input() in the notebook before the launch, and pass the answer as an argument"),
-        ("breakpoint()", "use print, or debug the function in the notebook itself"),
         ("%pip install x", "%pip cannot run in a rank: run it in a cell of the notebook"),
         ("%%javascript\nalert(1)", "%%javascript cannot run in a rank: run it in a cell of the notebook"),
     ],

@@ -1,0 +1,328 @@
+"""The debugger of ranks in a real kernel, with someone who types into the cell's input box."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import eventually, leaving_nothing
+from tests.kernel.harness import Cell, Kernel, running_kernel
+
+STOPS = """
+import torch, time, sys
+import torch.distributed as dist
+def train(rank):
+    x = torch.ones(2) * rank
+    if rank == 1:
+        breakpoint()
+        y = x + 41
+    dist.all_reduce(x)
+    return x.tolist()
+"""
+RUN = "print(list(notebook_launcher(train, num_processes=2)))"
+PROMPTS = ["(rank 0 of 2) ", "(rank 1 of 2) "]
+
+
+@pytest.fixture(autouse=True)
+def _no_line_is_waited_for(kernel: Kernel) -> Iterator[None]:
+    yield
+    with pytest.raises(queue.Empty):
+        kernel.client.get_stdin_msg(timeout=0.05)
+
+
+def plain(cell: Cell) -> str:
+    """Return what the cell has printed, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", cell.text)
+
+
+# ------------------------------------------------------------------ breakpoint()
+def test_one_rank_stops_and_the_others_wait(kernel: Kernel) -> None:
+    cell = kernel.debug(STOPS + RUN, "p x", "w", "c").check()
+    said = plain(cell)
+    assert cell.prompts == [PROMPTS[1]] * 3
+    assert re.search(r"rank 1 has stopped at a breakpoint, Cell In\[\d+\], line 7\n", said)
+    assert re.search(r"> Cell In\[\d+\]\(7\)train\(\)\n", said)
+    assert "----> 7         y = x + 41" in said
+    assert "tensor([1., 1.])\n" in said
+    assert "worker.py" not in said
+    assert said.endswith("[[1.0, 1.0], [1.0, 1.0]]\n")
+
+
+def test_a_step_says_who_must_join_the_collective(kernel: Kernel) -> None:
+    cell = kernel.debug(STOPS + RUN, "n", "p y", "n", "c").check()
+    assert "tensor([42., 42.])" in plain(cell)
+    assert "all_reduce waits until rank 0 calls it as well" in plain(cell)
+
+
+def test_values_can_be_changed(kernel: Kernel) -> None:
+    cell = kernel.debug(STOPS + RUN, "!x += 4", "c").check()
+    assert "[[5.0, 5.0], [5.0, 5.0]]" in plain(cell)
+
+
+BOTH = "%%distributed -n 2 -o _\nx = (rank + 1) * 100\nbreakpoint()\ny = x + 1\nx"
+
+
+def test_ranks_that_stop_are_debugged_one_at_a_time(kernel: Kernel) -> None:
+    request = kernel.start_cell(BOTH)
+    first = int(kernel.wait_for_prompt()[len("(rank ")])
+    other = 1 - first
+    kernel.finish_cell(request, until=f"`rank {other}` switches to it")
+    kernel.client.input(f"rank {other}")
+    cell = kernel.type(request, "p x", "ranks", f"rank {first}", "p x", "c", "c")
+    said = plain(kernel.finish_cell(request).check())
+    assert cell.prompts == [PROMPTS[other]] * 3 + [PROMPTS[first]] * 2 + [PROMPTS[other]]
+    assert said.index(f"\n{other + 1}00\n") < said.index(f"\n{first + 1}00\n")
+    assert len(re.findall(r"^rank \d has stopped at a breakpoint", said, re.M)) >= 4
+
+
+def test_all_asks_every_rank_also_those_that_run(kernel: Kernel) -> None:
+    cell = kernel.debug(STOPS + RUN, "all p rank * 7", "all nonsense", "c").check()
+    assert "rank 1: 7\n" in plain(cell)
+    assert "rank 0: 0\n" in plain(cell)
+    assert plain(cell).count("NameError: name 'nonsense' is not defined") == 2
+
+
+def test_all_ranks_continue_together(kernel: Kernel) -> None:
+    cell = kernel.debug("%%distributed -n 2\nimport time\nbreakpoint()\nprint('on', rank)", "all c")
+    rest = [] if "on 0" in plain(cell) and "on 1" in plain(cell) else ["c"]
+    assert not rest, plain(cell)
+
+
+def test_a_rank_that_waits_can_be_looked_at(kernel: Kernel) -> None:
+    cell = kernel.debug(STOPS + RUN, "rank 0", "p rank, x", "n", "q", "p rank", "c").check()
+    said = plain(cell)
+    assert cell.prompts == [PROMPTS[1], *[PROMPTS[0]] * 3, *[PROMPTS[1]] * 2]
+    assert re.search(r"rank 0 runs on, Cell In\[\d+\], line 8\n", said)
+    assert "(0, tensor([0., 0.]))" in said
+    assert "This rank runs on by itself" in said
+
+
+def test_a_rank_that_has_returned_or_does_not_exist_is_named(kernel: Kernel) -> None:
+    cell = kernel.debug("%%distributed -n 2\nif rank: breakpoint()\nrank", "rank 0", "rank 7", "c").check()
+    assert "rank 0 has left\n" in plain(cell)
+    assert "there is no rank 7: the ranks are 0 to 1" in plain(cell)
+
+
+def test_quitting_interrupts_every_rank(kernel: Kernel) -> None:
+    body = "try:\n    breakpoint() if rank else dist.barrier()\n    done = 1\nfinally:\n    print('finally', rank)"
+    kernel.run("import torch.distributed as dist").check()
+    cell = kernel.debug(f"%%distributed -n 2\n{body}", "q")
+    assert cell.error.startswith("KeyboardInterrupt: Cell In[")
+    assert "[rank 0] finally 0" in cell.text
+    assert "[rank 1] finally 1" in cell.text
+
+
+def test_the_end_of_the_input_quits(kernel: Kernel) -> None:
+    assert kernel.debug(BOTH, "\x04").error.startswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("call", ["import pdb; pdb.set_trace()", "from pdb import set_trace; set_trace()"])
+def test_pdbs_own_call_stops_too(kernel: Kernel, call: str) -> None:
+    cell = kernel.debug(f"%%distributed -n 1 -o _\nv = 5\n{call}\nw = 6", "p v + 1", "c").check()
+    assert "\n6\n" in plain(cell)
+
+
+def test_an_imported_module_can_stop(kernel: Kernel, folder: Path) -> None:
+    (folder / "stops_here.py").write_text("def f(a):\n    b = a * 2\n    breakpoint()\n    return b\n")
+    kernel.run("import sys; sys.path.insert(0, str(folder))").check()
+    cell = kernel.debug("%%distributed -n 1 -o _\nimport stops_here\nstops_here.f(21)", "p b", "u", "c").check()
+    assert "stops_here.py, line 4" in plain(cell)
+    assert "\n42\n" in plain(cell)
+    assert "stops_here.f(21)" in plain(cell)
+
+
+def test_a_thread_can_stop(kernel: Kernel) -> None:
+    kernel.run("from threading import Thread").check()
+    body = "def f():\n    v = 7\n    breakpoint()\n    w = 1\nthread = Thread(target=f)\nthread.start()\nthread.join()"
+    assert "\n70\n" in plain(kernel.debug(f"%%distributed -n 1 -o _\n{body}", "p v * 10", "c").check())
+
+
+def test_a_child_process_of_a_rank_goes_on(kernel: Kernel) -> None:
+    body = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, n):
+        breakpoint()
+        return n
+list(torch.utils.data.DataLoader(Data(), num_workers=1))"""
+    kernel.run("import torch").check()
+    cell = kernel.run(f"%%distributed -n 1 -o _\n{body}").check()
+    assert "this is a child process of the rank, so the rank goes on" in cell.text
+
+
+def test_the_rank_goes_on_after_the_users_own_breakpoints(kernel: Kernel) -> None:
+    body = "def f(n):\n    a = n\n    b = a + 1\n    return b\nbreakpoint()\nf(1)\nf(2)"
+    cell = kernel.debug(f"%%distributed -n 1 -o _\n{body}", "b f", "c", "c", "p n", "cl 1", "c").check()
+    assert cell.prompts == ["(rank 0 of 1) "] * 6
+    assert "\n2\n" in plain(cell)
+
+
+# ------------------------------------------------------------------ time, stops and deaths
+def test_a_timeout_waits_while_the_debugger_is_open(kernel: Kernel) -> None:
+    request = kernel.start_cell(f"{STOPS}print(list(notebook_launcher(train, num_processes=2, timeout=2)))")
+    kernel.wait_for_prompt()
+    time.sleep(2.5)  # longer than the timeout
+    kernel.client.input("c")
+    assert "[[1.0, 1.0], [1.0, 1.0]]" in kernel.finish_cell(request).check().text
+
+
+def test_an_interrupt_ends_the_debugging(kernel: Kernel) -> None:
+    request = kernel.start_cell(STOPS + RUN)
+    kernel.wait_for_prompt()
+    kernel.interrupt()
+    assert kernel.finish_cell(request).error.startswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("victim", ["stops", "waits"])
+def test_the_box_goes_when_a_rank_dies(kernel: Kernel, folder: Path, victim: str) -> None:
+    who = "rank == 1" if victim == "stops" else "rank == 0"
+    note = f"import os\n    if {who}: (folder / 'pid').write_text(str(os.getpid()))\n    x = torch"
+    request = kernel.start_cell(STOPS.replace("x = torch", note, 1) + RUN)
+    kernel.wait_for_prompt()
+    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+    if victim == "waits":  # the one that debugs goes on until the user has seen enough
+        kernel.finish_cell(request, until="rank 0")
+        kernel.client.input("c")
+    assert "RankDiedError" in kernel.finish_cell(request).error
+
+
+def test_the_box_goes_when_the_launch_is_stopped_elsewhere(kernel: Kernel) -> None:
+    stops = "import threading\nfrom nblaunch.launch.handle import live_launches as live\n"
+    stops += "threading.Timer(1.0, lambda: live()[0].stop()).start()\n"
+    request = kernel.start_cell(STOPS + stops + RUN)
+    kernel.wait_for_prompt()
+    assert kernel.finish_cell(request).error.startswith("LaunchStoppedError")
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_nothing_is_left_when_the_kernel_is_killed(start_method: str) -> None:
+    with leaving_nothing(), running_kernel(CUDA_VISIBLE_DEVICES="") as kernel:
+        kernel.run("%load_ext nblaunch\nfrom nblaunch import notebook_launcher").check()
+        kernel.start_cell(f"{STOPS}notebook_launcher(train, num_processes=2, start_method={start_method!r})")
+        kernel.wait_for_prompt()
+        os.kill(kernel.pid, signal.SIGKILL)
+        eventually(lambda: not kernel.manager.is_alive())
+
+
+# ------------------------------------------------------------------ after an exception
+FAILS = """%%distributed -n 2
+def f(a):
+    b = a * 2
+    if rank == 1:
+        raise ValueError("no")
+    dist.barrier()
+f(3)"""
+
+
+def test_the_rank_that_fails_first_is_debugged_with_its_frames(kernel: Kernel) -> None:
+    kernel.run("import torch.distributed as dist").check()
+    cell = kernel.debug(FAILS.replace("-n 2", "-n 2 --pdb"), "p a, b", "u", "p rank", "all p rank", "n")
+    said = plain(cell)
+    assert cell.prompts == [PROMPTS[1]] * 5
+    assert re.search(r"rank 1 has raised ValueError: no, Cell In\[\d+\], line 5\n", said)
+    assert "(3, 6)\n" in said
+    assert "rank 0: 0\n" in said
+    assert cell.error.startswith("ValueError: no")
+
+
+def test_pdb_on_is_honoured(kernel: Kernel) -> None:
+    kernel.run("import torch.distributed as dist\n%pdb on").check()
+    try:
+        cell = kernel.debug(FAILS, "p b", "q")
+    finally:
+        kernel.run("%pdb off").check()
+    assert "\n6\n" in plain(cell)
+    assert cell.error.startswith("ValueError: no")
+
+
+def test_on_error_is_checked(kernel: Kernel) -> None:
+    kernel.run(STOPS).check()
+    for wrong in ("on_error='pdb'", "on_breakpoint='stop'"):
+        error = kernel.run(f"notebook_launcher(train, num_processes=2, {wrong})").error
+        assert error.startswith(f"ArgumentError: {wrong}")
+
+
+# ------------------------------------------------------------------ sessions, and launches in the background
+def test_a_session_keeps_its_variables(kernel: Kernel) -> None:
+    kernel.run("import torch\nimport torch.distributed as dist\n%distributed session -n 2").check()
+    try:
+        kernel.run("%%distributed\nkept = rank + 40").check()
+        cell = kernel.debug("%%distributed\nif rank:\n    breakpoint()\n    kept += 1\ndist.barrier()", "p kept", "q")
+        assert "\n41\n" in plain(cell)
+        assert cell.error.startswith("KeyboardInterrupt")
+        kernel.run("%%distributed -o sums\nt = torch.tensor([kept])\ndist.all_reduce(t)\nt.item()").check()
+        assert kernel.ask("list(sums)") == [81, 81]
+        assert "\n40\n" in plain(
+            kernel.debug("%%distributed\nbreakpoint() if not rank else 0\n5", "p kept", "c").check()
+        )
+    finally:
+        kernel.run("%distributed session stop").check()
+
+
+def test_a_launch_in_the_background_is_debugged_by_who_waits_for_it(kernel: Kernel) -> None:
+    kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)").check()
+    cell = kernel.debug("print(list(job.result()))", "p x", "c").check()
+    assert "tensor([1., 1.])" in plain(cell)
+    assert "[[1.0, 1.0], [1.0, 1.0]]" in plain(cell)
+
+
+# ------------------------------------------------------------------ input()
+def test_a_rank_can_ask_for_input(kernel: Kernel) -> None:
+    body = "import getpass\nname = input('name? ')\nsecret = getpass.getpass('secret? ')\nname, secret"
+    cell = kernel.debug(f"%%distributed -n 1 -o said\n{body}", "rank 0", "1234").check()
+    assert cell.prompts == ["(rank 0 of 1) name? ", "(rank 0 of 1) secret? "]
+    assert kernel.ask("list(said)") == [("rank 0", "1234")]
+    assert "1234" not in cell.text
+
+
+def test_the_debugger_can_ask_for_input(kernel: Kernel) -> None:
+    cell = kernel.debug("%%distributed -n 1 -o _\nbreakpoint()\nx = 1", "!name = input('name? ')", "ann", "p name", "c")
+    assert cell.prompts[1] == "(rank 0 of 1) name? "
+    assert "'ann'\n" in plain(cell.check())
+
+
+# ------------------------------------------------------------------ where no one can type
+@pytest.fixture
+def silent(kernel: Kernel) -> Iterator[Kernel]:
+    """The kernel of a front end without an input box, such as papermill's."""
+    kernel.client.allow_stdin = False
+    yield kernel
+    kernel.client.allow_stdin = True
+
+
+def test_without_an_input_box_the_rank_goes_on(silent: Kernel) -> None:
+    cell = silent.run(STOPS.replace("y = x", "breakpoint(); y = x") + RUN).check()
+    assert re.search(r"\[rank 1\] breakpoint\(\) at \S+:7 in train \(rank 1\): no one can type here", cell.text)
+    assert "[[1.0, 1.0], [1.0, 1.0]]" in cell.text
+
+
+def test_a_breakpoint_can_fail_instead(silent: Kernel) -> None:
+    cell = silent.run(f"{STOPS}notebook_launcher(train, num_processes=2, on_breakpoint='fail')")
+    assert cell.error.startswith("RuntimeError: breakpoint() at ")
+    assert "on rank 1" in cell.error or "(rank 1)" in cell.error
+
+
+def test_without_an_input_box_input_ends(silent: Kernel) -> None:
+    assert "EOFError: input('name? '): no one can type here" in silent.run("%%distributed -n 1\ninput('name? ')").error
+
+
+def test_without_an_input_box_an_error_is_just_raised(silent: Kernel) -> None:
+    silent.run("import torch.distributed as dist").check()
+    assert silent.run(FAILS.replace("-n 2", "-n 2 --pdb")).error.startswith("ValueError: no")
+
+
+def test_a_cell_whose_output_is_captured_goes_on(kernel: Kernel) -> None:
+    kernel.run(f"%%capture said\n{STOPS}{RUN}").check()
+    assert "no one can type here" in kernel.ask("said.stdout + said.stderr")
+
+
+def test_pythonbreakpoint_0_disables_breakpoints(kernel: Kernel) -> None:
+    cell = kernel.run(STOPS + RUN.replace("=2", "=2, env={'PYTHONBREAKPOINT': '0'}")).check()
+    assert "breakpoint" not in cell.text
