@@ -63,6 +63,8 @@ class CellInput:
             except _WithdrawnError:
                 continue
         self._print()
+        if console.has_examined:
+            host().was_examined()
 
     def _print(self) -> None:
         self._printed, parts = self._console.shown(self._printed)

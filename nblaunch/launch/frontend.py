@@ -54,6 +54,9 @@ class Frontend(Protocol):
     def examines(self) -> bool:
         """Return True if the user has asked for a debugger after each exception, by ``%pdb on``."""
 
+    def was_examined(self) -> None:
+        """Open no other debugger on the exception that this cell raises: the user has seen it in its rank."""
+
     def wait(
         self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
     ) -> bool:
@@ -97,6 +100,9 @@ class ScriptFrontend:
 
     def examines(self) -> bool:
         return False
+
+    def was_examined(self) -> None:
+        """Do nothing: a script opens none."""
 
     def wait(
         self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None

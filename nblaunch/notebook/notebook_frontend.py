@@ -32,6 +32,8 @@ class NotebookFrontend:
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self._cuda_cell = ""
+        self._was_examined = False
+        """``%pdb`` is to be turned on again after the cell."""
         self._channel = ShellChannel(getattr(shell, "kernel", None))
 
     def view(self, choice: str) -> View:
@@ -80,6 +82,11 @@ class NotebookFrontend:
         """Return True after ``%pdb on``."""
         return bool(self.shell.call_pdb)
 
+    def was_examined(self) -> None:
+        """Turn ``%pdb`` off until the cell has ended."""
+        self._was_examined = self._was_examined or bool(self.shell.call_pdb)
+        self.shell.call_pdb = False
+
     def wait(
         self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
     ) -> bool:
@@ -107,6 +114,8 @@ class NotebookFrontend:
 
     def after_cell(self, result: Any) -> None:
         """Run after each cell: refresh the engine, and note the cell that initialized CUDA."""
+        if self._was_examined:
+            self._was_examined, self.shell.call_pdb = False, True
         with contextlib.suppress(StartError):  # the next launch retries and reports it
             engine.refresh()
         torch = sys.modules.get("torch")

@@ -236,6 +236,7 @@ def test_pdb_on_is_honoured(kernel: Kernel) -> None:
     kernel.run("import torch.distributed as dist\n%pdb on").check()
     try:
         cell = kernel.debug(FAILS, "p b", "q")
+        kernel.debug("1 / 0", "q")  # IPython's own debugger, afterwards
     finally:
         kernel.run("%pdb off").check()
     assert "\n6\n" in plain(cell)

@@ -52,6 +52,9 @@ class Notebook:
     def examines(self) -> bool:
         return False
 
+    def was_examined(self) -> None:
+        pass
+
     def wait(
         self, over: threading.Event, timeout: float | None = None, between: Callable[[], None] = lambda: None
     ) -> bool:
