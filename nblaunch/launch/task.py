@@ -270,7 +270,7 @@ class Task:
             else:
                 self.group.signal(due.rank, due.signum, due.group)
         if live:
-            self.view.on(Countdown(ladder.countdown(now)))
+            self.view.on(Countdown(ladder.countdown(now, self.commands.interrupts_to_kill)))
 
     def _note_failure_once(self, live: list[int]) -> None:
         """Note why the other ranks are being stopped: their ``finally`` and checkpoints may take a while."""

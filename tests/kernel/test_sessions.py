@@ -692,11 +692,12 @@ def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
     kernel.run("%distributed session -n 1 --name stubborn").check()
     body = "print('begun', flush=True)\ntry: time.sleep(60)\nfinally: print('cleaning', flush=True); time.sleep(60)"
     request = kernel.start_cell(f"%%distributed --session stubborn\n{body}")
-    for shown in ("[rank 0] begun", "[rank 0] cleaning", "interrupt once more to kill"):
+    for shown in ("[rank 0] begun", "s left; interrupt twice more to kill now", "s left; interrupt again to kill now"):
         kernel.finish_cell(request, until=shown)
         kernel.interrupt()
     cell = kernel.finish_cell(request)
     assert cell.error
+    assert "interrupt again to kill the ranks that do not respond" in cell.text
     assert cell.seconds < 20
     assert "every rank of the session is dead" in kernel.run("%%distributed --session stubborn\n1").error
     kernel.run("%distributed session stop --name stubborn\n").check()
