@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from nblaunch.engines.protocol import Workers
-from nblaunch.launch.session_state import SessionState
+from nblaunch.launch.session_state import SessionState, command
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.machine.usage import Usage
@@ -94,7 +94,7 @@ class SessionDisplay:
             return ""
         return (
             f"It holds {in_words(held)} of GPU memory, and has been idle for over an hour: "
-            f"%distributed session stop --name {state.name} frees it"
+            f"{command(state.name, 'stop')} frees it"
         )
 
     def _show(self, state: SessionState) -> None:
@@ -116,7 +116,7 @@ def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[i
     queued = [*state.queued[:_MAX_QUEUED], *(["…"] if len(state.queued) > _MAX_QUEUED else [])]
     lines = [f"<div>queued: {escape(each)}</div>" for each in queued]
     head = (
-        f"<div><b>session {escape(state.name)}</b> · {len(state.ranks)} ranks on {escape(state.device)} · "
+        f"<div><b>session {escape(state.name)}</b> · {state.size} on {escape(state.device)} · "
         f"<b>{escape(doing)}</b></div>"
     )
     table = _table(state, usages, gone) if state.is_open else ""

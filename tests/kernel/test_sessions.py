@@ -197,7 +197,8 @@ def test_values_are_pushed_and_pulled(kernel: Kernel) -> None:
     assert kernel.ask("s.pull('pushed', ranks=[1])") == ["one"]
     assert "0, 1, 2" in kernel.run("s[0]['pushed']").check().value
     assert kernel.run("s.pull('no_such_name')").error.startswith("NameError")
-    assert "ranks=[2]: must be different ranks" in kernel.run("s.pull('pushed', ranks=[2])").error
+    assert "0, 1, 2])\n# the repr; session.pull('pushed', ranks=[0]) brings" in kernel.run("s[0]['pushed']").value
+    assert "the repr" not in kernel.ask("str(s[0]['pushed'])")
     assert "expression='1 +'" in kernel.run("s.pull('1 +')").error
 
 
@@ -206,7 +207,47 @@ def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
     assert on_ranks(kernel, "only") == [1, 1]
     kernel.run("only = 2\ns.push(only=only, ranks=[1])").check()
     assert on_ranks(kernel, "only") == [2, 2]
-    assert "device='cpu': each rank defines this name itself" in kernel.run("s.push(device='cpu')").error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("s.push({'a': 1})", "push({'a': 1}): names are keywords, as in push(a=1), or push(**{'a': 1})"),
+        ("s.push(device='cpu')", "device='cpu': each rank defines this name itself"),
+        ("s.push(a=1, rank=0)", "rank=0: each rank defines this name itself; choose another; ranks=[0] chooses ranks"),
+        ("s.push(a=1, ranks=1)", "ranks=1: must be a list of ranks, as in ranks=[0]"),
+        ("s.pull('x', ranks=[2])", "ranks=[2]: the ranks are 0 and 1"),
+        ("s.pull('x', ranks=[0, 0])", "ranks=[0, 0]: must name each rank once"),
+        ("s.pull('x', 'y')", "ranks='y': must be a list of ranks"),
+        ("s.pull(['a', 'b'])", "expression=['a', 'b']: must be a name or an expression, as a string"),
+        ("s.restart([])", "ranks=[]: must name a rank"),
+        ("s.run('x = 1')", "function='x = 1': must be a function, not a str; %%distributed runs a cell"),
+        ("s['x']", "session['x']: must be a rank, as in session[0]['name']; the ranks are 0 and 1"),
+        ("s[5]", "session[5]: must be a rank, as in session[0]['name']; the ranks are 0 and 1"),
+        ("s[0].x", "session[0].x: write session[0]['x'] to see it"),
+        ("s[0]['x'] = 1", "session[0]['x'] = ...: to bind a name, session.push(x=..., ranks=[0])"),
+        ("%%distributed --ranks 7\n1", "--ranks 7: the ranks are 0 and 1"),
+        ("%%distributed --fresh -n 1 --ranks 0,7\n1", "--ranks 0,7: the only rank is 0"),
+        ("%%rank 5\n1", "%%rank 5: the ranks are 0 and 1"),
+        ("%distributed session restart --rank 7", "--rank 7: the ranks are 0 and 1"),
+    ],
+)
+def test_a_misuse_is_named_as_it_was_typed(kernel: Kernel, wrong: str, said: str) -> None:
+    cell = kernel.run(wrong)
+    assert said in cell.error + cell.text
+    assert cell.reply["status"] == "error"
+
+
+def test_what_cannot_be_pulled_is_named_in_one_line(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nlock = [__import__('threading').Lock()]").check()
+    kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
+    for name, said in [("lock", "could not be sent: lock[0], a thread lock,"), ("ddp", "cannot be rebuilt")]:
+        cell = kernel.run(f"s.pull({name!r})")
+        assert re.match(rf"ResultError: rank \d's `{name}` {re.escape(said)}", cell.error)
+        assert cell.traceback == cell.error
+    shown = kernel.run("s.pull('no_such_name')").traceback
+    assert "On rank" in shown
+    assert "nblaunch" not in shown
 
 
 DECORATED = """
@@ -313,7 +354,7 @@ def test_help_knows_the_ranks_names(kernel: Kernel) -> None:
 def test_some_ranks_may_run_a_cell_alone(kernel: Kernel) -> None:
     kernel.run("%%rank 1\nalone = True").check()
     assert on_ranks(kernel, "'alone' in globals()") == [False, True]
-    assert "the ranks are 0 to 1" in kernel.run("%%rank 2\n1").text
+    assert "%%rank 2: the ranks are 0 and 1" in kernel.run("%%rank 2\n1").text
     assert "%%rank: write the ranks alone, as in %%rank 0" in kernel.run("%%rank\n1").text
     assert "%%rank 0 -o x: write the ranks alone" in kernel.run("%%rank 0 -o x\n1").text
 
@@ -471,8 +512,10 @@ def test_a_death_while_the_group_is_made_frees_the_others(kernel: Kernel) -> Non
 
 def test_a_cell_without_ranks_says_so(kernel: Kernel) -> None:
     kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert "every rank of the session is dead" in kernel.run("%%distributed\n1").error
-    assert "every rank of the session is dead" in kernel.run("s.push(a=1)").error
+    dead = "every rank of session main is dead: `%distributed session restart` restarts them"
+    assert dead in kernel.run("%%distributed\n1").error
+    assert dead in kernel.run("s.push(a=1)").error
+    assert dead in kernel.run("s.pull('a')").error
     kernel.run("%distributed session restart").check()
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
@@ -578,8 +621,12 @@ def test_a_busy_session_completes_from_what_it_knew(kernel: Kernel) -> None:
 def test_a_dead_rank_is_named_by_whatever_asks_it(kernel: Kernel) -> None:
     generation = kernel.ask("s._ranks.generation")
     kernel.run(f"os.kill({on_ranks(kernel, 'os.getpid()')[1]}, signal.SIGKILL)").check()
-    eventually(lambda: "rank 1: dead" in kernel.ask("s.status()"))
-    assert "RankDiedError: rank 1 is dead" in kernel.run("s[1]['x']").error
+    said = "dead, with its variables; `%distributed session restart --rank 1` restarts it"
+    eventually(lambda: f"rank 1: {said}" in kernel.ask("s.status()"))
+    assert kernel.run("%distributed who").check().text.endswith(f"rank 1\n  {said}\n")
+    assert kernel.run("s[1]").check().value == said
+    assert "RankDiedError: rank 1 is dead: `%distributed" in kernel.run("s[1]['x']").error
+    assert "pull('rank'): rank 1 is dead; use ranks=[0], or restart it: `%dist" in kernel.run("s.pull('rank')").error
     assert kernel.ask("s._ranks.generation") > generation
     kernel.run("%distributed session restart --rank 1").check()
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
@@ -654,7 +701,8 @@ def test_auto_without_a_session_runs_nothing(kernel: Kernel) -> None:
         assert kernel.run("# is this help?\n'ran in ' + str(world_size)").check().text.count("ran in 1") == 1
         kernel.run("%distributed session stop --name short\n_all._active = ''").check()
         cell = kernel.run("wrong = 1")
-        assert "%distributed auto is on, and the session has ended" in cell.error
+        again = "session short has ended: start it again with `%distributed session -n 1 --name short`"
+        assert f"%distributed auto is on, but {again}" in cell.error
     finally:
         kernel.run("%distributed auto off").check()
     assert kernel.ask("'wrong' in globals()") is False
@@ -664,7 +712,7 @@ def test_auto_without_a_session_runs_nothing(kernel: Kernel) -> None:
 def test_an_idle_session_stops_after_its_timeout(kernel: Kernel) -> None:
     kernel.run("brief = nblaunch.session(1, name='brief', idle_timeout=0.3)").check()
     eventually(lambda: kernel.ask("brief.is_open") is False)
-    assert "has ended after 0.3 s without a task" in kernel.run("brief.run(print)").error
+    assert "has ended after 0.3 s without a task: start it again" in kernel.run("brief.run(print)").error
     kernel.run("_all._active = ''").check()
     assert "session brief has ended, with its variables" in kernel.run("%%distributed\n1").text
     kernel.run("_all._active = 'main'").check()
@@ -674,12 +722,33 @@ def test_the_session_used_last_is_the_active_one(kernel: Kernel) -> None:
     kernel.run("second = nblaunch.session(1, name='second')").check()
     kernel.run("%%distributed --session main\n1").check()
     kernel.run("third = nblaunch.session(1, name='third', idle_timeout=0.3)").check()
-    eventually(lambda: kernel.ask("_all._idle") == "third")
+    eventually(lambda: kernel.ask("_all._ended is third"))
     said = kernel.run("%%distributed\n1").text
     assert "session third has ended" in said
     assert "run the cell again in session main" in said
     assert on_ranks(kernel, "world_size") == [2, 2]
     kernel.run("second.stop()").check()
+
+
+def test_a_cell_says_once_that_its_session_has_ended(kernel: Kernel) -> None:
+    kernel.run("%distributed session -n 1 --name over").check()
+    kernel.run("%%distributed\nheld = 1").check()
+    kernel.run("%distributed session stop --name over").check()
+    again = "start it again with `%distributed session -n 1 --name over`"
+    said = "session over has ended, with its variables: this cell"
+    assert f"{said} runs in session main; {again}\n" in kernel.run("%%distributed\n1").check().text
+    assert "has ended" not in kernel.run("%%distributed\n1").check().text
+    kernel.run("%distributed session -n 1 --name over").check()
+    kernel.run("%distributed session stop --name over\n_all._active = ''").check()
+    try:
+        assert f"%%rank: session over has ended: {again}" in kernel.run("%%rank 0\n1").text
+        cell = kernel.run("%%distributed -n 1\nheld")
+        assert f"{said} has started ranks of its own; {again}\n" in cell.text
+        assert cell.error.startswith("NameError")
+        assert "has ended" not in kernel.run("%%distributed -n 1\n1").check().text
+        assert f"session over has ended: {again}" in kernel.run("%distributed who").text
+    finally:
+        kernel.run("_all._active = 'main'").check()
 
 
 def test_a_reload_of_the_extension_keeps_sessions(kernel: Kernel) -> None:
@@ -699,7 +768,7 @@ def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
     assert cell.error
     assert "interrupt again to kill the ranks that do not respond" in cell.text
     assert cell.seconds < 20
-    assert "every rank of the session is dead" in kernel.run("%%distributed --session stubborn\n1").error
+    assert "`%distributed session restart --name stubborn`" in kernel.run("%%distributed --session stubborn\n1").error
     kernel.run("%distributed session stop --name stubborn\n").check()
     kernel.run("%%distributed --session main\n1").check()
 

@@ -64,7 +64,9 @@ def test_the_death_of_the_reaper_ends_all_and_a_restart_begins_again(session: Se
     everyone, reaper = family(session, tmp_path)
     os.kill(reaper, signal.SIGKILL)
     eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
-    with pytest.raises(RankError, match="ranks are lost: %distributed session restart"):
+    with pytest.raises(
+        RankError, match="the ranks of session deaths are lost: `%distributed session restart --name deaths`"
+    ):
         session.run(os.getpid, view="none")
     session.restart()
     assert len(set(session.run(os.getpid, view="none"))) == 2
@@ -242,7 +244,7 @@ def test_a_session_is_not_idle_while_a_task_is_packed() -> None:
 def test_a_reaper_that_dies_under_a_question_is_named(session: Session) -> None:
     reaper = session.run(os.getppid, view="none")[0]
     threading.Timer(0.5, os.kill, [reaper, signal.SIGKILL]).start()
-    with pytest.raises(RankError, match="ranks are lost"):
+    with pytest.raises(RankError, match="the ranks of session deaths are lost"):
         session.pull("__import__('time').sleep(600)")
 
 
