@@ -27,6 +27,7 @@ from nblaunch.launch.session_restart import Restart
 from nblaunch.launch.session_state import RankHolding, SessionState
 from nblaunch.launch.session_turn import Place, stale_names
 from nblaunch.launch.turn_queue import BusyError, Ticket
+from nblaunch.launch.views.base import preparing
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
@@ -165,7 +166,8 @@ class Session:
         try:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
             try:
-                task = pack(ticket)
+                with preparing(shown, label):
+                    task = pack(ticket)
             except NblaunchError as error:
                 raise error.with_traceback(None) from None  # the frames below are nblaunch's own
             launch = Launch(plan, task.payload, task.shipment, shown, Place(self.name, self._ranks, ticket, task.names))

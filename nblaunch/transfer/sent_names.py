@@ -27,6 +27,7 @@ from nblaunch.wire.session_messages import MAX_BOUND, Bound, SentName
 _DIGEST_BYTES = 16
 _MIN_COMPARED_BYTES = 1 << 20
 """A larger array is compared with its copy in the cache of sent data, which is faster than hashing it again."""
+_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -360,4 +361,7 @@ class _Hasher:
 
 
 def _hash(data: memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for start in range(0, len(data), _CHUNK_BYTES):  # Python handles signals between chunks
+        found.update(data[start : start + _CHUNK_BYTES])
+    return found.digest()
