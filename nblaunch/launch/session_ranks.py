@@ -266,7 +266,7 @@ class SessionRanks:
                     self.unset.discard(rank.rank)
             if rank.names is not None:
                 self.bound[rank.rank] = rank.names.names
-                self.sent.has_bound(rank.rank, rank.names.names, rank.names.private)
+                self.sent.has_bound(rank.rank, rank.names)
             if rank.failed is not None and rank.failed.type_name.endswith("LostReferenceError"):
                 self.sent.forget(rank.rank)  # the next task sends everything
         has_died = any(rank.member.exited is not None for rank in task.present)

@@ -190,7 +190,8 @@ def _run(spec: RankSpec, task: Task, load: Callable[[], Payload], voice: KernelC
 def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:
     if home is not None:
         begun, kept, replaced = collective_log.begun(), tuple(home.kept), tuple(home.replaced)
-        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), begun, kept, replaced))
+        lost = definitions.take_lost_keys()
+        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), begun, kept, replaced, lost))
 
 
 def _work(

@@ -35,6 +35,8 @@ _home: dict[str, Any] | None = None
 """The globals of every function that a kept rank receives from the notebook."""
 _kept: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """Tensors and modules that the notebook has sent to this kept rank, by key."""
+_keys: set[str] = set()
+"""The keys of `_kept`, and of objects that have gone since `take_lost_keys` was called."""
 _unset: set[int] = set()
 """Ids of objects in `_kept` that have no state yet."""
 
@@ -155,12 +157,20 @@ def keep(key: str, make: Callable[..., Any], made_of: tuple[Any, ...]) -> Any:
     if known is None:
         known = _kept[key] = make(*made_of)
         _unset.add(id(known))
+        _keys.add(key)
     return known
 
 
 def kept_things() -> list[tuple[str, Any]]:
     """Return the live objects that were sent under keys, by key."""
     return list(_kept.items())
+
+
+def take_lost_keys() -> tuple[str, ...]:
+    """Return the keys of objects that have gone since the last call: the notebook must not refer to them."""
+    lost = _keys.difference(_kept)
+    _keys.difference_update(lost)
+    return tuple(lost)
 
 
 def kept(key: str) -> Any:
@@ -174,7 +184,7 @@ def kept(key: str) -> Any:
     except KeyError:
         raise LostReferenceError(
             "an object refers to a tensor or module that the notebook sent before, and that this rank has deleted: "
-            "assign both again in the notebook, or send them with push()"
+            "run the cell again, which sends both"
         ) from None
 
 

@@ -22,7 +22,7 @@ from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.wire.session_messages import MAX_BOUND, Bound, SentName
+from nblaunch.wire.session_messages import MAX_BOUND, Names, SentName
 
 _DIGEST_BYTES = 16
 _MIN_COMPARED_BYTES = 1 << 20
@@ -64,6 +64,8 @@ class SentNames:
         self.names = names
         self._had: list[dict[str, bytes]] = [{} for _ in range(ranks)]
         """Of each rank: the digests that it has been sent."""
+        self._lost: list[set[str]] = [set() for _ in range(ranks)]
+        """Of each rank: the keys of tensors and modules that it had, and that a task must not refer to."""
         self._digests: dict[str, bytes] = {}
         """The last digest of each name."""
         self._owned: dict[int, _Owned] = {}
@@ -157,10 +159,13 @@ class SentNames:
         own = [(name, sent) for name, sent in names.items() if sent.ranks is None or rank in sent.ranks]
         self._had[rank].update((name, sent.digest) for name, sent in own)
 
-    def has_bound(self, rank: int, bound: Collection[Bound], private: Collection[str]) -> None:
-        """Note what a rank has bound: a name that it has deleted is sent again if a task uses it."""
-        if len(bound) < MAX_BOUND:
-            alive = {each.name for each in bound}.union(private)
+    def has_bound(self, rank: int, found: Names) -> None:
+        """Note what a rank has: what it has deleted is sent again if a task uses it."""
+        if self._lost[rank] or found.lost:
+            used = {owned.key for owned in list(self._owned.values())}
+            self._lost[rank] = self._lost[rank].union(found.lost) & used
+        if len(found.names) < MAX_BOUND:
+            alive = {each.name for each in found.names}.union(found.private)
             had = self._had[rank]
             for name in had.keys() - alive:
                 del had[name]
@@ -168,6 +173,14 @@ class SentNames:
     def forget(self, rank: int) -> None:
         """Forget what a rank had: another process takes its place."""
         self._had[rank] = {}
+        self._lost[rank] = set()
+
+    def take_lost(self, key: str) -> bool:
+        """Return True if a rank has lost the object under this key, which the caller sends whole."""
+        is_lost = any(key in lost for lost in self._lost)
+        for lost in self._lost:
+            lost.discard(key)
+        return is_lost
 
     # -------------------------------------------------------------- ownership
     def owner_of(self, thing: Any) -> _Owned | None:
@@ -318,7 +331,9 @@ class _Packing:
 
     def key_of(self, obj: object) -> tuple[str, bool]:
         owned = self._sent.owner_of(obj) if _is_kept(obj) and id(obj) not in self._plain else None
-        return ("", False) if owned is None else (owned.key, owned.name not in self._to_send)
+        if owned is None:
+            return "", False
+        return owned.key, owned.name not in self._to_send and not self._sent.take_lost(owned.key)
 
 
 class _Hasher:

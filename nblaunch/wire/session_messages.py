@@ -51,6 +51,8 @@ class Names:
     """Names of its own that this task has not replaced, though the notebook has sent them for the first time."""
     replaced: tuple[str, ...] = ()
     """Tensors and modules that it had changed, and that this task has replaced: the notebook's had changed too."""
+    lost: tuple[str, ...] = ()
+    """Keys of tensors and modules of the notebook that it no longer has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,6 +135,32 @@ def test_a_restart_of_all_ranks_takes_the_notebooks_folder(kernel: Kernel, tmp_p
     assert on_ranks(kernel, "os.getcwd()") == [before] * 2
 
 
+def test_ranks_keep_the_source_of_live_functions_alone(kernel: Kernel) -> None:
+    counts = "import inspect, linecache\nsum(name.startswith('<distributed cell') for name in linecache.cache)"
+    before = on_ranks(kernel, counts)
+    kernel.run("%%distributed\ndef stays():\n    return 1 / 0  # here").check()
+    for number in range(3):
+        kernel.run(f"%%distributed\ndef passes(): return [{number} for _ in range(2)]\npasses()").check()
+    kernel.run("%%distributed\ndel passes").check()
+    assert on_ranks(kernel, counts) == [count + 1 for count in before]
+    assert on_ranks(kernel, "'# here' in inspect.getsource(stays)") == [True, True]
+    assert "return 1 / 0  # here" in kernel.run("%%distributed\nstays()").traceback
+    kernel.run("%%distributed\ndel stays").check()
+    assert on_ranks(kernel, counts) == before
+
+
+def test_what_a_rank_has_deleted_is_sent_again_by_itself(kernel: Kernel) -> None:
+    kernel.run("gone = torch.nn.Linear(1, 1, bias=False)\nwith torch.no_grad(): gone.weight.fill_(7)").check()
+    kernel.run("%%distributed\ngone").check()
+    kernel.run("%%distributed\nif rank == 1: gone = None").check()
+    kernel.run("later = torch.optim.SGD(gone.parameters(), lr=1.0)").check()
+    looks = "gone is None, later.param_groups[0]['params'][0].item()"
+    assert on_ranks(kernel, looks) == [(False, 7.0), (True, 7.0)]
+    assert on_ranks(kernel, "later.param_groups[0]['params'][0] is gone.weight if rank == 0 else None") == [True, None]
+    cell = kernel.run("%%distributed\nlater").check()
+    assert "sent: " not in cell.text
+
+
 def test_an_optimizer_sent_later_updates_the_ranks_own_model(kernel: Kernel) -> None:
     kernel.run("small = torch.nn.Linear(1, 1, bias=False)").check()
     kernel.run("%%distributed\nwith torch.no_grad(): small.weight.fill_(rank)").check()
