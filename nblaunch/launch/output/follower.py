@@ -188,7 +188,7 @@ class LateOutput:
 
 def _first_drop(rank: RankOutput) -> str:
     if not rank.dropped.reason:
-        return f"rank {rank.rank} has reached {rank.dropped.why}: further output is dropped"
+        return f"rank {rank.rank}'s log is full ({rank.dropped.why}, by default 1 GB): further output is dropped"
     return (
         f"rank {rank.rank} cannot write its logs ({rank.dropped.why}): it runs on, and its output and reports are "
         f"dropped until there is room. Free space for {rank.spool.log.name}"
