@@ -279,7 +279,7 @@ class Session:
         Args:
             ranks: The ranks. Default: all, which then have the notebook's present working directory.
             keep: Give each new rank the variables of the old one, if it lives and they can be sent. Default: False.
-                A warning names those that cannot.
+                A warning names those that cannot. Of a DistributedDataParallel the module is kept.
 
         Raises:
             StartError: The system refuses.
@@ -289,8 +289,10 @@ class Session:
         try:
             restart.run(self._checked(ranks) or range(self.world_size), keep)
         finally:
+            if restart.unwrapped:
+                warn(f"{', '.join(restart.unwrapped)}: kept as the module it wraps; wrap it again", each_time=True)
             if restart.lost:
-                warn("the restart could not keep these names: " + "; ".join(restart.lost))
+                warn("the restart could not keep these names: " + "; ".join(restart.lost), each_time=True)
 
     def regroup(self) -> None:
         """Replace the process group with the next task: objects of the old group are stale."""

@@ -143,6 +143,21 @@ class _Home:
         return home, ()
 
 
+class BoundFirst:
+    """Pickles as a call that binds a name in the receiver's `home`: later parts of the pickle may run code with it."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bind_at_home, (self._name, self._value)
+
+
+def bind_at_home(name: str, value: Any) -> None:
+    """Bind a name in this kept rank."""
+    home()[name] = value
+
+
 def set_state_at_home(definition: Any, content: tuple[Callable[[Any, Any], object], Any]) -> None:
     """Set the state of a definition that the notebook has sent, also if this kept rank has an earlier state of it."""
     if definition in _unfinished or definition in _received:
@@ -192,14 +207,14 @@ def set_kept_state(thing: Any, state: Any) -> None:
     """Set the state of an object that `keep` has just created. An earlier object keeps the rank's changes."""
     if id(thing) not in _unset:
         return
-    _unset.discard(id(thing))
     if hasattr(thing, "__setstate__"):
         thing.__setstate__(state)
-        return
-    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    vars(thing).update(attributes or {})
-    for name, value in (slots or {}).items():
-        setattr(thing, name, value)
+    else:
+        attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+        vars(thing).update(attributes or {})
+        for name, value in (slots or {}).items():
+            setattr(thing, name, value)
+    _unset.discard(id(thing))  # not if it has failed: salvaging must see that again
 
 
 def find_or_create(
