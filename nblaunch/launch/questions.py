@@ -128,7 +128,7 @@ class Questions:
         is_of_all = wanted is None or set(wanted) == set(range(ranks.plan.world_size))
         task = ranks.new_question(joins=bool(code) and is_of_all)
         try:
-            task.send(ranks.world, fds, path=ranks.path)
+            task.send(ranks.world, fds, path=ranks.path, wanted=wanted)
             self._await(task, deadline, stop, may_free=bool(code))
             ranks.finish(task, names, Settings())
             ranks.check_group()

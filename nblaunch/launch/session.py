@@ -25,6 +25,7 @@ from nblaunch.launch.session_restart import Restart
 from nblaunch.launch.session_state import RankHolding, SessionState, restart_command
 from nblaunch.launch.session_turn import Place, stale_names
 from nblaunch.launch.turn_queue import BusyError, Ticket
+from nblaunch.launch.views.base import preparing
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
@@ -163,7 +164,8 @@ class Session:
         try:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
             try:
-                task = pack(ticket)
+                with preparing(shown, label):
+                    task = pack(ticket)
             except NblaunchError as error:
                 raise error.with_traceback(None) from None  # the frames below are nblaunch's own
             launch = Launch(plan, task.payload, task.shipment, shown, Place(self.name, self._ranks, ticket, task.names))
@@ -297,7 +299,7 @@ class Session:
         Args:
             ranks: The ranks. Default: all, which then have the notebook's present working directory.
             keep: Give each new rank the variables of the old one, if it lives and they can be sent. Default: False.
-                A warning names those that cannot.
+                A warning names those that cannot. Of a DistributedDataParallel the module is kept.
 
         Raises:
             StartError: The system refuses.
@@ -307,8 +309,10 @@ class Session:
         try:
             restart.run(self._checked(ranks) or range(self.world_size), keep)
         finally:
+            if restart.unwrapped:
+                warn(f"{', '.join(restart.unwrapped)}: kept as the module it wraps; wrap it again", each_time=True)
             if restart.lost:
-                warn("the restart could not keep these names: " + "; ".join(restart.lost))
+                warn("the restart could not keep these names: " + "; ".join(restart.lost), each_time=True)
 
     def regroup(self) -> None:
         """Replace the process group with the next task: objects of the old group are stale."""

@@ -21,6 +21,7 @@ from nblaunch.engines.protocol import Engine, Order
 from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.output.follower import LateOutput
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.rendezvous import Rendezvous
@@ -53,6 +54,7 @@ class SessionRanks:
         queue: The tasks that run or wait.
         is_ended: The ranks were let go.
         idle_since: When the last task ended, by the monotonic clock.
+        late_output: What the ranks print after the end of a task.
         own_path: The ``sys.path`` of ranks that were restarted with their names, which may need it.
     """
 
@@ -67,6 +69,7 @@ class SessionRanks:
         self.queue = TurnQueue()
         self.is_ended = False
         self.idle_since = time.monotonic()
+        self.late_output = LateOutput()
         self.own_path: list[str] = []
         self._engine = engine
         self._tasks = 0
@@ -282,7 +285,7 @@ class SessionRanks:
                     self.unset.discard(rank.rank)
             if rank.names is not None:
                 self._bound[rank.rank] = rank.names.names
-                self.sent.has_bound(rank.rank, rank.names.names, rank.names.private)
+                self.sent.has_bound(rank.rank, rank.names)
             if rank.failed is not None and rank.failed.type_name.endswith("LostReferenceError"):
                 self.sent.forget(rank.rank)  # the next task sends everything
         has_died = any(rank.member.exited is not None for rank in task.present)

@@ -106,12 +106,14 @@ class Turn:
                     "creates the group"
                 )
                 self.view.on(Note(self.hint))
+            ranks.late_output.show(self.view)
             if self._names:
                 self._note_sent()
             self.task.send(ranks.world, self.job.parcel, log_dir=str(self.files.directory), path=ranks.path)
             present = [rank.member.worker for rank in self.task.present]
             self.output = OutputFollower(present, self.job.plan.metric_patterns, self.view, self.commands)
             opened.callback(self.output.close)
+            opened.callback(ranks.late_output.follow, self.output)
             generation = ranks.generation
             try:
                 supervise(self.task, self.output, self.view, lambda: self.task.is_over or self.group.is_over)

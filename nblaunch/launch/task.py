@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -108,6 +108,7 @@ class Task:
         last: bool = False,
         log_dir: str = "",
         path: tuple[str, ...] = (),
+        wanted: Collection[int] | None = None,
     ) -> None:
         """Send the task to every rank.
 
@@ -117,10 +118,18 @@ class Task:
             last: Let the ranks exit after this task. Default: False.
             log_dir: Where kept ranks write from now on. Default: where they did before.
             path: Entries that the ranks' ``sys.path`` must have. Default: none.
+            wanted: The ranks that run it; the others return None at once. Default: all.
         """
         self._is_last = last
         tasks = [
-            messages.Task(self.number, world(rank.rank), log_dir=log_dir, joins=self._joins, path=path)
+            messages.Task(
+                self.number,
+                world(rank.rank),
+                log_dir=log_dir,
+                joins=self._joins,
+                path=path,
+                takes_part=wanted is None or rank.rank in wanted,
+            )
             for rank in self.ranks
         ]
         self.group.workers.send_tasks(tasks, parcel, last=last)

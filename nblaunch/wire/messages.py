@@ -197,6 +197,8 @@ class Task:
     """Whether the task needs the process group."""
     path: tuple[str, ...] = ()
     """Entries that a kept rank's ``sys.path`` must have."""
+    takes_part: bool = True
+    """Whether the rank runs it; else it returns None at once."""
 
 
 @dataclass(frozen=True, slots=True)

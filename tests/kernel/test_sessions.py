@@ -135,6 +135,48 @@ def test_a_restart_of_all_ranks_takes_the_notebooks_folder(kernel: Kernel, tmp_p
     assert on_ranks(kernel, "os.getcwd()") == [before] * 2
 
 
+def test_ranks_keep_the_source_of_live_functions_alone(kernel: Kernel) -> None:
+    counts = "import inspect, linecache\nsum(name.startswith('<distributed cell') for name in linecache.cache)"
+    before = on_ranks(kernel, counts)
+    kernel.run("%%distributed\ndef stays():\n    return 1 / 0  # here").check()
+    for number in range(3):
+        kernel.run(f"%%distributed\ndef passes(): return [{number} for _ in range(2)]\npasses()").check()
+    kernel.run("%%distributed\ndel passes").check()
+    assert on_ranks(kernel, f"{counts} - 1") == before
+    assert on_ranks(kernel, "'# here' in inspect.getsource(stays)") == [True, True]
+    assert "return 1 / 0  # here" in kernel.run("%%distributed\nstays()").traceback
+    kernel.run("%%distributed\ndel stays").check()
+    assert on_ranks(kernel, counts) == before
+
+
+def test_what_a_thread_prints_between_cells_is_shown_next(kernel: Kernel, tmp_path: Path) -> None:
+    waits = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    work = f"def work():\n    {waits}\n    print('late news\\nof rank', rank)\n    said.set()"
+    kernel.run(
+        f"%%distributed -o early\nimport threading\nsaid = threading.Event()\n{work}\n"
+        "if rank == 1: threading.Thread(target=work).start()"
+    ).check()
+    (tmp_path / "go").touch()
+    eventually(lambda: "of rank 1" in kernel.ask("[log.text() for log in early.logs][1]"))
+    cell = kernel.run("%%distributed\nprint('in time')").check()
+    assert "nblaunch: rank 1 has printed this since its last cell ended:" in cell.text
+    assert "late news\nnblaunch:     of rank 1\n" in cell.text
+    assert "rank 0 has printed" not in cell.text
+    assert "has printed this" not in kernel.run("%%distributed\nsaid.is_set()").check().text
+
+
+def test_what_a_rank_has_deleted_is_sent_again_by_itself(kernel: Kernel) -> None:
+    kernel.run("gone = torch.nn.Linear(1, 1, bias=False)\nwith torch.no_grad(): gone.weight.fill_(7)").check()
+    kernel.run("%%distributed\ngone").check()
+    kernel.run("%%distributed\nif rank == 1: gone = None").check()
+    kernel.run("later = torch.optim.SGD(gone.parameters(), lr=1.0)").check()
+    looks = "gone is None, later.param_groups[0]['params'][0].item()"
+    assert on_ranks(kernel, looks) == [(False, 7.0), (True, 7.0)]
+    assert on_ranks(kernel, "later.param_groups[0]['params'][0] is gone.weight if rank == 0 else None") == [True, None]
+    cell = kernel.run("%%distributed\nlater").check()
+    assert "sent: " not in cell.text
+
+
 def test_an_optimizer_sent_later_updates_the_ranks_own_model(kernel: Kernel) -> None:
     kernel.run("small = torch.nn.Linear(1, 1, bias=False)").check()
     kernel.run("%%distributed\nwith torch.no_grad(): small.weight.fill_(rank)").check()
@@ -531,7 +573,9 @@ def test_questions_cost_no_process_group(kernel: Kernel) -> None:
 def test_a_restart_may_keep_what_can_be_sent(kernel: Kernel) -> None:
     kernel.run("%%distributed\nheld = [rank, torch.ones(2) * rank]\nlock = __import__('threading').Lock()").check()
     pids = on_ranks(kernel, "os.getpid()")
-    kernel.run("%distributed session restart --keep").check()
+    for _ in range(2):
+        kernel.run("%%distributed\nlock = __import__('threading').Lock()").check()
+        assert "rank 1: `lock`, a thread lock, which cannot" in kernel.run("%distributed session restart --keep").text
     assert on_ranks(kernel, "held[0], held[1].sum().item(), 'lock' in globals()") == [(0, 0.0, False), (1, 2.0, False)]
     assert not set(pids) & set(on_ranks(kernel, "os.getpid()"))
     kernel.run("%distributed session restart").check()
@@ -547,9 +591,70 @@ def test_a_name_that_cannot_be_sent_is_named(kernel: Kernel) -> None:
 def test_a_restart_keeps_the_rest_of_what_a_process_group_spoils(kernel: Kernel) -> None:
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
     kernel.run("%%distributed\nholder, weight = [ddp], ddp.module.weight\nglobals()[5] = 1").check()
+    kernel.run("%%distributed\nsgd = torch.optim.SGD(ddp.parameters(), lr=rank + 1.0)").check()
     cell = kernel.run("%distributed session restart --keep").check()
-    assert "rank 0: `ddp` holds a DistributedDataParallel, whose process group ends" in cell.text
-    assert on_ranks(kernel, "'holder' in globals(), 'ddp' in globals(), weight.shape[0]") == [(False, False, 2)] * 2
+    assert "rank 0: `holder` holds a DistributedDataParallel, whose process group ends" in cell.text
+    assert cell.text.count("ddp: kept as the module it wraps; wrap it again") == 1
+    assert "`ddp`" not in cell.text
+    assert on_ranks(
+        kernel, "'holder' in globals(), type(ddp).__name__, weight is ddp.weight, sgd.param_groups[0]['lr']"
+    ) == [
+        (False, "Linear", True, 1.0),
+        (False, "Linear", True, 2.0),
+    ]
+    assert on_ranks(kernel, "sgd.param_groups[0]['params'][0] is ddp.weight") == [True, True]
+    kernel.run(
+        "%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(ddp)\nddp(torch.ones(2))\ndel ddp"
+    ).check()
+
+
+def test_a_restart_loses_the_names_alone_that_fail(kernel: Kernel) -> None:
+    fails = (
+        "class Fails:\n    def __getstate__(self): return 1\n    def __setstate__(self, state): raise ValueError('no')"
+    )
+    keyed = "class Keyed(Fails):\n    def __hash__(self): return self.number"
+    called = "class Called:\n    def __reduce__(self): return int, ('x',)"
+    kernel.run(
+        f"%%distributed\n{fails}\n{keyed}\n{called}\nkeyed = Keyed()\nkeyed.number = 1\nkeyed = {{keyed: 2}}"
+    ).check()
+    kernel.run(
+        "%%distributed\nshared, fine = [rank], torch.ones(2) * rank\nbroken = Fails()\nholds = [broken, shared, fine]\n"
+        "calls, pair, model = Called(), (shared, fine), torch.nn.Linear(1, 1)\n"
+        "sgd = torch.optim.SGD(model.parameters())"
+    ).check()
+    cell = kernel.run("%distributed session restart --keep").check()
+    assert "rank 1: `broken` could not be rebuilt (ValueError: no)" in cell.text
+    for name in ("holds", "keyed", "calls"):
+        assert f"rank 0: `{name}` could not be rebuilt" in cell.text
+    assert "all names" not in cell.text
+    lost = "[name for name in ('broken', 'holds', 'keyed', 'calls') if name in globals()]"
+    same = "pair[0] is shared, pair[1] is fine, sgd.param_groups[0]['params'][0] is model.weight"
+    assert on_ranks(kernel, f"shared, fine.sum().item(), {same}, {lost}, Fails.__name__") == [
+        ([rank], 2.0 * rank, True, True, True, [], "Fails") for rank in range(2)
+    ]
+
+
+def test_a_module_of_the_notebook_that_fails_is_sent_again(kernel: Kernel, tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    check = f"if __import__('os').path.exists({str(fails)!r}): raise OSError('picky')"
+    state = f"def __setstate__(self, state):\n        {check}\n        super().__setstate__(state)"
+    kernel.run(f"class Picky(torch.nn.Linear):\n    {state}\npicky = Picky(1, 1)").check()
+    kernel.run("%%rank 0\npicky.bias.data.fill_(7)").check()
+    fails.touch()
+    for _ in range(2):
+        said = kernel.run("%distributed session restart --keep --rank 0").check().text
+        assert ("rank 0: `picky` could not be rebuilt (OSError: picky)" in said) == fails.exists()
+        fails.unlink(missing_ok=True)
+    assert "[rank 0] True" in kernel.run("%%rank 0\npicky.bias.item() != 7").check().text
+
+
+def test_a_restarted_rank_rebuilds_its_own_names_alone(kernel: Kernel, tmp_path: Path) -> None:
+    write = f"open({str(tmp_path)!r} + f'/{{os.environ[\"RANK\"]}}', 'a').write(str(state))"
+    writes = f"def __getstate__(self): return os.environ['RANK'] + ' '\n    def __setstate__(self, state): {write}"
+    kernel.run(f"%%distributed\nimport os\nclass Writes:\n    {writes}\nwrites = Writes()").check()
+    kernel.run("%distributed session restart --keep").check()
+    kernel.run("%%distributed\ndel writes").check()
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0 ", "1 "]
 
 
 def test_a_restart_that_hangs_can_be_interrupted(kernel: Kernel, tmp_path: Path) -> None:

@@ -154,6 +154,31 @@ def test_ranks_share_one_copy_of_what_is_pushed(session: Session) -> None:
     assert sum(shares) < 1.1 * size
 
 
+def test_each_task_has_a_log_of_its_own_that_ends_at_the_limit() -> None:
+    with nblaunch.session(1, name="talks", env={"NBLAUNCH_MAX_LOG_BYTES": "100"}) as made:
+        for _ in range(2):
+            (log,) = made.run(print, "x" * 80, "\n", "y" * 80, view="none").logs
+            assert log.dropped > 0
+            assert log.out.read_text().endswith("further output is dropped\n")
+        (log,) = made.run(print, "little", view="none").logs
+        assert (log.text(), log.dropped) == ("little\n", 0)
+
+
+def test_queued_tasks_share_one_copy_of_their_data(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "0")
+    data, go = torch.ones(2_000_000), torch.zeros(1).share_memory_()
+
+    def waits() -> None:
+        while not go.item():
+            time.sleep(0.01)
+
+    running = session.run(waits, view="none", block=False)
+    queued = [session.run(torch.sum, data, view="none", block=False) for _ in range(3)]
+    go.fill_(1)
+    running.result()
+    assert [each.result().payload.copied for each in queued] == [data.nbytes, 0, 0]
+
+
 def test_a_dead_ranks_descendants_go_and_the_others_stay(session: Session, tmp_path: Path) -> None:
     (first, second, _, *daemons), _ = family(session, tmp_path)
     os.kill(second, signal.SIGKILL)
