@@ -244,7 +244,7 @@ class Session:
         """Return what a rank has bound, a line for each name; of a dead rank, how to restart it."""
         self._ranks.look()
         if rank in self._ranks.absent:
-            return [self.state().is_dead(rank)]
+            return [self.state().obituary(rank)]
         return [line_of(each) for each in sorted(self._ranks.bound[rank], key=lambda each: each.name)]
 
     def who(self) -> list[tuple[Bound, ...]]:

@@ -61,7 +61,7 @@ class SessionState:
         doing = f"busy: {self.running}" if self.running else f"idle for {self.idle:.0f} s"
         return f"{ranks}, {doing}{f', {len(self.queued)} more queued' if self.queued else ''}"
 
-    def is_dead(self, rank: int) -> str:
+    def obituary(self, rank: int) -> str:
         """Return what to say of a dead rank, after its number."""
         return f"dead, with its variables; {restart_command(self.name, [rank])} restarts it"
 
@@ -70,5 +70,5 @@ class SessionState:
         lines = [self.heading()]
         for each in self.ranks if self.is_open else ():
             holds = f"pid {each.pid}, {each.names} names, {in_words(each.size)}"
-            lines.append(f"  rank {each.rank}: {holds if each.pid else self.is_dead(each.rank)}")
+            lines.append(f"  rank {each.rank}: {holds if each.pid else self.obituary(each.rank)}")
         return "\n".join(lines)

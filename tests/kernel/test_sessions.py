@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import ProcessGroup
 
-from tests.conftest import eventually, leaving_nothing
+from tests.conftest import command_of, eventually, leaving_nothing, marked_processes
 from tests.kernel.harness import Cell, Kernel
+from tests.processes.test_session_deaths import alive
 
 NET = """
 import torch, time, os, signal
@@ -890,6 +891,59 @@ def test_an_interrupted_stop_kills_the_ranks(kernel: Kernel) -> None:
     assert cell.error.startswith("KeyboardInterrupt")
     assert cell.seconds < 20
     assert kernel.ask("slow.is_open") is False
+    kernel.run("%%distributed --session main\n1").check()
+
+
+STARTS = """
+import threading
+def interrupted_after(seconds):
+    timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT])
+    try:
+        timer.start()
+        nblaunch.session(2, name='early')
+        time.sleep(60)
+    except KeyboardInterrupt:
+        made = _all.live_sessions().get('early')
+        if made is not None: made.stop()
+        return made is None
+"""
+
+
+def test_an_interrupt_while_ranks_start_leaves_none(kernel: Kernel) -> None:
+    kernel.run(STARTS).check()
+    with leaving_nothing():
+        kernel.run("early = [interrupted_after(0.004 * number) for number in range(16)]").check()
+    assert kernel.ask("any(early)") is True
+    kernel.run("%%distributed --session main\n1").check()
+
+
+def test_an_interrupt_while_ranks_import_torch_leaves_none(kernel: Kernel) -> None:
+    with leaving_nothing():
+        before = marked_processes()
+        request = kernel.start_cell("nblaunch.session(1, name='imports', start_method='spawn')")
+        eventually(lambda: any("worker" in command_of(pid) for pid in marked_processes() - before))
+        kernel.interrupt()
+        cell = kernel.finish_cell(request)
+    assert cell.error.startswith("KeyboardInterrupt")
+    with leaving_nothing():
+        kernel.run("with nblaunch.session(1, name='imports') as imports: imports.run(len, 'ab', view='none')").check()
+    kernel.run("%%distributed --session main\n1").check()
+
+
+def test_an_interrupt_of_a_stop_that_waits_kills_the_ranks(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run("%distributed session -n 2 --name ending").check()
+    hangs = f"open({str(tmp_path / 'begun')!r}, 'w').close(), time.sleep(600)"
+    pids = on_ranks(kernel, f"import atexit\natexit.register(lambda: ({hangs}))\nos.getpid()", "--session ending")
+    request = kernel.start_cell("%distributed session stop --name ending")
+    eventually((tmp_path / "begun").exists)
+    kernel.interrupt()
+    cell = kernel.finish_cell(request)
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert cell.seconds < 4  # without an interrupt the ranks have 5 s
+    eventually(lambda: not any(alive(int(str(pid))) for pid in pids), 3)
+    kernel.run("%distributed session -n 2 --name ending").check()
+    assert on_ranks(kernel, REDUCES, "--session ending") == [2.0, 2.0]
+    kernel.run("%distributed session stop --name ending").check()
     kernel.run("%%distributed --session main\n1").check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +24,16 @@ from nblaunch.engines.generations import servers
 from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
 from nblaunch.launch import live_sessions
 from nblaunch.wire.messages import NotStarted
-from tests.conftest import eventually, settled_server, state_of
+from tests.conftest import (
+    MARK,
+    command_of,
+    eventually,
+    files,
+    left_files,
+    marked_processes,
+    settled_server,
+    state_of,
+)
 from tests.processes.test_deaths import start_daemon
 from tests.processes.test_process_group import listeners_beyond_loopback, summed
 
@@ -109,6 +120,50 @@ def test_the_death_of_the_kernel_leaves_nothing(kernel_does: str, tmp_path: Path
     kernel.kill()
     kernel.wait()
     eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+
+
+_STARTING_KERNEL = """
+import os, sys
+import nblaunch
+if __name__ == "__main__":
+    os.mkdir(sys.argv[1])
+    nblaunch.session(2, start_method=sys.argv[2])
+    os.rmdir(sys.argv[1])
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("start_method", "generations"),
+    [("forkserver", 0), ("forkserver", 1), ("forkserver", 2), ("forkserver", 3), ("spawn", 3)],
+    ids=["before a process", "its fork server starts", "its reaper exists", "a rank exists", "a rank is spawned"],
+)
+def test_the_death_of_a_kernel_whose_ranks_start_leaves_nothing(
+    start_method: str, generations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill it as soon as the chain kernel, fork server, reaper, rank has this many processes below the kernel."""
+    monkeypatch.setenv(MARK, uuid.uuid4().hex)
+    before, starts = files(), tmp_path / "starts"
+    command = [sys.executable, "-c", _STARTING_KERNEL, str(starts), start_method]
+    kernel = subprocess.Popen(command, cwd=Path(nblaunch.__file__).parents[1])
+    eventually(starts.exists)
+    while depth_below(kernel.pid) < generations:
+        time.sleep(0.001)
+    kernel.kill()
+    assert starts.exists(), "the ranks had started already"
+    kernel.wait()
+    left = functools.partial(marked_processes, with_spares=True)
+    eventually(lambda: not left(), SURVIVES_AT_MOST, lambda: [command_of(pid) for pid in left()])
+    assert left_files(before) == set()
+
+
+def depth_below(pid: int) -> int:
+    """Return how many generations of processes descend from a process."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    return max((1 + depth_below(int(child)) for child in children), default=0)
 
 
 def stuck_in_c(begun: str, rank: int) -> None:
