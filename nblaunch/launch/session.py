@@ -64,13 +64,14 @@ class Session:
         self._ranks.start()
         try:
             self._questions.ask(Question("names"))
-        except BaseException:
+            self._register(self, True)
+            host().show_session(self.state, self._plan.env, lambda: self._ranks.group.workers)
+            if self._idle_timeout is not None:
+                threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
+        except BaseException:  # an interrupt, too: the user gets no session
             self._ranks.end()
+            self._register(self, False)
             raise
-        self._register(self, True)
-        host().show_session(self.state, self._plan.env, lambda: self._ranks.group.workers)
-        if self._idle_timeout is not None:
-            threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
 
     # -------------------------------------------------------------- running
     @overload
