@@ -119,12 +119,19 @@ def text_of(error: BaseException) -> str:
         return f"<its __str__ raised {type(trouble).__name__}>"
 
 
-def warn(message: str) -> None:
-    """Issue a UserWarning at the line of the first caller outside this package."""
-    if sys.version_info >= (3, 12):
+def warn(message: str, *, each_time: bool = False) -> None:
+    """Issue a UserWarning at the line of the first caller outside this package.
+
+    Args:
+        message: What to say.
+        each_time: Say it again if it was said at this line before. Default: False.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        level, frame = level + 1, frame.f_back
+    if each_time:
+        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+    elif sys.version_info >= (3, 12):
         warnings.warn(message, stacklevel=2, skip_file_prefixes=(PACKAGE,))
     else:
-        level, frame = 2, sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
-            level, frame = level + 1, frame.f_back
         warnings.warn(message, stacklevel=level)

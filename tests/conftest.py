@@ -169,14 +169,16 @@ def settled_server() -> ForkServer:
     return servers._warm
 
 
-def marked_processes() -> set[int]:
-    """Every living process that this worker has started, by its environment."""
+def marked_processes(with_spares: bool = False) -> set[int]:
+    """Every living process that this worker has started, by its environment; those that wait for a launch if wanted."""
     mark = f"{MARK}={os.environ[MARK]}".encode()
     found = set()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
             try:
-                if mark not in Path(f"/proc/{name}/environ").read_bytes() or is_spare(int(name)):
+                if mark not in Path(f"/proc/{name}/environ").read_bytes():
+                    continue
+                if not with_spares and is_spare(int(name)):
                     continue
                 state = state_of(int(name))
             except OSError:

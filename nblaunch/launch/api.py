@@ -15,6 +15,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
 from nblaunch.launch.plan import make_plan, this_machine
 from nblaunch.launch.result import LaunchResult
+from nblaunch.launch.views.base import preparing
 from nblaunch.machine import timeouts
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.wire import rank_variables
@@ -220,7 +221,8 @@ def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str
     plan = replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell))
     if plan.preload:
         engine.preload(plan.preload)
-    shipment = payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload)
+    with preparing(shown, payloads.name_of(payload.function)):
+        shipment = payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload)
     return Launch(plan, payload, shipment, shown)
 
 

@@ -14,12 +14,14 @@ class Commands:
         stop: Stop the ranks.
         kill: Skip their grace period.
         stacks: Show the stacks of the ranks in the view.
+        interrupts_to_kill: How many more interrupts of the caller kill the ranks; 0: none does, as no caller waits.
     """
 
     def __init__(self) -> None:
         self.stop = False
         self.kill = False
         self.stacks = False
+        self.interrupts_to_kill = 0
         self._lock = threading.Lock()
         self._waiting: list[tuple[float, Future[dict[int, str]]]] = []
         self._read, self._write = socket.socketpair()

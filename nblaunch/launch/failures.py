@@ -121,11 +121,11 @@ def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
     return _substitute(cause, failed, account) if error is None else error
 
 
-def result_advice(type_name: str) -> str:
-    """Return what to do about a result that could not travel because of an error of this type."""
+def result_advice(type_name: str, verb: str = "Return") -> str:
+    """Return what to do about a value that could not travel because of an error of this type."""
     if type_name.rpartition(".")[2] in ("OSError", "NoRoomError", "MemoryError"):
-        return "Return fewer or smaller tensors"
-    return "Return tensors or plain data"
+        return f"{verb} fewer or smaller tensors"
+    return f"{verb} tensors or plain data"
 
 
 def rebuilt(failed: Failed) -> Any:

@@ -55,7 +55,7 @@ _numbers = itertools.count(1)
 _cells = itertools.count()
 CELLS_PER_PRUNING = 10
 """Cells of sessions until logs are pruned again: that takes as long as half a cell."""
-INSIST = "interrupt once more to kill the ranks that do not respond, with their variables"
+INSIST = "interrupt again to kill the ranks that do not respond, with their variables"
 NOTED_BYTES = 10**9
 """Size of a payload from which a note names its parts."""
 
@@ -247,6 +247,7 @@ class Launch:
         to_kill = 3 if self.keeps_ranks else 2
         while not self._finished.is_set():
             try:
+                self._commands.interrupts_to_kill = max(0, to_kill - self._interrupts)
                 if self._interrupts:
                     self._commands.ask(kill=self._interrupts >= to_kill)
                 if self.keeps_ranks and self._interrupts == 2:

@@ -12,9 +12,9 @@ from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
 from nblaunch.launch.plan import changed, make_plan, this_machine
 from nblaunch.launch.session import Session
+from nblaunch.launch.session_state import DEFAULT_NAME, command
 from nblaunch.machine import argument_checks
 
-DEFAULT_NAME = "main"
 OPTIONS = {
     *("device", "backend", "start_method", "threads_per_rank", "env", "mixed_precision", "stop_grace"),
     "metric_patterns",
@@ -24,8 +24,10 @@ _sessions: dict[str, Session] = {}
 """By name."""
 _active: str = ""
 """The session that was started or used last."""
-_idle: str = ""
-"""A session that was stopped for its idle timeout, until it was asked for or another was started."""
+_ended: Session | None = None
+"""The session that cells ran in before it ended, until they run in another."""
+_is_news = False
+"""No cell has asked for `_ended` yet."""
 
 
 def session(
@@ -60,7 +62,7 @@ def session(
         raise ArgumentError(f"name={name!r}: must be a Python name")
     if find(name) is not None:
         raise ArgumentError(
-            f"name={name!r}: this session is already running; %distributed session stop ends it, or choose another name"
+            f"name={name!r}: this session is already running; {command(name, 'stop')} ends it, or choose another name"
         )
     unknown = set(options) - OPTIONS
     if unknown:
@@ -82,17 +84,17 @@ def main_names() -> dict[str, Any]:
 
 def _register(session: Session, is_live: bool) -> None:
     """Note a session that cells run in from now on, or one that was stopped."""
-    global _active, _idle
+    global _active, _ended, _is_news
     if is_live:
         _sessions.pop(session.name, None)  # the one used last is the last
         _sessions[session.name] = session
-        _active, _idle = session.name, ""
+        _active, _ended, _is_news = session.name, None, False
         return
     if _sessions.get(session.name) is not session:  # it was stopped before; another may have its name
         return
     del _sessions[session.name]
     if _active == session.name:
-        _active, _idle = next(reversed(_sessions), ""), session.name if session.was_idle else ""
+        _active, _ended, _is_news = next(reversed(_sessions), ""), session, True
 
 
 def find(name: str | None = None) -> Session | None:
@@ -100,11 +102,18 @@ def find(name: str | None = None) -> Session | None:
     return _sessions.get(_active if name is None else name)
 
 
-def take_idle() -> str:
-    """Return the name of the session that cells ran in before it was stopped for its idle timeout; once, then empty."""
-    global _idle
-    name, _idle = _idle, ""
-    return name
+def take_ended() -> Session | None:
+    """Return the session that cells ran in before it ended; once, then None."""
+    global _is_news
+    ended, _is_news = _ended if _is_news else None, False
+    return ended
+
+
+def how_to_start() -> str:
+    """Say that there is no session for cells, and how to start one."""
+    if _ended is not None:
+        return f"session {_ended.name} has ended: {_ended.start_again}"
+    return f"there is no session: start one with {command(DEFAULT_NAME, '-n 2')}"
 
 
 def live_sessions() -> Mapping[str, Session]:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from nblaunch.errors import RankDiedError, RankRaisedError
+from nblaunch.errors import ArgumentError, NblaunchError, RankDiedError, RankRaisedError, ResultError, text_of
 from nblaunch.launch import failures
 from nblaunch.launch.frontend import wait_in_steps
 from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.session_state import restart_command
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import BusyError
 from nblaunch.machine import timeouts
@@ -66,7 +67,8 @@ class Questions:
             with self._ranks.claimed("", lambda: stop.is_set() or time.monotonic() > deadline, stop.set):
                 return self.ask_now(question, names, home=home, deadline=deadline, stop=stop)
 
-        return in_thread(lambda: _unpacked(work()), stop)
+        __tracebackhide__ = True  # IPython omits this frame
+        return in_thread(lambda: _unpacked(work(), question.text), stop)
 
     def ask_now(
         self,
@@ -96,7 +98,8 @@ class Questions:
         )
         try:
             is_code = question.kind in ("value", "repr") and deadline == float("inf")  # the user's, without a limit
-            return self.send(parcel.fds, question.ranks, names or {}, deadline, stop, is_code=is_code)
+            code = question.text if is_code else ""
+            return self.send(parcel.fds, question.ranks, names or {}, deadline, stop, code=code)
         finally:
             parcel.close()
 
@@ -108,7 +111,7 @@ class Questions:
         deadline: float,
         stop: threading.Event,
         *,
-        is_code: bool = False,
+        code: str = "",
     ) -> dict[int, list[int]]:
         """Send a packed question to ranks that the caller has claimed; see `ask_now`.
 
@@ -118,26 +121,26 @@ class Questions:
             names: Names that it binds.
             deadline: By the monotonic clock.
             stop: Ends the question when it is set.
-            is_code: It runs code of the user, which may call collectives: the ranks join their process group, and are
-                freed from a collective at the price of the group when the question ends early. Default: False.
+            code: Code of the user that it runs, which may call collectives: the ranks join their process group, and are
+                freed from a collective at the price of the group when the question ends early. Default: none.
         """
         ranks = self._ranks
         is_of_all = wanted is None or set(wanted) == set(range(ranks.plan.world_size))
-        task = ranks.new_question(joins=is_code and is_of_all)
+        task = ranks.new_question(joins=bool(code) and is_of_all)
         try:
-            task.send(ranks.world, fds, path=ranks.path)
-            self._await(task, deadline, stop, may_free=is_code)
+            task.send(ranks.world, fds, path=ranks.path, wanted=wanted)
+            self._await(task, deadline, stop, may_free=bool(code))
             ranks.finish(task, names, Settings())
             ranks.check_group()
             ranks.group.raise_refusal()  # it concerns the rank that was restarted
             asked = task.present if wanted is None else [task.ranks[number] for number in wanted]
             failed = [rank.failed for rank in asked if rank.failed is not None]
             if failed:  # the first, unless it comes from a collective that another failure has ended
-                raise _exception(min(failed, key=lambda each: (bool(each.collective), each.time_ns)))
+                raise _exception(min(failed, key=lambda each: (bool(each.collective), each.time_ns)), code)
             for rank in asked:
                 if rank.member.exited is not None:
-                    restart = f"%distributed session restart --rank {rank.rank} starts another"
-                    raise RankDiedError(f"rank {rank.rank} is dead: {restart}", rank.rank)
+                    restart = restart_command(ranks.name, [rank.rank])
+                    raise RankDiedError(f"rank {rank.rank} is dead: {restart} restarts it", rank.rank)
                 if rank.done is None:
                     raise BusyError
             return task.take_results()
@@ -203,15 +206,41 @@ def in_thread(work: Callable[[], T], stop: threading.Event) -> T:
         stop.set()  # also if an interrupt came between two lines
     if interrupted:
         raise KeyboardInterrupt
+    error = outcome.exception()
+    if error is not None and (isinstance(error, NblaunchError) or hasattr(error, "_render_traceback_")):
+        raise error.with_traceback(None)  # the frames below are nblaunch's own
     return outcome.result()
 
 
-def _unpacked(answers: dict[int, list[int]]) -> dict[int, Any]:
+def checked_expression(text: Any) -> str:
+    """Return an expression for `Question`.
+
+    Raises:
+        ArgumentError: It is none.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ArgumentError(
+            f"expression={text!r:.80}: must be a name or an expression, as a string, such as 'a' or 'a, b'"
+        )
+    try:
+        compile(text.strip(), "<expression>", "eval")
+    except SyntaxError as error:
+        raise ArgumentError(f"expression={text!r}: {error.msg}") from None
+    return text.strip()
+
+
+def _unpacked(answers: dict[int, list[int]], code: str) -> dict[int, Any]:
     values = {}
     try:
         while answers:
-            rank, parcel = answers.popitem()
-            values[rank] = unpack(parcel)
+            rank = min(answers)
+            try:
+                values[rank] = unpack(answers.pop(rank))
+            except Exception as error:
+                why = f"{type(error).__name__}: {text_of(error)}"
+                advice = failures.result_advice(type(error).__name__, "Pull")
+                said = f"rank {rank}'s `{code}` cannot be rebuilt in the notebook: {why.rstrip('.')}. {advice}"
+                raise _shown_as(ResultError(said, rank), f"ResultError: {said}") from error
     finally:
         close_all(answers)
     return values
@@ -224,12 +253,25 @@ def close_all(answers: Mapping[int, Sequence[int]]) -> None:
             os.close(fd)
 
 
-def _exception(failed: Failed) -> BaseException:
+def _exception(failed: Failed, code: str) -> BaseException:
     """Return the exception of a rank that could not answer, with its rank and traceback."""
+    if failed.kind == "result":
+        why = failed.text.replace("result", code, int(code.isidentifier() and failed.text.startswith("result")))
+        advice = failures.result_advice(failed.type_name, "Pull")
+        said = f"rank {failed.rank}'s `{code}` could not be sent: {why}. {advice}"
+        return _shown_as(ResultError(said, failed.rank), f"ResultError: {said}")
     error: Any = failures.rebuilt(failed)
     if error is None:
         error = RankRaisedError(f"rank {failed.rank} raised {failed.type_name}: {failed.text}", failed.rank)
     with contextlib.suppress(Exception):  # a user's __setattr__
         error.rank = failed.rank
         error.__cause__ = failures.RankTraceback(f"on rank {failed.rank}:\n{failed.traceback}")
+        lines = [f"{type(error).__name__}: {text_of(error)}", "", f"On rank {failed.rank}:"]
+        _shown_as(error, *lines, *failed.traceback.rstrip().splitlines())
     return error  # type: ignore[no-any-return]  # Any, to give it attributes
+
+
+def _shown_as(error: Any, *lines: str) -> BaseException:
+    """Make IPython show these lines of an error instead of nblaunch's frames; return the error."""
+    error._render_traceback_ = lambda: list(lines)
+    return error  # type: ignore[no-any-return]  # Any, to give it an attribute

@@ -13,6 +13,7 @@ number of a pair, a small integer.
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 from types import TracebackType
 
@@ -26,8 +27,7 @@ class Rendezvous:
     def __init__(self, world_size: int) -> None:
         from torch.distributed import TCPStore
 
-        listener = socket.socket(socket.AF_INET)
-        try:
+        with socket.socket(socket.AF_INET) as listener:
             listener.bind((MASTER_ADDR, 0))
             listener.listen(max(128, 4 * world_size))
             self.port: int = listener.getsockname()[1]
@@ -38,12 +38,11 @@ class Rendezvous:
                 is_master=True,
                 timeout=datetime.timedelta(seconds=timeouts.RENDEZVOUS_TIMEOUT_S),
                 wait_for_workers=False,
-                master_listen_fd=listener.fileno(),
+                master_listen_fd=os.dup(
+                    listener.fileno()
+                ),  # the store closes it, perhaps before an interrupt is raised
                 use_libuv=True,
             )
-            listener.detach()  # the store owns it
-        finally:
-            listener.close()
 
     def close(self) -> None:
         """Stop serving."""

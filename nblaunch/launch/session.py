@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,15 +16,16 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch, live_launches
 from nblaunch.launch.payload import name_of
 from nblaunch.launch.plan import Plan, changed
-from nblaunch.launch.questions import Questions
+from nblaunch.launch.questions import Questions, checked_expression
 from nblaunch.launch.rank_names import RankNames, line_of
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.session_payload import SessionTask
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_restart import Restart
-from nblaunch.launch.session_state import RankHolding, SessionState
+from nblaunch.launch.session_state import RankHolding, SessionState, restart_command
 from nblaunch.launch.session_turn import Place, stale_names
 from nblaunch.launch.turn_queue import BusyError, Ticket
+from nblaunch.launch.views.base import preparing
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
@@ -51,7 +50,7 @@ class Session:
     ) -> None:
         self.name, self.world_size = name, plan.world_size
         self._plan, self._idle_timeout, self._register = plan, idle_timeout, register
-        self._ranks = SessionRanks(f"{os.getpid()}-{name}-{secrets.token_hex(3)}", plan, names, engine)
+        self._ranks = SessionRanks(name, plan, names, engine)
         self._questions = Questions(self._ranks)
         self.was_idle = False
         """It was stopped because it had been idle for its timeout."""
@@ -65,13 +64,14 @@ class Session:
         self._ranks.start()
         try:
             self._questions.ask(Question("names"))
-        except BaseException:
+            self._register(self, True)
+            host().show_session(self.state, self._plan.env, lambda: self._ranks.group.workers)
+            if self._idle_timeout is not None:
+                threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
+        except BaseException:  # an interrupt, too: the user gets no session
             self._ranks.end()
+            self._register(self, False)
             raise
-        self._register(self, True)
-        host().show_session(self.state, self._plan.env, lambda: self._ranks.group.workers)
-        if self._idle_timeout is not None:
-            threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
 
     # -------------------------------------------------------------- running
     @overload
@@ -165,7 +165,8 @@ class Session:
         try:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
             try:
-                task = pack(ticket)
+                with preparing(shown, label):
+                    task = pack(ticket)
             except NblaunchError as error:
                 raise error.with_traceback(None) from None  # the frames below are nblaunch's own
             launch = Launch(plan, task.payload, task.shipment, shown, Place(self.name, self._ranks, ticket, task.names))
@@ -183,23 +184,27 @@ class Session:
             raise
 
     # -------------------------------------------------------------- names
-    def push(self, *, ranks: Sequence[int] | None = None, **values: Any) -> None:
+    def push(self, /, *unnamed: Any, ranks: Sequence[int] | None = None, **values: Any) -> None:
         """Bind names in the ranks, whatever these have bound before.
 
         Args:
+            unnamed: Refused: each value needs a name, as in ``push(lr=0.1)`` or ``push(**{"lr": 0.1})``.
             ranks: The ranks. Default: all.
             values: The values by name.
 
         Raises:
-            ArgumentError: A name is one that each rank defines itself.
+            ArgumentError: A value has no name, or one that each rank defines itself.
             PayloadError: A value cannot be sent.
         """
         self._check_open()
         only = self._checked(ranks)
+        if unnamed:
+            raise ArgumentError(f"push({unnamed[0]!r:.80}): names are keywords, as in push(a=1), or push(**{{'a': 1}})")
         provided = min(PROVIDED.intersection(values), default="")
         if provided:
             raise ArgumentError(
                 f"{provided}={values[provided]!r:.80}: each rank defines this name itself; choose another"
+                + "; ranks=[0] chooses ranks" * (provided == "rank")
             )
         gathered = session_payload.gather_values(values, self._ranks, only)
         self._questions.ask(Question("push"), gathered.names, home=gathered.home)
@@ -214,31 +219,44 @@ class Session:
         Raises:
             NameError: A rank has no such name; any other exception of the expression is raised as well.
             ArgumentError: A rank to ask is dead, or the expression is none.
+            ResultError: A value cannot be sent, or not be rebuilt in the notebook.
         """
+        __tracebackhide__ = True  # IPython omits this frame
         self._check_open()
         wanted = self._checked(ranks) or tuple(range(self.world_size))
         self._ranks.look()
         dead = [rank for rank in wanted if rank in self._ranks.absent]
-        if dead:
+        if dead and self._ranks.present:
             raise ArgumentError(
-                f"ranks={list(wanted)}: rank {dead[0]} is dead; pull from ranks={self._ranks.present}, or "
-                f"restart it: %distributed session restart --rank {dead[0]}"
+                f"pull({expression!r:.80}): rank {dead[0]} is dead; use ranks={self._ranks.present}, or "
+                f"restart it: {restart_command(self.name, dead)}"
             )
-        answers = self._questions.ask(Question("value", _expression(expression), wanted))
+        answers = self._questions.ask(Question("value", checked_expression(expression), wanted))
         return [answers[rank] for rank in wanted]
 
     def __getitem__(self, rank: int) -> RankNames:
-        self._checked([rank])
-        return RankNames(lambda: self.who()[rank], lambda text: self.repr_of(rank, text))
+        self._check_open()
+        if not argument_checks.is_rank(rank, self.world_size):
+            known = argument_checks.ranks_in_words(self.world_size)
+            raise ArgumentError(f"session[{rank!r:.80}]: must be a rank, as in session[0]['name']; {known}")
+        return RankNames(int(rank), self.who, self.repr_of, self.lines_of)
+
+    def lines_of(self, rank: int) -> list[str]:
+        """Return what a rank has bound, a line for each name; of a dead rank, how to restart it."""
+        self._ranks.look()
+        if rank in self._ranks.absent:
+            return [self.state().obituary(rank)]
+        return [line_of(each) for each in sorted(self._ranks.bound[rank], key=lambda each: each.name)]
 
     def who(self) -> list[tuple[Bound, ...]]:
         """Return what each rank has bound: name, type, shape and memory, as of the end of its last task."""
-        return list(self._ranks.bound)
+        return self._ranks.bound
 
     def repr_of(self, rank: int, expression: str) -> str:
         """Return the repr of an expression's value in one rank."""
+        __tracebackhide__ = True  # IPython omits this frame
         self._check_open()
-        return str(self._questions.ask(Question("repr", _expression(expression), (rank,)))[rank])
+        return str(self._questions.ask(Question("repr", checked_expression(expression), (rank,)))[rank])
 
     def complete(self, text: str) -> list[str]:
         """Return the names that complete `text` in the ranks; while they are busy, those known from their last task."""
@@ -265,19 +283,24 @@ class Session:
         if self._ranks.queue:
             return known
         try:
-            question = Question("inspect", _expression(expression), (rank,))
+            question = Question("inspect", checked_expression(expression), (rank,))
             return str(self._questions.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
         except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
             return known
 
     # -------------------------------------------------------------- life
+    @property
+    def start_again(self) -> str:
+        """What to do once the session has ended."""
+        return self._ranks.start_again
+
     def restart(self, ranks: Sequence[int] | None = None, *, keep: bool = False) -> None:
         """Start ranks again, dead or alive, and replace the process group.
 
         Args:
             ranks: The ranks. Default: all, which then have the notebook's present working directory.
             keep: Give each new rank the variables of the old one, if it lives and they can be sent. Default: False.
-                A warning names those that cannot.
+                A warning names those that cannot. Of a DistributedDataParallel the module is kept.
 
         Raises:
             StartError: The system refuses.
@@ -287,8 +310,10 @@ class Session:
         try:
             restart.run(self._checked(ranks) or range(self.world_size), keep)
         finally:
+            if restart.unwrapped:
+                warn(f"{', '.join(restart.unwrapped)}: kept as the module it wraps; wrap it again", each_time=True)
             if restart.lost:
-                warn("the restart could not keep these names: " + "; ".join(restart.lost))
+                warn("the restart could not keep these names: " + "; ".join(restart.lost), each_time=True)
 
     def regroup(self) -> None:
         """Replace the process group with the next task: objects of the old group are stale."""
@@ -336,26 +361,21 @@ class Session:
             RankHolding(
                 rank,
                 0 if rank in ranks.absent else ranks.group.members[rank].pid,
-                len(ranks.bound[rank]),
-                sum(each.size for each in ranks.bound[rank]),
+                len(names),
+                sum(each.size for each in names),
             )
-            for rank in range(self.world_size)
+            for rank, names in enumerate(ranks.bound)
         ]
         idle = 0.0 if ranks.queue else time.monotonic() - ranks.idle_since
         return SessionState(self.name, self._plan.device, running, queued, idle, of_ranks, is_open=self.is_open)
 
     def _checked(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-        if ranks is None:
-            return None
-        chosen = tuple(argument_checks.whole_number("ranks", rank, least=0) for rank in ranks)
-        if not chosen or max(chosen) >= self.world_size or len(set(chosen)) < len(chosen):
-            raise ArgumentError(f"ranks={list(ranks)}: must be different ranks, from 0 to {self.world_size - 1}")
-        return chosen
+        return None if ranks is None else argument_checks.some_ranks("ranks", ranks, self.world_size)
 
     def _check_open(self) -> None:
         if not self.is_open:
             why = f" after {self._idle_timeout:g} s without a task" if self.was_idle else ""
-            raise StartError(f"session {self.name!r} has ended{why}: start another with %distributed session")
+            raise StartError(f"session {self.name} has ended{why}: {self._ranks.start_again}")
 
     def __enter__(self) -> Session:
         return self
@@ -377,13 +397,3 @@ class Session:
                 self.was_idle = True
                 self.stop()
             time.sleep(min(timeouts.SESSION_POLL_S, self._idle_timeout))
-
-
-def _expression(text: Any) -> str:
-    if not isinstance(text, str) or not text.strip():
-        raise ArgumentError(f"expression={text!r}: must be a name or an expression, as a string")
-    try:
-        compile(text.strip(), "<expression>", "eval")
-    except SyntaxError as error:
-        raise ArgumentError(f"expression={text!r}: {error.msg}") from None
-    return text.strip()

@@ -53,7 +53,8 @@ def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket
         PayloadError: The function or an argument cannot be sent.
     """
     if not callable(function):
-        raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}")
+        cell = "; %%distributed runs a cell" if isinstance(function, str) else ""
+        raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}{cell}")
     try:
         parameters.check(function, args, kwargs)
     except TypeError as error:
@@ -72,8 +73,8 @@ def gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequence
     """
     try:
         gathered = ranks.sent.gather_pushed(values, ranks.present)
-    except Exception as error:
-        raise PayloadError(_why(values) or f"push: {error}") from error
+    except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
+        raise PayloadError(_why(values) or f"push: {error}") from None
     where = None if only is None else tuple(only)
     pushed = {name: replace(gathered.names[name], ranks=where) for name in values}
     return replace(gathered, names={**gathered.names, **pushed})

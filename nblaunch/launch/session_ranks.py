@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import secrets
 import signal
 import sys
 import time
@@ -20,9 +22,11 @@ from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
+from nblaunch.launch.output.follower import LateOutput
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.rendezvous import Rendezvous
+from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import Ticket, TurnQueue
 from nblaunch.launch.views.base import NullView, View
@@ -32,41 +36,41 @@ from nblaunch.transfer.sent_names import SentNames
 from nblaunch.wire.messages import RankExited, Settings, Source, World
 from nblaunch.wire.session_messages import Bound, SentName
 
-_LOST = "the session's ranks are lost: %distributed session restart starts others"
-
 
 class SessionRanks:
     """See the module. Thread-safe through `claimed`.
 
     Args:
-        session_id: Names the session in its ranks' environment and in its log directory.
+        name: The session's name.
         plan: The settings of the ranks.
         names: The notebook's namespace.
         engine: Where the ranks run.
 
     Attributes:
+        id: Names the session in its ranks' environment and in its log directory.
         group: The processes; their numbers are ranks.
         sent: The notebook's names that the ranks have.
-        bound: What each rank has bound, at the end of its last task.
         generation: The number of the default process group.
         unset: The ranks that have not got the notebook's random states and defaults.
         queue: The tasks that run or wait.
         is_ended: The ranks were let go.
         idle_since: When the last task ended, by the monotonic clock.
+        late_output: What the ranks print after the end of a task.
         own_path: The ``sys.path`` of ranks that were restarted with their names, which may need it.
     """
 
     group: WorkerGroup
 
-    def __init__(self, session_id: str, plan: Plan, names: dict[str, Any], engine: Engine) -> None:
-        self.id, self.plan = session_id, plan
+    def __init__(self, name: str, plan: Plan, names: dict[str, Any], engine: Engine) -> None:
+        self.id, self.name, self.plan = f"{os.getpid()}-{name}-{secrets.token_hex(3)}", name, plan
         self.sent = SentNames(names, plan.world_size)
-        self.bound: list[tuple[Bound, ...]] = [()] * plan.world_size
+        self._bound: list[tuple[Bound, ...]] = [()] * plan.world_size
         self.generation = 1
         self.unset = set(range(plan.world_size))
         self.queue = TurnQueue()
         self.is_ended = False
         self.idle_since = time.monotonic()
+        self.late_output = LateOutput()
         self.own_path: list[str] = []
         self._engine = engine
         self._tasks = 0
@@ -176,14 +180,16 @@ class SessionRanks:
                 self.queue.enqueue(own)
             self.queue.wait_for(own, give_up, stop)
             if self.queue.is_closed:
-                raise StartError("the session has ended: start another with %distributed session")
+                raise StartError(f"session {self.name} has ended: {self.start_again}")
             has_turn = True
             if not self.group.is_over:
                 self._drain(0.0)  # a rank may have died meanwhile
             if needs_ranks:
                 self.check_group()
             if needs_ranks and not self.present:
-                raise RankError("every rank of the session is dead: %distributed session restart starts others")
+                raise RankError(
+                    f"every rank of session {self.name} is dead: {restart_command(self.name)} restarts them"
+                )
             yield
         finally:
             try:
@@ -201,7 +207,9 @@ class SessionRanks:
             RankLostError: It is.
         """
         if self.group.is_over:
-            raise RankLostError(_LOST)
+            raise RankLostError(
+                f"the ranks of session {self.name} are lost: {restart_command(self.name)} restarts them"
+            )
 
     # -------------------------------------------------------------- the ranks
     @property
@@ -218,6 +226,17 @@ class SessionRanks:
     def absent(self) -> list[int]:
         """The ranks that have died."""
         return [rank for rank in range(self.plan.world_size) if rank not in self.group.live]
+
+    @property
+    def bound(self) -> list[tuple[Bound, ...]]:
+        """What each rank has bound, at the end of its last task; nothing for a dead rank."""
+        live = self.group.live
+        return [names if rank in live else () for rank, names in enumerate(self._bound)]
+
+    @property
+    def start_again(self) -> str:
+        """What to do once the session has ended."""
+        return f"start it again with {command(self.name, f'-n {self.plan.world_size}')}"
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -273,8 +292,8 @@ class SessionRanks:
                 if rank.rank in (settings.ranks or ()):
                     self.unset.discard(rank.rank)
             if rank.names is not None:
-                self.bound[rank.rank] = rank.names.names
-                self.sent.has_bound(rank.rank, rank.names.names, rank.names.private)
+                self._bound[rank.rank] = rank.names.names
+                self.sent.has_bound(rank.rank, rank.names)
             if rank.failed is not None and rank.failed.type_name.endswith("LostReferenceError"):
                 self.sent.forget(rank.rank)  # the next task sends everything
         has_died = any(rank.member.exited is not None for rank in task.present)
@@ -339,7 +358,7 @@ class SessionRanks:
 
     def _forget(self, rank: int) -> None:
         self.sent.forget(rank)
-        self.bound[rank] = ()
+        self._bound[rank] = ()
         self.unset.add(rank)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from nblaunch.errors import RankLostError
 from nblaunch.launch.questions import Questions, close_all, in_thread
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.machine import timeouts
 from nblaunch.transfer.parcel import unpack
-from nblaunch.wire.session_messages import Question
+from nblaunch.wire.session_messages import Losses, Question
 
 
 class Restart:
@@ -24,12 +24,14 @@ class Restart:
 
     Attributes:
         lost: What could not be kept, in words.
+        unwrapped: Names of a DistributedDataParallel that now have the module in it.
     """
 
     def __init__(self, ranks: SessionRanks, questions: Questions) -> None:
         self._ranks, self._questions = ranks, questions
         self._stop = threading.Event()
         self.lost: list[str] = []
+        self.unwrapped: list[str] = []
 
     def run(self, chosen: Collection[int], keep: bool) -> None:
         """Start ranks again, and replace the process group with the next task.
@@ -74,10 +76,12 @@ class Restart:
         self.lost += [f"rank {rank}: all names, as it was dead" for rank in chosen if rank not in present]
         if not present:
             return {}
-        reasons = self._questions.ask_now(Question("unsendable", ranks=tuple(present)), stop=self._stop)
-        for rank in sorted(reasons):
-            found: Mapping[str, str] | None = unpack(reasons.pop(rank))
-            self.lost += [f"rank {rank}: {reason}" for reason in (found or {}).values()]
+        answers = self._questions.ask_now(Question("losses", ranks=tuple(present)), stop=self._stop)
+        for rank in sorted(answers):
+            found: Losses | None = unpack(answers.pop(rank))
+            if found is not None:
+                self.lost += [f"rank {rank}: {reason}" for reason in found.reasons]
+                self.unwrapped += [name for name in found.unwrapped if name not in self.unwrapped]
         paths = self._questions.ask_now(Question("path", ranks=tuple(present)), stop=self._stop)
         self._ranks.own_path = list(dict.fromkeys(str(entry) for rank in present for entry in unpack(paths.pop(rank))))
         close_all(paths)
@@ -87,7 +91,10 @@ class Restart:
 
     def _load(self, rank: int, parcel: Sequence[int]) -> None:
         try:
-            close_all(self._questions.send(parcel, (rank,), {}, float("inf"), self._stop))
+            answers = self._questions.send(parcel, (rank,), {}, float("inf"), self._stop)
+            lost: Sequence[str] = unpack(answers.pop(rank))
+            self.lost += [f"rank {rank}: {reason}" for reason in lost]
+            close_all(answers)
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a user's __setstate__, or its interrupt
             why = f"{type(error).__name__}: {error}".rstrip(": ")
             self.lost.append(f"rank {rank}: all names, as they could not be rebuilt ({why})")

@@ -7,6 +7,18 @@ from dataclasses import dataclass
 
 from nblaunch.machine.segments import in_words
 
+DEFAULT_NAME = "main"
+
+
+def command(name: str, action: str) -> str:
+    """Return the magic that does `action` to the session of this name, quoted, for the user to paste."""
+    return f"`%distributed session {action}{'' if name == DEFAULT_NAME else f' --name {name}'}`"
+
+
+def restart_command(name: str, ranks: Sequence[int] = ()) -> str:
+    """Return the magic that restarts ranks of the session of this name; without `ranks`, all."""
+    return command(name, " ".join(["restart", *(f"--rank {rank}" for rank in ranks)]))
+
 
 @dataclass(frozen=True, slots=True)
 class RankHolding:
@@ -36,18 +48,27 @@ class SessionState:
     ranks: Sequence[RankHolding]
     is_open: bool
 
+    @property
+    def size(self) -> str:
+        """The number of ranks, in words."""
+        return "1 rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
+
     def heading(self) -> str:
         """Return the state in one line."""
-        ranks = f"session {self.name}: {len(self.ranks)} ranks on {self.device}"
+        ranks = f"session {self.name}: {self.size} on {self.device}"
         if not self.is_open:
             return f"{ranks}, stopped"
         doing = f"busy: {self.running}" if self.running else f"idle for {self.idle:.0f} s"
         return f"{ranks}, {doing}{f', {len(self.queued)} more queued' if self.queued else ''}"
 
+    def obituary(self, rank: int) -> str:
+        """Return what to say of a dead rank, after its number."""
+        return f"dead, with its variables; {restart_command(self.name, [rank])} restarts it"
+
     def text(self) -> str:
         """Return the state and what each rank holds, as lines."""
         lines = [self.heading()]
-        for each in self.ranks:
-            process = f"pid {each.pid}" if each.pid else "dead"
-            lines.append(f"  rank {each.rank}: {process}, {each.names} names, {in_words(each.size)}")
+        for each in self.ranks if self.is_open else ():
+            holds = f"pid {each.pid}, {each.names} names, {in_words(each.size)}"
+            lines.append(f"  rank {each.rank}: {holds if each.pid else self.obituary(each.rank)}")
         return "\n".join(lines)

@@ -12,6 +12,7 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.session_state import restart_command
 from nblaunch.launch.stuck import place_of
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
@@ -101,16 +102,19 @@ class Turn:
             opened.callback(self.task.close)
             if absent:
                 self.hint = (
-                    f"rank {absent[0]} is dead, so there is no process group: `%distributed session restart "
-                    f"--rank {absent[0]}` restarts it and creates the group"
+                    f"{_ranks_in_words(absent)} dead, so there is no process group: "
+                    f"{restart_command(ranks.name, absent)} restarts {'it' if len(absent) == 1 else 'them'} and "
+                    "creates the group"
                 )
                 self.view.on(Note(self.hint))
+            ranks.late_output.show(self.view)
             if self._names:
                 self._note_sent()
             self.task.send(ranks.world, self.job.parcel, log_dir=str(self.files.directory), path=ranks.path)
             present = [rank.member.worker for rank in self.task.present]
             self.output = OutputFollower(present, self.job.plan.metric_patterns, self.view, self.commands)
             opened.callback(self.output.close)
+            opened.callback(ranks.late_output.follow, self.output)
             generation = ranks.generation
             try:
                 supervise(self.task, self.output, self.view, lambda: self.task.is_over or self.group.is_over)
@@ -157,7 +161,7 @@ class Turn:
             self.view.on(
                 Note(
                     f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and run cells "
-                    f"without collectives. `%distributed session restart --rank {rank}` starts another"
+                    f"without collectives. {restart_command(ranks.name, [rank])} restarts it"
                 )
             )
         names = [rank.names for rank in task.present if rank.names is not None]
@@ -196,6 +200,10 @@ def stale_names(ranks: SessionRanks) -> str:
     examples = [_CREATE_AGAIN[kind].format(name) for kind, name in first.items() if kind in _CREATE_AGAIN]
     like = f", as in {'; '.join(examples)}" if examples else ""
     return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again{like}"
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 from nblaunch.machine import timeouts
 
 Reason = Literal["user", "failure", "timeout"]
+_TIMES = {2: "twice", 3: "three times"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +97,25 @@ class Ladder:
         is_blocked = rank in self.waiting
         return min(last, self.begun + (timeouts.COLLECTIVE_ACK_TIMEOUT_S if is_blocked else timeouts.ACK_TIMEOUT_S))
 
-    def countdown(self, now: float) -> str:
-        """Return what to show meanwhile."""
-        left = max(0.0, self.begun + self.grace - now)
+    def countdown(self, now: float, interrupts_to_kill: int) -> str:
+        """Return what to show meanwhile.
+
+        Args:
+            now: The current time.
+            interrupts_to_kill: How many more interrupts kill the ranks; 0: none does.
+        """
         if not self.answered or self.at_once:
             return "stopping"
-        how_often = "again" if self.reason == "user" else "twice"
-        return f"stopping: {left:.0f} s left for checkpoints; interrupt {how_often} to kill now"
+        return f"stopping: {self._seconds_left(now)} s left for checkpoints{self._how_to_kill(interrupts_to_kill)}"
+
+    def _seconds_left(self, now: float) -> str:
+        return f"{max(0.0, self.begun + self.grace - now):.0f}"
+
+    def _how_to_kill(self, interrupts: int) -> str:
+        if interrupts < 2:
+            return "; interrupt again to kill now" * interrupts
+        more = " more" if self.reason == "user" else ""
+        return f"; interrupt {_TIMES[interrupts]}{more} to kill now"
 
 
 @dataclass(slots=True)
@@ -159,11 +172,8 @@ class KeptLadder(Ladder):
         """Return none: a rank that waits in a collective is freed, not killed."""
         return []
 
-    def countdown(self, now: float) -> str:
-        """Return what to show meanwhile."""
-        left = max(0.0, self.begun + self.grace - now)
+    def countdown(self, now: float, interrupts_to_kill: int) -> str:
+        """Return what to show meanwhile; see `Ladder.countdown`."""
         if self.at_once:
             return "stopping"
-        return (
-            f"stopping: {left:.0f} s left; interrupt {'twice more' if self.reason == 'user' else 'three times'} to kill"
-        )
+        return f"stopping: {self._seconds_left(now)} s left{self._how_to_kill(interrupts_to_kill)}"

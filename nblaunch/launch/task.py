@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -116,6 +116,7 @@ class Task:
         last: bool = False,
         log_dir: str = "",
         path: tuple[str, ...] = (),
+        wanted: Collection[int] | None = None,
     ) -> None:
         """Send the task to every rank.
 
@@ -125,18 +126,22 @@ class Task:
             last: Let the ranks exit after this task. Default: False.
             log_dir: Where kept ranks write from now on. Default: where they did before.
             path: Entries that the ranks' ``sys.path`` must have. Default: none.
+            wanted: The ranks that run it; the others return None at once. Default: all.
         """
         self._is_last = last
-        common = messages.Task(
-            self.number,
-            world(0),
-            log_dir=log_dir,
-            joins=self._joins,
-            path=path,
-            is_last=last,
-            debugging=self.console.debugging,
-        )
-        tasks = [replace(common, world=world(rank.rank)) for rank in self.ranks]
+        tasks = [
+            messages.Task(
+                self.number,
+                world(rank.rank),
+                log_dir=log_dir,
+                joins=self._joins,
+                path=path,
+                is_last=last,
+                takes_part=wanted is None or rank.rank in wanted,
+                debugging=self.console.debugging,
+            )
+            for rank in self.ranks
+        ]
         self.group.workers.send_tasks(tasks, parcel)
 
     # -------------------------------------------------------------- events
@@ -305,7 +310,7 @@ class Task:
             else:
                 self.group.signal(due.rank, due.signum, due.group)
         if live:
-            self.view.on(Countdown(ladder.countdown(now)))
+            self.view.on(Countdown(ladder.countdown(now, self.commands.interrupts_to_kill)))
 
     def _note_failure_once(self, live: list[int]) -> None:
         """Note why the other ranks are being stopped: their ``finally`` and checkpoints may take a while."""

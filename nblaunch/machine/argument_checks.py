@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from typing import Any, cast
 
 from nblaunch.errors import ArgumentError
@@ -19,6 +20,30 @@ def whole_number(name: str, value: Any, *, least: int, most: int | None = None) 
         limits = f", at least {least}" if most is None else f" from {least} to {most}"
         raise ArgumentError(f"{name}={value!r}: must be a whole number{limits}")
     return number
+
+
+def ranks_in_words(world_size: int) -> str:
+    """Return which ranks a group of this size has, in words."""
+    if world_size == 1:
+        return "the only rank is 0"
+    return f"the ranks are 0 {'and' if world_size == 2 else 'to'} {world_size - 1}"
+
+
+def is_rank(value: Any, world_size: int) -> bool:
+    """Return True for a whole number that is a rank of a group of this size."""
+    return not isinstance(value, bool) and hasattr(value, "__index__") and 0 <= operator.index(value) < world_size
+
+
+def some_ranks(name: str, value: Any, world_size: int) -> tuple[int, ...]:
+    """Return `value` as different ranks of a group of this size, at least one."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ArgumentError(f"{name}={value!r:.80}: must be a list of ranks, as in {name}=[0]")
+    chosen = list(value)
+    if not all(is_rank(rank, world_size) for rank in chosen):
+        raise ArgumentError(f"{name}={chosen!r:.80}: {ranks_in_words(world_size)}")
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ArgumentError(f"{name}={chosen!r:.80}: must name {'each rank once' if chosen else 'a rank'}")
+    return tuple(map(operator.index, chosen))
 
 
 def seconds(name: str, value: Any) -> float:

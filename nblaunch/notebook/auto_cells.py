@@ -56,7 +56,7 @@ def _to_session(lines: list[str]) -> list[str]:
         return lines
     if live_sessions.find() is None:
         raise SyntaxError(
-            "%distributed auto is on, and the session has ended: start another with %distributed session, or run cells "
-            "here again with %distributed auto off"
+            f"%distributed auto is on, but {live_sessions.how_to_start()}, or run cells here again with "
+            "`%distributed auto off`"
         )
     return ["%%distributed\n", *lines]

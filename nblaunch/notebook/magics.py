@@ -24,7 +24,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.handle import INSIST, Launch, live_launches
-from nblaunch.launch.live_sessions import live_sessions
+from nblaunch.launch.live_sessions import how_to_start, live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
@@ -58,17 +58,20 @@ class RankMagics(Magics):
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some ranks of the session: ``%%rank 0`` or ``%%rank 0,2``."""
         __tracebackhide__ = True  # IPython omits this frame
-        session = session_magics.chosen_session(None)
-        if session is None:
-            raise UsageError("%%rank: no session: start one with %distributed session -n 2")
+        if session_magics.chosen_session(None) is None:
+            raise UsageError(f"%%rank: {how_to_start()}")
+        session, note = session_magics.of_cell(None)
+        assert session is not None
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", line):
             command = f"%%rank {line}".rstrip()
             raise UsageError(
                 f"{command}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
             )
         ranks = _ranks(line)
+        session_magics.check_ranks(f"%%rank {line.strip()}", ranks, session.world_size)
         assert self.shell is not None
         made = make_cell(self.shell, cell, ranks, -1, keeps_value=True)
+        _show(note)
         session_magics.run_cell(session, made, self.shell.user_ns, "auto", False, {}, _option)
 
     @cell_magic
@@ -198,11 +201,14 @@ class DistributedMagics(Magics):
             if arguments.pop(option) not in (None, False):
                 more = "; --ranks 0 runs a cell on some ranks" if option == "rank" else ""
                 raise UsageError(f"{_option(option)}: only for %distributed session{more}")
-        ranks = _ranks(arguments.pop("ranks"))
+        typed = arguments.pop("ranks")
+        ranks = _ranks(typed)
         view = arguments.pop("view") or "auto"
         chosen = {name: value for name, value in arguments.items() if value is not None}
-        session = None if is_fresh else session_magics.chosen_session(name)
+        session, note = (None, "") if is_fresh else session_magics.of_cell(name)
         if session is not None:
+            session_magics.check_ranks(f"--ranks {typed}", ranks, session.world_size)
+            _show(note)
             cell = make_cell(self.shell, body, ranks, None if output is not None else -1, keeps_value=output is None)
             result = session_magics.run_cell(session, cell, self._names(), view, background, chosen, _option)
             if output is not None:
@@ -211,6 +217,7 @@ class DistributedMagics(Magics):
         shown = -1 if background else ranks[0] if ranks else 0
         cell = make_cell(self.shell, body, ranks, None if output is not None else shown)
         launch = self._prepare(cell, view, chosen)
+        _show(note)
         result = launch
         if background:
             launch.begin()
@@ -265,8 +272,7 @@ class DistributedMagics(Magics):
         ranks, used = cell.ranks, names_used(cell, self._names())
 
         def gather(world_size: int) -> Payload:
-            if ranks is not None and not set(ranks) <= set(range(world_size)):
-                raise UsageError(f"--ranks {','.join(map(str, ranks))}: the ranks are 0 to {world_size - 1}")
+            session_magics.check_ranks(f"--ranks {','.join(map(str, ranks or ()))}", ranks, world_size)
             return payloads.for_cell(cell, used)
 
         try:

@@ -32,6 +32,7 @@ from nblaunch.launch.views.events import (
     Logs,
     Note,
     Outcome,
+    Preparing,
     RanksChanged,
     RanksPlaced,
     Reports,
@@ -122,6 +123,8 @@ class PanelView(View):
                 self._start(info)
             case RanksPlaced(workers):
                 self._workers = workers
+            case Preparing(text):
+                self._display.show({"text/plain": text})
             case Logs(pieces):
                 self._add_logs(pieces)
             case Ended(outcome):

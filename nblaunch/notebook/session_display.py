@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from nblaunch.engines.protocol import Workers
-from nblaunch.launch.session_state import SessionState
+from nblaunch.launch.session_state import RankHolding, SessionState, command, restart_command
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import in_words
 from nblaunch.machine.usage import Usage
@@ -94,7 +94,7 @@ class SessionDisplay:
             return ""
         return (
             f"It holds {in_words(held)} of GPU memory, and has been idle for over an hour: "
-            f"%distributed session stop --name {state.name} frees it"
+            f"{command(state.name, 'stop')} frees it"
         )
 
     def _show(self, state: SessionState) -> None:
@@ -116,10 +116,13 @@ def as_html(state: SessionState, usages: Mapping[int, Usage], gone: Collection[i
     queued = [*state.queued[:_MAX_QUEUED], *(["…"] if len(state.queued) > _MAX_QUEUED else [])]
     lines = [f"<div>queued: {escape(each)}</div>" for each in queued]
     head = (
-        f"<div><b>session {escape(state.name)}</b> · {len(state.ranks)} ranks on {escape(state.device)} · "
+        f"<div><b>session {escape(state.name)}</b> · {state.size} on {escape(state.device)} · "
         f"<b>{escape(doing)}</b></div>"
     )
     table = _table(state, usages, gone) if state.is_open else ""
+    if state.is_open and (dead := [each.rank for each in state.ranks if _is_dead(each, gone)]):
+        restart = restart_command(state.name, dead if len(dead) < len(state.ranks) else ())
+        table += f"<div>{escape(restart)} restarts {'it' if len(dead) == 1 else 'them'}</div>"
     last = f"<div><b>{escape(hint)}</b></div>" if hint else ""
     style = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:6px 14px;margin:2px 0;line-height:1.5"
     return f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{head}{"".join(lines)}{table}{last}</div>'
@@ -130,7 +133,7 @@ def _table(state: SessionState, usages: Mapping[int, Usage], gone: Collection[in
     rows = [_row(["", "state", "names", "memory", *(["GPU memory"] if has_gpu else [])])]
     for each in state.ranks[:_MAX_RANKS]:
         usage = usages.get(each.rank)
-        doing = "dead" if not each.pid or each.pid in gone else "busy" if state.running else "idle"
+        doing = "dead" if _is_dead(each, gone) else "busy" if state.running else "idle"
         memory = "" if usage is None else in_words(usage.memory)
         gpu = [] if not has_gpu else ["" if usage is None or not usage.gpu_memory else in_words(usage.gpu_memory)]
         pid = f", pid {each.pid}" if doing != "dead" else ""
@@ -139,6 +142,10 @@ def _table(state: SessionState, usages: Mapping[int, Usage], gone: Collection[in
     if more > 0:
         rows.append(_row([f"and {more} more"]))
     return f'<table style="margin:4px 0;border:none;font-size:13px">{"".join(rows)}</table>'
+
+
+def _is_dead(rank: RankHolding, gone: Collection[int]) -> bool:
+    return not rank.pid or rank.pid in gone
 
 
 def _row(cells: Sequence[str]) -> str:

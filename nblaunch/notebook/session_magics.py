@@ -9,9 +9,10 @@ from IPython.core.error import UsageError
 
 from nblaunch.launch import live_sessions
 from nblaunch.launch.frontend import host
-from nblaunch.launch.live_sessions import DEFAULT_NAME, session
-from nblaunch.launch.rank_names import line_of
+from nblaunch.launch.live_sessions import session
 from nblaunch.launch.session import Session
+from nblaunch.launch.session_state import DEFAULT_NAME, command
+from nblaunch.machine.argument_checks import ranks_in_words
 from nblaunch.notebook.auto_cells import set_auto
 from nblaunch.notebook.cells import names_used
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
@@ -24,26 +25,54 @@ _OF_A_TASK = {"timeout", "stop_grace", "metric_patterns"}
 
 
 def chosen_session(name: str | None) -> Session | None:
-    """Return the session that a cell runs in; None for ranks of its own.
+    """Return the session of this name, or the one that cells run in; None if there is none.
 
     Raises:
         UsageError: There is no session of this name.
     """
     found = live_sessions.find(name)
     if found is None and name is not None:
-        raise UsageError(f"--session {name}: there is no such session{_known()}")
-    if name is None and (ended := live_sessions.take_idle()):
-        where = f"in session {found.name}" if found is not None else "on ranks of its own"
+        known = ", ".join(live_sessions.live_sessions())
         raise UsageError(
-            f"session {ended} has ended, with its variables: it was idle for its --idle-timeout. Start another with "
-            f"%distributed session, or run the cell again {where}"
+            f"--session {name}: there is no such session; {f'there are {known}' if known else 'start it with '}"
+            f"{'' if known else command(name, '-n 2')}"
         )
     return found
 
 
-def _known() -> str:
-    names = ", ".join(live_sessions.live_sessions())
-    return f"; there are {names}" if names else ": start one with %distributed session -n 2"
+def of_cell(name: str | None) -> tuple[Session | None, str]:
+    """Return the session that a cell runs in, if any, and what to show first: its session may have ended.
+
+    Raises:
+        UsageError: There is no session of this name, or it has ended unasked.
+    """
+    found = chosen_session(name)
+    ended = live_sessions.take_ended() if name is None else None
+    if ended is None:
+        return found, ""
+    if ended.was_idle:
+        where = f"in session {found.name}" if found is not None else "on ranks of its own"
+        raise UsageError(
+            f"session {ended.name} has ended, with its variables: it was idle for its --idle-timeout. To go on, "
+            f"{ended.start_again}, or run the cell again {where}"
+        )
+    does = f"runs in session {found.name}" if found is not None else "has started ranks of its own"
+    return found, f"session {ended.name} has ended, with its variables: this cell {does}; {ended.start_again}"
+
+
+def check_ranks(typed: str, ranks: Sequence[int] | None, world_size: int) -> None:
+    """Raise an error if a rank does not exist.
+
+    Args:
+        typed: What the user has typed, such as ``--ranks 7``.
+        ranks: The ranks; None: all.
+        world_size: The number of ranks.
+
+    Raises:
+        UsageError: A rank does not exist.
+    """
+    if ranks is not None and not set(ranks) <= set(range(world_size)):
+        raise UsageError(f"{typed}: {ranks_in_words(world_size)}")
 
 
 def run_cell(
@@ -69,8 +98,6 @@ def run_cell(
                 f"{option_of(option)} {chosen[option]}: session {session.name} has its ranks already; use "
                 "--fresh for ranks of the cell's own"
             )
-    if cell.ranks is not None and not set(cell.ranks) <= set(range(session.world_size)):
-        raise UsageError(f"--ranks {','.join(map(str, cell.ranks))}: the ranks are 0 to {session.world_size - 1}")
     options = {name: value for name, value in chosen.items() if name in _OF_A_TASK}
     return session.run_cell(cell, names_used(cell, names), view=view, block=not background, **options)
 
@@ -136,6 +163,8 @@ def _session(shell: Any, words: Sequence[str], given: dict[str, Any], allow: Cal
     allow("name", "session", *(("rank", "keep") if action == "restart" else ()))
     found = _named(given.get("session") or given.get("name"))
     if action == "restart":
+        rank = given.get("rank")
+        check_ranks(f"--rank {' --rank '.join(map(str, rank or ()))}", rank, found.world_size)
         found.restart(given.get("rank"), keep=bool(given.get("keep")))
     elif action == "regroup":
         found.regroup()
@@ -149,12 +178,12 @@ def _session(shell: Any, words: Sequence[str], given: dict[str, Any], allow: Cal
 def _named(name: str | None) -> Session:
     found = chosen_session(name)
     if found is None:
-        raise UsageError("there is no session: start one with %distributed session -n 2")
+        raise UsageError(live_sessions.how_to_start())
     return found
 
 
 def _who(session: Session) -> str:
     lines = []
-    for rank, names in enumerate(session.who()):
-        lines += [f"rank {rank}", *(f"  {line_of(each)}" for each in sorted(names, key=lambda each: each.name))]
+    for rank in range(session.world_size):
+        lines += [f"rank {rank}", *(f"  {line}" for line in session.lines_of(rank))]
     return "\n".join(lines)

@@ -29,6 +29,7 @@ _pools: ThreadpoolController | None = None
 _streams: dict[str, io.TextIOWrapper] = {}
 _logs: list[_Log] = []
 """The files under stdout and stderr."""
+_END_OF_LOG = b"nblaunch: this log ends at NBLAUNCH_MAX_LOG_BYTES: further output is dropped\n"
 drops: Counter | None = None
 """Counts the output that this rank could not write to its logs; None outside ranks."""
 _max_log_bytes: int | None = None
@@ -75,7 +76,11 @@ class _Log(io.FileIO):
     def write(self, data: Any, /) -> Any:
         size = memoryview(data).nbytes
         if _max_log_bytes is not None:
-            self.is_full = self.is_full or os.fstat(self.fileno()).st_size + size > _max_log_bytes
+            has_room = os.fstat(self.fileno()).st_size + size <= _max_log_bytes
+            if not (self.is_full or has_room):
+                self.is_full = True
+                with contextlib.suppress(OSError):
+                    super().write(b"\n" + _END_OF_LOG)
         if self.is_full:
             return self._drop(size, 0)
         try:

@@ -9,12 +9,15 @@ import rlcompleter
 import sys
 import types
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
+from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire.messages import Payload, Settings
-from nblaunch.wire.session_messages import MAX_BOUND, Bound, Question, SentName
+from nblaunch.wire.session_messages import MAX_BOUND, Bound, Losses, Question, SentName
 
 _MAX_COMPLETIONS = 500
 _MAX_REPR_CHARS = 100_000
@@ -68,9 +71,6 @@ class Namespace:
         What the rank did to a value in place stays too: the notebook's unchanged value is not bound again.
         """
         self.kept, self.replaced = [], []
-        question = payload.function
-        if isinstance(question, Question) and question.ranks is not None and self._rank not in question.ranks:
-            return
         self.main.update(payload.main)
         for name, sent in payload.names.items():
             if sent.ranks is None or self._rank in sent.ranks:
@@ -125,8 +125,6 @@ class Namespace:
         Raises:
             Exception: The expression raised it.
         """
-        if question.ranks is not None and self._rank not in question.ranks:
-            return None
         if question.kind == "value":
             return eval(question.text, self.names)
         if question.kind == "repr":
@@ -137,10 +135,12 @@ class Namespace:
             return _inspected(eval(question.text, self.names))
         if question.kind == "path":
             return list(sys.path)
-        if question.kind == "unsendable":
-            return self._find_unsendable()
+        if question.kind == "losses":
+            return self._find_losses()
         if question.kind == "dump":
             return self._dump()
+        if question.kind == "restore":
+            return question.lost
         return None  # "names" and "push": `Names` follows in any case
 
     def _complete(self, text: str) -> list[str]:
@@ -148,32 +148,37 @@ class Namespace:
         found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
         return sorted({name.rstrip("() ") for name in found})[:_MAX_COMPLETIONS]
 
-    def _find_unsendable(self) -> dict[str, str]:
-        """Find the names that `_dump` leaves out; return the reason for each that the user knows."""
-        found = self._to_dump().items()
-        self._unsendable = {name: reason for name, value in found if (reason := self._why_not(name, value))}
-        return {name: reason for name, reason in self._unsendable.items() if _is_shown(name)}
+    def _find_losses(self) -> Losses:
+        """Find what `_dump` leaves out or replaces; return what the user knows of that."""
+        found = self._to_dump()
+        self._unsendable = {name: reason for name, value in found.items() if (reason := self._why_not(name, value))}
+        reasons = tuple(reason for name, reason in self._unsendable.items() if _is_shown(name))
+        names = self._named()
+        kept = [name for name in found if name not in self._unsendable and _is_shown(name)]
+        return Losses(reasons, tuple(name for name in kept if found[name] is not names.get(name)))
 
     def _why_not(self, name: str, value: Any) -> str:
-        probe = _Probe(self.names)
+        probe = _Probe(self.names, lambda obj: type(obj).__name__ if _holds_group(type(obj)) else "")
         error = pickling.explain(value, f"`{name}`", probe)
         ends = f"`{name}` holds a {probe.found}, whose process group ends: what it wraps needs a name of its own"
         return ends if probe.found else str(error or "")
 
     def _to_dump(self) -> dict[str, Any]:
         found = self._named().items()
-        return {name: value for name, value in found if not name.startswith("__") and name not in PROVIDED}
+        return {name: _unwrapped(value) for name, value in found if not name.startswith("__") and name not in PROVIDED}
 
     def _dump(self) -> Payload:
-        """Return a payload that binds all names that can be sent. `_find_unsendable` comes first."""
+        """Return a payload that binds all names that can be sent. `_find_losses` comes first."""
         names = {
             name: SentName(value, self._digests.get(name, b""), is_forced=True, ranks=(self._rank,))
             for name, value in self._to_dump().items()
             if name not in self._unsendable
         }
-        question = Question("push", ranks=(self._rank,))
+        question = Question("restore", ranks=(self._rank,))
+        code = (types.ModuleType, types.FunctionType, type)  # a __setstate__ may use them
+        first = (definitions.BoundFirst(n, each.value) for n, each in names.items() if isinstance(each.value, code))
         self._keys = {id(thing): key for key, thing in definitions.kept_things()}
-        return Payload(question, (), {}, None, Settings(), {}, main=dict(self.main), names=names)
+        return Payload(question, tuple(first), {}, None, Settings(), {}, main=dict(self.main), names=names)
 
     # -------------------------------------------------------------- a `pickling.Home`, for `_dump`
     def note(self, function: types.FunctionType) -> None:
@@ -189,12 +194,17 @@ class Namespace:
 
 
 class _Probe:
-    """A `pickling.Home` that looks for an object that holds a process group."""
+    """A `pickling.Home` that looks for an object.
 
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.names = names
+    Args:
+        names: The namespace.
+        describe: Returns words for an object that is looked for, and none for others.
+    """
+
+    def __init__(self, names: dict[str, Any], describe: Callable[[object], str]) -> None:
+        self.names, self._describe = names, describe
         self.found = ""
-        """The type of such an object."""
+        """Words for the object that was found last."""
 
     def note(self, function: types.FunctionType) -> None:
         """Nothing to note: each name that it uses is looked at itself."""
@@ -205,9 +215,35 @@ class _Probe:
 
     def key_of(self, obj: object) -> tuple[str, bool]:
         """Look at the object."""
-        if _holds_group(type(obj)):
-            self.found = type(obj).__name__
+        self.found = self._describe(obj) or self.found
         return "", False
+
+
+def without_unbuilt(salvaged: Salvaged) -> Payload:
+    """Return a dump without the names that refer to what could not be rebuilt. Its question names them."""
+    payload: Payload = salvaged.value
+    failed = {id(thing): reason for thing, reason in salvaged.failed}
+
+    def why_not(value: Any) -> str:
+        probe = _Probe(definitions.home(), lambda obj: failed.get(id(obj), ""))
+        error = pickling.explain(value, "it", probe)  # incomplete objects may raise anything
+        return probe.found or str(error or "")
+
+    reasons = {name: reason for name, sent in payload.names.items() if (reason := why_not(sent.value))}
+    lost = tuple(f"`{name}` could not be rebuilt ({reason})" for name, reason in reasons.items() if _is_shown(name))
+    names = {name: sent for name, sent in payload.names.items() if name not in reasons}
+    for name in reasons:
+        definitions.home().pop(name, None)  # bound first
+    main = {name: value for name, value in payload.main.items() if not why_not(value)}
+    return replace(payload, function=replace(payload.function, lost=lost), names=names, main=main)
+
+
+def _unwrapped(value: Any) -> Any:
+    """Return the module that a DistributedDataParallel wraps; other values as they are."""
+    torch = sys.modules.get("torch")
+    if torch is None or not issubclass(type(value), torch.nn.parallel.DistributedDataParallel):
+        return value
+    return value._modules.get("module", value)
 
 
 def _holds_group(kind: type) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import itertools
 import linecache
 import logging
+import weakref
 from collections.abc import Sequence
 from types import CodeType
 from typing import Any
@@ -84,6 +86,7 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     if isinstance(last, ast.Expr):
         expression = ast.Expression(last.value)
         codes.append(compile(expression, cell.filename, "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
+    _drop_source_with(codes, cell.filename)
     if any(code.co_flags & inspect.CO_COROUTINE for code in codes):
         value, error = asyncio.run(_await(codes, namespace))
         if error is not None:
@@ -96,6 +99,21 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     if cell.shows_value and context.rank != cell.value_rank and value is not None:
         notebook_names.show_value(value)
     return None if cell.keeps_value else value
+
+
+def _drop_source_with(codes: Sequence[CodeType], filename: str) -> None:
+    """Remove a cell's source from `linecache` once none of its code is left: a session runs many cells."""
+    parts = list(codes)
+    for part in parts:  # it grows meanwhile
+        parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
+    entry, left = linecache.cache[filename], itertools.count(len(parts) - 1, -1)
+
+    def release() -> None:
+        if next(left) == 0 and linecache.cache.get(filename) is entry:
+            del linecache.cache[filename]
+
+    for part in parts:
+        weakref.finalize(part, release).atexit = False
 
 
 async def _await(codes: Sequence[CodeType], namespace: dict[str, Any]) -> tuple[Any, Exception | None]:

@@ -42,10 +42,11 @@ from nblaunch.ranks.breakpoints import Breakpoints
 from nblaunch.ranks.collective_log import collective_log
 from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.keyboard import Keyboard
-from nblaunch.ranks.namespace import Namespace
+from nblaunch.ranks.namespace import Namespace, without_unbuilt
 from nblaunch.ranks.report import Context, enter
 from nblaunch.transfer import definitions
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
+from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
@@ -133,8 +134,8 @@ def _from_parcel(fds: list[int]) -> Payload:
         raise OSError(errno.EMFILE, "the task could not be received: this rank has too many open files (ulimit -n)")
     taken = fds[:]
     fds.clear()
-    payload: Payload = unpack(taken)
-    return payload
+    payload: Payload | Salvaged = unpack(taken)
+    return without_unbuilt(payload) if isinstance(payload, Salvaged) else payload
 
 
 # ------------------------------------------------------------------ tasks
@@ -221,7 +222,8 @@ def _examine(error: Exception, voice: KernelChannel, breakpoints: Breakpoints) -
 def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:
     if home is not None:
         begun, kept, replaced = collective_log.begun(), tuple(home.kept), tuple(home.replaced)
-        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), begun, kept, replaced))
+        lost = definitions.take_lost_keys()
+        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), begun, kept, replaced, lost))
 
 
 def _work(
@@ -239,6 +241,9 @@ def _work(
             collective_log.begin_task()
             process_group.join(task.world, spec.rank, spec.world_size)
         environment.extend_path(task.path)
+        if not task.takes_part:
+            voice.say(Running(spec.rank, task.task))
+            return None, ()
         payload = load()
         if home is not None:
             home.take(payload)
@@ -265,7 +270,8 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, voice: KernelCh
     ended = time.monotonic_ns()
     try:
         at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
-        parcel = pack(lambda found: result, UncachedStore(Path(spec.log_dir), _may_be_replaced()), home=at_home)
+        store = UncachedStore(Path(spec.log_dir), _may_be_replaced())
+        parcel = pack(lambda found: result, store, home=at_home, may_salvage=at_home is not None)
     except BaseException as error:
         if not isinstance(error, Exception):
             raise

@@ -35,6 +35,8 @@ _home: dict[str, Any] | None = None
 """The globals of every function that a kept rank receives from the notebook."""
 _kept: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """Tensors and modules that the notebook has sent to this kept rank, by key."""
+_keys: set[str] = set()
+"""The keys of `_kept`, and of objects that have gone since `take_lost_keys` was called."""
 _unset: set[int] = set()
 """Ids of objects in `_kept` that have no state yet."""
 
@@ -141,6 +143,21 @@ class _Home:
         return home, ()
 
 
+class BoundFirst:
+    """Pickles as a call that binds a name in the receiver's `home`: later parts of the pickle may run code with it."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self._name, self._value = name, value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bind_at_home, (self._name, self._value)
+
+
+def bind_at_home(name: str, value: Any) -> None:
+    """Bind a name in this kept rank."""
+    home()[name] = value
+
+
 def set_state_at_home(definition: Any, content: tuple[Callable[[Any, Any], object], Any]) -> None:
     """Set the state of a definition that the notebook has sent, also if this kept rank has an earlier state of it."""
     if definition in _unfinished or definition in _received:
@@ -155,12 +172,20 @@ def keep(key: str, make: Callable[..., Any], made_of: tuple[Any, ...]) -> Any:
     if known is None:
         known = _kept[key] = make(*made_of)
         _unset.add(id(known))
+        _keys.add(key)
     return known
 
 
 def kept_things() -> list[tuple[str, Any]]:
     """Return the live objects that were sent under keys, by key."""
     return list(_kept.items())
+
+
+def take_lost_keys() -> tuple[str, ...]:
+    """Return the keys of objects that have gone since the last call: the notebook must not refer to them."""
+    lost = _keys.difference(_kept)
+    _keys.difference_update(lost)
+    return tuple(lost)
 
 
 def kept(key: str) -> Any:
@@ -174,7 +199,7 @@ def kept(key: str) -> Any:
     except KeyError:
         raise LostReferenceError(
             "an object refers to a tensor or module that the notebook sent before, and that this rank has deleted: "
-            "assign both again in the notebook, or send them with push()"
+            "run the cell again, which sends both"
         ) from None
 
 
@@ -182,14 +207,14 @@ def set_kept_state(thing: Any, state: Any) -> None:
     """Set the state of an object that `keep` has just created. An earlier object keeps the rank's changes."""
     if id(thing) not in _unset:
         return
-    _unset.discard(id(thing))
     if hasattr(thing, "__setstate__"):
         thing.__setstate__(state)
-        return
-    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-    vars(thing).update(attributes or {})
-    for name, value in (slots or {}).items():
-        setattr(thing, name, value)
+    else:
+        attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+        vars(thing).update(attributes or {})
+        for name, value in (slots or {}).items():
+            setattr(thing, name, value)
+    _unset.discard(id(thing))  # not if it has failed: salvaging must see that again
 
 
 def find_or_create(

@@ -33,3 +33,5 @@ class Layout:
     """The pickle in parts: a place, or a number of bytes that follow in the blob."""
     loads: int
     """How many objects the pickle holds, one after the other."""
+    may_salvage: bool = False
+    """Whether to rebuild what can be rebuilt, if some of it cannot."""

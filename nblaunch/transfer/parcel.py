@@ -8,6 +8,7 @@ the data besides the sender's own, for any number of receivers, and each may wri
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import os
 import pickle
@@ -22,6 +23,7 @@ from nblaunch.machine.segments import NoRoomError, Placed, Region, Segment
 from nblaunch.transfer import pickling, tensors
 from nblaunch.transfer.layout import Layout, Place, StoragePart
 from nblaunch.transfer.outgoing import Outgoing, Strided
+from nblaunch.transfer.salvage import Salvaged, SalvagingUnpickler
 from nblaunch.wire.channel import write_blob
 
 _LENGTH = struct.Struct("!Q")
@@ -82,6 +84,8 @@ def pack(
     store: Store,
     parts: Mapping[str, Any] | None = None,
     home: pickling.Home | None = None,
+    *,
+    may_salvage: bool = False,
 ) -> Parcel:
     """Pack the object that `build` returns.
 
@@ -90,6 +94,7 @@ def pack(
         store: Puts large buffers into segments.
         parts: Parts of the object whose sizes to measure, by name. Default: none.
         home: See `nblaunch.transfer.pickling.Pickler`.
+        may_salvage: `unpack` returns a `Salvaged` instead of raising. Default: False.
 
     Raises:
         Exception: Pickling failed; `nblaunch.transfer.pickling.explain` gives the reason.
@@ -103,13 +108,13 @@ def pack(
             outgoing.count(name)
         pickler.dump(build(pickler.found))
         outgoing.count("")
-        return _assemble(outgoing, store, loads=len(parts or {}) + 1)
+        return _assemble(outgoing, store, loads=len(parts or {}) + 1, may_salvage=may_salvage)
     except NoRoomError as error:
         error.sizes = outgoing.sizes
         raise
 
 
-def _assemble(outgoing: Outgoing, store: Store, loads: int) -> Parcel:
+def _assemble(outgoing: Outgoing, store: Store, loads: int, may_salvage: bool) -> Parcel:
     """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
     buffers, copies = outgoing.resolve_buffers()
@@ -126,6 +131,7 @@ def _assemble(outgoing: Outgoing, store: Store, loads: int) -> Parcel:
         ),
         tuple(places[part][0] if isinstance(part, Region) else len(part) for part in outgoing.stream),
         loads,
+        may_salvage,
     )
     head = pickle.dumps(layout, protocol=5)
     blob = write_blob(_LENGTH.pack(len(head)), head, *(part for part in outgoing.stream if isinstance(part, bytes)))
@@ -160,6 +166,9 @@ def _buffer_place(places: tuple[Place, Place], made: object) -> Place | StorageP
 def unpack(fds: Sequence[int]) -> Any:
     """Rebuild a packed object from its descriptors, and close them.
 
+    Returns:
+        The object, or a `Salvaged` if some of it could not be rebuilt and the sender allows that.
+
     Raises:
         Exception: User code that unpickling runs raised it.
     """
@@ -191,11 +200,16 @@ def unpack(fds: Sequence[int]) -> Any:
                 return tensors.StorageSlice(storage_at(part.storage), part.offset, part.size)
             return at(part) if isinstance(part, Place) else fds[last + part]
 
-        buffers: Any = map(received, layout.buffers)
-        unpickler = pickle.Unpickler(_ChainedReader(stream()), buffers=buffers)
-        for _ in range(layout.loads):
-            value = unpickler.load()
-        return value
+        def load(unpickler: Any) -> Any:
+            for _ in range(layout.loads):
+                value = unpickler.load()
+            return value
+
+        with contextlib.suppress(*((Exception,) if layout.may_salvage else ())):
+            buffers: Any = map(received, layout.buffers)
+            return load(pickle.Unpickler(_ChainedReader(stream()), buffers=buffers))
+        salvaging = SalvagingUnpickler(_ChainedReader(stream()), map(received, layout.buffers))
+        return Salvaged(load(salvaging), salvaging.failed)
     finally:
         for fd in fds:
             os.close(fd)

@@ -1,7 +1,7 @@
 """A cache of the segments that the last launches sent: sending the same data again takes a comparison, not a copy.
 
 Segments are immutable: changed data goes into a new one. The cache keeps to a budget, a share of the free memory, and
-shrinks when memory gets short.
+shrinks when memory gets short. Launches that wait or run share a segment, whatever the budget.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -32,6 +33,8 @@ class SentDataCache:
         self._lock = threading.RLock()
         self._kept: dict[Region, Placed] = {}
         """Least recently used first."""
+        self._lent: dict[Region, tuple[weakref.ref[Segment], int]] = {}
+        """Segments that a launch may still hold, with the offset of the region; also those that were evicted."""
         self._watch: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -57,17 +60,20 @@ class SentDataCache:
             # Apart, as the cache keeps whole segments.
             for group in ([r for r in new if r not in passing], [r for r in new if r in passing]):
                 placed |= segments.write(group, folder)
+            self._lent = {region: lent for region, lent in self._lent.items() if lent[0]() is not None}
             for region in regions:
                 self._kept.pop(region, None)
-                segment = placed[region].segment
-                if segment.in_memory and segment.size >= _MIN_CACHED_BYTES and region not in passing:
-                    self._kept[region] = placed[region]._replace(is_new=False)
+                segment, offset, _ = placed[region]
+                if segment.size >= _MIN_CACHED_BYTES and region not in passing:
+                    self._lent[region] = weakref.ref(segment), offset
+                    if segment.in_memory:
+                        self._kept[region] = placed[region]._replace(is_new=False)
             self._evict(budget(self.size))
             self._watch_memory()
             return [placed[region] for region in regions]
 
     def same(self, region: Region) -> Placed | None:
-        """Return the cached copy of a region, if its content is the same."""
+        """Return the copy of a region that the cache or a launch holds, if its content is the same."""
         with self._lock:
             return self._same(region)
 
@@ -91,6 +97,10 @@ class SentDataCache:
 
     def _same(self, region: Region) -> Placed | None:
         kept = self._kept.get(region)
+        if kept is None and region in self._lent:
+            reference, offset = self._lent[region]
+            segment = reference()
+            kept = None if segment is None else Placed(segment, offset, False)
         return kept if kept is not None and kept.segment.equals(kept.offset, region) else None
 
     def _evict(self, most: int) -> None:

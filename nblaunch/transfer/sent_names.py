@@ -22,11 +22,12 @@ from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.wire.session_messages import MAX_BOUND, Bound, SentName
+from nblaunch.wire.session_messages import MAX_BOUND, Names, SentName
 
 _DIGEST_BYTES = 16
 _MIN_COMPARED_BYTES = 1 << 20
 """A larger array is compared with its copy in the cache of sent data, which is faster than hashing it again."""
+_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class SentNames:
         self.names = names
         self._had: list[dict[str, bytes]] = [{} for _ in range(ranks)]
         """Of each rank: the digests that it has been sent."""
+        self._lost: list[set[str]] = [set() for _ in range(ranks)]
+        """Of each rank: the keys of tensors and modules that it had, and that a task must not refer to."""
         self._digests: dict[str, bytes] = {}
         """The last digest of each name."""
         self._owned: dict[int, _Owned] = {}
@@ -156,10 +159,13 @@ class SentNames:
         own = [(name, sent) for name, sent in names.items() if sent.ranks is None or rank in sent.ranks]
         self._had[rank].update((name, sent.digest) for name, sent in own)
 
-    def has_bound(self, rank: int, bound: Collection[Bound], private: Collection[str]) -> None:
-        """Note what a rank has bound: a name that it has deleted is sent again if a task uses it."""
-        if len(bound) < MAX_BOUND:
-            alive = {each.name for each in bound}.union(private)
+    def has_bound(self, rank: int, found: Names) -> None:
+        """Note what a rank has: what it has deleted is sent again if a task uses it."""
+        if self._lost[rank] or found.lost:
+            used = {owned.key for owned in list(self._owned.values())}
+            self._lost[rank] = self._lost[rank].union(found.lost) & used
+        if len(found.names) < MAX_BOUND:
+            alive = {each.name for each in found.names}.union(found.private)
             had = self._had[rank]
             for name in had.keys() - alive:
                 del had[name]
@@ -167,6 +173,14 @@ class SentNames:
     def forget(self, rank: int) -> None:
         """Forget what a rank had: another process takes its place."""
         self._had[rank] = {}
+        self._lost[rank] = set()
+
+    def take_lost(self, key: str) -> bool:
+        """Return True if a rank has lost the object under this key, which the caller sends whole."""
+        is_lost = any(key in lost for lost in self._lost)
+        for lost in self._lost:
+            lost.discard(key)
+        return is_lost
 
     # -------------------------------------------------------------- ownership
     def owner_of(self, thing: Any) -> _Owned | None:
@@ -317,7 +331,9 @@ class _Packing:
 
     def key_of(self, obj: object) -> tuple[str, bool]:
         owned = self._sent.owner_of(obj) if _is_kept(obj) and id(obj) not in self._plain else None
-        return ("", False) if owned is None else (owned.key, owned.name not in self._to_send)
+        if owned is None:
+            return "", False
+        return owned.key, owned.name not in self._to_send and not self._sent.take_lost(owned.key)
 
 
 class _Hasher:
@@ -360,4 +376,7 @@ class _Hasher:
 
 
 def _hash(data: memoryview) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for start in range(0, len(data), _CHUNK_BYTES):  # Python handles signals between chunks
+        found.update(data[start : start + _CHUNK_BYTES])
+    return found.digest()

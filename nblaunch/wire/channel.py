@@ -63,13 +63,17 @@ class Channel:
         Raises:
             OSError: The other end is closed.
         """
-        self.post(message, fds)
         deadline = time.monotonic() + timeouts.FDS_TAKEN_TIMEOUT_S
-        while not self.flush():
-            if time.monotonic() > deadline:
-                self._posted.clear()
-                raise OSError(errno.ETOOMANYREFS, "too many descriptors in flight (ulimit -n)")
-            time.sleep(timeouts.FDS_RETRY_INTERVAL_S)  # no event reports that a receiver has taken some
+        try:
+            self.post(message, fds)
+            while not self.flush():
+                if time.monotonic() > deadline:
+                    self._posted.clear()
+                    raise OSError(errno.ETOOMANYREFS, "too many descriptors in flight (ulimit -n)")
+                time.sleep(timeouts.FDS_RETRY_INTERVAL_S)  # no event reports that a receiver has taken some
+        except KeyboardInterrupt:
+            self._posted.clear()  # the next send would send it, with whatever files have its descriptors' numbers then
+            raise
 
     def post(self, message: object, fds: Sequence[int] = ()) -> None:
         """Queue a message for `flush`. Its descriptors must stay open until it is sent."""

@@ -28,6 +28,7 @@ _ROWS = 64
 _BLOCK = _ROW.size * _ROWS
 _COLUMNS: dict[Kind, int] = {"out": 0, "err": 1, "reports": 2}
 _LIMIT = "NBLAUNCH_MAX_LOG_BYTES"
+_MAX_LOG_BYTES = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +108,14 @@ class Counter:
 
 
 def log_limit(env: Mapping[str, str]) -> int | None:
-    """Return the maximum size of each log in bytes, ``$NBLAUNCH_MAX_LOG_BYTES``; None for no limit.
+    """Return the maximum size of each log in bytes, ``$NBLAUNCH_MAX_LOG_BYTES``, else 1 GB; None for no limit.
 
     Raises:
         ArgumentError: The variable is not a number.
     """
     chosen = env.get(_LIMIT)
     if not chosen:
-        return None
+        return _MAX_LOG_BYTES
     if not chosen.isdecimal():
-        raise ArgumentError(f"{_LIMIT}={chosen!r}: must be a number of bytes; leave it out for no limit")
-    return int(chosen)
+        raise ArgumentError(f"{_LIMIT}={chosen!r}: must be a number of bytes; 0 means no limit")
+    return int(chosen) or None

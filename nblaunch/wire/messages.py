@@ -200,6 +200,8 @@ class Task:
     """Entries that a kept rank's ``sys.path`` must have."""
     is_last: bool = False
     """Whether the rank exits after it."""
+    takes_part: bool = True
+    """Whether the rank runs it; else it returns None at once."""
     debugging: Debugging = field(default_factory=Debugging)
 
 

@@ -51,6 +51,8 @@ class Names:
     """Names of its own that this task has not replaced, though the notebook has sent them for the first time."""
     replaced: tuple[str, ...] = ()
     """Tensors and modules that it had changed, and that this task has replaced: the notebook's had changed too."""
+    lost: tuple[str, ...] = ()
+    """Keys of tensors and modules of the notebook that it no longer has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,20 @@ class SentName:
 class Question:
     """What the kernel asks kept ranks about their names, in place of a function."""
 
-    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "path", "unsendable", "dump"]
+    kind: Literal["value", "repr", "names", "complete", "inspect", "push", "path", "losses", "dump", "restore"]
     text: str = ""
     """An expression, or for ``complete`` the code up to the cursor."""
     ranks: tuple[int, ...] | None = None
     """Ranks that answer; None: all."""
+    lost: tuple[str, ...] = ()
+    """The answer to ``restore``: names that could not be rebuilt, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The answer to ``losses``: what a restart of this rank cannot keep."""
+
+    reasons: tuple[str, ...]
+    """One for each name that the user knows and that is lost."""
+    unwrapped: tuple[str, ...]
+    """Names of a DistributedDataParallel that will have the module in it."""

@@ -1,7 +1,7 @@
-"""A cell's round trip on two ranks that stay: nblaunch's session beside ipyparallel's engines, and beside new ranks.
+"""A cell's round trip on two ranks that stay: nblaunch's session beside ipyparallel, nbdistributed, and new ranks.
 
 Each way runs in a real kernel of its own, with the default panel; the ways take turns. Seconds are those of the whole
-cell, from its request until the kernel is idle. ipyparallel is measured where it is installed (the extra ``bench``).
+cell, from its request until the kernel is idle. The others are measured where they are installed (the extra ``bench``).
 A long session follows: what the kernel and its ranks hold after the first cells, and after many.
 """
 
@@ -60,6 +60,22 @@ view.execute('''{_IMPORTS}
 dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)''')
 """
 _NEW_TENSOR = "torch.rand({size} // 4)"
+_NBDISTRIBUTED = f"""
+import os
+import sys
+os.environ.update(CUDA_VISIBLE_DEVICES="", PATH=os.path.dirname(sys.executable) + os.pathsep + os.environ["PATH"])
+%load_ext nbdistributed
+%dist_init -n 2
+%dist_mode --disable
+own = get_ipython().magics_manager.registry["DistributedMagic"]
+answers = {{}}
+while not answers:
+    try:
+        answers = own._comm_manager.send_to_all("execute", {_IMPORTS!r}, timeout=1.0)
+    except TimeoutError:  # %dist_init waits for 2 s, its ranks import torch for longer
+        pass
+assert [answer.get("status") for answer in answers.values()] == ["success"] * 2, answers
+"""
 OURS = Way("nblaunch, session", _SESSION, "%%distributed", f"s.push(a={_NEW_TENSOR})", "s.pull('x')", "s.stop()")
 WAYS = (
     OURS,
@@ -72,6 +88,8 @@ WAYS = (
         "view.pull('x')",
         "cluster.stop_cluster_sync()",
     ),
+    # It has no push and pull. Its %dist_shutdown ends no rank, and its %dist_reset kills by name: pkill -f worker.py.
+    Way("nbdistributed", _NBDISTRIBUTED, "%%distributed", "", "", "own._process_manager.shutdown()"),
 )
 
 

@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.conftest import LAB, NOTEBOOK, Lab, keep_picture
+from tests.conftest import LONG
 
 CELLS = (
     "%distributed session -n 2",
     "%%distributed\nimport torch.distributed as dist\nweights = torch.ones(3) * (rank + 1)\nprint('begun')\nweights",
-    "%%distributed\nimport time\nprint('waiting', flush=True)\ndist.barrier() if rank == 0 else time.sleep(600)",
+    "%%distributed --background\nimport time\nprint('waiting', flush=True)\n"
+    "dist.barrier() if rank == 0 else time.sleep(600)",
+    "%%distributed --background\nonly_in_ranks_1 = rank",
+    "%%distributed\nonly_in_ranks_2 = rank",
 )
 
 
 @pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
-def test_a_session_shows_its_values_and_stops_a_cell(lab: Lab) -> None:
+def test_a_session_shows_its_values_queue_names_and_deaths(lab: Lab) -> None:
     lab.run("import torch", *CELLS)
     display = lab.page.locator(".jp-RenderedHTML", has_text="2 ranks on cpu")
     display.get_by_text("runs Cell In[5]").wait_for()
     record = lab.page.locator(".jp-RenderedHTML", has_text="Cell In[4], session main")
     for value in ("tensor([1., 1., 1.])", "tensor([2., 2., 2.])"):
         record.get_by_text(value).wait_for(state="attached")
+    queued = expect(display.get_by_text("queued: "))
+    queued.to_have_text(["queued: Cell In[6]", "queued: Cell In[7]"], timeout=LONG * 1000)
+
     lab.title = "Cell In[5]"  # the cell before keeps its panel if it took long
     lab.log_says("waiting")
-    lab.button("Stop").first.click()
+    lab.button("Stop").first.click()  # the kernel runs Cell In[7], which waits
     lab.wait_for_state("stopped")
     display.get_by_text("idle, pid").first.wait_for()
+    queued.to_have_count(0, timeout=LONG * 1000)
+
+    lab.page.locator(".jp-CodeCell").last.locator(".cm-content").click()
+    lab.page.keyboard.press("Control+End")
+    lab.page.keyboard.type("\nonly_in_r")
+    lab.page.keyboard.press("Tab")
+    for name in ("only_in_ranks_1", "only_in_ranks_2"):
+        lab.page.locator(".jp-Completer-item", has_text=name).wait_for()
+    lab.page.keyboard.press("Escape")
+
+    (pid,) = re.findall(r"rank 1\s*\w+, pid (\d+)", display.inner_text())
+    os.kill(int(pid), signal.SIGKILL)
+    display.get_by_text("`%distributed session restart --rank 1` restarts it").wait_for()
+    assert re.search(r"rank 0\s*\w+, pid", display.inner_text())
+    assert re.search(r"rank 1\s*dead", display.inner_text())
     display.scroll_into_view_if_needed()
     keep_picture(lab.page, f"session-{lab.app}.png")
     lab.server.end_kernels()  # and the session with its kernel

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from tests.kernel.harness import Kernel
 from tests.kernel.page import Page
@@ -117,6 +120,46 @@ def test_a_flood_of_figures_stalls_nothing_and_is_counted(page: Page) -> None:
     assert max(size for _, size in sent) < 64 << 10
     first = sent[0][0]
     assert sum(size for when, size in sent if when < first + 2) < 2.5 * (256 << 10)
+
+
+FLOOD = """
+import matplotlib.pyplot as plt
+for number in range(150):
+    figure = plt.figure(figsize=(1, 1), dpi=40)
+    plt.plot([number, 2])
+    plt.show()
+    display(figure)
+    plt.close(figure)
+"""
+
+
+@pytest.fixture
+def session(page: Page) -> Iterator[None]:
+    """Two ranks that stay, in the page's kernel."""
+    page.run("%distributed session -n 2\nimport nblaunch.launch.live_sessions as _all")
+    yield
+    page.run("_all.find().stop()")
+
+
+@pytest.mark.usefixtures("session")
+def test_a_flood_of_figures_in_a_session_spares_its_next_cell(page: Page) -> None:
+    page.run("%%distributed\nimport os, torch, torch.distributed as dist\n%matplotlib inline\npid = os.getpid()")
+    begun = time.monotonic()
+    page.run(f"%%distributed\n{SERIES}{FLOOD}")
+    assert time.monotonic() - begun < 60
+    page.take_until(lambda: page.part("state")["name"] == "finished")
+    page.take_until(lambda: page.left_out(0) == page.left_out(1) == 200)
+    html, text = shown(page)["text/html"], shown(page)["text/plain"]
+    assert html.count("250 outputs left out") == 2  # the record holds 50 of a rank's 100
+    assert html.count('src="data:image/png;base64,') == 100
+    for rank in range(2):
+        assert f"rank {rank} displays more than is kept (100 outputs, 17 MB): further outputs are left out" in text
+
+    page.run(
+        "%%distributed -o after\nt = torch.ones(1)\ndist.all_reduce(t)\nplt.plot([1])\nt.item(), pid == os.getpid()"
+    )
+    assert shown(page)["text/html"].count('src="data:image/png;base64,') == 2
+    assert page.kernel.ask("list(after)") == [(2.0, True)] * 2
 
 
 def test_text_view_shows_text_with_the_rank_in_front(kernel: Kernel) -> None:

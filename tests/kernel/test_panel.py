@@ -64,6 +64,15 @@ def test_a_short_launch_that_prints_little_makes_no_widget(page: Page) -> None:
     assert "hello" in page.displays[0]["text/plain"]
 
 
+def test_slow_packing_is_shown_until_the_launch_is(page: Page) -> None:
+    slow = "class Slow:\n    def __reduce__(self): return time.sleep(1) or (int, ())"
+    page.run(f"import time\n{slow}\nnotebook_launcher(abs, args=(Slow(),), num_processes=2)")
+    first, *_, last = [each["text/plain"] for each in page.displays]
+    assert first.startswith("preparing abs: comparing its data with what was sent before, and copying what is new")
+    assert "preparing" not in last
+    assert "finished in" in last
+
+
 def test_output_and_reports_arrive_while_the_cell_runs(page: Page) -> None:
     code = """
 import nblaunch

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from torch.distributed import ProcessGroup
 
-from tests.conftest import eventually, leaving_nothing
+from tests.conftest import command_of, eventually, leaving_nothing, marked_processes
 from tests.kernel.harness import Cell, Kernel
+from tests.processes.test_session_deaths import alive
 
 NET = """
 import torch, time, os, signal
@@ -135,6 +136,48 @@ def test_a_restart_of_all_ranks_takes_the_notebooks_folder(kernel: Kernel, tmp_p
     assert on_ranks(kernel, "os.getcwd()") == [before] * 2
 
 
+def test_ranks_keep_the_source_of_live_functions_alone(kernel: Kernel) -> None:
+    counts = "import inspect, linecache\nsum(name.startswith('<distributed cell') for name in linecache.cache)"
+    before = on_ranks(kernel, counts)
+    kernel.run("%%distributed\ndef stays():\n    return 1 / 0  # here").check()
+    for number in range(3):
+        kernel.run(f"%%distributed\ndef passes(): return [{number} for _ in range(2)]\npasses()").check()
+    kernel.run("%%distributed\ndel passes").check()
+    assert on_ranks(kernel, f"{counts} - 1") == before
+    assert on_ranks(kernel, "'# here' in inspect.getsource(stays)") == [True, True]
+    assert "return 1 / 0  # here" in kernel.run("%%distributed\nstays()").traceback
+    kernel.run("%%distributed\ndel stays").check()
+    assert on_ranks(kernel, counts) == before
+
+
+def test_what_a_thread_prints_between_cells_is_shown_next(kernel: Kernel, tmp_path: Path) -> None:
+    waits = f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+    work = f"def work():\n    {waits}\n    print('late news\\nof rank', rank)\n    said.set()"
+    kernel.run(
+        f"%%distributed -o early\nimport threading\nsaid = threading.Event()\n{work}\n"
+        "if rank == 1: threading.Thread(target=work).start()"
+    ).check()
+    (tmp_path / "go").touch()
+    eventually(lambda: "of rank 1" in kernel.ask("[log.text() for log in early.logs][1]"))
+    cell = kernel.run("%%distributed\nprint('in time')").check()
+    assert "nblaunch: rank 1 has printed this since its last cell ended:" in cell.text
+    assert "late news\nnblaunch:     of rank 1\n" in cell.text
+    assert "rank 0 has printed" not in cell.text
+    assert "has printed this" not in kernel.run("%%distributed\nsaid.is_set()").check().text
+
+
+def test_what_a_rank_has_deleted_is_sent_again_by_itself(kernel: Kernel) -> None:
+    kernel.run("gone = torch.nn.Linear(1, 1, bias=False)\nwith torch.no_grad(): gone.weight.fill_(7)").check()
+    kernel.run("%%distributed\ngone").check()
+    kernel.run("%%distributed\nif rank == 1: gone = None").check()
+    kernel.run("later = torch.optim.SGD(gone.parameters(), lr=1.0)").check()
+    looks = "gone is None, later.param_groups[0]['params'][0].item()"
+    assert on_ranks(kernel, looks) == [(False, 7.0), (True, 7.0)]
+    assert on_ranks(kernel, "later.param_groups[0]['params'][0] is gone.weight if rank == 0 else None") == [True, None]
+    cell = kernel.run("%%distributed\nlater").check()
+    assert "sent: " not in cell.text
+
+
 def test_an_optimizer_sent_later_updates_the_ranks_own_model(kernel: Kernel) -> None:
     kernel.run("small = torch.nn.Linear(1, 1, bias=False)").check()
     kernel.run("%%distributed\nwith torch.no_grad(): small.weight.fill_(rank)").check()
@@ -197,7 +240,8 @@ def test_values_are_pushed_and_pulled(kernel: Kernel) -> None:
     assert kernel.ask("s.pull('pushed', ranks=[1])") == ["one"]
     assert "0, 1, 2" in kernel.run("s[0]['pushed']").check().value
     assert kernel.run("s.pull('no_such_name')").error.startswith("NameError")
-    assert "ranks=[2]: must be different ranks" in kernel.run("s.pull('pushed', ranks=[2])").error
+    assert "0, 1, 2])\n# the repr; session.pull('pushed', ranks=[0]) brings" in kernel.run("s[0]['pushed']").value
+    assert "the repr" not in kernel.ask("str(s[0]['pushed'])")
     assert "expression='1 +'" in kernel.run("s.pull('1 +')").error
 
 
@@ -206,7 +250,47 @@ def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
     assert on_ranks(kernel, "only") == [1, 1]
     kernel.run("only = 2\ns.push(only=only, ranks=[1])").check()
     assert on_ranks(kernel, "only") == [2, 2]
-    assert "device='cpu': each rank defines this name itself" in kernel.run("s.push(device='cpu')").error
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("s.push({'a': 1})", "push({'a': 1}): names are keywords, as in push(a=1), or push(**{'a': 1})"),
+        ("s.push(device='cpu')", "device='cpu': each rank defines this name itself"),
+        ("s.push(a=1, rank=0)", "rank=0: each rank defines this name itself; choose another; ranks=[0] chooses ranks"),
+        ("s.push(a=1, ranks=1)", "ranks=1: must be a list of ranks, as in ranks=[0]"),
+        ("s.pull('x', ranks=[2])", "ranks=[2]: the ranks are 0 and 1"),
+        ("s.pull('x', ranks=[0, 0])", "ranks=[0, 0]: must name each rank once"),
+        ("s.pull('x', 'y')", "ranks='y': must be a list of ranks"),
+        ("s.pull(['a', 'b'])", "expression=['a', 'b']: must be a name or an expression, as a string"),
+        ("s.restart([])", "ranks=[]: must name a rank"),
+        ("s.run('x = 1')", "function='x = 1': must be a function, not a str; %%distributed runs a cell"),
+        ("s['x']", "session['x']: must be a rank, as in session[0]['name']; the ranks are 0 and 1"),
+        ("s[5]", "session[5]: must be a rank, as in session[0]['name']; the ranks are 0 and 1"),
+        ("s[0].x", "session[0].x: write session[0]['x'] to see it"),
+        ("s[0]['x'] = 1", "session[0]['x'] = ...: to bind a name, session.push(x=..., ranks=[0])"),
+        ("%%distributed --ranks 7\n1", "--ranks 7: the ranks are 0 and 1"),
+        ("%%distributed --fresh -n 1 --ranks 0,7\n1", "--ranks 0,7: the only rank is 0"),
+        ("%%rank 5\n1", "%%rank 5: the ranks are 0 and 1"),
+        ("%distributed session restart --rank 7", "--rank 7: the ranks are 0 and 1"),
+    ],
+)
+def test_a_misuse_is_named_as_it_was_typed(kernel: Kernel, wrong: str, said: str) -> None:
+    cell = kernel.run(wrong)
+    assert said in cell.error + cell.text
+    assert cell.reply["status"] == "error"
+
+
+def test_what_cannot_be_pulled_is_named_in_one_line(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nlock = [__import__('threading').Lock()]").check()
+    kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
+    for name, said in [("lock", "could not be sent: lock[0], a thread lock,"), ("ddp", "cannot be rebuilt")]:
+        cell = kernel.run(f"s.pull({name!r})")
+        assert re.match(rf"ResultError: rank \d's `{name}` {re.escape(said)}", cell.error)
+        assert cell.traceback == cell.error
+    shown = kernel.run("s.pull('no_such_name')").traceback
+    assert "On rank" in shown
+    assert "nblaunch" not in shown
 
 
 DECORATED = """
@@ -313,7 +397,7 @@ def test_help_knows_the_ranks_names(kernel: Kernel) -> None:
 def test_some_ranks_may_run_a_cell_alone(kernel: Kernel) -> None:
     kernel.run("%%rank 1\nalone = True").check()
     assert on_ranks(kernel, "'alone' in globals()") == [False, True]
-    assert "the ranks are 0 to 1" in kernel.run("%%rank 2\n1").text
+    assert "%%rank 2: the ranks are 0 and 1" in kernel.run("%%rank 2\n1").text
     assert "%%rank: write the ranks alone, as in %%rank 0" in kernel.run("%%rank\n1").text
     assert "%%rank 0 -o x: write the ranks alone" in kernel.run("%%rank 0 -o x\n1").text
 
@@ -471,8 +555,10 @@ def test_a_death_while_the_group_is_made_frees_the_others(kernel: Kernel) -> Non
 
 def test_a_cell_without_ranks_says_so(kernel: Kernel) -> None:
     kernel.run("%%distributed\nos.kill(os.getpid(), signal.SIGKILL)")
-    assert "every rank of the session is dead" in kernel.run("%%distributed\n1").error
-    assert "every rank of the session is dead" in kernel.run("s.push(a=1)").error
+    dead = "every rank of session main is dead: `%distributed session restart` restarts them"
+    assert dead in kernel.run("%%distributed\n1").error
+    assert dead in kernel.run("s.push(a=1)").error
+    assert dead in kernel.run("s.pull('a')").error
     kernel.run("%distributed session restart").check()
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
 
@@ -488,7 +574,9 @@ def test_questions_cost_no_process_group(kernel: Kernel) -> None:
 def test_a_restart_may_keep_what_can_be_sent(kernel: Kernel) -> None:
     kernel.run("%%distributed\nheld = [rank, torch.ones(2) * rank]\nlock = __import__('threading').Lock()").check()
     pids = on_ranks(kernel, "os.getpid()")
-    kernel.run("%distributed session restart --keep").check()
+    for _ in range(2):
+        kernel.run("%%distributed\nlock = __import__('threading').Lock()").check()
+        assert "rank 1: `lock`, a thread lock, which cannot" in kernel.run("%distributed session restart --keep").text
     assert on_ranks(kernel, "held[0], held[1].sum().item(), 'lock' in globals()") == [(0, 0.0, False), (1, 2.0, False)]
     assert not set(pids) & set(on_ranks(kernel, "os.getpid()"))
     kernel.run("%distributed session restart").check()
@@ -504,9 +592,70 @@ def test_a_name_that_cannot_be_sent_is_named(kernel: Kernel) -> None:
 def test_a_restart_keeps_the_rest_of_what_a_process_group_spoils(kernel: Kernel) -> None:
     kernel.run("%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))").check()
     kernel.run("%%distributed\nholder, weight = [ddp], ddp.module.weight\nglobals()[5] = 1").check()
+    kernel.run("%%distributed\nsgd = torch.optim.SGD(ddp.parameters(), lr=rank + 1.0)").check()
     cell = kernel.run("%distributed session restart --keep").check()
-    assert "rank 0: `ddp` holds a DistributedDataParallel, whose process group ends" in cell.text
-    assert on_ranks(kernel, "'holder' in globals(), 'ddp' in globals(), weight.shape[0]") == [(False, False, 2)] * 2
+    assert "rank 0: `holder` holds a DistributedDataParallel, whose process group ends" in cell.text
+    assert cell.text.count("ddp: kept as the module it wraps; wrap it again") == 1
+    assert "`ddp`" not in cell.text
+    assert on_ranks(
+        kernel, "'holder' in globals(), type(ddp).__name__, weight is ddp.weight, sgd.param_groups[0]['lr']"
+    ) == [
+        (False, "Linear", True, 1.0),
+        (False, "Linear", True, 2.0),
+    ]
+    assert on_ranks(kernel, "sgd.param_groups[0]['params'][0] is ddp.weight") == [True, True]
+    kernel.run(
+        "%%distributed\nddp = torch.nn.parallel.DistributedDataParallel(ddp)\nddp(torch.ones(2))\ndel ddp"
+    ).check()
+
+
+def test_a_restart_loses_the_names_alone_that_fail(kernel: Kernel) -> None:
+    fails = (
+        "class Fails:\n    def __getstate__(self): return 1\n    def __setstate__(self, state): raise ValueError('no')"
+    )
+    keyed = "class Keyed(Fails):\n    def __hash__(self): return self.number"
+    called = "class Called:\n    def __reduce__(self): return int, ('x',)"
+    kernel.run(
+        f"%%distributed\n{fails}\n{keyed}\n{called}\nkeyed = Keyed()\nkeyed.number = 1\nkeyed = {{keyed: 2}}"
+    ).check()
+    kernel.run(
+        "%%distributed\nshared, fine = [rank], torch.ones(2) * rank\nbroken = Fails()\nholds = [broken, shared, fine]\n"
+        "calls, pair, model = Called(), (shared, fine), torch.nn.Linear(1, 1)\n"
+        "sgd = torch.optim.SGD(model.parameters())"
+    ).check()
+    cell = kernel.run("%distributed session restart --keep").check()
+    assert "rank 1: `broken` could not be rebuilt (ValueError: no)" in cell.text
+    for name in ("holds", "keyed", "calls"):
+        assert f"rank 0: `{name}` could not be rebuilt" in cell.text
+    assert "all names" not in cell.text
+    lost = "[name for name in ('broken', 'holds', 'keyed', 'calls') if name in globals()]"
+    same = "pair[0] is shared, pair[1] is fine, sgd.param_groups[0]['params'][0] is model.weight"
+    assert on_ranks(kernel, f"shared, fine.sum().item(), {same}, {lost}, Fails.__name__") == [
+        ([rank], 2.0 * rank, True, True, True, [], "Fails") for rank in range(2)
+    ]
+
+
+def test_a_module_of_the_notebook_that_fails_is_sent_again(kernel: Kernel, tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    check = f"if __import__('os').path.exists({str(fails)!r}): raise OSError('picky')"
+    state = f"def __setstate__(self, state):\n        {check}\n        super().__setstate__(state)"
+    kernel.run(f"class Picky(torch.nn.Linear):\n    {state}\npicky = Picky(1, 1)").check()
+    kernel.run("%%rank 0\npicky.bias.data.fill_(7)").check()
+    fails.touch()
+    for _ in range(2):
+        said = kernel.run("%distributed session restart --keep --rank 0").check().text
+        assert ("rank 0: `picky` could not be rebuilt (OSError: picky)" in said) == fails.exists()
+        fails.unlink(missing_ok=True)
+    assert "[rank 0] True" in kernel.run("%%rank 0\npicky.bias.item() != 7").check().text
+
+
+def test_a_restarted_rank_rebuilds_its_own_names_alone(kernel: Kernel, tmp_path: Path) -> None:
+    write = f"open({str(tmp_path)!r} + f'/{{os.environ[\"RANK\"]}}', 'a').write(str(state))"
+    writes = f"def __getstate__(self): return os.environ['RANK'] + ' '\n    def __setstate__(self, state): {write}"
+    kernel.run(f"%%distributed\nimport os\nclass Writes:\n    {writes}\nwrites = Writes()").check()
+    kernel.run("%distributed session restart --keep").check()
+    kernel.run("%%distributed\ndel writes").check()
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0 ", "1 "]
 
 
 def test_a_restart_that_hangs_can_be_interrupted(kernel: Kernel, tmp_path: Path) -> None:
@@ -578,8 +727,12 @@ def test_a_busy_session_completes_from_what_it_knew(kernel: Kernel) -> None:
 def test_a_dead_rank_is_named_by_whatever_asks_it(kernel: Kernel) -> None:
     generation = kernel.ask("s._ranks.generation")
     kernel.run(f"os.kill({on_ranks(kernel, 'os.getpid()')[1]}, signal.SIGKILL)").check()
-    eventually(lambda: "rank 1: dead" in kernel.ask("s.status()"))
-    assert "RankDiedError: rank 1 is dead" in kernel.run("s[1]['x']").error
+    said = "dead, with its variables; `%distributed session restart --rank 1` restarts it"
+    eventually(lambda: f"rank 1: {said}" in kernel.ask("s.status()"))
+    assert kernel.run("%distributed who").check().text.endswith(f"rank 1\n  {said}\n")
+    assert kernel.run("s[1]").check().value == said
+    assert "RankDiedError: rank 1 is dead: `%distributed" in kernel.run("s[1]['x']").error
+    assert "pull('rank'): rank 1 is dead; use ranks=[0], or restart it: `%dist" in kernel.run("s.pull('rank')").error
     assert kernel.ask("s._ranks.generation") > generation
     kernel.run("%distributed session restart --rank 1").check()
     assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
@@ -654,7 +807,8 @@ def test_auto_without_a_session_runs_nothing(kernel: Kernel) -> None:
         assert kernel.run("# is this help?\n'ran in ' + str(world_size)").check().text.count("ran in 1") == 1
         kernel.run("%distributed session stop --name short\n_all._active = ''").check()
         cell = kernel.run("wrong = 1")
-        assert "%distributed auto is on, and the session has ended" in cell.error
+        again = "session short has ended: start it again with `%distributed session -n 1 --name short`"
+        assert f"%distributed auto is on, but {again}" in cell.error
     finally:
         kernel.run("%distributed auto off").check()
     assert kernel.ask("'wrong' in globals()") is False
@@ -664,7 +818,7 @@ def test_auto_without_a_session_runs_nothing(kernel: Kernel) -> None:
 def test_an_idle_session_stops_after_its_timeout(kernel: Kernel) -> None:
     kernel.run("brief = nblaunch.session(1, name='brief', idle_timeout=0.3)").check()
     eventually(lambda: kernel.ask("brief.is_open") is False)
-    assert "has ended after 0.3 s without a task" in kernel.run("brief.run(print)").error
+    assert "has ended after 0.3 s without a task: start it again" in kernel.run("brief.run(print)").error
     kernel.run("_all._active = ''").check()
     assert "session brief has ended, with its variables" in kernel.run("%%distributed\n1").text
     kernel.run("_all._active = 'main'").check()
@@ -674,12 +828,33 @@ def test_the_session_used_last_is_the_active_one(kernel: Kernel) -> None:
     kernel.run("second = nblaunch.session(1, name='second')").check()
     kernel.run("%%distributed --session main\n1").check()
     kernel.run("third = nblaunch.session(1, name='third', idle_timeout=0.3)").check()
-    eventually(lambda: kernel.ask("_all._idle") == "third")
+    eventually(lambda: kernel.ask("_all._ended is third"))
     said = kernel.run("%%distributed\n1").text
     assert "session third has ended" in said
     assert "run the cell again in session main" in said
     assert on_ranks(kernel, "world_size") == [2, 2]
     kernel.run("second.stop()").check()
+
+
+def test_a_cell_says_once_that_its_session_has_ended(kernel: Kernel) -> None:
+    kernel.run("%distributed session -n 1 --name over").check()
+    kernel.run("%%distributed\nheld = 1").check()
+    kernel.run("%distributed session stop --name over").check()
+    again = "start it again with `%distributed session -n 1 --name over`"
+    said = "session over has ended, with its variables: this cell"
+    assert f"{said} runs in session main; {again}\n" in kernel.run("%%distributed\n1").check().text
+    assert "has ended" not in kernel.run("%%distributed\n1").check().text
+    kernel.run("%distributed session -n 1 --name over").check()
+    kernel.run("%distributed session stop --name over\n_all._active = ''").check()
+    try:
+        assert f"%%rank: session over has ended: {again}" in kernel.run("%%rank 0\n1").text
+        cell = kernel.run("%%distributed -n 1\nheld")
+        assert f"{said} has started ranks of its own; {again}\n" in cell.text
+        assert cell.error.startswith("NameError")
+        assert "has ended" not in kernel.run("%%distributed -n 1\n1").check().text
+        assert f"session over has ended: {again}" in kernel.run("%distributed who").text
+    finally:
+        kernel.run("_all._active = 'main'").check()
 
 
 def test_a_reload_of_the_extension_keeps_sessions(kernel: Kernel) -> None:
@@ -692,13 +867,14 @@ def test_a_third_interrupt_kills_the_ranks(kernel: Kernel) -> None:
     kernel.run("%distributed session -n 1 --name stubborn").check()
     body = "print('begun', flush=True)\ntry: time.sleep(60)\nfinally: print('cleaning', flush=True); time.sleep(60)"
     request = kernel.start_cell(f"%%distributed --session stubborn\n{body}")
-    for shown in ("[rank 0] begun", "[rank 0] cleaning", "interrupt once more to kill"):
+    for shown in ("[rank 0] begun", "s left; interrupt twice more to kill now", "s left; interrupt again to kill now"):
         kernel.finish_cell(request, until=shown)
         kernel.interrupt()
     cell = kernel.finish_cell(request)
     assert cell.error
+    assert "interrupt again to kill the ranks that do not respond" in cell.text
     assert cell.seconds < 20
-    assert "every rank of the session is dead" in kernel.run("%%distributed --session stubborn\n1").error
+    assert "`%distributed session restart --name stubborn`" in kernel.run("%%distributed --session stubborn\n1").error
     kernel.run("%distributed session stop --name stubborn\n").check()
     kernel.run("%%distributed --session main\n1").check()
 
@@ -715,6 +891,59 @@ def test_an_interrupted_stop_kills_the_ranks(kernel: Kernel) -> None:
     assert cell.error.startswith("KeyboardInterrupt")
     assert cell.seconds < 20
     assert kernel.ask("slow.is_open") is False
+    kernel.run("%%distributed --session main\n1").check()
+
+
+STARTS = """
+import threading
+def interrupted_after(seconds):
+    timer = threading.Timer(seconds, os.kill, [os.getpid(), signal.SIGINT])
+    try:
+        timer.start()
+        nblaunch.session(2, name='early')
+        time.sleep(60)
+    except KeyboardInterrupt:
+        made = _all.live_sessions().get('early')
+        if made is not None: made.stop()
+        return made is None
+"""
+
+
+def test_an_interrupt_while_ranks_start_leaves_none(kernel: Kernel) -> None:
+    kernel.run(STARTS).check()
+    with leaving_nothing():
+        kernel.run("early = [interrupted_after(0.004 * number) for number in range(16)]").check()
+    assert kernel.ask("any(early)") is True
+    kernel.run("%%distributed --session main\n1").check()
+
+
+def test_an_interrupt_while_ranks_import_torch_leaves_none(kernel: Kernel) -> None:
+    with leaving_nothing():
+        before = marked_processes()
+        request = kernel.start_cell("nblaunch.session(1, name='imports', start_method='spawn')")
+        eventually(lambda: any("worker" in command_of(pid) for pid in marked_processes() - before))
+        kernel.interrupt()
+        cell = kernel.finish_cell(request)
+    assert cell.error.startswith("KeyboardInterrupt")
+    with leaving_nothing():
+        kernel.run("with nblaunch.session(1, name='imports') as imports: imports.run(len, 'ab', view='none')").check()
+    kernel.run("%%distributed --session main\n1").check()
+
+
+def test_an_interrupt_of_a_stop_that_waits_kills_the_ranks(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run("%distributed session -n 2 --name ending").check()
+    hangs = f"open({str(tmp_path / 'begun')!r}, 'w').close(), time.sleep(600)"
+    pids = on_ranks(kernel, f"import atexit\natexit.register(lambda: ({hangs}))\nos.getpid()", "--session ending")
+    request = kernel.start_cell("%distributed session stop --name ending")
+    eventually((tmp_path / "begun").exists)
+    kernel.interrupt()
+    cell = kernel.finish_cell(request)
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert cell.seconds < 4  # without an interrupt the ranks have 5 s
+    eventually(lambda: not any(alive(int(str(pid))) for pid in pids), 3)
+    kernel.run("%distributed session -n 2 --name ending").check()
+    assert on_ranks(kernel, REDUCES, "--session ending") == [2.0, 2.0]
+    kernel.run("%distributed session stop --name ending").check()
     kernel.run("%%distributed --session main\n1").check()
 
 

@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import functools
+import os
+import signal
+
+from tests.conftest import eventually
 from tests.kernel.harness import Kernel, running_kernel
+from tests.processes.test_session_deaths import SURVIVES_AT_MOST, alive
 
 LAUNCHES = 20
 CELL = f"""
@@ -27,3 +33,53 @@ def test_two_kernels_that_launch_at_once_do_not_clash(kernel: Kernel) -> None:
         cells = [each.finish_cell(request).check() for each, request in requests]
 
     assert [cell.value for cell in cells] == ["[]", "[]"]
+
+
+SESSION = """
+import os, torch, torch.distributed as dist
+import nblaunch
+%load_ext nblaunch
+session = nblaunch.session(2)
+session.run(lambda: None, view="none")
+"""
+REDUCES = "%%distributed\nkept += 1\nt = torch.ones(1)\ndist.all_reduce(t)\nprint(os.getpid(), kept, t.item())"
+
+
+def test_the_end_of_one_kernels_session_spares_the_others(kernel: Kernel) -> None:
+    """Its stop, the kernel's restart and its death; both have a session of the same name."""
+    state = kernel.ask("__import__('os').environ['NBLAUNCH_STATE_DIR']")
+    kernel.run(SESSION).check()
+    kernel.run("%%distributed\nkept = 10 * rank").check()
+    ours = pids(kernel)
+    try:
+        with running_kernel(NBLAUNCH_STATE_DIR=state, CUDA_VISIBLE_DEVICES="") as other:
+            for number, end in enumerate((stop_the_session, restart, kill), 1):
+                other.run(SESSION).check()
+                theirs = pids(other)
+                end(other)
+                eventually(functools.partial(all_gone, theirs), SURVIVES_AT_MOST)
+                said = kernel.run(REDUCES).check().text
+                for rank, pid in enumerate(ours):
+                    assert f"[rank {rank}] {pid} {10 * rank + number} 2.0" in said
+    finally:
+        kernel.run("session.stop()").check()
+
+
+def pids(kernel: Kernel) -> list[int]:
+    return list(kernel.ask("session.pull('__import__(\"os\").getpid()')"))
+
+
+def all_gone(processes: list[int]) -> bool:
+    return not any(map(alive, processes))
+
+
+def stop_the_session(kernel: Kernel) -> None:
+    kernel.run("%distributed session stop").check()
+
+
+def restart(kernel: Kernel) -> None:
+    kernel.restart()
+
+
+def kill(kernel: Kernel) -> None:
+    os.kill(kernel.pid, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +24,16 @@ from nblaunch.engines.generations import servers
 from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
 from nblaunch.launch import live_sessions
 from nblaunch.wire.messages import NotStarted
-from tests.conftest import eventually, settled_server, state_of
+from tests.conftest import (
+    MARK,
+    command_of,
+    eventually,
+    files,
+    left_files,
+    marked_processes,
+    settled_server,
+    state_of,
+)
 from tests.processes.test_deaths import start_daemon
 from tests.processes.test_process_group import listeners_beyond_loopback, summed
 
@@ -64,7 +75,9 @@ def test_the_death_of_the_reaper_ends_all_and_a_restart_begins_again(session: Se
     everyone, reaper = family(session, tmp_path)
     os.kill(reaper, signal.SIGKILL)
     eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
-    with pytest.raises(RankError, match="ranks are lost: %distributed session restart"):
+    with pytest.raises(
+        RankError, match="the ranks of session deaths are lost: `%distributed session restart --name deaths`"
+    ):
         session.run(os.getpid, view="none")
     session.restart()
     assert len(set(session.run(os.getpid, view="none"))) == 2
@@ -109,6 +122,50 @@ def test_the_death_of_the_kernel_leaves_nothing(kernel_does: str, tmp_path: Path
     eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
 
 
+_STARTING_KERNEL = """
+import os, sys
+import nblaunch
+if __name__ == "__main__":
+    os.mkdir(sys.argv[1])
+    nblaunch.session(2, start_method=sys.argv[2])
+    os.rmdir(sys.argv[1])
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("start_method", "generations"),
+    [("forkserver", 0), ("forkserver", 1), ("forkserver", 2), ("forkserver", 3), ("spawn", 3)],
+    ids=["before a process", "its fork server starts", "its reaper exists", "a rank exists", "a rank is spawned"],
+)
+def test_the_death_of_a_kernel_whose_ranks_start_leaves_nothing(
+    start_method: str, generations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill it as soon as the chain kernel, fork server, reaper, rank has this many processes below the kernel."""
+    monkeypatch.setenv(MARK, uuid.uuid4().hex)
+    before, starts = files(), tmp_path / "starts"
+    command = [sys.executable, "-c", _STARTING_KERNEL, str(starts), start_method]
+    kernel = subprocess.Popen(command, cwd=Path(nblaunch.__file__).parents[1])
+    eventually(starts.exists)
+    while depth_below(kernel.pid) < generations:
+        time.sleep(0.001)
+    kernel.kill()
+    assert starts.exists(), "the ranks had started already"
+    kernel.wait()
+    left = functools.partial(marked_processes, with_spares=True)
+    eventually(lambda: not left(), SURVIVES_AT_MOST, lambda: [command_of(pid) for pid in left()])
+    assert left_files(before) == set()
+
+
+def depth_below(pid: int) -> int:
+    """Return how many generations of processes descend from a process."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return 0
+    return max((1 + depth_below(int(child)) for child in children), default=0)
+
+
 def stuck_in_c(begun: str, rank: int) -> None:
     if rank == 0:
         Path(begun).touch()
@@ -150,6 +207,31 @@ def test_ranks_share_one_copy_of_what_is_pushed(session: Session) -> None:
     shares = session.pull(share)
     assert size * 0.4 < shares[0] < size * 0.6
     assert sum(shares) < 1.1 * size
+
+
+def test_each_task_has_a_log_of_its_own_that_ends_at_the_limit() -> None:
+    with nblaunch.session(1, name="talks", env={"NBLAUNCH_MAX_LOG_BYTES": "100"}) as made:
+        for _ in range(2):
+            (log,) = made.run(print, "x" * 80, "\n", "y" * 80, view="none").logs
+            assert log.dropped > 0
+            assert log.out.read_text().endswith("further output is dropped\n")
+        (log,) = made.run(print, "little", view="none").logs
+        assert (log.text(), log.dropped) == ("little\n", 0)
+
+
+def test_queued_tasks_share_one_copy_of_their_data(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "0")
+    data, go = torch.ones(2_000_000), torch.zeros(1).share_memory_()
+
+    def waits() -> None:
+        while not go.item():
+            time.sleep(0.01)
+
+    running = session.run(waits, view="none", block=False)
+    queued = [session.run(torch.sum, data, view="none", block=False) for _ in range(3)]
+    go.fill_(1)
+    running.result()
+    assert [each.result().payload.copied for each in queued] == [data.nbytes, 0, 0]
 
 
 def test_a_dead_ranks_descendants_go_and_the_others_stay(session: Session, tmp_path: Path) -> None:
@@ -242,7 +324,7 @@ def test_a_session_is_not_idle_while_a_task_is_packed() -> None:
 def test_a_reaper_that_dies_under_a_question_is_named(session: Session) -> None:
     reaper = session.run(os.getppid, view="none")[0]
     threading.Timer(0.5, os.kill, [reaper, signal.SIGKILL]).start()
-    with pytest.raises(RankError, match="ranks are lost"):
+    with pytest.raises(RankError, match="the ranks of session deaths are lost"):
         session.pull("__import__('time').sleep(600)")
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import one_of, seconds, whole_number
+from nblaunch.machine.argument_checks import one_of, seconds, some_ranks, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 7, np.int64(7)])
@@ -57,3 +57,29 @@ def test_one_of_returns_the_choice() -> None:
 def test_one_of_names_the_choices(value: Any) -> None:
     with pytest.raises(ArgumentError, match=re.escape(f"device={value!r}: must be one of 'auto', 'cpu'")):
         one_of("device", value, ("auto", "cpu"))
+
+
+@pytest.mark.parametrize("value", [[1, 0], (1, 0), iter([1, 0]), np.array([1, 0])])
+def test_ranks_come_back_as_ints(value: Any) -> None:
+    chosen = some_ranks("ranks", value, 2)
+    assert chosen == (1, 0)
+    assert {type(rank) for rank in chosen} == {int}
+
+
+@pytest.mark.parametrize(
+    ("value", "world_size", "said"),
+    [
+        (0, 2, "ranks=0: must be a list of ranks, as in ranks=[0]"),
+        ("01", 2, "ranks='01': must be a list of ranks, as in ranks=[0]"),
+        ([], 2, "ranks=[]: must name a rank"),
+        ([1, 1], 2, "ranks=[1, 1]: must name each rank once"),
+        ([1], 1, "ranks=[1]: the only rank is 0"),
+        ([-1], 2, "ranks=[-1]: the ranks are 0 and 1"),
+        ([True], 2, "ranks=[True]: the ranks are 0 and 1"),
+        ([1.0], 2, "ranks=[1.0]: the ranks are 0 and 1"),
+        ([0, 4], 4, "ranks=[0, 4]: the ranks are 0 to 3"),
+    ],
+)
+def test_ranks_that_do_not_exist_are_named(value: Any, world_size: int, said: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{re.escape(said)}$"):
+        some_ranks("ranks", value, world_size)

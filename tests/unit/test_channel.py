@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -338,3 +340,19 @@ def test_every_message_is_plain_frozen_and_slotted() -> None:
         assert getattr(kind, "__dataclass_params__").frozen, kind  # noqa: B009  # of no type that mypy knows
         assert "__slots__" in vars(kind), kind
     assert sys.modules[messages.__name__].PROTOCOL >= 1
+
+
+def test_an_interrupted_message_is_not_sent_with_the_next(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    filler = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            filler += here.sock.send(bytes(1 << 12), socket.MSG_DONTWAIT)
+    with open(os.devnull) as file:
+        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            here.send("interrupted", [file.fileno()])
+    while filler:
+        filler -= len(there.sock.recv(filler))
+    here.send("next")
+    assert there.receive() == ("next", [])

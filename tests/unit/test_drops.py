@@ -68,8 +68,11 @@ def test_drops_are_described_in_words(dropped: Dropped, amount: str, why: str) -
     assert (dropped.amount, dropped.why) == (amount, why)
 
 
-@pytest.mark.parametrize(("env", "limit"), [({}, None), ({"NBLAUNCH_MAX_LOG_BYTES": "1000"}, 1000)])
-def test_the_limit_of_a_log(env: dict[str, str], limit: int | None) -> None:
+@pytest.mark.parametrize(
+    ("env", "limit"),
+    [({}, 10**9), ({"NBLAUNCH_MAX_LOG_BYTES": "1000"}, 1000), ({"NBLAUNCH_MAX_LOG_BYTES": "0"}, None)],
+)
+def test_a_log_has_a_limit_unless_it_is_0(env: dict[str, str], limit: int | None) -> None:
     assert log_limit(env) == limit
 
 

@@ -163,18 +163,22 @@ def test_a_rank_that_has_ended_gets_nothing() -> None:
 
 def test_the_countdown_is_shown_once_a_rank_has_answered() -> None:
     stop = Stop(2)
-    assert stop.ladder.countdown(BEGUN + 1) == "stopping"
+    assert stop.ladder.countdown(BEGUN + 1, 1) == "stopping"
     stop.answers(0)
-    assert stop.ladder.countdown(BEGUN + 1.2) == "stopping: 29 s left for checkpoints; interrupt again to kill now"
-    assert stop.ladder.countdown(BEGUN + 99).startswith("stopping: 0 s left")
+    assert stop.ladder.countdown(BEGUN + 1.2, 1) == "stopping: 29 s left for checkpoints; interrupt again to kill now"
+    assert stop.ladder.countdown(BEGUN + 99, 1).startswith("stopping: 0 s left")
     stop.ladder.kill()
-    assert stop.ladder.countdown(BEGUN + 2) == "stopping"
+    assert stop.ladder.countdown(BEGUN + 2, 1) == "stopping"
 
 
-def test_a_countdown_that_no_interrupt_began_asks_for_two() -> None:
+def test_a_countdown_says_how_many_interrupts_kill() -> None:
     stop = Stop(1, "failure")
     stop.answers(0)
-    assert stop.ladder.countdown(BEGUN) == "stopping: 30 s left for checkpoints; interrupt twice to kill now"
+    assert stop.ladder.countdown(BEGUN, 2) == "stopping: 30 s left for checkpoints; interrupt twice to kill now"
+    assert stop.ladder.countdown(BEGUN, 0) == "stopping: 30 s left for checkpoints"
+    kept = KeptLadder("user", BEGUN, GRACE)
+    assert kept.countdown(BEGUN, 2) == "stopping: 30 s left; interrupt twice more to kill now"
+    assert kept.countdown(BEGUN, 1) == "stopping: 30 s left; interrupt again to kill now"
 
 
 # ------------------------------------------------------------------ whatever happens
@@ -266,4 +270,4 @@ def test_a_kept_rank_is_killed_when_the_user_insists() -> None:
     assert stop.at(0) == interrupts(0)
     stop.ladder.kill()
     assert stop.at(0.1) == kills(0)
-    assert stop.ladder.countdown(BEGUN + 0.1) == "stopping"
+    assert stop.ladder.countdown(BEGUN + 0.1, 0) == "stopping"

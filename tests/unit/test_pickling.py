@@ -300,3 +300,8 @@ def test_things_are_described_in_their_users_words(make: Callable[[], Any], word
     thing = make()
     assert describe(thing) == words
     getattr(thing, "close", lambda: None)()
+
+
+def test_a_reference_to_what_is_gone_says_what_to_do() -> None:
+    with pytest.raises(definitions.LostReferenceError, match="this rank has deleted: run the cell again"):
+        definitions.kept("model/1")

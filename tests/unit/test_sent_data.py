@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import timeouts
 from nblaunch.machine.segments import Placed, Region
-from nblaunch.transfer import sent_data
+from nblaunch.transfer import sent_data, sent_names
 from nblaunch.transfer.sent_data import SentDataCache, budget
 from tests.conftest import eventually
 
@@ -113,6 +115,19 @@ def test_data_beyond_the_budget_is_sent_and_not_kept(kept: SentDataCache, monkey
     data = Data(ALONE, 1)
     assert data.is_in(placed(kept, data)[0])
     assert kept.size == 0
+
+
+def test_launches_share_a_segment_beyond_the_budget(kept: SentDataCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_KEEP_BYTES", "0")
+    data = Data(ALONE, 1)
+    running = placed(kept, data)
+    queued = placed(kept, data)
+    assert queued[0].segment is running[0].segment
+    data.array[0] += 1
+    assert placed(kept, data)[0].is_new
+    data.array[0] -= 1
+    del running, queued
+    assert placed(kept, data)[0].is_new
 
 
 def test_freed_segments_stay_for_launches_that_run(kept: SentDataCache) -> None:
@@ -235,3 +250,16 @@ def test_kept_data_is_evicted_for_a_launch_that_needs_the_memory(
     placed(kept, old)
     assert new.is_in(placed(kept, new)[0])
     assert placed(kept, new)[0].segment.in_memory
+
+
+def test_the_digest_of_large_data_can_be_interrupted() -> None:
+    data = np.zeros(2 << 30, dtype=np.uint8).data  # no page of it is ever written
+    before, begun = signal.signal(signal.SIGVTALRM, signal.default_int_handler), time.thread_time()
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            sent_names._hash(data)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert time.thread_time() - begun < 1.0

@@ -36,7 +36,14 @@ def test_a_busy_session_shows_its_cell_and_the_queued_ones() -> None:
 def test_a_dead_rank_is_named() -> None:
     html = as_html(session(ranks=[IDLE[0], RankHolding(1, 0, 0, 0)]), USAGES)
     assert ">dead<" in html
-    assert ">dead<" in as_html(session(), USAGES, {101})  # its death has not been noticed yet
+    assert "`%distributed session restart --rank 1` restarts it" in html
+    unnoticed = as_html(session(), USAGES, {101})  # until the next task
+    assert ">dead<" in unnoticed
+    assert "--rank 1` restarts it" in unnoticed
+    assert "session restart` restarts them" in as_html(session(), USAGES, {100, 101})
+    three = [*IDLE, RankHolding(2, 102, 0, 0)]
+    assert "restart --rank 0 --rank 1` restarts them" in as_html(session(ranks=three), USAGES, {100, 101})
+    assert "restart" not in as_html(session(), USAGES)
 
 
 def test_a_stopped_session_has_no_table() -> None:

@@ -358,6 +358,7 @@ def test_a_rank_that_acknowledges_has_its_grace(scene: Scene) -> None:
     scene.run_all()
     for worker in scene.workers.ranks:
         worker.on_interrupt = worker.acknowledges
+    scene.commands.interrupts_to_kill = 1
     scene.commands.ask()
     scene.step()
     scene.step(GRACE_S - 1)

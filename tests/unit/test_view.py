@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, view_choice
 from nblaunch.launch.output.tails import Piece
-from nblaunch.launch.views.base import NullView, ShieldedView, View
+from nblaunch.launch.views.base import NullView, ShieldedView, View, preparing
 from nblaunch.launch.views.events import (
     Countdown,
     Ended,
@@ -27,6 +28,7 @@ from nblaunch.launch.views.events import (
     Logs,
     Note,
     Outcome,
+    Preparing,
     Reports,
     Started,
     Tick,
@@ -489,3 +491,29 @@ def test_a_frontend_can_be_registered() -> None:
     assert host() is mine
     register(None)
     assert host() is not mine
+
+
+class Recorder(View):
+    """Keeps its events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.has_event = threading.Event()
+
+    def on(self, event: Event) -> None:
+        self.events.append(event)
+        self.has_event.set()
+
+
+def test_slow_packing_says_what_takes_time() -> None:
+    view = Recorder()
+    with preparing(view, "Cell In[3]"):
+        pass
+    with preparing(view, "Cell In[4]"):
+        assert view.has_event.wait(20)
+    (said,) = view.events
+    assert isinstance(said, Preparing)
+    assert said.text.startswith("preparing Cell In[4]: comparing its data with what was sent before")
+    cell = Cell()
+    cell.view.on(said)
+    assert "nblaunch: preparing Cell In[4]" in cell.text()

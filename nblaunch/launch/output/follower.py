@@ -12,7 +12,7 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.displays import displays_in
 from nblaunch.launch.output.metric_patterns import PrintedMetrics
 from nblaunch.launch.output.report_columns import ReportColumns
-from nblaunch.launch.output.tails import Piece, Spool, Tail
+from nblaunch.launch.output.tails import Piece, Spool, Tail, last_lines
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Displays, LogPiece, Logs, Note, Reports, Stream, Tick
 from nblaunch.machine import timeouts
@@ -22,6 +22,8 @@ from nblaunch.wire.drops import Dropped
 
 MAX_READ_BYTES = 1 << 16
 """Of one log in one poll."""
+_MAX_LATE_LINES = 20
+"""Of each rank, the last lines; the log has all."""
 
 
 class RankOutput:
@@ -163,9 +165,30 @@ class OutputFollower:
             rank.close()
 
 
+class LateOutput:
+    """What the ranks of a session print between two tasks, such as from threads: it is in the log of the first."""
+
+    def __init__(self) -> None:
+        self._logs: list[tuple[int, Log, int]] = []
+        """Rank, log, and how much of the log the task has shown."""
+
+    def follow(self, output: OutputFollower) -> None:
+        """Watch the logs of a task that has ended."""
+        self._logs = [(rank.rank, tail.log, tail.offset) for rank in output.ranks for tail in rank.tails.values()]
+
+    def show(self, view: View) -> None:
+        """Show what the logs have gained since."""
+        for rank, log, shown in self._logs:
+            text = last_lines(log, _MAX_LATE_LINES, since=shown)
+            if text:
+                said = "\n".join(f"    {line}" for line in text.splitlines())
+                view.on(Note(f"rank {rank} has printed this since its last cell ended:\n{said}"))
+        self._logs = []
+
+
 def _first_drop(rank: RankOutput) -> str:
     if not rank.dropped.reason:
-        return f"rank {rank.rank} has reached {rank.dropped.why}: further output is dropped"
+        return f"rank {rank.rank}'s log is full ({rank.dropped.why}, by default 1 GB): further output is dropped"
     return (
         f"rank {rank.rank} cannot write its logs ({rank.dropped.why}): it runs on, and its output and reports are "
         f"dropped until there is room. Free space for {rank.spool.log.name}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
-from nblaunch.launch.views.events import Event
+from nblaunch.launch.views.events import Event, Preparing
+from nblaunch.machine import timeouts
 
 _log = logging.getLogger(__name__)
 
@@ -41,3 +45,19 @@ class ShieldedView(View):
         except Exception as error:  # noqa: BLE001  # a replaced stdout may raise anything
             self._view = NullView()
             _log.warning("the launch continues, but its display stopped: %s: %s", type(error).__name__, error)
+
+
+@contextlib.contextmanager
+def preparing(view: View, name: str) -> Iterator[None]:
+    """Let a view say what takes time, if the block that packs the data of a launch takes long."""
+    text = f"preparing {name}: comparing its data with what was sent before, and copying what is new"
+    timer = threading.Timer(timeouts.PREPARING_NOTE_DELAY_S, lambda: ShieldedView(view).on(Preparing(text)))
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the launch reports it
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if timer.ident is not None:
+            timer.join()  # the event must not follow those of the launch

@@ -116,11 +116,18 @@ class Outcome:
 # ------------------------------------------------------------------ the events
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The launch begins. The only event from the launching thread; the supervisor thread sends the others."""
+    """The launch begins. The only event from the launching thread; the supervisor thread sends the later ones."""
 
     controls: Controls
     blocking: bool
     """The launching thread waits for the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparing:
+    """Packing takes long; from a thread, before `Begun`."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +233,7 @@ class Ended:
 
 Event = (
     Begun
+    | Preparing
     | Started
     | RanksPlaced
     | RanksChanged

@@ -24,6 +24,7 @@ from nblaunch.launch.views.events import (
     Note,
     Outcome,
     Output,
+    Preparing,
     Reports,
     Started,
     Stream,
@@ -132,7 +133,7 @@ class TextView(View):
                 for output in outputs:
                     self._add(_Source(rank, "display", "the files beside the logs"), _output_lines(output))
                 self._emit_if_due()
-            case Note(text):
+            case Note(text) | Preparing(text):
                 self._noted = True
                 self._add(_NBLAUNCH, [f"nblaunch: {line}" for line in text.splitlines()])
                 self._emit_if_due()
