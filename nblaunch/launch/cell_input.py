@@ -13,16 +13,24 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.plan import Plan
 from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import Debugging
-from nblaunch.wire.messages import Source
+from nblaunch.wire.messages import Payload, Source
+from nblaunch.wire.session_messages import Question
 
 HERE = "cell"
 
 
-def console_for(plan: Plan, sources: Mapping[str, Source]) -> DebugConsole:
-    """Return the console of a launch that the current thread starts."""
+def console_for(plan: Plan, payload: Payload, sources: Mapping[str, Source]) -> DebugConsole:
+    """Return the console of a launch that the current thread starts.
+
+    Args:
+        plan: Its settings.
+        payload: What it runs.
+        sources: The cells that define that.
+    """
     can_type = host().can_type() and threading.current_thread() is threading.main_thread()
-    debugging = Debugging(can_type, plan.on_breakpoint == "fail", plan.on_error == "debug" or host().examines())
-    return DebugConsole(plan.world_size, sources, debugging)
+    is_question = isinstance(payload.function, Question)
+    post_mortem = not is_question and (plan.on_error == "debug" or host().examines())
+    return DebugConsole(plan.world_size, sources, Debugging(can_type, plan.on_breakpoint == "fail", post_mortem))
 
 
 class _WithdrawnError(Exception):

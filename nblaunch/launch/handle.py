@@ -84,7 +84,7 @@ class Launch:
         self._interrupts = 0
         """Of the user, while the caller waits."""
         self._begin = time.monotonic()
-        self.console = console_for(plan, shipment.sources)
+        self.console = console_for(plan, payload, shipment.sources)
         self._input = CellInput(self.console)
         self._job = Job(
             plan,

@@ -23,6 +23,7 @@ from nblaunch.transfer import notebook_shell, parameters, pickling
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
+from nblaunch.wire.session_messages import Question
 
 _FIX = "create it inside the function, or send the data to create it from"
 
@@ -145,6 +146,8 @@ def name_of(function: Any) -> str:
     """Return the name of a function for messages, or the name of its type."""
     if isinstance(function, Cell):
         return function.label or "the cell"
+    if isinstance(function, Question):
+        return function.text
     return (
         getattr(function, "__qualname__", "")
         or getattr(getattr(function, "func", None), "__qualname__", "")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from nblaunch.errors import ArgumentError, NblaunchError, RankDiedError, RankRaisedError, ResultError, text_of
 from nblaunch.launch import failures
 from nblaunch.launch.frontend import wait_in_steps
+from nblaunch.launch.rank_names import line_of
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_state import restart_command
 from nblaunch.launch.task import Task
@@ -69,6 +70,33 @@ class Questions:
 
         __tracebackhide__ = True  # IPython omits this frame
         return in_thread(lambda: _unpacked(work(), question.text), stop)
+
+    def complete(self, text: str) -> list[str]:
+        """See `Session.complete`."""
+        known = sorted({each.name for names in self._ranks.bound for each in names if each.name.startswith(text)})
+        if self._ranks.queue:
+            return known
+        try:
+            answers = self.ask(Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
+        except (BusyError, NblaunchError):
+            return known
+        except Exception:  # noqa: BLE001  # a property of the user's raised
+            return []
+        return sorted({name for names in answers.values() for name in names})
+
+    def inspect(self, expression: str) -> str:
+        """See `Session.inspect`."""
+        if not self._ranks.present:
+            return ""
+        rank = self._ranks.present[0]
+        known = next((line_of(each) for each in self._ranks.bound[rank] if each.name == expression), "")
+        if self._ranks.queue:
+            return known
+        try:
+            question = Question("inspect", checked_expression(expression), (rank,))
+            return str(self.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
+        except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
+            return known
 
     def ask_now(
         self,

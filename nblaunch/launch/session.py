@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, overload
 
@@ -24,7 +25,7 @@ from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_restart import Restart
 from nblaunch.launch.session_state import RankHolding, SessionState, restart_command
 from nblaunch.launch.session_turn import Place, stale_names
-from nblaunch.launch.turn_queue import BusyError, Ticket
+from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.views.base import preparing
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.transfer.parameters import PROVIDED
@@ -260,33 +261,33 @@ class Session:
 
     def complete(self, text: str) -> list[str]:
         """Return the names that complete `text` in the ranks; while they are busy, those known from their last task."""
-        known = sorted({each.name for names in self._ranks.bound for each in names if each.name.startswith(text)})
-        if self._ranks.queue:
-            return known
-        try:
-            answers = self._questions.ask(Question("complete", text), within=timeouts.QUESTION_TIMEOUT_S)
-        except (BusyError, NblaunchError):
-            return known
-        except Exception:  # noqa: BLE001  # a property of the user's raised
-            return []
-        return sorted({name for names in answers.values() for name in names})
+        return self._questions.complete(text)
 
     def inspect(self, expression: str) -> str:
-        """Return signature, type and documentation of an expression's value in the lowest rank.
+        """Return signature, type and documentation of an expression's value in the lowest rank; empty if unknown."""
+        return self._questions.inspect(expression)
 
-        Empty if it is unknown. While the ranks are busy, what is known of a name from their last task.
+    def debug(self, rank: int | None = None) -> None:
+        """Open the debugger on the exception of the last task, with its frames, which live until the next begins.
+
+        Args:
+            rank: The rank. Default: the one that failed first.
+
+        Raises:
+            ArgumentError: There is no such exception, or no one can type here.
         """
-        if not self._ranks.present:
-            return ""
-        rank = self._ranks.present[0]
-        known = next((line_of(each) for each in self._ranks.bound[rank] if each.name == expression), "")
-        if self._ranks.queue:
-            return known
-        try:
-            question = Question("inspect", checked_expression(expression), (rank,))
-            return str(self._questions.ask(question, within=timeouts.QUESTION_TIMEOUT_S)[rank])
-        except Exception:  # noqa: BLE001  # busy, dead, or the expression raises
-            return known
+        __tracebackhide__ = True  # IPython omits this frame
+        self._check_open()
+        chosen = self._ranks.failed_first if rank is None else rank
+        if chosen is None:
+            raise ArgumentError(f"session {self.name}: no exception has ended its last task, so there is none to debug")
+        self._checked([chosen])
+        if not host().can_type():
+            raise ArgumentError("debug: no one can type here; pull what you need, as in pull('x', ranks=[0])")
+        question, ranks = Question("debug", "%distributed debug", (chosen,)), self._ranks
+        pack = partial(session_payload.pack_question, question, ranks)
+        if not self._submit(question.text, pack, "auto", True)[chosen]:  # type: ignore[index]  # it is a LaunchResult
+            raise ArgumentError(f"rank={chosen}: it has raised no exception in the last task")
 
     # -------------------------------------------------------------- life
     @property

@@ -16,7 +16,7 @@ from nblaunch.transfer import parameters, pickling
 from nblaunch.transfer.parcel import pack
 from nblaunch.transfer.sent_names import Gathered
 from nblaunch.wire.messages import Cell, Payload, Settings, Source
-from nblaunch.wire.session_messages import SentName
+from nblaunch.wire.session_messages import Question, SentName
 
 _FIX = "create it in the ranks, or send the data to create it from"
 
@@ -43,6 +43,11 @@ def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Tick
         PayloadError: A name that it uses cannot be sent, and the ranks do not have it.
     """
     return _pack(Payload(cell, (), {}, None, _settings(ranks), {}), used, (), ranks, ticket)
+
+
+def pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> SessionTask:
+    """Pack a question that is a task of its own."""
+    return _pack(Payload(question, (), {}, None, Settings(), {}), (), (), ranks, ticket)
 
 
 def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket: Ticket) -> SessionTask:

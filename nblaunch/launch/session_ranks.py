@@ -54,6 +54,7 @@ class SessionRanks:
         unset: The ranks that have not got the notebook's random states and defaults.
         queue: The tasks that run or wait.
         is_ended: The ranks were let go.
+        failed_first: The rank whose exception has ended the last task, if one has.
         idle_since: When the last task ended, by the monotonic clock.
         late_output: What the ranks print after the end of a task.
         own_path: The ``sys.path`` of ranks that were restarted with their names, which may need it.
@@ -69,6 +70,7 @@ class SessionRanks:
         self.unset = set(range(plan.world_size))
         self.queue = TurnQueue()
         self.is_ended = False
+        self.failed_first: int | None = None
         self.idle_since = time.monotonic()
         self.late_output = LateOutput()
         self.own_path: list[str] = []

@@ -15,6 +15,11 @@ def command(name: str, action: str) -> str:
     return f"`%distributed session {action}{'' if name == DEFAULT_NAME else f' --name {name}'}`"
 
 
+def debug_command(name: str) -> str:
+    """Return the magic that opens the debugger on the last error in the session of this name."""
+    return f"`%distributed debug{'' if name == DEFAULT_NAME else f' --session {name}'}`"
+
+
 def restart_command(name: str, ranks: Sequence[int] = ()) -> str:
     """Return the magic that restarts ranks of the session of this name; without `ranks`, all."""
     return command(name, " ".join(["restart", *(f"--rank {rank}" for rank in ranks)]))

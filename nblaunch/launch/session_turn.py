@@ -12,7 +12,7 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_ranks import SessionRanks
-from nblaunch.launch.session_state import restart_command
+from nblaunch.launch.session_state import debug_command, restart_command
 from nblaunch.launch.stuck import place_of
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
@@ -20,7 +20,7 @@ from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Note, RanksPlaced
-from nblaunch.wire.session_messages import CollectivesBegun, SentName
+from nblaunch.wire.session_messages import CollectivesBegun, Question, SentName
 
 if TYPE_CHECKING:
     from nblaunch.launch.attempt import Job
@@ -125,6 +125,8 @@ class Turn:
             self.output.finish()
             ranks.finish(self.task, self._names, self.job.payload.settings)
             self._note_end(absent, generation)
+            if not isinstance(self.job.payload.function, Question):
+                self._note_error(verdict)
             self.results = self.task.take_results()
             return verdict
 
@@ -153,6 +155,16 @@ class Turn:
         place = place_of(last, self.job.sources)
         what = f"{last.call}{f' of {last.detail}' * bool(last.detail)}"
         return f"called {last.count} in this group, the last {what}{f' ({place})' * bool(place)}"
+
+    def _note_error(self, verdict: Verdict) -> None:
+        """Note how to debug the exception that has ended the task."""
+        cause = verdict.cause
+        self._ranks.failed_first = (
+            cause.rank if cause is not None and cause.kind in ("exception", "collective") else None
+        )
+        console = self.job.console
+        if self._ranks.failed_first is not None and console.debugging.can_type and not console.has_examined:
+            self.view.on(Note(f"{debug_command(self._ranks.name)} opens the debugger on this error"))
 
     def _note_end(self, absent_before: list[int], generation_before: int) -> None:
         """Note what the task has cost: ranks, values, and the process group."""

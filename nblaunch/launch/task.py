@@ -257,7 +257,7 @@ class Task:
             return "user"
         if now >= self.deadline and self.stacks.located(now):
             return "timeout"
-        if self.console.has_examined:
+        if self.console.has_examined and self.console.debugging.post_mortem:
             return "failure"
         if self.console.is_open:
             return None

@@ -34,7 +34,7 @@ from nblaunch.notebook.cells import make_cell, names_used
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload
 
-ACTIONS = ("auto", "free", "preload", "session", "stacks", "status", "stop", "who")
+ACTIONS = ("auto", "debug", "free", "preload", "session", "stacks", "status", "stop", "who")
 _OPTIONS = {"metric_patterns": "metric", "on_error": "pdb"}
 """Arguments of the launcher whose option has another name."""
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""

@@ -18,7 +18,7 @@ from nblaunch.notebook.cells import names_used
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
 from nblaunch.wire.messages import Cell
 
-ACTIONS = ("auto", "session", "who")
+ACTIONS = ("auto", "debug", "session", "who")
 SESSION_ACTIONS = ("regroup", "restart", "status", "stop")
 _OF_A_TASK = {"timeout", "stop_grace", "metric_patterns"}
 """Options that a cell of a session may have."""
@@ -128,7 +128,19 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], op
     if action == "who":
         allow("name", "session")
         return _who(_named(given.get("session") or given.get("name")))
+    if action == "debug":
+        allow("name", "session", "rank")
+        _debug(_named(given.get("session") or given.get("name")), words, given.get("rank") or [None])
+        return ""
     return _session(shell, words, given, allow)
+
+
+def _debug(session: Session, words: Sequence[str], ranks: Sequence[int | None]) -> None:
+    if words or len(ranks) > 1:
+        raise UsageError(
+            "%distributed debug: one rank, as in %distributed debug --rank 1; by default the first to fail"
+        )
+    session.debug(ranks[0])
 
 
 def _shows_html() -> bool:

@@ -63,6 +63,10 @@ class Namespace:
         self._unsendable: dict[str, str] = {}
         """Names that a restart cannot keep, and why."""
         self._keys: dict[int, str] = {}
+        self._error: BaseException | None = None
+        """What the last task has raised, with its frames."""
+        self.examine: Callable[[BaseException], None] = lambda error: None
+        """Opens the debugger on an exception."""
         definitions.set_home(self.names)
 
     def take(self, payload: Payload) -> None:
@@ -70,11 +74,18 @@ class Namespace:
 
         What the rank did to a value in place stays too: the notebook's unchanged value is not bound again.
         """
+        if not isinstance(payload.function, Question):
+            self._error = None
         self.kept, self.replaced = [], []
         self.main.update(payload.main)
         for name, sent in payload.names.items():
             if sent.ranks is None or self._rank in sent.ranks:
                 self._take(name, sent)
+
+    def keep_error(self, error: BaseException) -> None:
+        """Keep what a task has raised for ``%distributed debug``, unless that itself was interrupted."""
+        if self._error is None:
+            self._error = error
 
     def takes_settings(self, settings: Settings) -> bool:
         """Return True if this rank is to apply the notebook's settings: once, then it goes on with its own."""
@@ -133,6 +144,10 @@ class Namespace:
             return self._complete(question.text)
         if question.kind == "inspect":
             return _inspected(eval(question.text, self.names))
+        if question.kind == "debug":
+            if self._error is not None:
+                self.examine(self._error)
+            return self._error is not None
         if question.kind == "path":
             return list(sys.path)
         if question.kind == "losses":

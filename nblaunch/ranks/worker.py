@@ -149,6 +149,8 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
         processes.become_subreaper()  # another rank's death must not cost this rank's orphans
     voice = KernelChannel(channel, spec.rank)
     breakpoints = Breakpoints(Keyboard(voice))
+    if home is not None:
+        home.examine = breakpoints.examine
     code, is_last = 0, False
     while not is_last and (received := voice.next_task()) is not None:
         task, fds = received
@@ -195,6 +197,8 @@ def _run(
     except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
         failed = error_report.describe(spec.rank, task.task, error)
         breakpoints.end_task()
+        if home is not None and isinstance(error, Exception):
+            home.keep_error(error)
         if task.debugging.post_mortem and isinstance(error, Exception) and not voice.is_stopping:
             _examine(error, voice, breakpoints)
         _send_names(spec, task, voice, home)
