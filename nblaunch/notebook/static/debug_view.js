@@ -1,11 +1,14 @@
 // The debug console: what debuggers have printed, the line that the user types, and buttons for the ranks.
+import { hideCellBoxes } from "./cell_box.js";
 import { el, setAttribute, setText } from "./format.js";
 import { textElement } from "./log_rows.js";
 
 const IDLE_MS = 300; // a rank that steps asks again sooner: its line looks as before until then
-const FOCUS_MS = 5000; // for a rank to ask after a click that was meant for it
+const FOCUS_MS = 5000; // for a rank to ask after a click or a line that was meant for it
+const BOX_MS = 500; // for the cell to open its own box, which takes the focus
 const MAX_RANK_BUTTONS = 8;
 const MAX_CANDIDATES = 60;
+const OVER = ["returned", "failed", "ended"]; // states of ranks that show nothing
 
 export class DebugView {
   /** @param {import("./state.js").PanelState} panel */
@@ -16,8 +19,10 @@ export class DebugView {
     this.at = panel.reading.typed.length; // the place in the history
     this.draft = ""; // what was in the line before the user looked at the history
     this.number = -1; // the prompt that the line is for; 0: the rank runs
+    this.sent = 0; // the prompt that was answered here last
     this.asked = 0; // the last request for completions
     this.follows = true; // the end of the text stays in sight
+    this.showBoxes = () => {}; // those that were hidden for the line that was sent last
     /** @type {any} */ this.idle = null;
     this.focusUntil = -Infinity;
     this.text = el("div", { class: "nbl-debug-text" });
@@ -45,6 +50,7 @@ export class DebugView {
       "data-lm-suppress-shortcuts": "true",
       on_keydown: (/** @type {KeyboardEvent} */ event) => this.#key(event),
       on_input: () => this.#offer([]),
+      on_blur: (/** @type {FocusEvent} */ event) => this.#blurred(event),
     });
     this.candidates = el("div", { class: "nbl-candidates", role: "status", "aria-live": "polite", hidden: true });
     this.entry = el("div", { class: "nbl-debug-entry" }, this.prompt, this.input);
@@ -66,7 +72,7 @@ export class DebugView {
     if (!debug.isShown) return;
     this.#drawText();
     this.entry.hidden = this.ranks.hidden = !active;
-    if (!active) return this.#offer([]);
+    if (!active) return this.#end();
     this.#drawButtons();
     this.#drawPrompt();
     const { completions } = debug;
@@ -84,6 +90,13 @@ export class DebugView {
 
   dispose() {
     clearTimeout(this.idle);
+  }
+
+  #end() {
+    const { reading } = this.panel;
+    this.#offer([]);
+    if (reading.hasBox) hideCellBoxes(this.node, ".jp-OutputArea");
+    reading.hasBox = false;
   }
 
   #drawText() {
@@ -116,6 +129,7 @@ export class DebugView {
     }
     for (const [rank, button] of this.buttons) {
       const waits = debug.ranks.includes(rank);
+      button.disabled = !waits && OVER.includes(this.panel.ranks.get(rank) ?? "");
       setAttribute(button, "aria-pressed", String(debug.prompt?.rank === rank));
       setAttribute(
         button,
@@ -149,13 +163,21 @@ export class DebugView {
       else this.idle = setTimeout(rest, IDLE_MS);
       return;
     }
+    if (prompt.number === this.sent) this.showBoxes(); // the kernel has not taken the line
+    panel.reading.hasBox = panel.info.blocking;
     const type = prompt.is_secret ? "password" : "text";
     if (input.getAttribute("type") !== type) input.value = "";
     setAttribute(input, "type", type);
-    this.#show(prompt.text, "");
+    this.#show(prompt.text, "type here");
     if (Date.now() > this.focusUntil) return;
-    this.focusUntil = -Infinity;
+    this.focusUntil = Date.now() + BOX_MS;
     input.focus();
+  }
+
+  /** Take the focus back from a box that the cell has opened for the same line. @param {FocusEvent} event */
+  #blurred({ relatedTarget }) {
+    const isBox = relatedTarget instanceof Element && relatedTarget.closest(".jp-Stdin");
+    if (isBox && Date.now() < this.focusUntil) setTimeout(() => this.input.focus());
   }
 
   /** @param {string} prompt @param {string} placeholder */
@@ -189,6 +211,9 @@ export class DebugView {
     this.at = typed.length;
     this.input.value = this.draft = "";
     this.#offer([]);
+    this.sent = this.number;
+    this.focusUntil = Date.now() + FOCUS_MS;
+    this.showBoxes = hideCellBoxes(this.node, ".jp-Notebook");
     this.panel.kernel.type(this.number, line);
   }
 

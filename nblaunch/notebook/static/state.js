@@ -34,7 +34,8 @@ const NO_INFO = { launch: "", name: "", world_size: 0, device: "" };
  * @property {boolean} traceback whether it is open
  * @property {boolean} others whether they are open
  * @property {Map<number, boolean>} opened whether the outputs of a rank are open, if the reader has chosen
- * @property {string[]} typed lines that the user has typed in the debugger */
+ * @property {string[]} typed lines that the user has typed in the debugger
+ * @property {boolean} hasBox whether the cell may have an input box for the debugger */
 /** @returns {Reading} */
 function freshReading() {
   return {
@@ -53,6 +54,7 @@ function freshReading() {
     others: false,
     opened: new Map(),
     typed: [],
+    hasBox: false,
   };
 }
 
