@@ -60,12 +60,12 @@ class PanelConsole:
     def _read(self) -> None:
         if self._console is None:
             return
+        prompt = self._console.prompt  # first: the text before it is then among the parts
         self._read_parts, parts = self._console.shown(self._read_parts)
         new = "".join(part.text for part in parts)
         self._is_used = self._is_used or any(part.typed_in == HERE for part in parts)
         self._text = (self._text + new)[-_MAX_CHARS:]
         self._end += len(new)
-        prompt = self._console.prompt
         self._prompt = PromptEntry(prompt.number, prompt.rank, prompt.text, prompt.is_secret) if prompt else None
         self._stopped = self._console.stopped
 
