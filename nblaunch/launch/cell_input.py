@@ -52,6 +52,8 @@ class CellInput:
         self._prompt: Prompt | None = None
         """What the cell waits for."""
         self._is_withdrawn = False
+        self._is_elsewhere = False
+        """The user has typed in the panel, and goes on there."""
 
     def serve(self) -> None:
         """Print what debuggers have printed, and read lines while one is open. Call it in the main thread.
@@ -61,8 +63,10 @@ class CellInput:
         """
         console = self._console
         while console.is_open:
+            prompt = console.prompt  # first: the text before it is then printed
             self._print()
-            prompt = console.prompt
+            if self._is_elsewhere:
+                break
             if prompt is None:
                 console.wait(self._printed, timeouts.SIGNAL_CHECK_INTERVAL_S)
                 continue
@@ -76,6 +80,7 @@ class CellInput:
 
     def _print(self) -> None:
         self._printed, parts = self._console.shown(self._printed)
+        self._is_elsewhere = self._is_elsewhere or any(part.typed_in not in ("", HERE) for part in parts)
         text = "".join(part.text for part in parts if part.typed_in != HERE)  # the page shows what was typed in its box
         if text:
             sys.stdout.write(text)

@@ -276,7 +276,7 @@ class Session:
         Raises:
             ArgumentError: There is no such exception, or no one can type here.
         """
-        __tracebackhide__ = True  # IPython omits this frame
+        __tracebackhide__ = True
         self._check_open()
         chosen = self._ranks.failed_first if rank is None else rank
         if chosen is None:

@@ -56,11 +56,13 @@ class StuckVerdict:
         lines: For the user.
         is_final: Whether waiting cannot help.
         reason: The same for the same collective and the same ranks, wherever these are.
+        ranks: Live ranks to debug: those that the others wait for, or one of each call if the calls differ.
     """
 
     lines: tuple[str, ...]
     is_final: bool
     reason: str
+    ranks: tuple[int, ...] = ()
 
     @property
     def text(self) -> str:
@@ -111,7 +113,7 @@ def _judge_group(
     lines[-1] += ending
     ranks_of = [sorted(each.rank for each in views) for views in (group.waiting, group.passed, group.missing)]
     key = f"{begun.group} {begun.count} {sorted({each.begun[0].call for each in group.waiting})} {ranks_of} {is_final}"
-    return StuckVerdict(tuple(lines), is_final, key)
+    return StuckVerdict(tuple(lines), is_final, key, _to_debug(group)[:_MAX_RANKS])
 
 
 def _sorted(members: Sequence[RankView], begun: Begun) -> _Group | None:
@@ -150,6 +152,14 @@ def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[list[str],
         said = ". Every rank of the process group waits in it: the network or a device is slow, or does not answer"
         return [], said, False
     return [], "", False
+
+
+def _to_debug(group: _Group) -> tuple[int, ...]:
+    """Return the live ranks that the others wait for. If the collectives differ, return the first rank of each."""
+    missing = [each.rank for each in group.missing if each.where in ("runs", "waits")]
+    calls = {(each.begun[0].call, each.begun[0].detail): each.rank for each in reversed(group.waiting)}
+    differ = len(calls) > 1 and (len({call for call, _ in calls}) > 1 or group.waiting[0].begun[0].call in _ALIKE)
+    return tuple(sorted(calls.values() if differ else missing))
 
 
 def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], str]) -> list[str]:

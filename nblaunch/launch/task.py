@@ -26,7 +26,7 @@ from nblaunch.launch.stuck import StuckVerdict
 from nblaunch.launch.stuck_watch import StuckWatch
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views.base import View
-from nblaunch.launch.views.events import Countdown, Note, RanksChanged
+from nblaunch.launch.views.events import Countdown, Note, RanksChanged, Stuck
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
 from nblaunch.wire.collective_table import members_of
@@ -92,6 +92,8 @@ class Task:
         """A rank that waited in a collective, and one that had returned, if that has ended the task."""
         self._watches_stuck = joins
         self._stuck = StuckWatch(self.present, sources, lambda: group.workers.sampler("cpu", {}))
+        self._shown_stuck = ""
+        """The reason that the view shows at present; empty: none."""
         self._noted_stuck: set[str] = set()
         self._abandoned = AbandonedRanks(lambda rank: group.members[rank].worker.stacks)
         self._stop_at = math.inf
@@ -240,17 +242,23 @@ class Task:
             self.commands.ask()
 
     def _note_stuck(self, now: float) -> None:
-        """Note why ranks wait in a collective: once for each reason, and again when waiting cannot help."""
+        """Show why ranks wait in a collective, until they go on. Another reason is shown at once."""
         try:
-            found = self._stuck.look(now)
+            self._stuck.look(now)
         except Exception:  # noqa: BLE001  # best effort: must never fail the task
             _log.exception("nblaunch: cannot say why the ranks of task %d wait", self.number)
             self._watches_stuck = False
             return
-        if found is not None and found.reason not in self._noted_stuck:
-            self._noted_stuck.add(found.reason)
-            for line in found.lines:  # the panel does not wrap its log
-                self.view.on(Note(line))
+        found = self._stuck.verdict
+        if (found.reason if found is not None else "") == self._shown_stuck:
+            return
+        if found is None:
+            self._shown_stuck = ""
+            self.view.on(Stuck())
+            return
+        self._shown_stuck = found.reason
+        self.view.on(Stuck(found.lines, found.ranks, found.reason in self._noted_stuck))
+        self._noted_stuck.add(found.reason)
 
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:

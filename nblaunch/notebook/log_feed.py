@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from nblaunch.engines.protocol import Log
 from nblaunch.launch.output.terminal_lines import LineAssembler, fair_shares
 from nblaunch.launch.views.events import Stream
 from nblaunch.machine import timeouts
+from nblaunch.notebook.page_messages import OlderLines, Span
 from nblaunch.notebook.record import RankTail
 
 MAX_LINES = 10_000
@@ -219,6 +220,26 @@ class LogFeed:
             logs = [log for log in self._logs.values() if log.attempt == last]
         ranks = sorted({log.rank for log in logs})
         return [_tail(rank, [log for log in logs if log.rank == rank], lines) for rank in ranks]
+
+
+def older_lines(request: int | None, chunks: Sequence[Chunk]) -> tuple[OlderLines, bytes]:
+    """Return an earlier part of a log as a message and its buffer.
+
+    Args:
+        request: The number of the request; None: unrequested.
+        chunks: Adjacent parts of one log.
+    """
+    first, data = chunks[0], b"".join(chunk.data for chunk in chunks)
+    message = OlderLines(
+        request=request,
+        attempt=first.attempt,
+        rank=first.rank,
+        stream=first.stream,
+        start=first.offset,
+        end=first.offset + len(data),
+        spans=[Span(len(chunk.data), chunk.time) for chunk in chunks if chunk.data],
+    )
+    return message, data
 
 
 def _chunks(log: _SentLog, start: int, end: int) -> list[Chunk]:

@@ -38,23 +38,25 @@ from nblaunch.launch.views.events import (
     Reports,
     StacksShown,
     Started,
+    Stuck,
 )
 from nblaunch.machine import timeouts
 from nblaunch.notebook.cell_display import CellDisplay
 from nblaunch.notebook.launch_record import record_of
-from nblaunch.notebook.log_feed import Chunk, LogFeed
+from nblaunch.notebook.log_feed import Chunk, LogFeed, older_lines
 from nblaunch.notebook.output_store import OutputStore
 from nblaunch.notebook.page_messages import (
     Acknowledged,
+    CompletionRequest,
     Delta,
     LogPart,
-    OlderLines,
+    LookRequest,
     OlderRequest,
     PanelInfo,
     Request,
     Resync,
     Snapshot,
-    Span,
+    TypedLine,
     from_content,
     to_content,
 )
@@ -137,6 +139,8 @@ class PanelView(View):
         with self._lock:
             if self._info is None:
                 self._state = PanelState(info.world_size)
+                if self._controls is not None:
+                    self._state.console.open(self._controls.console, is_in_cell=self._blocking)
             self._info = info
             self._files.append(info.files)
             self._state.start(info)
@@ -160,6 +164,8 @@ class PanelView(View):
                 self._state.set_outputs(self._outputs.add(event))
             case Note(text):
                 self._state.add_note(self._now(), text)
+            case Stuck():
+                self._state.set_stuck(self._now(), event)
             case Countdown(text):
                 self._state.set_countdown(text)
             case StacksShown(texts):
@@ -319,7 +325,7 @@ class PanelView(View):
                 for chunk in chunks
             ]
             delta = Delta(now=delta.now, changes=changes, logs=parts or None, outputs=outputs or None)
-            self._send_message(widget, delta, _joined(chunks) + output_bytes)
+            self._send_message(widget, delta, b"".join(chunk.data for chunk in chunks) + output_bytes)
         elif is_over:
             self._fill(widget)
 
@@ -332,7 +338,7 @@ class PanelView(View):
         chunks = self._feed.fill(int(self._credit))
         if chunks:
             self._credit -= sum(len(chunk.data) for chunk in chunks)
-            _send_older(widget, None, chunks)
+            self._send_older(widget, None, chunks)
 
     # -------------------------------------------------------------- from the page
     def _receive(self, content: Mapping[str, Any]) -> None:
@@ -347,11 +353,17 @@ class PanelView(View):
                 self._answer(request)
             case Request() as request:
                 self._obey(request)
+            case TypedLine() | CompletionRequest() | LookRequest() as request if self._is_of(request.launch):
+                self._state.console.obey(request)
+
+    def _is_of(self, launch: str) -> bool:
+        """Return True if a request is for this launch: the page may show several."""
+        return self._info is not None and self._info.launch_id == launch
 
     def _obey(self, request: Request) -> None:
-        controls, info, widget = self._controls, self._info, self._widget
-        if info is None or widget is None or request.launch != info.launch_id:
-            return  # another launch's panel
+        controls, widget = self._controls, self._widget
+        if widget is None or not self._is_of(request.launch):
+            return
         done = controls is None or controls.done
         if controls is not None and not done:
             {"stop": controls.stop, "kill": controls.kill, "stacks": controls.ask_stacks}[request.kind]()
@@ -365,30 +377,15 @@ class PanelView(View):
         with self._lock:
             widget = self._widget
         if widget is not None:
-            _send_older(widget, request.request, chunks or [Chunk(*place, request.start, 0.0, b"")])
+            self._send_older(widget, request.request, chunks or [Chunk(*place, request.start, 0.0, b"")])
+
+    def _send_older(self, widget: Any, request: int | None, chunks: Sequence[Chunk]) -> None:
+        message, data = older_lines(request, chunks)
+        widget.send(to_content(message), [data])
 
 
 def _bytes_per_message() -> float:
     return _MAX_BYTES_PER_S * timeouts.PANEL_SEND_INTERVAL_S
-
-
-def _joined(chunks: Sequence[Chunk]) -> bytes:
-    return b"".join(chunk.data for chunk in chunks)
-
-
-def _send_older(widget: Any, request: int | None, chunks: Sequence[Chunk]) -> None:
-    """Send an earlier part of a log: the answer to a request, or unrequested (None)."""
-    first, data = chunks[0], _joined(chunks)
-    message = OlderLines(
-        request=request,
-        attempt=first.attempt,
-        rank=first.rank,
-        stream=first.stream,
-        start=first.offset,
-        end=first.offset + len(data),
-        spans=[Span(len(chunk.data), chunk.time) for chunk in chunks if chunk.data],
-    )
-    widget.send(to_content(message), [data])
 
 
 _ended: deque[PanelView] = deque()

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus
+from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.downsampling import Point, downsampled
 from nblaunch.notebook.page_messages import (
@@ -26,9 +26,11 @@ from nblaunch.notebook.page_messages import (
     StackEntry,
     StacksEntry,
     StateEntry,
+    StuckEntry,
 )
+from nblaunch.notebook.panel_console import PanelConsole
 
-_Part = Literal["state", "ranks", "progress", "metrics", "resources", "outputs", "notes", "failure", "stacks"]
+_Part = Literal["state", "ranks", "progress", "metrics", "resources", "outputs", "notes", "failure", "stacks", "stuck"]
 _MAX_SERIES_POINTS = 2000
 """A longer series is downsampled, repeatedly."""
 _MAX_MESSAGE_POINTS = 300
@@ -94,6 +96,8 @@ class PanelState:
         self.notes: list[NoteEntry] = []
         self.failure: Failure | None = None
         self.stacks: StacksEntry | None = None
+        self.stuck = StuckEntry((), ())
+        self.console = PanelConsole()
         self._has_noted_limit = False
         self._changed: dict[_Part, set[int]] = {}
         """Changed parts, each with its changed ranks (notes: indices)."""
@@ -104,6 +108,7 @@ class PanelState:
         self.ranks = dict.fromkeys(range(info.world_size), "starting")
         self.progress.clear()
         self._mark("ranks", self.ranks)
+        self.set_stuck(0.0, Stuck())
         self._set(name="starting", attempt=info.attempt, log_dir=str(info.log_dir))
 
     def set_ranks(self, changed: Iterable[RankStatus]) -> None:
@@ -160,6 +165,16 @@ class PanelState:
         self.notes.append(NoteEntry(round(now, 2), text[:_MAX_TEXT_LENGTH]))
         self._mark("notes", [len(self.notes) - 1])
 
+    def set_stuck(self, now: float, stuck: Stuck) -> None:
+        """Set why ranks wait, and note it."""
+        entry = StuckEntry([line[:_MAX_TEXT_LENGTH] for line in stuck.lines], stuck.ranks)
+        if entry != self.stuck:
+            self.stuck = entry
+            self._mark("stuck")
+        if not stuck.is_repeated:
+            for line in stuck.lines:  # the panel does not wrap its log
+                self.add_note(now, line)
+
     def set_countdown(self, text: str) -> None:
         """Set the progress of stopping."""
         if self.state.name not in ("starting", "running", "stopping"):
@@ -176,6 +191,8 @@ class PanelState:
     def end(self, outcome: Outcome) -> None:
         """Set the outcome of the launch."""
         self.pids.clear()
+        self.console.close()
+        self.set_stuck(0.0, Stuck())
         self.failure = outcome.failure
         for rank, state in self.ranks.items():
             if state not in ("returned", "failed", "ended"):
@@ -197,12 +214,13 @@ class PanelState:
     @property
     def is_changed(self) -> bool:
         """True if something has changed since the last `delta` or `snapshot`."""
-        return bool(self._changed)
+        return bool(self._changed) or self.console.is_changed
 
     def delta(self) -> Changes | None:
         """Return what has changed since the last call; None if nothing has."""
         changed, self._changed = self._changed, {}
-        if not changed:
+        debug = self.console.delta()
+        if not changed and debug is None:
             return None
         return Changes(
             state=self.state if "state" in changed else None,
@@ -214,6 +232,8 @@ class PanelState:
             notes=[self.notes[at] for at in sorted(changed["notes"])[-_MAX_NOTES:]] if "notes" in changed else None,
             failure=_failure_entry(self.failure) if "failure" in changed else None,
             stacks=self.stacks if "stacks" in changed else None,
+            stuck=self.stuck if "stuck" in changed else None,
+            debug=debug,
         )
 
     def snapshot(self) -> Changes:
@@ -229,6 +249,8 @@ class PanelState:
             notes=self.notes[-_MAX_NOTES:],
             failure=_failure_entry(self.failure),
             stacks=self.stacks,
+            stuck=self.stuck,
+            debug=self.console.snapshot(),
         )
 
     def _rank_entries(self, ranks: Iterable[int]) -> list[RankEntry]:

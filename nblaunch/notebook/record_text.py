@@ -13,6 +13,7 @@ from nblaunch.notebook.record import Record, one_line, plain, rank_name, within
 from nblaunch.notebook.record_outputs import outputs_text
 
 _MAX_TRACEBACK_BYTES = 2000
+_MAX_DEBUGGING_BYTES = 900
 _MAX_METRICS_BYTES = 1300
 _MAX_TAILS_BYTES = 1700
 """All parts together stay below 8 KB."""
@@ -29,6 +30,7 @@ def as_text(record: Record) -> str:
         first,
         _failure_text(record.failure) if record.failure else within(plain(record.message), 500),
         "\n".join(one_line(note, 150) for note in record.notes[-3:]),
+        _debugging_text(record.debugging),
         outputs_text(record.outputs),
         _metrics_text(summaries),
         _tails_text(record),
@@ -49,6 +51,13 @@ def _failure_text(failure: Failure) -> str:
     if failure.others:
         lines += ["then, on other ranks:", *(f"  {one_line(other, 100)}" for other in failure.others[:_MAX_OTHERS])]
     return "\n".join([*lines, ""])
+
+
+def _debugging_text(lines: Sequence[str]) -> str:
+    excerpt = Excerpt(0, _MAX_DEBUGGING_BYTES, prefix="  ")
+    for line in terminal_lines(lines):
+        excerpt.add(within(clean(without_colours(line)), 150))
+    return f"debugging:\n{excerpt.text('…').rstrip()}" if lines else ""
 
 
 def _metrics_text(summaries: Sequence[Summary]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import nblaunch
 from nblaunch.errors import LaunchTimeoutError
+from nblaunch.launch.frontend import ScriptFrontend
+from nblaunch.launch.views.base import NullView
+from nblaunch.launch.views.events import Event, Stuck
 from nblaunch.machine import timeouts
 from tests.conftest import eventually
 from tests.processes.conftest import Launcher
@@ -106,6 +110,38 @@ def test_a_session_explains_a_rank_that_has_returned(capsys: pytest.CaptureFixtu
         eventually(lambda: "rank 1 has returned after 0 of 1: this cannot end" in capsys.readouterr().out)
         launch.stop()
         launch.wait()
+
+
+class Remembers(NullView):
+    """Keeps what is shown of stuck ranks."""
+
+    def __init__(self) -> None:
+        self.shown: list[Stuck] = []
+
+    def on(self, event: Event) -> None:
+        if isinstance(event, Stuck):
+            self.shown.append(event)
+
+
+def waits_twice(files: str, rank: int) -> None:
+    agreed()
+    for number in range(2):
+        while rank == 1 and not Path(f"{files}{number}").exists():
+            time.sleep(0.05)
+        agreed()
+
+
+def test_the_reason_goes_when_the_ranks_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = Remembers()
+    monkeypatch.setattr(ScriptFrontend, "view", lambda self, choice: view)
+    launch: Any = nblaunch.notebook_launcher(waits_twice, (str(tmp_path / "go"),), num_processes=2, block=False)
+    for number in range(2):
+        eventually(lambda: len(view.shown) == 1 + 2 * (tmp_path / "go0").exists())
+        assert view.shown[-1].ranks == (1,)
+        assert f"rank 0 waits in all_reduce #{number + 2}" in view.shown[-1].lines[0]
+        (tmp_path / f"go{number}").touch()
+    launch.wait()
+    assert view.shown[1] == Stuck()
 
 
 def test_slow_training_raises_no_alarm(launch: Launcher, capsys: pytest.CaptureFixture[str]) -> None:

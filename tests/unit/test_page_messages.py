@@ -9,9 +9,11 @@ import pytest
 
 from nblaunch.notebook.page_messages import (
     Changes,
+    CompletionRequest,
     Delta,
     FromPage,
     LogPart,
+    LookRequest,
     OlderLines,
     OlderRequest,
     PointEntry,
@@ -19,6 +21,7 @@ from nblaunch.notebook.page_messages import (
     Resync,
     Span,
     StateEntry,
+    TypedLine,
     from_content,
     to_content,
 )
@@ -62,6 +65,12 @@ def test_lines_that_nothing_requested_say_so() -> None:
     [
         ({"kind": "stop", "launch": "L1"}, Request("stop", "L1")),
         ({"kind": "resync", "seq": 4, "has_lines": True}, Resync(seq=4, has_lines=True)),
+        ({"kind": "type", "launch": "L1", "number": 3, "line": None}, TypedLine(launch="L1", number=3, line=None)),
+        (
+            {"kind": "complete", "launch": "L1", "request": 2, "text": "x."},
+            CompletionRequest(launch="L1", request=2, text="x."),
+        ),
+        ({"kind": "look", "launch": "L1", "rank": 1}, LookRequest(launch="L1", rank=1)),
         (OLDER, OlderRequest(request=7, attempt=0, rank=1, stream="err", start=3, end=9)),
     ],
 )
@@ -77,6 +86,10 @@ def test_the_messages_of_a_page_are_read(content: dict[str, Any], message: FromP
         {"kind": "stop"},
         {"kind": "resync", "seq": 1},
         {"kind": "older"},
+        {"kind": "type", "launch": "L1", "number": 3},
+        {"kind": "type", "launch": "L1", "number": 3, "line": 5},
+        {"kind": "complete", "launch": "L1", "request": 2, "text": None},
+        {"kind": "look", "launch": "L1", "rank": -1},
         {**OLDER, "rank": None},
         {**OLDER, "start": "x"},
         {**OLDER, "stream": "../../etc/passwd"},

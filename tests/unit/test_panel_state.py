@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus
+from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.panel_state import PanelState, Series
 
@@ -213,3 +213,28 @@ def test_endless_new_metrics_take_bounded_memory(state: PanelState) -> None:
     assert len(state.series) == 100
     assert len(state.notes) == 1
     assert "more than 100 metrics" in state.notes[0].text
+
+
+def test_why_ranks_wait_is_shown_until_they_go_on(state: PanelState) -> None:
+    state.set_stuck(3.0, Stuck(("rank 0 waits", "rank 1 runs"), (1,)))
+    changes = changes_of(state)
+    assert (changes.stuck.lines, changes.stuck.ranks) == (["rank 0 waits", "rank 1 runs"], (1,))
+    assert [note.text for note in changes.notes] == ["rank 0 waits", "rank 1 runs"]
+    assert state.snapshot().stuck == changes.stuck
+    state.set_stuck(4.0, Stuck())
+    changes = changes_of(state)
+    assert (list(changes.stuck.lines), changes.notes) == ([], None)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_end_and_a_restart_take_the_reason_away(state: PanelState, ends: bool) -> None:
+    state.set_stuck(3.0, Stuck(("rank 0 waits",), (1,)))
+    state.delta()
+    state.end(Outcome("stopped", 1.0, "")) if ends else state.start(INFO)
+    assert not changes_of(state).stuck.lines
+
+
+def test_a_reason_that_comes_again_is_not_noted_again(state: PanelState) -> None:
+    state.set_stuck(3.0, Stuck(("rank 0 waits",), (1,), is_repeated=True))
+    changes = changes_of(state)
+    assert (list(changes.stuck.lines), changes.notes) == (["rank 0 waits"], None)

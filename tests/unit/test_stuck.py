@@ -181,3 +181,20 @@ def test_a_semicolon_in_the_users_line_begins_no_other_line() -> None:
         "Waiting for 12 s: rank 0 waits in barrier #2 (Cell In[3], line 14)",
         "rank 1 has begun 0 of 2, and is at Cell In[3], line 9: a = 1; b = 2",
     )
+
+
+@pytest.mark.parametrize(
+    ("views", "ranks"),
+    [
+        ([view(0, "waits", begun("allreduce", 5)), view(1, "runs", begun("allreduce", 4))], (1,)),
+        ([view(0, "waits", begun("allreduce", 5)), view(1, "died", begun("allreduce", 4)), view(2, "runs")], (2,)),
+        ([view(rank, "waits", begun("allreduce", 5, line=rank)) for rank in range(2)], ()),
+        ([view(rank, "waits", begun(call, 5)) for rank, call in enumerate(("barrier", "barrier", "reduce"))], (0, 2)),
+        ([view(rank, "waits", begun("alltoall", 5, f"{rank} float32")) for rank in range(2)], ()),
+    ],
+    ids=["one is late", "one is dead", "all wait", "calls differ", "sizes may differ"],
+)
+def test_the_ranks_to_debug_are_alive_and_late_or_differ(views: list[RankView], ranks: tuple[int, ...]) -> None:
+    found = verdict(*views)
+    assert found is not None
+    assert found.ranks == ranks

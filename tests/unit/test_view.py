@@ -31,6 +31,7 @@ from nblaunch.launch.views.events import (
     Preparing,
     Reports,
     Started,
+    Stuck,
     Tick,
 )
 from nblaunch.launch.views.text_view import TextView, plain_writer
@@ -129,6 +130,14 @@ def test_the_rest_of_a_line_is_shown_at_the_end(cell: Cell) -> None:
     cell.prints("no line end")
     cell.view.on(Ended(FINISHED))
     assert cell.screen() == ["[rank 0] no line end"]
+
+
+def test_why_ranks_wait_is_shown_once(cell: Cell) -> None:
+    cell.view.on(Stuck(("Waiting for 10 s: rank 0 waits", "rank 1 runs"), (1,)))
+    cell.view.on(Stuck())
+    cell.view.on(Stuck(("Waiting for 10 s: rank 0 waits", "rank 1 runs"), (1,), is_repeated=True))
+    cell.passes()
+    assert cell.screen() == ["nblaunch: Waiting for 10 s: rank 0 waits", "nblaunch: rank 1 runs"]
 
 
 def test_another_attempt_begins_new_lines_and_new_logs(cell: Cell) -> None:

@@ -205,6 +205,17 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
+class Stuck:
+    """Ranks wait in a collective, and why. Without lines: they have gone on. Replaces the previous one."""
+
+    lines: Sequence[str] = ()
+    ranks: Sequence[int] = ()
+    """Live ranks that a debugger may explain."""
+    is_repeated: bool = False
+    """These lines were shown before."""
+
+
+@dataclass(frozen=True, slots=True)
 class Countdown:
     """The progress of stopping. Replaces the previous one."""
 
@@ -241,6 +252,7 @@ Event = (
     | Reports
     | Displays
     | Note
+    | Stuck
     | Countdown
     | StacksShown
     | Tick

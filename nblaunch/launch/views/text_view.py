@@ -28,6 +28,7 @@ from nblaunch.launch.views.events import (
     Reports,
     Started,
     Stream,
+    Stuck,
     Tick,
 )
 from nblaunch.machine import timeouts
@@ -134,9 +135,9 @@ class TextView(View):
                     self._add(_Source(rank, "display", "the files beside the logs"), _output_lines(output))
                 self._emit_if_due()
             case Note(text) | Preparing(text):
-                self._noted = True
-                self._add(_NBLAUNCH, [f"nblaunch: {line}" for line in text.splitlines()])
-                self._emit_if_due()
+                self._note(text.splitlines())
+            case Stuck(lines, is_repeated=False) if lines:
+                self._note(lines)
             case Countdown(text):
                 if self._status is not None:
                     self._status.countdown = _one_line(text)
@@ -169,6 +170,11 @@ class TextView(View):
             self._add(_Source(rank, "report", "the result's metrics"), [text])
         else:
             self._set_status(rank, "metrics", text)
+
+    def _note(self, lines: Iterable[str]) -> None:
+        self._noted = True
+        self._add(_NBLAUNCH, [f"nblaunch: {line}" for line in lines])
+        self._emit_if_due()
 
     def _set_status(self, rank: int, kind: str, text: str) -> None:
         if self._status is not None:

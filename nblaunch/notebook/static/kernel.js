@@ -37,6 +37,8 @@ export class KernelLink {
     this.launch = launch;
     this.clock = clock;
     /** @type {"" | "stop" | "kill"} */ this.asked = "";
+    this.answered = 0; // the number of the prompt for which a line was sent
+    this.requests = 0; // for completions
     this.again = false; // a second click came before the acknowledgement of the first
     this.armed = false;
     this.gone = false;
@@ -108,6 +110,7 @@ export class KernelLink {
     }
     if (!ACTIVE_STATES.includes(state)) {
       this.#cancel("ack");
+      this.#cancel("debug");
       this.#forget();
     }
   }
@@ -122,6 +125,44 @@ export class KernelLink {
 
   stacksCame() {
     this.#cancel("stacks");
+  }
+
+  /** Send the line that a prompt waits for. @param {number} number @param {string | null} line null: the end of the input */
+  type(number, line) {
+    if (!this.active) return;
+    this.answered = number;
+    this.send({ kind: "type", launch: this.launch.id, number, line });
+    this.#awaitRank(() => (this.answered = 0));
+    this.launch.changed();
+  }
+
+  /** Turn to a rank. @param {number} rank */
+  look(rank) {
+    if (!this.active) return;
+    this.send({ kind: "look", launch: this.launch.id, rank });
+    this.#awaitRank(() => {});
+  }
+
+  /** Ask for names that complete a text; return the number of the request. @param {string} text */
+  complete(text) {
+    this.send({ kind: "complete", launch: this.launch.id, request: ++this.requests, text });
+    return this.requests;
+  }
+
+  /** The debug console has changed. */
+  debugCame() {
+    this.#cancel("debug");
+  }
+
+  /** Say so if no message was obeyed. @param {() => void} late */
+  #awaitRank(late) {
+    this.launch.notify("");
+    this.#after("debug", ANSWER_TIMEOUT_MS, () => {
+      late();
+      const instead = this.launch.blocking ? ": type in the cell's own box" : " while its cell runs";
+      this.launch.notify(`The kernel does not answer${instead}.`);
+      this.launch.changed();
+    });
   }
 
   /** Request a snapshot because messages are missing. Repeat with growing pauses until it arrives. */
@@ -178,7 +219,7 @@ export class KernelLink {
       if (!GONE_STATUSES.includes(status) || this.gone) return;
       this.gone = true;
       this.#forget();
-      for (const name of ["ack", "patience", "stacks", "resync"]) this.#cancel(name);
+      for (const name of ["ack", "patience", "stacks", "resync", "debug"]) this.#cancel(name);
       this.launch.notify("");
       this.launch.exited();
     };

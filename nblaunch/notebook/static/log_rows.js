@@ -30,7 +30,7 @@ export function rowElement(line, look) {
   });
   if (look.labels) row.append(el("span", { class: `nbl-label ${rankClass(source.rank)}` }, lineLabel(line)), " ");
   if (kind === "gap") row.append(gapElement(line, look));
-  else row.append(textElement(line, look.query));
+  else row.append(textElement(line.text, look.query));
   return row;
 }
 
@@ -53,10 +53,10 @@ function gapElement(line, { onGap, mayLoad }) {
   );
 }
 
-/** @param {import("./store.js").Line} line @param {string} query */
-function textElement(line, query) {
+/** @param {string} line with colours @param {string} query text to mark, in lower case */
+export function textElement(line, query) {
   const text = el("span", { class: "nbl-text" });
-  const runs = ansiRuns(line.text);
+  const runs = ansiRuns(line);
   const marks = query
     ? marksOf(
         runs

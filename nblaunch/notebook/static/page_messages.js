@@ -41,6 +41,26 @@
  * @typedef {object} StacksEntry
  * @property {number} time
  * @property {StackEntry[]} ranks */
+/** Why ranks wait in a collective, and the ranks to debug; no lines: they have gone on.
+ * @typedef {object} StuckEntry
+ * @property {string[]} lines
+ * @property {number[]} ranks */
+/** A line that the debug console waits for.
+ * @typedef {object} PromptEntry
+ * @property {number} number
+ * @property {number} rank
+ * @property {string} text
+ * @property {boolean} is_secret */
+/** The names that may follow: the answer to a request.
+ * @typedef {object} CompletionsEntry
+ * @property {number} request
+ * @property {string[]} names */
+/** What the debug console has shown since the previous entry, its prompt, and the ranks that wait for the user.
+ * @typedef {object} DebugEntry
+ * @property {string} text
+ * @property {PromptEntry | null} prompt
+ * @property {number[]} ranks
+ * @property {CompletionsEntry} [completions] */
 /** One output: safe HTML, the source of an image, or text; with the text that stands for it.
  * @typedef {object} OutputContent
  * @property {"html" | "image" | "text"} kind
@@ -75,7 +95,9 @@
  * @property {OutputsEntry[]} [outputs]
  * @property {NoteEntry[]} [notes]
  * @property {FailureEntry} [failure]
- * @property {StacksEntry} [stacks] */
+ * @property {StacksEntry} [stacks]
+ * @property {StuckEntry} [stuck]
+ * @property {DebugEntry} [debug] */
 /** What has changed since the previous message. Without content it is a heartbeat.
  * @typedef {object} Delta
  * @property {"delta"} kind
@@ -124,7 +146,24 @@
  * @property {"out" | "err"} stream
  * @property {number} start
  * @property {number} end */
+/** The line that a prompt waits for; null: the end of the input.
+ * @typedef {object} TypedLine
+ * @property {"type"} kind
+ * @property {string} launch
+ * @property {number} number
+ * @property {string | null} line */
+/** The user asks for the names that may follow a text, in the frame of the rank that the prompt is of.
+ * @typedef {object} CompletionRequest
+ * @property {"complete"} kind
+ * @property {string} launch
+ * @property {number} request
+ * @property {string} text */
+/** The user turns to a rank: a rank that has not stopped shows what it does.
+ * @typedef {object} LookRequest
+ * @property {"look"} kind
+ * @property {string} launch
+ * @property {number} rank */
 /** @typedef {Delta | Snapshot | OlderLines | Acknowledged} ToPage */
-/** @typedef {Request | Resync | OlderRequest} FromPage */
+/** @typedef {Request | Resync | OlderRequest | TypedLine | CompletionRequest | LookRequest} FromPage */
 
 export {};

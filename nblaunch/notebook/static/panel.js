@@ -1,4 +1,5 @@
 // The live panel of one launch, an anywidget. All views of a model share one state.
+import { DebugView } from "./debug_view.js";
 import { FailureView, StacksView } from "./failure.js";
 import { HeaderView } from "./header.js";
 import { el } from "./format.js";
@@ -9,6 +10,7 @@ import { OutputsView } from "./outputs.js";
 import { RanksView } from "./ranks.js";
 import { RecordKeeper } from "./record.js";
 import { PanelState } from "./state.js";
+import { StuckView } from "./stuck.js";
 
 /** @type {Map<string, PanelState>} */
 const panels = new Map();
@@ -44,11 +46,13 @@ function render({ model, el: host }) {
   const panel = panelOf(model);
   const logs = new LogView(panel);
   const showLog = (/** @type {number} */ rank) => logs.show(rank);
-  const [header, metrics] = [new HeaderView(panel), new MetricsView(panel)];
+  const [header, metrics, debug] = [new HeaderView(panel), new MetricsView(panel), new DebugView(panel)];
   const parts = [
     header,
+    new StuckView(panel, (rank) => debug.turnTo(rank)),
     new FailureView(panel, showLog),
     new RanksView(panel, showLog),
+    debug,
     new StacksView(panel),
     new OutputsView(panel),
     metrics,
@@ -83,6 +87,7 @@ function render({ model, el: host }) {
     clearInterval(ticks);
     logs.dispose();
     metrics.dispose();
+    debug.dispose();
     root.remove();
   };
 }

@@ -1,5 +1,6 @@
 // The state of one launch: one for its model, shared by all views, changed by the kernel's messages.
 import { ACTIVE_STATES, KernelLink } from "./kernel.js";
+import { DebugStore } from "./debug_store.js";
 import { OutputStore } from "./output_store.js";
 import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
@@ -32,7 +33,9 @@ const NO_INFO = { launch: "", name: "", world_size: 0, device: "" };
  * @property {number | null} closed time of the stacks that the reader closed
  * @property {boolean} traceback whether it is open
  * @property {boolean} others whether they are open
- * @property {Map<number, boolean>} opened whether the outputs of a rank are open, if the reader has chosen */
+ * @property {Map<number, boolean>} opened whether the outputs of a rank are open, if the reader has chosen
+ * @property {string[]} typed lines that the user has typed in the debugger
+ * @property {boolean} hasBox whether the cell may have an input box for the debugger */
 /** @returns {Reading} */
 function freshReading() {
   return {
@@ -50,6 +53,8 @@ function freshReading() {
     traceback: true,
     others: false,
     opened: new Map(),
+    typed: [],
+    hasBox: false,
   };
 }
 
@@ -84,6 +89,8 @@ export class PanelState {
     this.reading = freshReading();
     this.logs = new LogStore();
     this.outputs = new OutputStore();
+    this.debug = new DebugStore();
+    /** @type {import("./page_messages.js").StuckEntry} */ this.stuck = { lines: [], ranks: [] };
     this.state = blankState();
     /** @type {Map<number, string>} */ this.ranks = new Map();
     /** @type {Map<number, Map<string, Bar>>} */ this.progress = new Map();
@@ -199,7 +206,9 @@ export class PanelState {
     this.progress.clear();
     this.resources.clear();
     this.failure = this.stacks = null;
+    this.stuck = { lines: [], ranks: [] };
     this.outputs.clear();
+    this.debug.clear();
     this.metrics = new MetricBook();
   }
 
@@ -213,6 +222,11 @@ export class PanelState {
     for (const entry of changes.outputs ?? []) this.outputs.set(entry);
     if (changes.notes || isWhole) this.logs.addNotes(changes.notes ?? [], isWhole);
     if (changes.failure) this.failure = changes.failure;
+    if (changes.stuck) this.stuck = changes.stuck;
+    if (changes.debug) {
+      this.debug.add(changes.debug);
+      this.kernel.debugCame();
+    }
     if (changes.stacks) {
       this.stacks = changes.stacks;
       this.kernel.stacksCame();

@@ -94,6 +94,9 @@ class FakeNode {
       listener({ detail: 1, preventDefault() {}, stopPropagation() {}, ...event });
   }
   focus() {}
+  closest() {
+    return null;
+  }
   getContext() {
     return null;
   }
