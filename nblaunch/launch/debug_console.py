@@ -31,8 +31,13 @@ from nblaunch.wire.debug_messages import (
 )
 from nblaunch.wire.messages import Source
 
-HELP = (
-    "n: next line, s: step into, c: continue, p x: print x, w: stack, u, d: up, down, h: help, q: stop all ranks\n"
+_HELP = {
+    "breakpoint": "n: next line, s: step into, c: continue, q: stop all ranks, ",
+    "exception": "q: close, ",
+    "look": "q: close, ",
+}
+_MORE_HELP = (
+    "p x: print x, w: stack, u, d: up, down, h: help\n"
     "ranks: what they do, rank 0: turn to rank 0, all p x: ask every rank\n"
 )
 _STATES = {"breakpoint": "at a breakpoint", "exception": "has raised", "look": "runs on", "input": "waits for input"}
@@ -167,7 +172,7 @@ class DebugConsole:
             self._has_left.update(ranks)
             for rank in ranks:
                 if self._looks.pop(rank, None) is not None:
-                    self._show(f"rank {rank} has left\n")
+                    self._show(f"rank {rank} runs no code of yours now\n")
                 if self._open.pop(rank, None) and rank == self._front:
                     self._front = None
             self._choose()
@@ -217,7 +222,7 @@ class DebugConsole:
         self._show(f"rank {opened.rank} {self._state_of(opened)}\n")
         if not self._has_helped:
             self._has_helped = True
-            self._show(HELP)
+            self._show(_HELP[opened.by] + _MORE_HELP)
 
     def _state_of(self, opened: Opened) -> str:
         """Return what the rank does, and where."""
@@ -361,7 +366,7 @@ class DebugConsole:
 
     def _look(self, rank: int, command: str = "") -> None:
         if rank in self._has_left:
-            self._show(f"rank {rank} has left\n")
+            self._show(f"rank {rank} runs no code of yours now\n")
             return
         self._looks[rank] = time.monotonic()
         self._answers_until = self._looks[rank] + timeouts.LOOK_TIMEOUT_S

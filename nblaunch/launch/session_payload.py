@@ -47,7 +47,8 @@ def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Tick
 
 def pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> SessionTask:
     """Pack a question that is a task of its own."""
-    return _pack(Payload(question, (), {}, None, Settings(), {}), (), (), ranks, ticket)
+    packed = _pack(Payload(question, (), {}, None, Settings(), {}), (), (), ranks, ticket)
+    return replace(packed, shipment=replace(packed.shipment, sources=ranks.last_sources))
 
 
 def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket: Ticket) -> SessionTask:

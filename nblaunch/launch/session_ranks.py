@@ -55,6 +55,7 @@ class SessionRanks:
         queue: The tasks that run or wait.
         is_ended: The ranks were let go.
         failed_first: The rank whose exception has ended the last task, if one has.
+        last_sources: The cells that define what the last task ran.
         idle_since: When the last task ended, by the monotonic clock.
         late_output: What the ranks print after the end of a task.
         own_path: The ``sys.path`` of ranks that were restarted with their names, which may need it.
@@ -71,6 +72,7 @@ class SessionRanks:
         self.queue = TurnQueue()
         self.is_ended = False
         self.failed_first: int | None = None
+        self.last_sources: Mapping[str, Source] = {}
         self.idle_since = time.monotonic()
         self.late_output = LateOutput()
         self.own_path: list[str] = []

@@ -110,7 +110,10 @@ class Turn:
             ranks.late_output.show(self.view)
             if self._names:
                 self._note_sent()
-            self.task.send(ranks.world, self.job.parcel, log_dir=str(self.files.directory), path=ranks.path)
+            function = self.job.payload.function
+            wanted = function.ranks if isinstance(function, Question) else None
+            log_dir = str(self.files.directory)
+            self.task.send(ranks.world, self.job.parcel, log_dir=log_dir, path=ranks.path, wanted=wanted)
             present = [rank.member.worker for rank in self.task.present]
             self.output = OutputFollower(present, self.job.plan.metric_patterns, self.view, self.commands)
             opened.callback(self.output.close)
@@ -125,7 +128,7 @@ class Turn:
             self.output.finish()
             ranks.finish(self.task, self._names, self.job.payload.settings)
             self._note_end(absent, generation)
-            if not isinstance(self.job.payload.function, Question):
+            if not isinstance(function, Question):
                 self._note_error(verdict)
             self.results = self.task.take_results()
             return verdict
@@ -158,13 +161,12 @@ class Turn:
 
     def _note_error(self, verdict: Verdict) -> None:
         """Note how to debug the exception that has ended the task."""
-        cause = verdict.cause
-        self._ranks.failed_first = (
-            cause.rank if cause is not None and cause.kind in ("exception", "collective") else None
-        )
-        console = self.job.console
-        if self._ranks.failed_first is not None and console.debugging.can_type and not console.has_examined:
-            self.view.on(Note(f"{debug_command(self._ranks.name)} opens the debugger on this error"))
+        ranks, console, cause = self._ranks, self.job.console, verdict.cause
+        has_raised = cause is not None and cause.kind in ("exception", "collective")
+        ranks.failed_first = cause.rank if cause is not None and has_raised else None
+        ranks.last_sources = self.job.sources
+        if has_raised and console.debugging.can_type and not console.has_examined:
+            self.view.on(Note(f"{debug_command(ranks.name)} opens the debugger on this error"))
 
     def _note_end(self, absent_before: list[int], generation_before: int) -> None:
         """Note what the task has cost: ranks, values, and the process group."""

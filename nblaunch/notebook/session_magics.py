@@ -140,6 +140,8 @@ def _debug(session: Session, words: Sequence[str], ranks: Sequence[int | None]) 
         raise UsageError(
             "%distributed debug: one rank, as in %distributed debug --rank 1; by default the first to fail"
         )
+    if ranks[0] is not None:
+        check_ranks(f"--rank {ranks[0]}", ranks, session.world_size)
     session.debug(ranks[0])
 
 

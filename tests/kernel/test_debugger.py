@@ -106,7 +106,7 @@ def test_a_rank_that_waits_can_be_looked_at(kernel: Kernel) -> None:
 
 def test_a_rank_that_has_returned_or_does_not_exist_is_named(kernel: Kernel) -> None:
     cell = kernel.debug("%%distributed -n 2\nif rank: breakpoint()\nrank", "rank 0", "rank 7", "c").check()
-    assert "rank 0 has left\n" in plain(cell)
+    assert "rank 0 runs no code of yours now\n" in plain(cell)
     assert "there is no rank 7: the ranks are 0 to 1" in plain(cell)
 
 

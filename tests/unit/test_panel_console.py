@@ -109,7 +109,6 @@ def test_completions_and_looks_are_asked_for(rank: Rank) -> None:
     rank.panel.obey(CompletionRequest(launch="L", request=5, text="x."))
     rank.panel.obey(LookRequest(launch="L", rank=0))
     assert rank.sent() == [Complete(1, 1, "x."), Look(1, "")]
-    assert not rank.panel.is_changed
     rank.console.take(Completions(1, 1, 1, ("x.shape", "x.size")), 0.0)
     found = delta(rank).completions
     assert (found.request, list(found.names)) == (5, ["x.shape", "x.size"])
