@@ -8,8 +8,9 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from nblaunch.launch.debug_console import DebugConsole, Prompt
+from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.frontend import host
+from nblaunch.launch.output.transcript import Prompt
 from nblaunch.launch.plan import Plan
 from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import Debugging

@@ -55,6 +55,11 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
             waiting,
             attempt.files.err(waiting),
         )
+    if task.waited_long and task.stuck is not None:
+        rank = task.stuck.ranks[0] if task.stuck.ranks else 0
+        lines = "".join(f"\n    {line}" for line in task.stuck.lines)
+        text = f"{name} was stopped:{lines}\nLogs: {attempt.files.directory}"
+        return CollectiveError(text, rank, attempt.files.err(rank))
     if task.ladder is not None and task.ladder.reason == "timeout":
         return LaunchTimeoutError(
             f"{name} took longer than timeout={job.plan.timeout:g} s and was stopped."

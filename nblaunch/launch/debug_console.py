@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from nblaunch.launch.output.transcript import Shown, Transcript
+from nblaunch.launch.output.transcript import Prompt, Shown, Transcript
 from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import (
     Asked,
@@ -55,17 +55,6 @@ class _Debugger:
     """``all`` has sent it a command: show its answer, whichever rank is in front."""
     answer: list[str] = field(default_factory=list)
     """What it has printed for that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A line that the console waits for."""
-
-    number: int
-    """Different for each line."""
-    rank: int
-    text: str
-    is_secret: bool
 
 
 class DebugConsole:

@@ -77,6 +77,14 @@ class StuckWatch:
                 rank.member.worker.stacks.ask(math.inf)  # no signal: C code that holds the GIL is not a collective
         return None
 
+    def waited(self, now: float) -> float:
+        """Return for how many seconds ranks have waited in a collective; 0.0 if none does, or nothing is known."""
+        return now - self._since if self.verdict is not None else 0.0
+
+    def pause(self) -> None:
+        """Forget how long the ranks have waited: the user debugs."""
+        self._begun, self._asked, self.verdict = {}, [], None
+
     def close(self) -> None:
         """Stop measuring. Idempotent."""
         if self._sampler is not None:

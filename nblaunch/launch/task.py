@@ -90,6 +90,8 @@ class Task:
         self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
         self.abandoned: tuple[int, int] | None = None
         """A rank that waited in a collective, and one that had returned, if that has ended the task."""
+        self.waited_long = False
+        """That a collective has made no progress for `timeouts.COLLECTIVE_TIMEOUT_S` has ended the task."""
         self._watches_stuck = joins
         self._stuck = StuckWatch(self.present, sources, lambda: group.workers.sampler("cpu", {}))
         self._shown_stuck = ""
@@ -134,7 +136,7 @@ class Task:
         tasks = [
             messages.Task(
                 self.number,
-                world(rank.rank),
+                replace(world(rank.rank), waits_for_user=self.console.debugging.can_type),
                 log_dir=log_dir,
                 joins=self._joins,
                 path=path,
@@ -233,6 +235,7 @@ class Task:
         if console.is_open:
             self.deadline += now - self._stepped_at
             self._stop_at += now - self._stepped_at
+            self._stuck.pause()
         self._stepped_at = now
         console.left([rank.rank for rank in self.present if rank.is_over])
         console.step(now)
@@ -271,7 +274,8 @@ class Task:
             return None
         if now >= self._stop_at or self._is_abandoned(now):
             return "failure"
-        return None
+        self.waited_long = self._stuck.waited(now) >= timeouts.COLLECTIVE_TIMEOUT_S
+        return "failure" if self.waited_long else None
 
     def _is_abandoned(self, now: float) -> bool:
         """Return True if kept ranks wait in a collective for ranks that have returned."""

@@ -130,19 +130,17 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], op
         return _who(_named(given.get("session") or given.get("name")))
     if action == "debug":
         allow("name", "session", "rank")
-        _debug(_named(given.get("session") or given.get("name")), words, given.get("rank") or [None])
+        _debug(_named(given.get("session") or given.get("name")), words, given.get("rank") or ())
         return ""
     return _session(shell, words, given, allow)
 
 
-def _debug(session: Session, words: Sequence[str], ranks: Sequence[int | None]) -> None:
+def _debug(session: Session, words: Sequence[str], ranks: Sequence[int]) -> None:
     if words or len(ranks) > 1:
-        raise UsageError(
-            "%distributed debug: one rank, as in %distributed debug --rank 1; by default the first to fail"
-        )
-    if ranks[0] is not None:
+        raise UsageError("%distributed debug: write --rank 1 for another rank than the first to fail, and nothing else")
+    if ranks:
         check_ranks(f"--rank {ranks[0]}", ranks, session.world_size)
-    session.debug(ranks[0])
+    session.debug(*ranks)
 
 
 def _shows_html() -> bool:

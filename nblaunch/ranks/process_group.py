@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
+from nblaunch.machine import timeouts
 from nblaunch.ranks.collective_log import collective_log
 from nblaunch.ranks.fork_guard import guard
 
@@ -99,9 +100,17 @@ def join(world: World, rank: int, world_size: int) -> None:
         return
     if not world.backend:
         return
-    dist.init_process_group(world.backend)
+    limit = timedelta(seconds=timeouts.DEBUGGED_COLLECTIVE_TIMEOUT_S) if _may_wait_long(world) else None
+    dist.init_process_group(world.backend, timeout=limit)
     _home.ours = dist.group.WORLD
     guard.install()
+
+
+def _may_wait_long(world: World) -> bool:
+    """Return True if the kernel sees how long collectives wait, and may end the task in place of torch's timeout."""
+    import torch.distributed as dist
+
+    return world.waits_for_user and hasattr(dist.ProcessGroup, "register_pre_hook")
 
 
 def leave() -> None:

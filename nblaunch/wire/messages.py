@@ -178,6 +178,8 @@ class World:
     threads: int
     generation: int = 0
     """Number of the default process group: a rank keeps its group while this stays the same."""
+    waits_for_user: bool = False
+    """Whether a rank may wait in a collective for one that the user debugs: then the kernel limits the time."""
 
 
 @dataclass(frozen=True, slots=True)

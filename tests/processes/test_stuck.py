@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 import nblaunch
-from nblaunch.errors import LaunchTimeoutError
+from nblaunch.errors import CollectiveError, LaunchTimeoutError
 from nblaunch.launch.frontend import ScriptFrontend
 from nblaunch.launch.views.base import NullView
 from nblaunch.launch.views.events import Event, Stuck
@@ -102,6 +102,13 @@ def test_the_wait_is_explained_and_in_the_timeouts_error(
         assert word in shown
         assert word in str(caught.value)
     assert shown.count("Waiting for") == 1
+
+
+def test_ranks_that_wait_for_too_long_are_stopped(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "COLLECTIVE_TIMEOUT_S", 2.0)
+    with pytest.raises(CollectiveError, match=r"(?s)was stopped:.*rank 0 waits in barrier #2") as caught:
+        launch(a_late_rank, view="text")
+    assert caught.value.rank == 1
 
 
 def test_a_session_explains_a_rank_that_has_returned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,17 @@ class Shown:
     """Where the user has typed it; empty if a rank or the console has printed it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A line that the console waits for."""
+
+    number: int
+    """Different for each line."""
+    rank: int
+    text: str
+    is_secret: bool
+
+
 class Transcript:
     """See the module. Its owner guards it."""
 
