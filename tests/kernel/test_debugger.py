@@ -267,6 +267,27 @@ def test_a_session_keeps_its_variables(kernel: Kernel) -> None:
         kernel.run("%distributed session stop").check()
 
 
+def test_the_last_error_of_a_session_is_debugged(kernel: Kernel) -> None:
+    kernel.run("import torch\nimport torch.distributed as dist\n%distributed session -n 2").check()
+    try:
+        assert "no exception has ended its last task" in kernel.run("%distributed debug").text
+        failed = kernel.run(FAILS.replace(" -n 2", ""))
+        assert "`%distributed debug` opens the debugger on this error" in failed.text
+        kernel.run("%distributed who").check()  # a question keeps the frames
+        cell = kernel.debug("%distributed debug", "p a, b", "u", "n").check()
+        assert cell.prompts == [PROMPTS[1]] * 3
+        assert re.search(r"rank 1 has raised ValueError: no, Cell In\[\d+\], line 5\n", plain(cell))
+        assert "(3, 6)\n" in plain(cell)
+        assert "has raised no exception in the last task" in kernel.run("%distributed debug --rank 0").text
+        assert "UsageError: --rank 7: the ranks are 0 and 1" in kernel.run("%distributed debug --rank 7").text
+        assert "\n6\n" in plain(kernel.debug("%distributed debug", "p b", "q").check())
+        kernel.run("%%distributed -o sums\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()").check()
+        assert kernel.ask("list(sums)") == [2.0, 2.0]
+        assert "no exception has ended its last task" in kernel.run("%distributed debug").text
+    finally:
+        kernel.run("%distributed session stop").check()
+
+
 def test_a_launch_in_the_background_is_debugged_by_who_waits_for_it(kernel: Kernel) -> None:
     kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)").check()
     cell = kernel.debug("print(list(job.result()))", "p x", "c").check()
