@@ -1,0 +1,244 @@
+"""The console of debuggers: whose prompt is shown, and where a line goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from nblaunch.launch.debug_console import DebugConsole
+from nblaunch.machine import timeouts
+from nblaunch.wire.debug_messages import (
+    Asked,
+    Closed,
+    Complete,
+    Completions,
+    FromDebugger,
+    Look,
+    Opened,
+    OpenedBy,
+    Printed,
+    ToDebugger,
+    Typed,
+)
+from nblaunch.wire.messages import Source
+
+TASK = 3
+
+
+class Ranks:
+    """Three ranks of a task, and what the user sees."""
+
+    def __init__(self) -> None:
+        self.console = DebugConsole(3, {"<cell 1>": Source("x = 1", "Cell In[1]")})
+        self.wakes = 0
+        self.console.begin(TASK, self.wake)
+        self.now = 0.0
+        self._numbers = [0, 0, 0]
+        self._read = 0
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def say(self, message: FromDebugger) -> None:
+        self.console.take(message, self.now)
+
+    def stops(self, rank: int, text: str = "-> x = 1\n", by: OpenedBy = "breakpoint") -> None:
+        self.say(Opened(rank, TASK, by, "<cell 1>", 4, "f"))
+        self.prints(rank, text)
+        self.asks(rank)
+
+    def prints(self, rank: int, text: str) -> None:
+        self.say(Printed(rank, TASK, text))
+
+    def asks(self, rank: int, prompt: str = "", *, is_secret: bool = False) -> None:
+        self._numbers[rank] += 1
+        self.say(Asked(rank, TASK, self._numbers[rank], prompt, is_secret))
+
+    def closes(self, rank: int, **how: bool) -> None:
+        self.say(Closed(rank, TASK, **how))
+
+    def types(self, line: str | None) -> list[tuple[int, ToDebugger]]:
+        """Type a line, and return what is sent."""
+        prompt = self.console.prompt
+        assert prompt is not None
+        assert self.console.type(prompt.number, line, "cell")
+        return list(self.console.outgoing())
+
+    @property
+    def prompt(self) -> str:
+        return self.console.prompt.text if self.console.prompt is not None else ""
+
+    @property
+    def news(self) -> str:
+        """What was shown since the last call."""
+        self._read, parts = self.console.shown(self._read)
+        return "".join(part.text for part in parts if not part.typed_in)
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_the_first_rank_that_stops_is_in_front(ranks: Ranks) -> None:
+    assert (ranks.prompt, ranks.console.is_open) == ("", False)
+    ranks.stops(1)
+    assert ranks.prompt == "(rank 1 of 3) "
+    assert ranks.news.startswith("rank 1 has stopped at a breakpoint, Cell In[1], line 4\nn: next line")
+    ranks.stops(0)
+    assert ranks.prompt == "(rank 1 of 3) "
+    assert ranks.news == "rank 0 has stopped at a breakpoint, Cell In[1], line 4: `rank 0` switches to it\n"
+    assert ranks.console.stopped == [0, 1]
+    assert ranks.types("p x") == [(1, Typed(TASK, 1, "p x"))]
+    assert ranks.prompt == ""
+    assert ranks.wakes == 1
+
+
+def test_a_line_answers_one_prompt_alone(ranks: Ranks) -> None:
+    ranks.stops(0)
+    prompt = ranks.console.prompt
+    assert prompt is not None
+    assert ranks.console.type(prompt.number, "n", "panel")
+    assert not ranks.console.type(prompt.number, "n", "cell")
+    ranks.asks(0)
+    assert not ranks.console.type(prompt.number, "n", "cell")
+
+
+def test_a_rank_that_goes_on_makes_place_for_the_next(ranks: Ranks) -> None:
+    ranks.stops(2)
+    ranks.stops(0, "-> rank 0\n")
+    ranks.types("c")
+    assert "rank 0 has" in ranks.news
+    ranks.closes(2)
+    assert ranks.prompt == "(rank 0 of 3) "
+    assert ranks.news.endswith("-> rank 0\n")
+    ranks.closes(0)
+    assert not ranks.console.is_open
+
+
+def test_a_rank_that_steps_stays_in_front_for_a_while(ranks: Ranks) -> None:
+    ranks.stops(1)
+    ranks.stops(0)
+    ranks.types("n")
+    ranks.closes(1, steps=True)
+    ranks.console.step(ranks.now)
+    assert (ranks.prompt, ranks.console.is_open) == ("", True)
+    ranks.stops(1)
+    assert ranks.prompt == "(rank 1 of 3) "
+    ranks.types("n")
+    ranks.closes(1, steps=True)
+    ranks.console.step(timeouts.STEP_TIMEOUT_S + 1)
+    assert ranks.prompt == "(rank 0 of 3) "
+    assert "rank 1 runs on\n" in ranks.news
+
+
+def test_a_long_step_of_the_only_rank_is_no_debugging(ranks: Ranks) -> None:
+    """Time limits count again."""
+    ranks.stops(1)
+    ranks.types("n")
+    ranks.closes(1, steps=True)
+    ranks.console.step(timeouts.STEP_TIMEOUT_S + 1)
+    assert not ranks.console.is_open
+
+
+def test_all_sends_a_command_to_each_rank_and_waits_for_the_answers(ranks: Ranks) -> None:
+    ranks.stops(1)
+    ranks.stops(0)
+    ranks.news  # noqa: B018  # read
+    assert ranks.types("all p x") == [
+        (0, Typed(TASK, 1, "p x")),
+        (1, Typed(TASK, 1, "p x")),
+        (2, Look(TASK, "p x")),
+    ]
+    ranks.prints(1, "one\n")
+    ranks.asks(1)
+    assert ranks.prompt == ""  # the other answers would come after it
+    ranks.prints(0, "zero\n")
+    ranks.asks(0)
+    ranks.say(Opened(2, TASK, "look", "<cell 1>", 4, "f", command="p x"))
+    ranks.prints(2, "two\n")
+    ranks.closes(2)
+    assert ranks.prompt == "(rank 1 of 3) "
+    assert ranks.news == "rank 1: one\nrank 0: zero\nrank 2: two\n"
+
+
+def test_a_rank_that_does_not_answer_a_look_is_given_up(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    ranks.stops(1)
+    assert ranks.types("rank 0") == [(0, Look(TASK, ""))]
+    assert ranks.prompt == ""
+    now[0] += timeouts.LOOK_TIMEOUT_S + 1
+    ranks.console.step(now[0])
+    assert ranks.prompt == "(rank 1 of 3) "
+    assert "rank 0 does not answer: it may be in C code that blocks Python\n" in ranks.news
+
+
+def test_ranks_that_have_returned_or_do_not_exist_are_not_asked(ranks: Ranks) -> None:
+    ranks.console.left([0])
+    ranks.stops(1)
+    assert ranks.types("rank 0") == []
+    assert "rank 0 runs no code of yours now\n" in ranks.news
+    assert ranks.types("rank 3") == []
+    assert "there is no rank 3: the ranks are 0 to 2\n" in ranks.news
+    assert ranks.prompt == "(rank 1 of 3) "
+
+
+@pytest.mark.parametrize("line", ["rank", "rank = 3", "all(x)", "all = 4", "ranks = []", "p ranks"])
+def test_names_like_the_consoles_words_go_to_the_debugger(ranks: Ranks, line: str) -> None:
+    ranks.stops(1)
+    assert ranks.types(line) == [(1, Typed(TASK, 1, line))]
+
+
+def test_input_gets_its_line_as_it_is_typed(ranks: Ranks) -> None:
+    ranks.say(Opened(2, TASK, "input"))
+    ranks.asks(2, "name? ", is_secret=True)
+    assert ranks.prompt == "(rank 2 of 3) name? "
+    assert ranks.types("rank 0") == [(2, Typed(TASK, 1, "rank 0"))]
+    assert "rank 0" not in "".join(part.text for part in ranks.console.shown(0)[1])
+    ranks.closes(2)
+    assert not ranks.console.is_open
+
+
+def test_input_in_a_debugger_goes_back_to_it(ranks: Ranks) -> None:
+    ranks.stops(1)
+    ranks.types("!input('name? ')")
+    ranks.say(Opened(1, TASK, "input"))
+    ranks.asks(1, "name? ")
+    assert ranks.prompt == "(rank 1 of 3) name? "
+    assert ranks.types("all x") == [(1, Typed(TASK, 2, "all x"))]
+    ranks.closes(1)
+    assert (ranks.prompt, ranks.console.is_open) == ("", True)
+    ranks.asks(1)
+    assert ranks.prompt == "(rank 1 of 3) "
+
+
+def test_quitting_asks_no_other_rank(ranks: Ranks) -> None:
+    ranks.stops(1)
+    ranks.stops(0)
+    ranks.types("q")
+    ranks.closes(1, quits=True)
+    assert ranks.console.has_quit
+    assert ranks.prompt == ""
+
+
+def test_a_prompt_ends_with_its_rank(ranks: Ranks) -> None:
+    withdrawn: list[str] = []
+    ranks.stops(1)
+    ranks.console.on_withdrawn = lambda: withdrawn.append(ranks.prompt)
+    ranks.console.left([1])
+    assert withdrawn == [""]
+    assert not ranks.console.is_open
+
+
+def test_completions_come_from_the_rank_in_front(ranks: Ranks) -> None:
+    assert ranks.console.complete("x").result() == ()
+    ranks.stops(1)
+    found = ranks.console.complete("x.")
+    assert list(ranks.console.outgoing()) == [(1, Complete(TASK, 1, "x."))]
+    ranks.say(Completions(1, TASK, 1, ("x.shape",)))
+    assert found.result(timeout=1) == ("x.shape",)
+
+
+def test_cells_are_named_as_in_the_notebook(ranks: Ranks) -> None:
+    ranks.stops(0, "> <cell 1>(4)f()\n")
+    assert ranks.news.endswith("> Cell In[1](4)f()\n")
