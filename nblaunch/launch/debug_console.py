@@ -112,6 +112,7 @@ class DebugConsole:
         with self._changed:
             self._task, self._wake = task, wake
             self._has_left.clear()
+            self.has_examined = False
             self._open.clear()
             self._outgoing.clear()
             self._front = self._steps_since = None

@@ -117,6 +117,8 @@ class Breakpoints:
             debugger = self._new("look", message.command)
             debugger.reset()
             debugger.interaction(frame, None)
+        except KeyboardInterrupt:
+            pass  # the task was interrupted: the look is over
         finally:
             self._keyboard.turn.release()
 

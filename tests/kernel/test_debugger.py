@@ -193,6 +193,17 @@ def test_the_box_goes_when_a_rank_dies(kernel: Kernel, folder: Path, victim: str
     assert "RankDiedError" in kernel.finish_cell(request).error
 
 
+@pytest.mark.parametrize("pid", ["os.getppid()", "psutil.Process(os.getppid()).ppid()"], ids=["reaper", "fork server"])
+def test_the_box_goes_when_the_ranks_parents_die(kernel: Kernel, folder: Path, pid: str) -> None:
+    kernel.run("import os, psutil").check()
+    body = f"(folder / 'pid').write_text(str({pid}))\n    breakpoint()\n    rank"
+    request = kernel.start_cell(f"%%distributed -n 2\nif rank:\n    {body}")
+    kernel.wait_for_prompt()
+    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+    assert re.match("Rank(Lost|Died)Error", kernel.finish_cell(request).error)
+    kernel.run("notebook_launcher(lambda: None, num_processes=1)").check()
+
+
 def test_the_box_goes_when_the_launch_is_stopped_elsewhere(kernel: Kernel) -> None:
     stops = "import threading\nfrom nblaunch.launch.handle import live_launches as live\n"
     stops += "threading.Timer(1.0, lambda: live()[0].stop()).start()\n"
