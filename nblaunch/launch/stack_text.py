@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nblaunch.machine.own_code import RANK_STACK_DUMPS, RANK_WORKER, is_file, is_rank_runtime, is_users
+from nblaunch.machine.own_code import RANK_THREADS, RANK_WORKER, is_file, is_rank_runtime, is_users
 from nblaunch.wire.messages import Source
 
 _MAX_LINE = 200
@@ -101,9 +101,9 @@ def waits_in_backward(stacks: Sequence[Stack], main: str) -> bool:
     return bool(frames) and _BACKWARD.search(frames[-1].file) is not None
 
 
-def is_answering(stack: Stack) -> bool:
-    """Return True for the rank's own thread that writes dumps."""
-    return any(is_file(frame.file, RANK_STACK_DUMPS) for frame in stack.frames)
+def is_ours(stack: Stack) -> bool:
+    """Return True for a thread of nblaunch in the rank."""
+    return any(is_file(frame.file, ours) for frame in stack.frames[-1:] for ours in RANK_THREADS)
 
 
 class StackFormatter:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 
 from nblaunch.engines.protocol import StackDumps
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.stack_text import StackFormatter, is_answering, parse, waits_in_collective
+from nblaunch.launch.stack_text import StackFormatter, is_ours, parse, waits_in_collective
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import StacksShown
 from nblaunch.machine import timeouts
@@ -131,5 +131,5 @@ class Stacks:
             return _STARTING, "was still starting"
         if not rank.dump:
             return _NO_ANSWER.format(self._timeout), "did not answer"
-        stacks = [stack for stack in parse(rank.dump) if not is_answering(stack)]
+        stacks = [stack for stack in parse(rank.dump) if not is_ours(stack)]
         return self._formatter.format(stacks, rank.main), f"was in {self._formatter.where(stacks, rank.main)}"

@@ -36,7 +36,8 @@ def contents(page: Page, rank: int) -> list[dict[str, Any]]:
 
 
 def shown(page: Page) -> dict[str, Any]:
-    return page.displays[-1]
+    """What a launch shows; not the display of the session, which follows it."""
+    return next(data for data in reversed(page.displays) if "<b>session " not in data.get("text/html", ""))
 
 
 # ------------------------------------------------------------------ what is displayed

@@ -10,21 +10,21 @@ import pytest
 import torch
 
 import nblaunch
-from nblaunch.machine.own_code import PACKAGE, RANK_STACK_DUMPS, RANK_WORKER, is_rank_runtime, is_users
+from nblaunch.machine.own_code import PACKAGE, RANK_THREADS, RANK_WORKER, is_rank_runtime, is_users
 from nblaunch.training import distribute
 
 
 def test_the_files_that_are_named_exist() -> None:
     assert Path(PACKAGE, "__init__.py").samefile(nblaunch.__file__)
     assert os.path.isfile(RANK_WORKER)
-    assert os.path.isfile(RANK_STACK_DUMPS)
+    assert all(map(os.path.isfile, RANK_THREADS))
 
 
 ODDLY_SPELT = os.path.join(PACKAGE, "..", "nblaunch", "ranks", "worker.py")
 """As frames name it after ``sys.path.insert(0, "..")``."""
 
 
-@pytest.mark.parametrize("filename", [RANK_WORKER, RANK_STACK_DUMPS, ODDLY_SPELT, str(distribute.__file__)])
+@pytest.mark.parametrize("filename", [RANK_WORKER, *RANK_THREADS, ODDLY_SPELT, str(distribute.__file__)])
 def test_the_rank_runtime_is_known_by_its_files(filename: str) -> None:
     assert is_rank_runtime(filename)
     assert not is_users(filename)
