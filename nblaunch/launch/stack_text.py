@@ -103,7 +103,7 @@ def waits_in_backward(stacks: Sequence[Stack], main: str) -> bool:
 
 def is_ours(stack: Stack) -> bool:
     """Return True for a thread of nblaunch in the rank."""
-    return any(is_file(frame.file, ours) for frame in stack.frames[-1:] for ours in RANK_THREADS)
+    return any(is_file(frame.file, ours) for frame in stack.frames[:1] for ours in RANK_THREADS)
 
 
 class StackFormatter:
