@@ -20,7 +20,6 @@ def train(rank):
     return float(weights.sum())
 """
 BOX = ".jp-Stdin-input"
-"""The input box of a cell."""
 
 
 def line(lab: Lab) -> Locator:
@@ -64,18 +63,30 @@ def test_a_background_launch_is_debugged_across_a_reload(fresh_lab: Lab) -> None
     lab.log_says("[rank 1] done")
 
 
-def test_what_the_panel_types_closes_the_cells_box(lab: Lab) -> None:
+def box(lab: Lab) -> Locator:
+    """The input box of the cell."""
+    return lab.page.locator(f"{BOX}:visible")
+
+
+def test_the_cells_box_and_the_panel_take_turns_also_after_a_reload(lab: Lab) -> None:
     lab.run(STOPS + "notebook_launcher(train, num_processes=2)[1]")
-    lab.page.locator(BOX).wait_for()
     line(lab).wait_for()
-    keep_picture(lab.page, "panel-debugger-box.png")
-    enter(lab, "p weird")
+    box(lab).fill("p weird")
+    box(lab).press("Enter")
+    lab.page.locator(".jp-OutputArea-output", has_text="'value'").first.wait_for()
     says(lab, "'value'")
     line(lab).wait_for()
-    assert [box.is_visible() for box in lab.page.locator(BOX).all()].count(True) <= 1  # that of the next line
+    eventually(lambda: box(lab).count() == 1)  # the first one goes
+    keep_picture(lab.page, "panel-debugger-box.png")
+    lab.panel.locator(".nbl-name").click()
+    lab.save_and_reload()
+    says(lab, "'value'")
+    enter(lab, "p weights")
+    says(lab, "tensor([2., 2., 2.])")
+    assert box(lab).count() == 0
     enter(lab, "c")
-    lab.page.locator(".jp-OutputArea-executeResult", has_text="6.0").wait_for()
-    assert not any(box.is_visible() for box in lab.page.locator(BOX).all())
+    lab.wait_for_state("finished")
+    assert box(lab).count() == 0
 
 
 def test_a_stuck_rank_is_debugged_and_stopped_from_the_banner(lab: Lab) -> None:
