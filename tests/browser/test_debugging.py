@@ -8,6 +8,7 @@ from playwright.sync_api import Locator
 from tests.browser.cells import GRACE
 from tests.browser.conftest import LAB, NOTEBOOK, Lab, keep_picture
 from tests.conftest import LONG, eventually
+from tests.kernel.test_readme import blocks
 
 STOPS = """
 import torch
@@ -87,6 +88,23 @@ def test_the_cells_box_and_the_panel_take_turns_also_after_a_reload(lab: Lab) ->
     enter(lab, "c")
     lab.wait_for_state("finished")
     assert box(lab).count() == 0
+
+
+@pytest.mark.parametrize("size", [(1200, 1040)])
+def test_the_readmes_cell_is_debugged_in_its_own_box(lab: Lab) -> None:
+    (cell,) = [block for block in blocks("python") if "breakpoint()" in block]
+    box = lab.page.locator(f"{BOX}:visible")
+    lab.run("import torch\nimport torch.distributed as dist", cell.rstrip())
+    typed = {"all p loss": "rank 1: tensor(nan)", "rank 0": "rank 0 runs on", "p rank, loss": "(0, tensor(0.7000))"}
+    for text, answer in {**typed, "q": "", "c": ""}.items():
+        eventually(lambda: box.count() == 1 and not box.input_value())  # an answered one stays for a moment
+        if text == "q":
+            lab.page.locator(".jp-CodeCell").nth(2).evaluate("cell => cell.scrollIntoView({block: 'start'})")
+            keep_picture(lab.page, "debugging.png")
+        box.fill(text)
+        box.press("Enter")
+        lab.output(answer).first.wait_for()
+    lab.wait_for_state("finished")
 
 
 def test_a_stuck_rank_is_debugged_and_stopped_from_the_banner(lab: Lab) -> None:
