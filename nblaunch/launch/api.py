@@ -108,7 +108,8 @@ def notebook_launcher(
         on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill: ``"continue"`` (default)
             prints its place and goes on, ``"fail"`` raises RuntimeError.
         checks: Have torch compare every collective of the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``), so that calls
-            that do not match fail at once, with both named. Each takes some 8 ms more. Default: False.
+            that do not match fail at once, with both named. Each takes some 8 ms more. torch 2.14 crashes with this
+            in DistributedDataParallel on gloo. Default: False.
         block: True (default): wait for the ranks and return the result. False: return a `Launch` at once.
         view: ``"auto"`` (default): the panel, or text if the front end cannot show it; ``"text"``; or ``"none"``. The
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
