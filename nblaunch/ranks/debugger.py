@@ -19,6 +19,7 @@ from typing import Any
 from IPython.core.debugger import Pdb
 
 from nblaunch.errors import text_of
+from nblaunch.machine.own_code import is_rank_runtime
 from nblaunch.ranks.keyboard import Keyboard
 from nblaunch.ranks.report import current
 from nblaunch.wire.debug_messages import Closed, Opened, OpenedBy, Printed
@@ -121,6 +122,18 @@ class RankDebugger(Pdb):
         where = (frame.f_code.co_filename, line, frame.f_code.co_name) if frame is not None else ("", 0, "")
         text = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")[:_MAX_ERROR] if error is not None else ""
         return Opened(voice.rank, voice.task, self._by, *where, text, self._command)
+
+    def stop_here(self, frame: FrameType) -> bool:
+        """Do not step into nblaunch, which has called the user's code."""
+        return not _is_ours(frame) and bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
+
+    def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
+        """Stop tracing when the user's code returns to nblaunch."""
+        traced = super().dispatch_return(frame, arg)
+        if frame.f_back is None or not _is_ours(frame.f_back):
+            return traced
+        sys.settrace(None)
+        return None
 
     def _cmdloop(self) -> None:
         try:
@@ -256,6 +269,10 @@ class RankDebugger(Pdb):
         completer = rlcompleter.Completer({**frame.f_globals, **frame.f_locals})
         found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
         return sorted({name.rstrip("() ") for name in found})
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return is_rank_runtime(frame.f_code.co_filename)
 
 
 def _joined_call(source: str) -> str:

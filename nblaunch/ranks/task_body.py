@@ -9,7 +9,6 @@ import itertools
 import linecache
 import logging
 import weakref
-from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
@@ -21,6 +20,8 @@ from nblaunch.wire.messages import Cell, Payload
 from nblaunch.wire.session_messages import Question
 
 _log = logging.getLogger(__name__)
+_VALUE = "__nblaunch_value__"
+"""The name that a cell binds to the value of its last expression."""
 HIDES_OLDER_FRAMES = "__ipython_bottom__"
 """A value of ``__tracebackhide__`` by which IPython's debugger hides a frame and those that have called it."""
 
@@ -81,29 +82,29 @@ def _run_cell(cell: Cell, namespace: dict[str, Any], context: Context) -> Any:
     linecache.cache[cell.filename] = (len(cell.source), None, cell.source.splitlines(keepends=True), cell.filename)
     notebook_names.before_cell(cell.source)
     tree = ast.parse(cell.source, cell.filename)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    codes = [compile(tree, cell.filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)]
-    if isinstance(last, ast.Expr):
-        expression = ast.Expression(last.value)
-        codes.append(compile(expression, cell.filename, "eval", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT))
-    _drop_source_with(codes, cell.filename)
-    if any(code.co_flags & inspect.CO_COROUTINE for code in codes):
-        value, error = asyncio.run(_await(codes, namespace))
-        if error is not None:
-            raise error  # here, so that the traceback has no frames of asyncio
-    else:
-        for code in codes:
-            value = eval(code, namespace)  # None for code compiled with "exec"
-    if last is None:
-        return None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):  # in one code with the rest: a debugger steps from line to line
+        target = ast.copy_location(ast.Name(_VALUE, ast.Store()), last)
+        tree.body[-1] = ast.copy_location(ast.Assign([target], last.value), last)
+    code = compile(tree, cell.filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    _drop_source_with(code, cell.filename)
+    try:
+        if code.co_flags & inspect.CO_COROUTINE:
+            error = asyncio.run(_await(code, namespace))
+            if error is not None:
+                raise error  # here, so that the traceback has no frames of asyncio
+        else:
+            exec(code, namespace)
+    finally:
+        value = namespace.pop(_VALUE, None)
     if cell.shows_value and context.rank != cell.value_rank and value is not None:
         notebook_names.show_value(value)
     return None if cell.keeps_value else value
 
 
-def _drop_source_with(codes: Sequence[CodeType], filename: str) -> None:
+def _drop_source_with(code: CodeType, filename: str) -> None:
     """Remove a cell's source from `linecache` once none of its code is left: a session runs many cells."""
-    parts = list(codes)
+    parts = [code]
     for part in parts:  # it grows meanwhile
         parts += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
     entry, left = linecache.cache[filename], itertools.count(len(parts) - 1, -1)
@@ -116,15 +117,11 @@ def _drop_source_with(codes: Sequence[CodeType], filename: str) -> None:
         weakref.finalize(part, release).atexit = False
 
 
-async def _await(codes: Sequence[CodeType], namespace: dict[str, Any]) -> tuple[Any, Exception | None]:
-    """Run code that awaits at the top level. Return its last value, and its exception."""
+async def _await(code: CodeType, namespace: dict[str, Any]) -> Exception | None:
+    """Run code that awaits at the top level. Return its exception."""
     __tracebackhide__ = HIDES_OLDER_FRAMES
-    value = None
     try:
-        for code in codes:
-            value = eval(code, namespace)
-            if code.co_flags & inspect.CO_COROUTINE:
-                value = await value
+        await eval(code, namespace)
     except Exception as error:  # noqa: BLE001  # the notebook raises whatever user code raised
-        return None, error
-    return value, None
+        return error
+    return None

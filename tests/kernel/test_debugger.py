@@ -359,3 +359,12 @@ def test_a_cell_whose_output_is_captured_goes_on(kernel: Kernel) -> None:
 def test_pythonbreakpoint_0_disables_breakpoints(kernel: Kernel) -> None:
     cell = kernel.run(STOPS + RUN.replace("=2", "=2, env={'PYTHONBREAKPOINT': '0'}")).check()
     assert "breakpoint" not in cell.text
+
+
+def test_a_cells_last_expression_is_a_line_like_others(kernel: Kernel) -> None:
+    cell = kernel.debug("%%distributed -n 1 -o last\nv = 20\nbreakpoint()\nv + 1", "n", "n").check()
+    said = plain(cell)
+    assert "----> 4 v + 1" in said
+    assert "task_body" not in said
+    assert "__nblaunch" not in said
+    assert kernel.ask("list(last)") == [21]
