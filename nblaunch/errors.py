@@ -130,7 +130,9 @@ def warn(message: str, *, each_time: bool = False) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         level, frame = level + 1, frame.f_back
     if each_time:
-        warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+        warnings.warn_explicit(
+            message, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
+        )
     elif sys.version_info >= (3, 12):
         warnings.warn(message, stacklevel=2, skip_file_prefixes=(PACKAGE,))
     else:

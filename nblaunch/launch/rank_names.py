@@ -39,6 +39,8 @@ class RankNames:
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copy and pickle look for
+            raise AttributeError(name)
         raise AttributeError(f"session[{self._rank}].{name}: write session[{self._rank}][{name!r}] to see it")
 
     def __repr__(self) -> str:
@@ -64,6 +66,9 @@ class Shown(str):
         shown = super().__new__(cls, text)
         shown._expression, shown._rank = expression, rank
         return shown
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)
 
     def __repr__(self) -> str:
         return f"{self}\n# the repr; session.pull({self._expression!r}, ranks=[{self._rank}]) brings the value"

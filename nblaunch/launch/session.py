@@ -62,16 +62,16 @@ class Session:
         Raises:
             StartError: A rank could not be started; none is left.
         """
-        self._ranks.start()
         try:
+            self._ranks.start()
             self._questions.ask(Question("names"))
             self._register(self, True)
             host().show_session(self.state, self._plan.env, lambda: self._ranks.group.workers)
             if self._idle_timeout is not None:
                 threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
         except BaseException:  # an interrupt, too: the user gets no session
-            self._ranks.end()
             self._register(self, False)
+            self._ranks.end()
             raise
 
     # -------------------------------------------------------------- running
@@ -244,6 +244,7 @@ class Session:
 
     def lines_of(self, rank: int) -> list[str]:
         """Return what a rank has bound, a line for each name; of a dead rank, how to restart it."""
+        self._check_open()
         self._ranks.look()
         if rank in self._ranks.absent:
             return [self.state().obituary(rank)]
@@ -276,7 +277,6 @@ class Session:
         Raises:
             ArgumentError: There is no such exception, or no one can type here.
         """
-        __tracebackhide__ = True
         self._check_open()
         chosen = self._ranks.failed_first if rank is None else rank
         if chosen is None:
@@ -284,8 +284,8 @@ class Session:
         self._checked([chosen])
         if not host().can_type():
             raise ArgumentError("debug: no one can type here; pull what you need, as in pull('x', ranks=[0])")
-        question, ranks = Question("debug", "%distributed debug", (chosen,)), self._ranks
-        pack = partial(session_payload.pack_question, question, ranks)
+        question = Question("debug", "%distributed debug", (chosen,))
+        pack = partial(session_payload.pack_question, question, self._ranks)
         if not self._submit(question.text, pack, "auto", True)[chosen]:  # type: ignore[index]  # it is a LaunchResult
             raise ArgumentError(f"rank={chosen}: it has raised no exception in the last task")
 

@@ -127,7 +127,8 @@ class SessionRanks:
             return
         self.is_ended = True
         try:
-            self._end_group()
+            if hasattr(self, "group"):  # else the start was interrupted before
+                self._end_group()
         finally:
             self._opened.close()  # the reaper kills what is left
 

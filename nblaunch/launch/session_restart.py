@@ -50,7 +50,11 @@ class Restart:
     def _run(self, chosen: Collection[int], keep: bool) -> None:
         ranks = self._ranks
         with ranks.claimed("the restart", self._stop.is_set, self._stop.set, needs_ranks=False):
-            dumps = self._dumps(chosen) if keep else {}
+            try:
+                dumps = self._dumps(chosen) if keep else {}
+            except BaseException:
+                self.lost, self.unwrapped = [], []  # the old ranks have everything
+                raise
             try:
                 self._replace(chosen)
                 self._stop.clear()  # now the names are in the dumps alone: an interrupt must not cost them

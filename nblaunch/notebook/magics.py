@@ -61,6 +61,7 @@ class RankMagics(Magics):
         if session_magics.chosen_session(None) is None:
             raise UsageError(f"%%rank: {how_to_start()}")
         session, note = session_magics.of_cell(None)
+        _show(note)
         assert session is not None
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", line):
             command = f"%%rank {line}".rstrip()
@@ -71,7 +72,6 @@ class RankMagics(Magics):
         session_magics.check_ranks(f"%%rank {line.strip()}", ranks, session.world_size)
         assert self.shell is not None
         made = make_cell(self.shell, cell, ranks, -1, keeps_value=True)
-        _show(note)
         session_magics.run_cell(session, made, self.shell.user_ns, "auto", False, {}, _option)
 
     @cell_magic
@@ -206,9 +206,9 @@ class DistributedMagics(Magics):
         view = arguments.pop("view") or "auto"
         chosen = {name: value for name, value in arguments.items() if value is not None}
         session, note = (None, "") if is_fresh else session_magics.of_cell(name)
+        _show(note)
         if session is not None:
             session_magics.check_ranks(f"--ranks {typed}", ranks, session.world_size)
-            _show(note)
             cell = make_cell(self.shell, body, ranks, None if output is not None else -1, keeps_value=output is None)
             result = session_magics.run_cell(session, cell, self._names(), view, background, chosen, _option)
             if output is not None:
@@ -217,7 +217,6 @@ class DistributedMagics(Magics):
         shown = -1 if background else ranks[0] if ranks else 0
         cell = make_cell(self.shell, body, ranks, None if output is not None else shown)
         launch = self._prepare(cell, view, chosen)
-        _show(note)
         result = launch
         if background:
             launch.begin()

@@ -56,7 +56,7 @@ def of_cell(name: str | None) -> tuple[Session | None, str]:
             f"session {ended.name} has ended, with its variables: it was idle for its --idle-timeout. To go on, "
             f"{ended.start_again}, or run the cell again {where}"
         )
-    does = f"runs in session {found.name}" if found is not None else "has started ranks of its own"
+    does = f"runs in session {found.name}" if found is not None else "gets ranks of its own"
     return found, f"session {ended.name} has ended, with its variables: this cell {does}; {ended.start_again}"
 
 

@@ -376,7 +376,7 @@ class _Hasher:
 
 
 def _hash(data: memoryview) -> bytes:
-    found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    found, data = hashlib.blake2b(digest_size=_DIGEST_BYTES), data.cast("B")
     for start in range(0, len(data), _CHUNK_BYTES):  # Python handles signals between chunks
         found.update(data[start : start + _CHUNK_BYTES])
     return found.digest()

@@ -71,7 +71,7 @@ class Channel:
                     self._posted.clear()
                     raise OSError(errno.ETOOMANYREFS, "too many descriptors in flight (ulimit -n)")
                 time.sleep(timeouts.FDS_RETRY_INTERVAL_S)  # no event reports that a receiver has taken some
-        except KeyboardInterrupt:
+        except BaseException:
             self._posted.clear()  # the next send would send it, with whatever files have its descriptors' numbers then
             raise
 

@@ -849,7 +849,7 @@ def test_a_cell_says_once_that_its_session_has_ended(kernel: Kernel) -> None:
     try:
         assert f"%%rank: session over has ended: {again}" in kernel.run("%%rank 0\n1").text
         cell = kernel.run("%%distributed -n 1\nheld")
-        assert f"{said} has started ranks of its own; {again}\n" in cell.text
+        assert f"{said} gets ranks of its own; {again}\n" in cell.text
         assert cell.error.startswith("NameError")
         assert "has ended" not in kernel.run("%%distributed -n 1\n1").check().text
         assert f"session over has ended: {again}" in kernel.run("%distributed who").text

@@ -53,9 +53,9 @@ def preparing(view: View, name: str) -> Iterator[None]:
     text = f"preparing {name}: comparing its data with what was sent before, and copying what is new"
     timer = threading.Timer(timeouts.PREPARING_NOTE_DELAY_S, lambda: ShieldedView(view).on(Preparing(text)))
     timer.daemon = True
-    with contextlib.suppress(RuntimeError):  # no thread can be started: the launch reports it
-        timer.start()
     try:
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the launch reports it
+            timer.start()
         yield
     finally:
         timer.cancel()

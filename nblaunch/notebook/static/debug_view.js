@@ -43,6 +43,7 @@ export class DebugView {
     this.prompt = el("label", { class: "nbl-debug-prompt" });
     this.input = el("input", {
       class: "nbl-debug-input",
+      "aria-label": "Line for the debugger",
       type: "text",
       spellcheck: "false",
       autocomplete: "off",
