@@ -26,7 +26,6 @@ CELLS = (
 
 def tab_offers(lab: Lab, *names: str) -> bool:
     """Press Tab, and return True if these names are offered. Ranks have 300 ms to answer: too few on a busy machine."""
-    lab.page.keyboard.press("Escape")
     lab.page.keyboard.press("Tab")
     offered = [lab.page.locator(".jp-Completer-item", has_text=name) for name in names]
     with contextlib.suppress(TooLateError):
