@@ -97,7 +97,9 @@ def test_the_readmes_cell_is_debugged_in_its_own_box(lab: Lab) -> None:
     lab.run("import torch\nimport torch.distributed as dist", cell.rstrip())
     typed = {"all p loss": "rank 1: tensor(nan)", "rank 0": "rank 0 runs on", "p rank, loss": "(0, tensor(0.7000))"}
     for text, answer in {**typed, "q": "", "c": ""}.items():
-        eventually(lambda: box.count() == 1 and not box.input_value())  # an answered one stays for a moment
+        eventually(
+            lambda: box.evaluate_all("all => all.length === 1 && !all[0].value")
+        )  # an answered one stays a while
         if text == "q":
             lab.page.locator(".jp-CodeCell").nth(2).evaluate("cell => cell.scrollIntoView({block: 'start'})")
             keep_picture(lab.page, "debugging.png")
