@@ -37,7 +37,8 @@ Register = Callable[["Session", bool], None]
 class Session:
     """Ranks that stay: each `run` and each ``%%distributed`` cell finds the variables of the ones before.
 
-    ``session[rank]["model"]`` is the repr of a rank's value, and `pull` brings values to the notebook. As a context manager, the session stops at the end.
+    ``session[rank]["model"]`` is the repr of a rank's value, and `pull` brings values to the
+    notebook. As a context manager, the session stops at the end.
 
     Attributes:
         name: Its name.
