@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -45,13 +46,16 @@ def paused() -> Iterator[None]:
 
 
 def _to_session(lines: list[str]) -> list[str]:
-    """Put the magic on top of a cell.
+    """Put the magic on top of a cell; remove ``%%local``, so that IPython runs the cell as any other.
 
     Raises:
         SyntaxError: The session has ended: the cell was not meant for the notebook.
     """
     first, *rest = [line.strip() for line in lines if line.strip()] or [""]
     is_help = not rest and "?" in first and _HELP.fullmatch(first) is not None
+    if not _pauses and first == "%%local":
+        below = list(itertools.dropwhile(lambda line: not line.strip(), lines[1:]))
+        return below if below and below[0].startswith("%%") else ["\n", *lines[1:]]  # lines are counted as typed
     if _pauses or not first or _OWN.match(first) or is_help:
         return lines
     if live_sessions.find() is None:

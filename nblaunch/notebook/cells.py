@@ -5,22 +5,39 @@ from __future__ import annotations
 import ast
 import io
 import itertools
-import linecache
 import re
 import symtable
 import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nblaunch.notebook.auto_cells import paused
+from nblaunch.notebook.auto_cells import goes_to_session, paused
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
+
+
+class CellSyntaxError(SyntaxError):
+    """The SyntaxError of a cell for the ranks.
+
+    Attributes:
+        shown: The error itself, which IPython shows.
+    """
+
+    def __init__(self, shown: SyntaxError) -> None:
+        super().__init__(*shown.args)
+        self.shown = shown
+
+
+def show_syntax_error(shell: Any, kind: type, error: CellSyntaxError, trace: object, tb_offset: Any = None) -> None:
+    """Show the error without frames, as IPython shows that of any cell. Called by IPython."""
+    shown = error.shown
+    shell._showtraceback(type(shown), shown, shell.SyntaxTB.structured_traceback(type(shown), shown, []))
 
 
 def make_cell(
     shell: Any, body: str, ranks: tuple[int, ...] | None, value_rank: int | None = None, keeps_value: bool = False
 ) -> Cell:
-    """Return the cell for the ranks: notebook syntax translated, lines counted from the magic line.
+    """Return the cell for the ranks: notebook syntax translated, lines counted as the user sees them.
 
     Args:
         shell: The notebook's shell.
@@ -29,15 +46,20 @@ def make_cell(
         value_rank: Ranks display the value of the last expression, except this one (-1: all do). Default: none do.
 
     Raises:
-        SyntaxError: As for any cell.
+        CellSyntaxError: As for any cell.
     """
-    count = len(shell.history_manager.input_hist_raw) - 1  # execution_count may already be the next cell's
+    raw = shell.history_manager.input_hist_raw
+    count = len(raw) - 1  # execution_count may already be the next cell's
     filename, label = f"<distributed cell {count}>", f"Cell In[{count}]"
     leading = sum(1 for _ in itertools.takewhile(str.isspace, body.splitlines(keepends=True)))  # IPython drops them
     with paused():
-        source = "\n" * (1 + leading) + shell.transform_cell(body)
-    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # for a SyntaxError
-    compile(source, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        above = 0 if goes_to_session(shell, raw[-1]) else 1 + leading  # the user has typed no magic's line
+        source = "\n" * above + shell.transform_cell(body)
+    try:
+        compile(source, filename, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    except SyntaxError as error:
+        error.filename = shell.compile.cache(source, count)  # IPython shows it as ``Cell In[3]``
+        raise CellSyntaxError(error) from None
     if value_rank is None or _ends_with_semicolon(source):
         return Cell(source, filename, label, ranks, keeps_value=keeps_value)
     return Cell(source, filename, label, ranks, True, value_rank, keeps_value)

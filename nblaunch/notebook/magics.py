@@ -100,7 +100,7 @@ class DistributedMagics(Magics):
     @argument("--session", metavar="NAME", help="run in this session; default: the one used last, if there is one")
     @argument("--fresh", action="store_true", help="start new ranks for this cell, even if there is a session")
     @argument("--name", help="of session: its name; default main")
-    @argument("--idle-timeout", type=float, help="of session: stop it after this many seconds without a cell")
+    @argument("--idle-timeout", type=float, help="of session: stop it after this many seconds without a task")
     @argument("--rank", type=int, action="append", help="of session restart: this rank; may be given several times")
     @argument("--keep", action="store_true", help="of session restart: new ranks get the variables of the old")
     @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU; 2 without GPUs")

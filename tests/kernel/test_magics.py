@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nblaunch.launch.output.terminal_lines import without_colours
 from tests.conftest import eventually
 from tests.kernel.harness import Kernel
 
@@ -200,7 +201,20 @@ def test_a_syntax_error_is_shown_at_its_line(kernel: Kernel) -> None:
     cell = kernel.run("%%distributed -n 2\nx = 1\nif x\n    pass")
 
     assert cell.error.startswith("SyntaxError: expected ':'")
-    assert "if x" in cell.traceback
+    assert without_colours(cell.traceback) == (
+        f"  Cell In[{cell.reply['execution_count']}], line 3\n    if x\n        ^\nSyntaxError: expected ':'\n"
+    )
+
+
+def test_a_syntax_error_handler_of_the_user_stays(kernel: Kernel) -> None:
+    kernel.run("%unload_ext nblaunch").check()
+    assert kernel.ask("get_ipython().custom_exceptions") == ()
+    kernel.run("get_ipython().set_custom_exc((LookupError,), lambda *error, tb_offset: print('mine'))").check()
+    kernel.run("%load_ext nblaunch").check()
+    try:
+        assert "mine" in kernel.run("{}['x']").text
+    finally:
+        kernel.run("get_ipython().set_custom_exc((), None)\n%reload_ext nblaunch").check()
 
 
 # ------------------------------------------------------------------ notebook syntax in a rank

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import ProcessGroup
 
+from nblaunch.launch.output.terminal_lines import without_colours
 from tests.conftest import command_of, eventually, leaving_nothing, marked_processes
 from tests.kernel.harness import Cell, Kernel
 from tests.processes.test_session_deaths import alive
@@ -791,6 +792,7 @@ def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
         assert "automatic" in kernel.complete("automat")
         kernel.run("%%local\nmodel_of_both = 'here'").check()
         kernel.run("model_of_both = torch.zeros(3)").check()
+        assert "Wall time" in kernel.run("%%local\n\n%%time\nhere = 1").check().text
         assert "(3,) float32" in kernel.inspect("model_of_both")
     finally:
         kernel.run("%distributed auto off").check()
@@ -798,6 +800,23 @@ def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
     assert kernel.run("timed").error.startswith("NameError")
     assert " here" in kernel.inspect("model_of_both").splitlines()[1]
     assert "(3,) float32" in kernel.inspect("%%distributed\nmodel_of_both")
+
+
+@pytest.mark.parametrize(
+    ("body", "line"), [("a = 1\n1/0", 2), ("%%rank 0\na = 1\n1/0", 3), ("%%local\na = 1\n1/0", 3), ("\n\n1/0", 1)]
+)
+def test_auto_counts_a_cells_lines_as_typed(kernel: Kernel, body: str, line: int) -> None:
+    kernel.run("%distributed auto on").check()
+    try:
+        failed, wrong = kernel.run(body), kernel.run(body.replace("1/0", "if 1"))
+    finally:
+        kernel.run("%distributed auto off").check()
+    count = failed.reply["execution_count"]
+    assert f"Cell In[{count}], line {line}" in without_colours(failed.traceback)
+    assert "nblaunch/" not in without_colours(failed.traceback).partition("Logs:")[0]
+    assert without_colours(wrong.traceback) == (
+        f"  Cell In[{count + 1}], line {line}\n    if 1\n        ^\nSyntaxError: expected ':'\n"
+    )
 
 
 def test_auto_without_a_session_runs_nothing(kernel: Kernel) -> None:

@@ -6,9 +6,10 @@ import traceback
 from types import SimpleNamespace
 
 import pytest
+from IPython.core.compilerop import CachingCompiler
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nblaunch.notebook.cells import make_cell, names_used
+from nblaunch.notebook.cells import CellSyntaxError, make_cell, names_used
 from nblaunch.wire.messages import Cell
 
 
@@ -16,6 +17,7 @@ class Shell:
     """What reading a cell asks of IPython's shell."""
 
     history_manager = SimpleNamespace(input_hist_raw=[""] * 8)  # the first is no cell's
+    compile = CachingCompiler()
 
     def transform_cell(self, body: str) -> str:
         return TransformerManager().transform_cell(body)
@@ -167,9 +169,11 @@ def test_awaiting_inside_a_function_is_fine() -> None:
 
 
 def test_a_syntax_error_is_one_with_its_line() -> None:
-    with pytest.raises(SyntaxError, match="invalid syntax") as caught:
+    with pytest.raises(CellSyntaxError, match="invalid syntax") as caught:
         cell_of("a = 1\nb = = 2")
-    assert (caught.value.lineno, caught.value.filename) == (3, "<distributed cell 7>")
+    shown = caught.value.shown
+    assert (type(shown), shown.lineno) == (SyntaxError, 3)
+    assert Shell.compile.format_code_name(str(shown.filename)) == ("Cell", "In[7]")
 
 
 @pytest.mark.parametrize(
