@@ -10,7 +10,7 @@ from nblaunch.launch.group import Member
 from nblaunch.launch.verdict import RankEnd
 from nblaunch.launch.views.events import RankState
 from nblaunch.wire.messages import Done, Failed
-from nblaunch.wire.session_messages import Names
+from nblaunch.wire.session_messages import Names, NamesTaken
 
 
 @dataclass(slots=True)
@@ -32,6 +32,8 @@ class Rank:
     """The state that the view has."""
     is_absent: bool = False
     """It had exited before the task began: a kept rank that was not restarted."""
+    taken: NamesTaken = field(default_factory=NamesTaken)
+    """What a kept rank has made of the names that the task has sent."""
     names: Names | None = None
     """What a kept rank has bound; None: not reported yet."""
 

@@ -70,6 +70,7 @@ class Turn:
         self.hint = ""
         """What to do about a missing process group; empty if there is one."""
         self._ranks, self._ticket, self._names = place.ranks, place.ticket, place.names
+        self._has_noted_taken = False
 
     @property
     def group(self) -> WorkerGroup:
@@ -102,7 +103,7 @@ class Turn:
             opened.callback(self.task.close)
             if absent:
                 self.hint = (
-                    f"{_ranks_in_words(absent)} dead, so there is no process group: "
+                    f"{_in_words(absent)} {'are' if len(absent) > 1 else 'is'} dead, so there is no process group: "
                     f"{restart_command(ranks.name, absent)} restarts {'it' if len(absent) == 1 else 'them'} and "
                     "creates the group"
                 )
@@ -120,7 +121,7 @@ class Turn:
             opened.callback(ranks.late_output.follow, self.output)
             generation = ranks.generation
             try:
-                supervise(self.task, self.output, self.view, lambda: self.task.is_over or self.group.is_over)
+                supervise(self.task, self.output, self.view, self._is_over)
             except BaseException:
                 ranks.give_up(self.task)
                 raise
@@ -133,9 +134,43 @@ class Turn:
             self.results = self.task.take_results()
             return verdict
 
+    def _is_over(self) -> bool:
+        is_over = self.task.is_over or self.group.is_over
+        if not self._has_noted_taken and (
+            is_over or all(rank.is_running or rank.is_over for rank in self.task.present)
+        ):
+            self._has_noted_taken = True
+            self._note_taken()
+        return is_over
+
     # -------------------------------------------------------------- notes
     def _note_sent(self) -> None:
         self.view.on(Note(f"sent: {_listed(sorted(self._names))}"))
+
+    def _note_taken(self) -> None:
+        """Note what the ranks have made of these names, before they work with them for hours."""
+        taken = [(rank.rank, rank.taken) for rank in self.task.present]
+        kept: dict[tuple[int, ...], list[str]] = {}
+        for name in sorted({name for _, each in taken for name in each.kept}):
+            kept.setdefault(tuple(rank for rank, each in taken if name in each.kept), []).append(name)
+        for ranks, names in kept.items():
+            if len(ranks) == len(taken):
+                whose = "the ranks have their own, and keep it"
+            else:
+                whose = f"{_in_words(ranks)} {'have their' if len(ranks) > 1 else 'has its'} own, unlike the others"
+            self.view.on(Note(f"{_listed(names)}: {whose}; a push of the session replaces it"))
+        replaced = sorted({name for _, each in taken for name in each.replaced})
+        if replaced:
+            self.view.on(
+                Note(f"{_listed(replaced)}: the ranks had changed it, and the notebook's new value has replaced it")
+            )
+        for name, owner in sorted({pair for _, each in taken for pair in each.apart}):
+            self.view.on(
+                Note(
+                    f"{name}: holds tensors of the notebook's {owner}, not of the ranks' own {owner}, which it does "
+                    "not change"
+                )
+            )
 
     def _note_desync(self) -> None:
         """Replace the group, with a note, if ranks have left the task with different numbers of collectives."""
@@ -170,26 +205,13 @@ class Turn:
 
     def _note_end(self, absent_before: list[int], generation_before: int) -> None:
         """Note what the task has cost: ranks, values, and the process group."""
-        ranks, task = self._ranks, self.task
+        ranks = self._ranks
         for rank in [rank for rank in ranks.absent if rank not in absent_before]:
             self.view.on(
                 Note(
                     f"rank {rank} is dead, and its variables are lost. The other ranks keep theirs, and run cells "
                     f"without collectives. {restart_command(ranks.name, [rank])} restarts it"
                 )
-            )
-        names = [rank.names for rank in task.present if rank.names is not None]
-        replaced = sorted({name for each in names for name in each.replaced})
-        if replaced:
-            self.view.on(
-                Note(
-                    f"{_listed(replaced)}: changed in the ranks, and replaced there, as the notebook has changed it too"
-                )
-            )
-        kept = sorted({name for each in names for name in each.kept})
-        if kept:
-            self.view.on(
-                Note(f"{_listed(kept)}: the ranks have their own, and keep it; a push of the session replaces it")
             )
         self._note_desync()
         stale = stale_names(ranks)
@@ -216,8 +238,8 @@ def stale_names(ranks: SessionRanks) -> str:
     return f"{_listed(sorted(stale))}: made for the process group that was replaced. Create it again{like}"
 
 
-def _ranks_in_words(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"
+def _in_words(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -164,7 +164,7 @@ class Task:
         if getattr(message, "task", None) != self.number:  # a late message of an earlier task
             parcel.close()
         elif isinstance(message, Running):
-            rank.is_running = True
+            rank.is_running, rank.taken = True, message.names
         elif isinstance(message, Interrupted):
             rank.interrupted = True
         elif isinstance(message, Done):

@@ -1,16 +1,76 @@
-"""Detection of arguments and globals that a rank modifies but does not return: the notebook's own stay unchanged.
+"""Detection of values of the notebook that a rank modifies: the notebook's own stay unchanged.
 
-Runs in ranks, before and after the function.
+Runs in ranks, before and after a launch's function, and when a kept rank gets a new value for a name.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 _MAX_ELEMENTS = 10_000
 """Elements of a container that are compared."""
+_MAX_PARTS = 1_000
+"""Elements and attributes of a value, and of these, that `content_of` looks at."""
+_MAX_SAMPLES = 4_096
+"""Elements of an array that it looks at."""
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+
+
+def content_of(value: Any) -> Any:
+    """Return what differs after most changes in place, at little cost: compare it with ``==``.
+
+    That is the versions of tensors, samples of arrays, and the elements and attributes of other objects. None of the
+    user's code runs.
+    """
+    found: list[Any] = []
+    parts, seen = [value], set[int]()
+    try:
+        while parts and len(found) < _MAX_PARTS:
+            part = parts.pop()
+            if type(part) in _PLAIN:
+                found.append((type(part), part))
+                continue
+            found.append(id(part))
+            if id(part) not in seen:
+                seen.add(id(part))
+                found += _own_content(part)
+                parts += itertools.islice(_parts_of(part), _MAX_PARTS)
+    except Exception:  # noqa: BLE001  # a thread of the user changes it meanwhile
+        return None
+    return found
+
+
+def _own_content(part: Any) -> list[Any]:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(part, torch.Tensor):
+        return [_version(part)]
+    if torch is not None and isinstance(part, torch.nn.Module):
+        tensors = itertools.chain(torch.nn.Module.parameters(part), torch.nn.Module.buffers(part))
+        return [(id(tensor), _version(tensor)) for tensor in tensors]
+    if numpy is not None and isinstance(part, numpy.ndarray):
+        return [part.shape, numpy.asarray(part).flat[:: max(1, part.size // _MAX_SAMPLES)].tobytes()]
+    return []
+
+
+def _parts_of(part: Any) -> Iterator[Any]:
+    torch = sys.modules.get("torch")
+    if isinstance(part, dict):
+        return itertools.chain.from_iterable(dict.items(part))
+    kinds: tuple[Any, ...] = (list, tuple, set, frozenset)
+    for kind in kinds:
+        if isinstance(part, kind):
+            return kind.__iter__(part)  # type: ignore[no-any-return]  # not the user's
+    is_opaque = isinstance(part, (type, types.ModuleType, types.FunctionType))
+    if is_opaque or (torch is not None and isinstance(part, (torch.Tensor, torch.nn.Module))):
+        return iter(())
+    try:
+        return _parts_of(object.__getattribute__(part, "__dict__"))  # not the user's __getattr__
+    except AttributeError:
+        return iter(())
 
 
 def fingerprints(watched: Mapping[str, Any]) -> dict[str, Any]:

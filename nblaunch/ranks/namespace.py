@@ -13,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from nblaunch.ranks.changed_values import content_of
 from nblaunch.transfer import definitions, pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire.messages import Payload, Settings
-from nblaunch.wire.session_messages import MAX_BOUND, Bound, Losses, Question, SentName
+from nblaunch.wire.session_messages import MAX_BOUND, Bound, Losses, NamesTaken, Question, SentName
 
 _MAX_COMPLETIONS = 500
 _MAX_REPR_CHARS = 100_000
@@ -54,12 +55,8 @@ class Namespace:
         self._has_settings = False
         self._digests: dict[str, bytes] = {}
         """Of the value that the notebook had when it last sent a name, or would have sent it."""
-        self.kept: list[str] = []
-        """Names that the rank had bound before the notebook sent them for the first time, in the present task."""
-        self.replaced: list[str] = []
-        """Tensors and modules that the rank has changed, and the present task has replaced."""
-        self._versions: dict[str, tuple[weakref.ref[Any], int]] = {}
-        """The tensors and modules that the notebook has sent, and the number of in-place changes by then."""
+        self._notebooks: dict[str, _OfNotebook] = {}
+        """The names that have the notebook's value. The others are this rank's own."""
         self._unsendable: dict[str, str] = {}
         """Names that a restart cannot keep, and why."""
         self._keys: dict[int, str] = {}
@@ -69,18 +66,38 @@ class Namespace:
         """Opens the debugger on an exception."""
         definitions.set_home(self.names)
 
-    def take(self, payload: Payload) -> None:
-        """Bind the notebook's names. A name that the rank has bound itself stays, until the notebook's value changes.
+    def take(self, payload: Payload) -> NamesTaken:
+        """Bind the notebook's names. A name that the rank has bound itself stays, until it is pushed.
 
-        What the rank did to a value in place stays too: the notebook's unchanged value is not bound again.
+        What the rank did to a value in place stays until the notebook's value changes.
         """
         if not isinstance(payload.function, Question):
             self._error = None
-        self.kept, self.replaced = [], []
         self.main.update(payload.main)
-        for name, sent in payload.names.items():
-            if sent.ranks is None or self._rank in sent.ranks:
-                self._take(name, sent)
+        names = {n: sent for n, sent in payload.names.items() if sent.ranks is None or self._rank in sent.ranks}
+        forced = {name for name, sent in names.items() if sent.is_forced}
+        own = {name for name in self._named() if not self._is_notebooks(name)} - forced
+        kept: list[str] = []
+        replaced: list[str] = []
+        bound: list[str] = []
+        for name, sent in names.items():
+            before = self._digests.get(name)
+            self._digests[name] = sent.digest
+            has_changed = before not in (b"", sent.digest)  # b"": pushed, or the rank's own before a restart
+            if name in own:
+                kept += [name] * has_changed
+            elif has_changed or sent.is_forced or name not in self.names:
+                replaced += [name] * (not sent.is_forced and self._is_changed(name))
+                self._bind(name, sent)
+                bound.append(name)
+        whole = definitions.take_new_owners() & own  # of tensors that were sent, not referred to
+        apart = [(name, owner) for name in bound for owner in whole.intersection(names[name].holds)]
+        apart += [(name, owner) for owner in kept for name in bound if name in names[owner].holds]
+        return NamesTaken(tuple(kept), tuple(replaced), tuple(apart))
+
+    def end_task(self) -> None:
+        """Release the notebook's values that the task has replaced: their names are this rank's own from now on."""
+        self._notebooks = {name: each for name, each in self._notebooks.items() if self._is_notebooks(name)}
 
     def keep_error(self, error: BaseException) -> None:
         """Keep what a task has raised for ``%distributed debug``, unless that itself was interrupted."""
@@ -94,26 +111,18 @@ class Namespace:
         self._has_settings = True
         return True
 
-    def _take(self, name: str, sent: SentName) -> None:
-        before = self._digests.get(name)
-        has_changed = before not in (None, b"", sent.digest)
-        if sent.is_forced or name not in self.names or has_changed:
-            if has_changed and not sent.is_forced and self._is_own(name):
-                self.replaced.append(name)
-            self.names[name] = sent.value
-            version = _version_of(sent.value)
-            if version is not None:
-                self._versions[name] = weakref.ref(sent.value), version
-        elif before is None:
-            self.kept.append(name)
-        self._digests[name] = sent.digest
+    def _bind(self, name: str, sent: SentName) -> None:
+        self.names[name] = sent.value
+        self._notebooks.pop(name, None)
+        if sent.digest:
+            self._notebooks[name] = _OfNotebook(sent.value)
 
-    def _is_own(self, name: str) -> bool:
-        """Return True if a name is a tensor or module that this rank has bound itself, or changed in place."""
-        value = self.names.get(name)
-        version = _version_of(value)
-        sent, sent_version = self._versions.get(name, (lambda: None, 0))
-        return version is not None and (sent() is not value or version != sent_version)
+    def _is_notebooks(self, name: str) -> bool:
+        return name in self._notebooks and self._notebooks[name].is_value(self.names.get(name, _OfNotebook))
+
+    def _is_changed(self, name: str) -> bool:
+        """Return True if this rank has changed the notebook's value in place, as far as that is seen."""
+        return name in self.names and self._notebooks[name].content != content_of(self.names[name])
 
     # -------------------------------------------------------------- descriptions
     def describe(self) -> tuple[Bound, ...]:
@@ -185,7 +194,7 @@ class Namespace:
     def _dump(self) -> Payload:
         """Return a payload that binds all names that can be sent. `_find_losses` comes first."""
         names = {
-            name: SentName(value, self._digests.get(name, b""), is_forced=True, ranks=(self._rank,))
+            name: SentName(value, self._digests[name] if self._is_notebooks(name) else b"", True, (self._rank,))
             for name, value in self._to_dump().items()
             if name not in self._unsendable
         }
@@ -206,6 +215,22 @@ class Namespace:
     def key_of(self, obj: object) -> tuple[str, bool]:
         """Return the key under which the notebook has sent an object: later references must find the copy."""
         return self._keys.get(id(obj), ""), False
+
+
+class _OfNotebook:
+    """A value of the notebook in a kept rank, and what it held when it arrived."""
+
+    def __init__(self, value: Any) -> None:
+        self.content = content_of(value)
+        try:
+            self._value: Callable[[], Any] = weakref.ref(value)  # large ones are not kept alive
+        except TypeError:
+            self._value = lambda: value
+
+    def is_value(self, other: object) -> bool:
+        """Return True if the other is this value."""
+        value = self._value()
+        return value is other and (value is not None or not isinstance(self._value, weakref.ref))
 
 
 class _Probe:
@@ -282,19 +307,6 @@ def _group_holder(value: Any) -> str:
     except Exception:  # noqa: BLE001  # it has none, the user's property raises, or a thread changes it
         found = [value]
     return next((type(each).__name__ for each in found if _holds_group(type(each))), "")
-
-
-def _version_of(value: Any) -> int | None:
-    """Return the number of in-place changes of a tensor or module; None for other values."""
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(value, (torch.Tensor, torch.nn.Module)):
-        return None
-    try:
-        module = torch.nn.Module
-        tensors = [value] if isinstance(value, torch.Tensor) else [*module.parameters(value), *module.buffers(value)]
-        return sum(int(tensor._version) for tensor in tensors)
-    except Exception:  # noqa: BLE001  # an inference tensor counts no changes, a lazy module has no tensors yet
-        return 0
 
 
 def _is_shown(name: str) -> bool:

@@ -50,7 +50,7 @@ from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
-from nblaunch.wire.session_messages import Names
+from nblaunch.wire.session_messages import Names, NamesTaken
 
 LoadPayload = Callable[[list[int]], Payload]
 
@@ -225,9 +225,9 @@ def _examine(error: Exception, voice: KernelChannel, breakpoints: Breakpoints) -
 
 def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:
     if home is not None:
-        begun, kept, replaced = collective_log.begun(), tuple(home.kept), tuple(home.replaced)
+        home.end_task()
         lost = definitions.take_lost_keys()
-        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), begun, kept, replaced, lost))
+        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), collective_log.begun(), lost))
 
 
 def _work(
@@ -249,12 +249,11 @@ def _work(
             voice.say(Running(spec.rank, task.task))
             return None, ()
         payload = load()
-        if home is not None:
-            home.take(payload)
+        taken = NamesTaken() if home is None else home.take(payload)
         _set_the_scene(payload, home)
         if home is None or home.takes_settings(payload.settings):
             environment.apply_settings(payload.settings)
-        voice.say(Running(spec.rank, task.task))
+        voice.say(Running(spec.rank, task.task, taken))
         return task_body.call(payload, home)
     finally:
         voice.armed = False

@@ -37,6 +37,8 @@ _kept: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 """Tensors and modules that the notebook has sent to this kept rank, by key."""
 _keys: set[str] = set()
 """The keys of `_kept`, and of objects that have gone since `take_lost_keys` was called."""
+_new_keys: set[str] = set()
+"""Of objects created since `take_new_owners` was called."""
 _unset: set[int] = set()
 """Ids of objects in `_kept` that have no state yet."""
 
@@ -173,12 +175,20 @@ def keep(key: str, make: Callable[..., Any], made_of: tuple[Any, ...]) -> Any:
         known = _kept[key] = make(*made_of)
         _unset.add(id(known))
         _keys.add(key)
+        _new_keys.add(key)
     return known
 
 
 def kept_things() -> list[tuple[str, Any]]:
     """Return the live objects that were sent under keys, by key."""
     return list(_kept.items())
+
+
+def take_new_owners() -> set[str]:
+    """Return the names whose objects have been created since the last call, rather than referred to."""
+    owners = {key.rpartition("/")[0] for key in _new_keys}
+    _new_keys.clear()
+    return owners
 
 
 def take_lost_keys() -> tuple[str, ...]:

@@ -107,8 +107,9 @@ class SentNames:
         round_.need(names)
         digests = round_.digests.items()
         to_send = {name for name, digest in digests if not is_idle or self._is_missing(name, digest, present)}
-        sent = {name: SentName(self.names[name], round_.digests[name]) for name in round_.digests if name in to_send}
-        return Gathered(sent, _Packing(self, to_send))
+        return Gathered(
+            {name: round_.sent_name(name) for name in round_.digests if name in to_send}, _Packing(self, to_send)
+        )
 
     def gather_pushed(self, values: Mapping[str, Any], present: Collection[int]) -> Gathered:
         """Return what a push must send: these values, whatever the ranks have, and the names that they use."""
@@ -126,7 +127,7 @@ class SentNames:
                 plain += collecting.own
         digests = round_.digests
         to_send = {name for name in digests if name in own or self._is_missing(name, digests[name], present)}
-        sent = {name: SentName(self.names[name], digests[name]) for name in to_send - set(values)}
+        sent = {name: round_.sent_name(name) for name in to_send - set(values)}
         pushed = {
             name: SentName(value, digests.get(name, b"") if name in own else b"", is_forced=True)
             for name, value in values.items()
@@ -222,6 +223,8 @@ class _Round:
     sent: SentNames
     bound: set[str]
     digests: dict[str, bytes] = field(default_factory=dict)
+    holds: dict[str, set[str]] = field(default_factory=dict)
+    """By name: other names whose tensors or modules its value has."""
     _open: set[str] = field(default_factory=set)
     """Names that are being digested."""
     _visited: set[int] = field(default_factory=set)
@@ -229,14 +232,19 @@ class _Round:
 
     def need(self, names: Iterable[str]) -> None:
         """Digest these names, and those that their values use."""
-        for name in sorted(names):
+        found = self.sent.names
+        for name in sorted(names, key=lambda name: (not _is_kept(found.get(name)), name)):  # a model owns its tensors
             is_known = name in self.digests or name in self._open or name in PROVIDED
-            if name in self.sent.names and not is_known and not name.startswith("__"):
+            if name in found and not is_known and not name.startswith("__"):
                 self._digest(name)
 
     def scan(self, value: Any) -> None:
         """Digest the names that a value uses."""
         self._dump("", value)
+
+    def sent_name(self, name: str) -> SentName:
+        """Return what is sent for a name."""
+        return SentName(self.sent.names[name], self.digests[name], holds=tuple(self.holds.get(name, ())))
 
     def visit(self, definition: type, root: str) -> None:
         """Digest the names that a class uses which has no name itself."""
@@ -308,6 +316,7 @@ class _Digesting:
             self._round.need([owned.name])  # its content may have changed, and with it the keys
             owned = self._round.sent.owner_of(obj)
             if owned is not None and owned.name != self._name:
+                self._round.holds.setdefault(self._name, set()).add(owned.name)
                 return owned.key, True
         self.own.append(obj)
         return "", False

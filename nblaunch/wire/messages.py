@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nblaunch.wire.debug_messages import Debugging
-from nblaunch.wire.session_messages import SentName
+from nblaunch.wire.session_messages import NamesTaken, SentName
 
 PROTOCOL = 6
 """Bump it whenever a message changes: a kernel refuses a fork server of another release."""
@@ -235,6 +235,7 @@ class Running:
 
     rank: int
     task: int
+    names: NamesTaken = field(default_factory=NamesTaken)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,12 +47,21 @@ class Names:
     """Further names that it has: those that begin with an underscore."""
     begun: CollectivesBegun = field(default_factory=CollectivesBegun)
     """The collectives that it has begun in the present process group."""
-    kept: tuple[str, ...] = ()
-    """Names of its own that this task has not replaced, though the notebook has sent them for the first time."""
-    replaced: tuple[str, ...] = ()
-    """Tensors and modules that it had changed, and that this task has replaced: the notebook's had changed too."""
     lost: tuple[str, ...] = ()
     """Keys of tensors and modules of the notebook that it no longer has."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamesTaken:
+    """What a kept rank has made of the names that the notebook has sent with a task."""
+
+    kept: tuple[str, ...] = ()
+    """Names that it has bound itself and keeps, though the notebook's value is new."""
+    replaced: tuple[str, ...] = ()
+    """Values of the notebook that it had changed in place, and that the notebook's new ones have replaced."""
+    apart: tuple[tuple[str, str], ...] = ()
+    """Pairs of a name that was bound and a kept name, such as an optimizer and its model: the first holds tensors of
+    the notebook's value of the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +70,14 @@ class SentName:
 
     value: Any
     digest: bytes
-    """Of the pickled value: a rank that was sent the same before keeps what it has."""
+    """Of the pickled value: a rank that was sent the same before keeps what it has. Empty: the name is the ranks' own
+    from now on."""
     is_forced: bool = False
     """Whether to bind it in any case: the user has pushed it."""
     ranks: tuple[int, ...] | None = None
     """Ranks that bind it; None: all."""
+    holds: tuple[str, ...] = ()
+    """Other names whose tensors or modules are in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,11 +84,54 @@ def test_the_notebooks_names_are_sent_once_and_again_when_they_change(kernel: Ke
 
 
 def test_a_name_that_ranks_have_bound_stays_theirs(kernel: Kernel) -> None:
+    keep = "mine: the ranks have their own, and keep it; a push of the session replaces it"
     kernel.run("mine = 'notebook'").check()
+    assert on_ranks(kernel, "mine") == ["notebook"] * 2
     kernel.run("%%distributed\nmine = rank").check()
     assert on_ranks(kernel, "mine") == [0, 1]
-    kernel.run("mine = 'changed'").check()
-    assert on_ranks(kernel, "mine") == ["changed", "changed"]
+    for value in ("again", "and again"):
+        kernel.run(f"mine = {value!r}").check()
+        assert keep in kernel.run("%%distributed\nmine").check().text
+        assert keep not in kernel.run("%%distributed\nmine").check().text
+        assert on_ranks(kernel, "mine") == [0, 1]
+    kernel.run("s.push(mine=mine)").check()
+    assert on_ranks(kernel, "mine") == ["and again"] * 2
+    kernel.run("mine = 'the notebook has it back'").check()
+    assert on_ranks(kernel, "mine") == ["the notebook has it back"] * 2
+
+
+def test_a_name_that_one_rank_has_bound_stays_with_it(kernel: Kernel) -> None:
+    kernel.run("mine_alone = [1]").check()
+    assert on_ranks(kernel, "mine_alone") == [[1]] * 2
+    kernel.run("%%rank 1\nmine_alone = [2]").check()
+    kernel.run("mine_alone = [3]").check()
+    kernel.run("%distributed session restart --keep").check()
+    cell = kernel.run("%%distributed\nmine_alone").check()
+    assert "[rank 0] [3]" in cell.text
+    assert "[rank 1] [2]" in cell.text
+    kernel.run("mine_alone = [4]").check()
+    said = kernel.run("%%distributed\nmine_alone").check().text
+    assert "mine_alone: rank 1 has its own, unlike the others; a push of the session replaces it" in said
+
+
+def test_an_optimizer_of_a_model_that_ranks_replaced_is_named(kernel: Kernel) -> None:
+    build = "learned = torch.nn.Linear(1, 1)\nby_sgd = torch.optim.SGD(learned.parameters(), lr=1.0)"
+    wrap = "learned = torch.nn.parallel.DistributedDataParallel(learned)"
+    train = "%%distributed\nlearned(torch.ones(1, 1)).sum().backward()\nby_sgd.step()\nlearned.module.bias.item()"
+    apart = "by_sgd: holds tensors of the notebook's learned, not of the ranks' own learned, which it does not change"
+    kernel.run(build).check()
+    kernel.run(f"%%distributed\n{wrap}").check()
+    assert apart not in kernel.run(train).check().text
+    kernel.run(build).check()
+    assert apart in kernel.run(train).check().text
+    kernel.run("s.push(learned=learned, by_sgd=by_sgd)").check()
+    kernel.run(f"%%distributed\n{wrap}").check()
+    before = kernel.ask("learned.bias.item()")
+    assert apart not in kernel.run(train).check().text
+    assert on_ranks(kernel, "learned.module.bias.item()") == [pytest.approx(before - 1.0)] * 2
+    kernel.run(build).check()
+    assert "learned: the ranks have their own" in kernel.run("%%distributed\nlearned").check().text
+    assert apart in kernel.run("%%distributed\nby_sgd").check().text
 
 
 def test_what_ranks_trained_is_not_overwritten_by_the_same_model(kernel: Kernel) -> None:
@@ -108,15 +151,31 @@ def test_names_that_the_ranks_keep_are_named(kernel: Kernel) -> None:
     assert "keep it" not in kernel.run("%%distributed\nours_first").check().text
 
 
-def test_values_that_the_notebook_takes_back_are_named(kernel: Kernel) -> None:
-    kernel.run("taken = torch.nn.Linear(2, 2)\nrate = 1.0").check()
-    kernel.run("%%distributed\nwith torch.no_grad(): taken.weight += 1\nrate += 1").check()
-    assert "replaced" not in kernel.run("%%distributed\ntaken, rate").check().text
-    kernel.run("with torch.no_grad(): taken.weight += 5\nrate = 3.0").check()
-    cell = kernel.run("%%distributed\ntaken, rate").check()
-    assert "taken: changed in the ranks, and replaced there" in cell.text
-    kernel.run("with torch.no_grad(): taken.weight += 5").check()
-    assert "replaced" not in kernel.run("%%distributed\ntaken").check().text
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        ("torch.nn.Linear(2, 2)", "with torch.no_grad(): taken.weight += {}"),
+        ("[1]", "taken.append({})"),
+        ("{'a': {'b': 1}}", "taken['a']['b'] += {}"),
+        ("__import__('numpy').zeros(3)", "taken += {}"),
+        ("__import__('types').SimpleNamespace(x=1)", "taken.x += {}"),
+    ],
+    ids=["module", "list", "nested dict", "array", "object"],
+)
+def test_values_that_the_notebook_takes_back_are_named(kernel: Kernel, value: str, change: str) -> None:
+    replaced = "taken: the ranks had changed it, and the notebook's new value has replaced it"
+    kernel.run("del taken" if kernel.ask("'taken' in globals()") else "").check()
+    kernel.run("%%distributed\nglobals().pop('taken', None)").check()
+    kernel.run(f"taken = {value}").check()
+    kernel.run(f"%%distributed\n{change.format(1)}").check()
+    assert replaced not in kernel.run("%%distributed\ntaken").check().text
+    kernel.run(change.format(5)).check()
+    request = kernel.start_cell("%%distributed\ntaken\nimport time\nwhile True: time.sleep(0.1)")
+    kernel.finish_cell(request, until=replaced)  # before the end of the cell
+    kernel.interrupt()
+    kernel.finish_cell(request)
+    kernel.run(change.format(5)).check()
+    assert replaced not in kernel.run("%%distributed\ntaken").check().text
 
 
 def test_ranks_import_from_new_entries_of_the_notebooks_path(kernel: Kernel, tmp_path: Path) -> None:

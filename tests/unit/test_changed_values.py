@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from nblaunch.ranks.changed_values import fingerprints, unreturned
+from nblaunch.ranks.changed_values import content_of, fingerprints, unreturned
 
 
 def noticed(value: Any, change: Callable[[Any], object], result: Callable[[Any], object] = lambda value: None) -> bool:
@@ -127,3 +129,79 @@ def test_a_sparse_buffer_of_a_module_harms_nothing() -> None:
     model.register_buffer("adjacency", torch.eye(2).to_sparse())
     assert noticed(model, trained, lambda it: [torch.ones(2)])
     assert not noticed(model, trained, lambda it: [it.weight])
+
+
+# ------------------------------------------------------------------ the content of a session's values
+class Holder:
+    """An object of the user's, whose code must not run."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError(other)
+
+
+class OwnList(list[Any]):
+    """A list whose own iteration must not run."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: {"a": [1, {"b": 2}]}, lambda it: it["a"][1].update(b=3)),
+        (lambda: {"a": 1}, lambda it: it.update(a=True)),
+        (lambda: [float("nan")], lambda it: it.append(float("nan"))),
+        (lambda: OwnList([1]), lambda it: it.append(2)),
+        (lambda: Holder(x=[1]), lambda it: vars(it)["x"].append(2)),
+        (lambda: numpy.zeros((300, 300)), lambda it: it.__iadd__(1)),
+        (lambda: numpy.asfortranarray(numpy.zeros((300, 300)))[::2], lambda it: it.__iadd__(1)),
+        (lambda: numpy.array([[1], None], dtype=object), lambda it: it.__setitem__(1, 2)),
+        (lambda: torch.zeros(3), lambda it: it.add_(1)),
+        (lambda: module(), trained),
+        (lambda: torch.optim.Adam(module().parameters()), stepped),
+        (lambda: deque([1]), None),
+        (lambda: range(5), None),
+        (lambda: torch.utils.data.TensorDataset(torch.ones(3)), lambda it: it.tensors[0].zero_()),
+        (lambda: lambda: 1, None),
+        (lambda: Holder, None),
+    ],
+)
+def test_content_differs_once_it_is_changed(make: Callable[[], Any], change: Callable[[Any], Any] | None) -> None:
+    value = make()
+    before = content_of(value)
+    assert before is not None
+    assert content_of(value) == before
+    if change is not None:
+        change(value)
+        assert content_of(value) != before
+
+
+def test_what_reading_does_to_a_value_is_no_change() -> None:
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=2)
+    model = module()
+    frame = {"data": data, "model": model, "loss": nn.CrossEntropyLoss()}
+    before = content_of(frame)
+    for (batch,) in data:
+        nn.functional.cross_entropy(model(batch), torch.tensor([0, 1]))
+    assert content_of(frame) == before
+
+
+def test_the_content_of_a_large_value_is_bounded() -> None:
+    assert len(content_of([[[] for _ in range(100)] for _ in range(10_000)])) <= 1_000
+    circle: list[Any] = []
+    circle.append(circle)
+    assert content_of(circle) == content_of(circle)
