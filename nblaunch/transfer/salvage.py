@@ -6,6 +6,7 @@ This uses Python's own unpickler, which is many times slower than that of C.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -55,34 +56,40 @@ class SalvagingUnpickler(_PYTHON):  # type: ignore[misc]  # Any
         except Exception as error:  # noqa: BLE001  # the user's module, too, is code
             return self._unbuilt(error)
 
-    def _unbuilt(self, error: Exception, args: tuple[Any, ...] = ()) -> Unbuilt:
+    def _unbuilt(self, error: Exception, maker: Any = None, args: tuple[Any, ...] = ()) -> Unbuilt:
         made = Unbuilt(args)
-        self._fail(made, error)
+        if type(maker) is Unbuilt:  # the first error is the cause
+            self.failed.append((made, self._reason(maker)))
+        else:
+            self._fail(made, error)
         return made
 
     def _fail(self, thing: Any, error: Exception) -> None:
         self.failed.append((thing, f"{type(error).__name__}: {error}".rstrip(": ")))
 
+    def _reason(self, unbuilt: Unbuilt) -> str:
+        return next(reason for thing, reason in self.failed if thing is unbuilt)
+
     def _call(self) -> None:
-        args = self.stack[-1]
+        maker, args = self.stack[-2:]
         try:
             super().load_reduce()
         except Exception as error:  # noqa: BLE001  # any code
-            self.stack[-1] = self._unbuilt(error, args)
+            self.stack[-1] = self._unbuilt(error, maker, args)
 
     def _pop(self) -> None:
         if self.stack and type(self.stack[-1]) is Unbuilt and self.stack[-1].args:
             # A pickle drops what a call returns if the call sets the state of its first argument.
             made = self.stack[-1]
-            reason = next(reason for thing, reason in self.failed if thing is made)
-            self.failed.append((made.args[0], reason))
+            self.failed.append((made.args[0], self._reason(made)))
         super().load_pop()
 
-    def _create(self, load: Callable[[Any], None]) -> None:
+    def _create(self, load: Callable[[Any], None], class_at: int = 0) -> None:
+        maker = self.stack[class_at] if class_at else None
         try:
             load(self)
         except Exception as error:  # noqa: BLE001  # any code
-            self.append(self._unbuilt(error))
+            self.append(self._unbuilt(error, maker))
 
     def _fill(self, load: Callable[[Any], None]) -> None:
         try:
@@ -105,7 +112,9 @@ def _guarded(load: Callable[[Any], None], how: Callable[[Any, Callable[[Any], No
 
 
 for _codes, _how in (
-    ((pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.FROZENSET), SalvagingUnpickler._create),
+    ((pickle.FROZENSET,), SalvagingUnpickler._create),
+    ((pickle.NEWOBJ,), functools.partial(SalvagingUnpickler._create, class_at=-2)),
+    ((pickle.NEWOBJ_EX,), functools.partial(SalvagingUnpickler._create, class_at=-3)),
     (
         (pickle.BUILD, pickle.APPEND, pickle.APPENDS, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS),
         SalvagingUnpickler._fill,

@@ -95,15 +95,17 @@ def test_a_key_that_fails_marks_its_container(kind: Any, tmp_path: Path) -> None
     assert isinstance(holder, Unbuilt) or any(isinstance(each, Unbuilt) for each in holder)
 
 
-def test_a_class_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reduce", [{}, {"__reduce__": lambda it: (type(it), ())}], ids=["NEWOBJ", "REDUCE"])
+def test_a_class_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reduce: dict[str, Any]) -> None:
     module = types.ModuleType("passing")
-    module.Kind = type("Kind", (), {"__module__": "passing"})  # type: ignore[attr-defined]
+    module.Kind = type("Kind", (), {"__module__": "passing", **reduce})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "passing", module)
     fds = sent([module.Kind(), 5], tmp_path)
     monkeypatch.delitem(sys.modules, "passing")
     found = unpack(fds)
     assert found.value[1] == 5
-    assert found.failed[0][1] == "ModuleNotFoundError: No module named 'passing'"
+    assert {reason for _, reason in found.failed} == {"ModuleNotFoundError: No module named 'passing'"}
+    assert any(found.value[0] is thing for thing, _ in found.failed)
 
 
 def test_others_parcels_raise(tmp_path: Path) -> None:
