@@ -6,6 +6,7 @@ the interrupt, not ``BdbQuit``, ends the call, so that ``finally`` blocks and th
 
 from __future__ import annotations
 
+import code
 import contextlib
 import io
 import linecache
@@ -236,6 +237,27 @@ class RankDebugger(Pdb):
     def do_debug(self, arg: str) -> None:
         """Not here: a second debugger would trace the first."""
         self.error("debug: not in a rank")
+
+    def do_interact(self, arg: str) -> None:
+        """interact: type statements of several lines, with the names of this frame."""
+        frame = self.curframe
+        if frame is None:
+            return
+        console = code.InteractiveConsole({**frame.f_globals, **frame.f_locals})
+        console.raw_input = self._read_statement  # type: ignore[method-assign]
+        self.message("exit() returns to the debugger; assignments stay here")
+        here = contextlib.redirect_stdout(self._screen), contextlib.redirect_stderr(self._screen)
+        with here[0], here[1], contextlib.suppress(SystemExit):
+            console.interact(banner="", exitmsg="")
+
+    def _read_statement(self, prompt: str = "") -> str:
+        if self._keyboard.voice.interrupted:
+            raise _Interrupted
+        self._screen.send()
+        try:
+            return self._keyboard.ask(prompt)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
 
     def do_run(self, arg: str) -> None:
         """Not here: the launch restarts by running its cell again."""
