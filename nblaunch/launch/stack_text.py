@@ -132,6 +132,11 @@ class StackFormatter:
             return f"{self._place(frame).removeprefix('File ')}{': ' + text if text else ''}"
         return "C code without a Python caller"
 
+    def is_wait(self, stacks: Sequence[Stack], main: str) -> bool:
+        """Return True if the main thread is in a line of the user that calls ``wait`` of C code, as a `Work` has."""
+        last = frames_of(stacks, main)[-1:]
+        return any(self._is_users(frame) and ".wait(" in self._text(frame) for frame in last)
+
     def _order_of(self, stack: Stack, main: str) -> int:
         if stack.thread == main:
             return 0

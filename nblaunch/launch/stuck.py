@@ -1,4 +1,4 @@
-"""Why ranks that wait in a collective do not get on: compares what each rank of the process group has begun.
+"""Why ranks that wait in a collective, or for a send or receive, do not get on: compares what each rank has begun.
 
 Pure: the caller says where the ranks are.
 """
@@ -19,6 +19,7 @@ _ALIKE = {"allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "al
 """Collectives whose tensors have one size on every rank."""
 _SETUP = {"new_group", "init_process_group", "init_device_mesh", "destroy_process_group", "split_group"}
 """torch's functions that wait for other ranks without a collective."""
+_ENDED: dict[Where, str] = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}
 _MAX_RANKS = 8
 """Ranks that are described one by one."""
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
@@ -95,7 +96,31 @@ def judge(ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun],
     oldest = {each.begun[0].group: each.begun[0] for each in sorted(waiting, key=lambda each: -each.begun[0].time_ns)}
     judged = [_judge_group(ranks, begun, seconds, place_of) for begun in reversed(oldest.values())]
     found = [each for each in judged if each is not None]
-    return next((each for each in found if each.is_final), found[0] if found else None)
+    return next(
+        (each for each in found if each.is_final), found[0] if found else _judge_transfers(ranks, seconds, place_of)
+    )
+
+
+def _judge_transfers(
+    ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun], str]
+) -> StuckVerdict | None:
+    """Judge ranks of which some wait in ``send`` or ``recv`` and none works. Which rank they wait for is not known."""
+    waiting = [each for each in ranks if each.where == "waits" and each.begun and each.begun[0].is_transfer]
+    others = [each for each in ranks if each not in waiting]
+    if not waiting or any(each.is_busy for each in others):
+        return None
+    alive = [each for each in others if each.where in ("runs", "waits")]
+    are_receivers = all(each.begun[0].call.startswith("recv") for each in waiting)
+    is_final = not alive and (are_receivers or len(waiting) == 1)
+    lines = _said_of_waiting(waiting, place_of)
+    lines[0] = f"{'Stuck' if is_final else 'Waiting'} for {seconds:.0f} s: {lines[0]}"
+    lines += [f"rank {each.rank} {_ENDED[each.where]}" for each in others if each.where in _ENDED][:_MAX_RANKS]
+    lines += [f"rank {each.rank} is at {each.place}" for each in alive if each.place][:_MAX_RANKS]
+    if is_final:
+        lines[-1] += ": this cannot end"
+    views = [sorted(each.rank for each in some) for some in (waiting, alive)]
+    calls = sorted((each.rank, each.begun[0].time_ns) for each in waiting)
+    return StuckVerdict(tuple(lines), is_final, f"{calls} {views} {is_final}", tuple(views[1])[:_MAX_RANKS])
 
 
 def _judge_group(
@@ -144,8 +169,11 @@ def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[list[str],
     gone = [each for each in group.missing if each.where in ("returned", "raised", "died")]
     if gone:
         done = gone[0].in_group(calls[0].group).count
-        ended = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}[gone[0].where]
-        return [f"rank {gone[0].rank} {ended} after {done} of {calls[0].count}: this cannot end"], "", True
+        return (
+            [f"rank {gone[0].rank} {_ENDED[gone[0].where]} after {done} of {calls[0].count}: this cannot end"],
+            "",
+            True,
+        )
     if group.missing:
         return _said_of_missing(group.missing, calls[0], place_of), "", False
     if not (group.passed or any(each.is_busy for each in group.waiting)):
@@ -169,7 +197,9 @@ def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], st
         by_call.setdefault((each.begun[0].call, each.begun[0].detail, place_of(each.begun[0])), []).append(each)
     said = []
     for (call, detail, place), views in by_call.items():
-        what = f"{_NAMES.get(call, call)} #{views[0].begun[0].count}{f' of {detail}' * bool(detail)}"
+        first = views[0].begun[0]
+        number = "" if first.is_transfer else f" #{first.count}"  # transfers are not counted
+        what = f"{_NAMES.get(call, call)}{number}{f' of {detail}' * bool(detail)}"
         said.append(f"{_ranks(views)} {'waits' if len(views) == 1 else 'wait'} in {what}{f' ({place})' * bool(place)}")
     return said
 
@@ -203,16 +233,17 @@ def _ranks(views: Sequence[RankView]) -> str:
     return f"ranks {in_ranges(each.rank for each in views).replace(',', ', ')}"
 
 
-def waited_for(frames: Sequence[Frame], begun: Sequence[Begun]) -> Begun | None:
+def waited_for(frames: Sequence[Frame], begun: Sequence[Begun], *, is_wait: bool = False) -> Begun | None:
     """Return the collective that a rank waits in, if its stack shows so; None if it may wait in another call of torch.
 
     Args:
         frames: The stack of its main thread, the oldest call first.
         begun: Its last collective in each process group, the latest first.
+        is_wait: The stack ends in ``work.wait()``.
     """
     last = begun[0] if begun else None
-    if last is None or not frames:
-        return None
+    if last is None or not frames or is_wait:
+        return last if frames else None
     is_of_backward = not last.file  # of a thread of autograd's
     is_called_there = any(frame.line == last.line and frame.file.startswith(last.file) for frame in frames)
     is_setup = any(frame.function in _SETUP for frame in frames)

@@ -1,7 +1,8 @@
 """Notices that ranks wait in a collective and none gets on, and says why.
 
 Looks once a second at what each rank has begun. If no rank has begun a collective for some seconds, it asks the ranks
-for their stacks: those whose last call is in torch.distributed wait, and those in a backward pass that use no CPU.
+for their stacks: those whose last call is in torch.distributed wait, and those in a backward pass or in a ``wait()``
+that use no CPU.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class StuckWatch:
             return RankView(rank.rank, where, "", begun)
         stacks = parse(dumps.dump)
         is_busy = rank.rank in self._busy
+        is_wait = self._formatter.is_wait(stacks, dumps.main) and not is_busy
         may_wait = waits_in_collective(stacks, dumps.main) or (waits_in_backward(stacks, dumps.main) and not is_busy)
-        if may_wait and waited_for(frames_of(stacks, dumps.main), begun) is not None:
+        if (may_wait or is_wait) and waited_for(frames_of(stacks, dumps.main), begun, is_wait=is_wait) is not None:
             where = "waits"
         return RankView(rank.rank, where, self._formatter.where(stacks, dumps.main), begun, is_busy)

@@ -72,6 +72,20 @@ def a_missing_backward(rank: int) -> None:
     time.sleep(60)
 
 
+def a_receive_without_a_send(rank: int) -> None:
+    if rank == 0:
+        dist.recv(torch.ones(4), 1)
+    time.sleep(60)
+
+
+def a_wait_on_another_line(rank: int) -> None:
+    agreed()
+    if rank == 0:
+        work: Any = dist.all_reduce(torch.ones(4), async_op=True)
+        work.wait()
+    time.sleep(60)
+
+
 def slow_but_healthy(rank: int) -> int:
     for step in range(4):
         time.sleep(0.7 * (rank == step % 2))
@@ -89,6 +103,8 @@ def slow_but_healthy(rank: int) -> int:
         (different_operations, ["rank 0 waits in all_gather #2 of 8 float32", "rank 1 has begun 1 of 2", "dist.recv"]),
         (a_late_rank, ["rank 0 waits in barrier #2", "rank 1 has begun 1 of 2, and is at", "time.sleep(60)"]),
         (a_group_of_its_own, ["rank 0 waits in all_reduce #2 of 4 float32", "rank 1 has begun 1 of 2"]),
+        (a_receive_without_a_send, ["rank 0 waits in recv of 4 float32", "rank 1 is at", "time.sleep(60)"]),
+        (a_wait_on_another_line, ["rank 0 waits in all_reduce #2 of 4 float32", "rank 1 has begun 1 of 2"]),
         (a_missing_backward, ["rank 0 waits in all_reduce #", "rank 1 has begun", "time.sleep(60)"]),
     ],
 )

@@ -150,7 +150,25 @@ def test_point_to_point_calls_are_no_mismatch(call: str) -> None:
     assert found is not None
     assert not found.is_final
     assert "rank 1" not in found.text
-    assert verdict(view(0, "waits", begun(call, 5)), view(1, "runs")) is None
+    assert verdict(view(0, "waits", begun(call, 5)), RankView(1, "runs", is_busy=True)) is None
+
+
+def test_transfers_are_said_to_wait_where_no_rank_works() -> None:
+    receives = begun("recv", 5)
+    text = text_of(view(0, "waits", receives), view(1, "runs", place="Cell In[3], line 9: sleep()"))
+    assert text == (
+        "Waiting for 12 s: rank 0 waits in recv of 8 float32 (Cell In[3], line 14); "
+        "rank 1 is at Cell In[3], line 9: sleep()"
+    )
+    both = verdict(view(0, "waits", receives), view(1, "waits", begun("recv", 4, line=20)), view(2, "returned"))
+    assert both is not None
+    assert both.is_final
+    assert both.lines[1:] == (
+        "rank 1 waits in recv of 8 float32 (Cell In[3], line 20)",
+        "rank 2 has returned: this cannot end",
+    )
+    assert not verdict(view(0, "waits", receives), view(1, "waits", begun("send", 4))).is_final  # type: ignore[union-attr]
+    assert text_of(view(0, "waits", begun("send", 4)), view(1, "died")).endswith("rank 1 is dead: this cannot end")
 
 
 def test_ranks_that_transfer_blame_no_network() -> None:
