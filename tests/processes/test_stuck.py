@@ -48,6 +48,13 @@ def different_operations(rank: int) -> None:
         dist.recv(torch.ones(1), 0)
 
 
+def different_collectives(rank: int) -> None:
+    if rank == 0:
+        dist.broadcast(torch.ones(2), 0)
+    else:
+        dist.all_reduce(torch.ones(2))
+
+
 def a_late_rank(rank: int) -> None:
     agreed()
     if rank == 1:
@@ -86,6 +93,10 @@ def a_wait_on_another_line(rank: int) -> None:
     time.sleep(60)
 
 
+def different_sizes(rank: int) -> None:
+    dist.all_reduce(torch.ones(2 + rank))
+
+
 def slow_but_healthy(rank: int) -> int:
     for step in range(4):
         time.sleep(0.7 * (rank == step % 2))
@@ -118,6 +129,12 @@ def test_the_wait_is_explained_and_in_the_timeouts_error(
         assert word in shown
         assert word in str(caught.value)
     assert shown.count("Waiting for") == 1
+
+
+@pytest.mark.parametrize(("function", "aspect"), [(different_collectives, "BROADCAST"), (different_sizes, "shapes")])
+def test_checks_find_calls_that_differ(function: Callable[..., Any], aspect: str, launch: Launcher) -> None:
+    with pytest.raises(RuntimeError, match=f"(?s)Detected mismatch between collectives on ranks.*{aspect}"):
+        launch(function, checks=True)
 
 
 def test_ranks_that_wait_for_too_long_are_stopped(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
