@@ -60,6 +60,8 @@ class Account:
     """What each rank has printed."""
     hint: str = ""
     """What to do about a missing process group; empty if there is one."""
+    again: str = "launch again"
+    """What to do once all ranks are lost."""
 
 
 def exception_for(cause: Cause, account: Account) -> Any:
@@ -67,7 +69,7 @@ def exception_for(cause: Cause, account: Account) -> Any:
     if cause.end is None:
         return RankLostError(
             f"the process that supervises the ranks of {account.name} was killed, and all ranks with it: "
-            f"launch again. Logs: {account.files.directory}"
+            f"{account.again}. Logs: {account.files.directory}"
         )
     failed = cause.end.failed
     if cause.kind == "died" or failed is None:

@@ -265,7 +265,9 @@ class Launch:
             self._error = LaunchStoppedError(f"{self.name} was stopped before its turn in the session")
             self._view.on(Ended(self._outcome("stopped", self._error)))
         except BaseException as error:  # noqa: BLE001  # `result` raises it
-            if not isinstance(error, (StartError, RankError)):
+            if isinstance(error, (StartError, RankError)):
+                error = error.with_traceback(None)  # the frames are nblaunch's own
+            else:
                 _log.exception("the supervisor of launch %s failed", self.id)
             self._error = error
             self._view.on(Ended(self._outcome("failed", error)))
@@ -370,7 +372,7 @@ class Launch:
         ends = [rank.end for rank in attempt.task.present]
         written = attempt.output.ranks
         logs_of = {rank.rank: rank.logs for rank in written}
-        account = failures.Account(self.name, ends, files, self._shipment.sources, logs_of, attempt.hint)
+        account = failures.Account(self.name, ends, files, self._shipment.sources, logs_of, attempt.hint, attempt.again)
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))

@@ -225,17 +225,17 @@ class SessionRanks:
     @property
     def present(self) -> list[int]:
         """The ranks that are alive."""
-        return self.group.live
+        return [] if self.group.is_over else self.group.live
 
     @property
     def absent(self) -> list[int]:
         """The ranks that have died."""
-        return [rank for rank in range(self.plan.world_size) if rank not in self.group.live]
+        return [rank for rank in range(self.plan.world_size) if rank not in self.present]
 
     @property
     def bound(self) -> list[tuple[Bound, ...]]:
         """What each rank has bound, at the end of its last task; nothing for a dead rank."""
-        live = self.group.live
+        live = self.present
         return [names if rank in live else () for rank, names in enumerate(self._bound)]
 
     @property

@@ -68,7 +68,9 @@ class SessionState:
 
     def obituary(self, rank: int) -> str:
         """Return what to say of a dead rank, after its number."""
-        return f"dead, with its variables; {restart_command(self.name, [rank])} restarts it"
+        if not any(each.pid for each in self.ranks):
+            return f"dead, its variables are lost; {restart_command(self.name)} restarts all"
+        return f"dead, its variables are lost; {restart_command(self.name, [rank])} restarts it"
 
     def text(self) -> str:
         """Return the state and what each rank holds, as lines."""

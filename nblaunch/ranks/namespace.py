@@ -85,7 +85,7 @@ class Namespace:
             self._digests[name] = sent.digest
             has_changed = before not in (b"", sent.digest)  # b"": pushed, or the rank's own before a restart
             if name in own:
-                kept += [name] * has_changed
+                kept += [name] * (has_changed and self.names[name] is not sent.value)  # as an imported module is
             elif has_changed or sent.is_forced or name not in self.names:
                 replaced += [name] * (not sent.is_forced and self._is_changed(name))
                 self._bind(name, sent)

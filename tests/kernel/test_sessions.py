@@ -100,6 +100,12 @@ def test_a_name_that_ranks_have_bound_stays_theirs(kernel: Kernel) -> None:
     assert on_ranks(kernel, "mine") == ["the notebook has it back"] * 2
 
 
+def test_a_module_that_both_have_imported_is_one(kernel: Kernel) -> None:
+    kernel.run("%%distributed\nimport textwrap").check()
+    kernel.run("import textwrap").check()
+    assert "keep it" not in kernel.run("%%distributed\ntextwrap.dedent('')").check().text
+
+
 def test_a_name_that_one_rank_has_bound_stays_with_it(kernel: Kernel) -> None:
     kernel.run("mine_alone = [1]").check()
     assert on_ranks(kernel, "mine_alone") == [[1]] * 2
@@ -132,6 +138,7 @@ def test_an_optimizer_of_a_model_that_ranks_replaced_is_named(kernel: Kernel) ->
     kernel.run(build).check()
     assert "learned: the ranks have their own" in kernel.run("%%distributed\nlearned").check().text
     assert apart in kernel.run("%%distributed\nby_sgd").check().text
+    kernel.run("%%distributed\ndel learned, by_sgd").check()
 
 
 def test_what_ranks_trained_is_not_overwritten_by_the_same_model(kernel: Kernel) -> None:
@@ -787,7 +794,7 @@ def test_a_busy_session_completes_from_what_it_knew(kernel: Kernel) -> None:
 def test_a_dead_rank_is_named_by_whatever_asks_it(kernel: Kernel) -> None:
     generation = kernel.ask("s._ranks.generation")
     kernel.run(f"os.kill({on_ranks(kernel, 'os.getpid()')[1]}, signal.SIGKILL)").check()
-    said = "dead, with its variables; `%distributed session restart --rank 1` restarts it"
+    said = "dead, its variables are lost; `%distributed session restart --rank 1` restarts it"
     eventually(lambda: f"rank 1: {said}" in kernel.ask("s.status()"))
     assert kernel.run("%distributed who").check().text.endswith(f"rank 1\n  {said}\n")
     assert kernel.run("s[1]").check().value == said

@@ -75,10 +75,13 @@ def test_the_death_of_the_reaper_ends_all_and_a_restart_begins_again(session: Se
     everyone, reaper = family(session, tmp_path)
     os.kill(reaper, signal.SIGKILL)
     eventually(lambda: not any(map(alive, everyone)), SURVIVES_AT_MOST)
+    said = "dead, its variables are lost; `%distributed session restart --name deaths` restarts all"
+    eventually(lambda: session.status().count(said) == 2)
     with pytest.raises(
         RankError, match="the ranks of session deaths are lost: `%distributed session restart --name deaths`"
-    ):
+    ) as caught:
         session.run(os.getpid, view="none")
+    assert "_supervise" not in [frame.name for frame in caught.traceback]
     session.restart()
     assert len(set(session.run(os.getpid, view="none"))) == 2
 
@@ -319,6 +322,15 @@ def test_a_session_is_not_idle_while_a_task_is_packed() -> None:
 
     with nblaunch.session(1, name="packing", idle_timeout=0.3) as made:
         assert list(made.run(abs, Slow(), view="none")) == [1]
+
+
+def test_a_reaper_that_dies_under_a_task_says_how_to_go_on(session: Session) -> None:
+    reaper = session.run(os.getppid, view="none")[0]
+    threading.Timer(0.3, os.kill, [reaper, signal.SIGKILL]).start()
+    with pytest.raises(RankError, match="killed, and all ranks with it: `%distributed session restart --name deaths`"):
+        session.run(time.sleep, 600, view="none")
+    session.restart()
+    assert len(session.run(os.getpid, view="none")) == 2
 
 
 def test_a_reaper_that_dies_under_a_question_is_named(session: Session) -> None:
