@@ -60,7 +60,7 @@ class Record:
     world_size: int
     device: str
     ended_at: float
-    """Seconds since the epoch."""
+    """Seconds since the epoch; 0.0: it still runs."""
     metrics: Mapping[str, Mapping[int, Sequence[Point]]]
     """The points (x, y) of each rank for each metric; y may be NaN."""
     tails: Sequence[RankTail]

@@ -89,7 +89,7 @@ def _header(record: Record) -> str:
 
 def _when(ended_at: float) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M", time.localtime(ended_at))
+        return time.strftime("%Y-%m-%d %H:%M" if ended_at else "", time.localtime(ended_at))
     except (OverflowError, ValueError, OSError):  # not a time
         return ""
 

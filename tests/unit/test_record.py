@@ -204,6 +204,11 @@ def test_each_state_says_how_long_it_took(state: str, seconds: float, expected: 
     assert f"{expected} · 1 rank · cpu\n" in page(record).text
 
 
+def test_a_launch_that_still_runs_has_no_date() -> None:
+    assert "2026-" in page(FINISHED).text
+    assert not re.search(r"\d{4}-\d{2}-\d{2}", page(replace(FINISHED, state="running", ended_at=0.0)).text)
+
+
 def test_notes_are_kept() -> None:
     record = replace(FINISHED, state="stopped", message="stopped by the button", notes=["restarting (1 of 3)"])
     for shown in (page(record).text, as_text(record)):
