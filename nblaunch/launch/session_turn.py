@@ -141,6 +141,7 @@ class Turn:
             is_over or all(rank.is_running or rank.is_over for rank in self.task.present)
         ):
             self._has_noted_taken = True
+            self._ranks.late_output.show(self.view)  # what came before they turned to the new logs
             self._note_taken()
         return is_over
 

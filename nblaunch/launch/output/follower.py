@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from nblaunch.engines.protocol import Log, Worker
@@ -165,25 +166,47 @@ class OutputFollower:
             rank.close()
 
 
+@dataclass(slots=True)
+class _Unshown:
+    """The last lines that a rank has printed between two tasks."""
+
+    lines: list[str] = field(default_factory=list)
+    cut_in: str = ""
+    """The log that has more; empty if these are all."""
+
+
 class LateOutput:
     """What the ranks of a session print between two tasks, such as from threads: it is in the log of the first."""
 
     def __init__(self) -> None:
         self._logs: list[tuple[int, Log, int]] = []
-        """Rank, log, and how much of the log the task has shown."""
+        """Rank, log, and how much of the log was read."""
+        self._unshown: dict[int, _Unshown] = {}
 
     def follow(self, output: OutputFollower) -> None:
         """Watch the logs of a task that has ended."""
         self._logs = [(rank.rank, tail.log, tail.offset) for rank in output.ranks for tail in rank.tails.values()]
 
     def show(self, view: View) -> None:
-        """Show what the logs have gained since."""
-        for rank, log, shown in self._logs:
-            text = last_lines(log, _MAX_LATE_LINES, since=shown)
-            if text:
-                said = "\n".join(f"    {line}" for line in text.splitlines())
-                view.on(Note(f"rank {rank} has printed this since its last cell ended:\n{said}"))
-        self._logs = []
+        """Show what the logs have gained; a view that shows nothing leaves it to the next task."""
+        self._logs = [(rank, log, self._read(rank, log, since)) for rank, log, since in self._logs]
+        if not view.shows_notes:
+            return
+        for rank, late in self._unshown.items():
+            lines = [*([f"… (more in {late.cut_in})"] if late.cut_in else []), *late.lines]
+            said = "\n".join(f"    {line}" for line in lines)
+            view.on(Note(f"rank {rank} has printed this since its last cell ended:\n{said}"))
+        self._unshown.clear()
+
+    def _read(self, rank: int, log: Log, since: int) -> int:
+        size = log.size()
+        if size > since:
+            late = self._unshown.setdefault(rank, _Unshown())
+            late.lines += last_lines(log, _MAX_LATE_LINES + 1, since=since).splitlines()
+            if len(late.lines) > _MAX_LATE_LINES:
+                late.cut_in = str(log.name)
+            late.lines = late.lines[-_MAX_LATE_LINES:]
+        return max(size, since)
 
 
 def _first_drop(rank: RankOutput) -> str:

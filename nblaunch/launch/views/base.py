@@ -19,6 +19,8 @@ class View(ABC):
 
     wants_text: bool = False
     """`Logs` must carry the text. False for a view that reads the log files itself."""
+    shows_notes: bool = True
+    """False for a view that shows nothing."""
 
     @abstractmethod
     def on(self, event: Event) -> None:
@@ -27,6 +29,8 @@ class View(ABC):
 
 class NullView(View):
     """Shows nothing."""
+
+    shows_notes = False
 
     def on(self, event: Event) -> None:
         pass
@@ -37,7 +41,7 @@ class ShieldedView(View):
 
     def __init__(self, view: View) -> None:
         self._view = view
-        self.wants_text = view.wants_text
+        self.wants_text, self.shows_notes = view.wants_text, view.shows_notes
 
     def on(self, event: Event) -> None:
         try:
