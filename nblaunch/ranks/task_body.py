@@ -44,6 +44,8 @@ def call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[st
         before = changed_values.fingerprints(payload.watched)
     except Exception:  # noqa: BLE001  # a user's named_parameters; best effort: must never fail the task
         _log.info("cannot watch the payload's values for modifications", exc_info=True)
+    if home is not None:
+        home.names.update(_own_values(context))
     if isinstance(payload.function, Cell):
         result = _run_cell(payload.function, payload.anchor.__globals__ if home is None else home.names, context)
     elif isinstance(payload.function, Question):

@@ -83,6 +83,13 @@ def test_the_notebooks_names_are_sent_once_and_again_when_they_change(kernel: Ke
     assert "[rank 1] 0.25" in again
 
 
+def test_ranks_know_their_rank_before_the_first_cell(kernel: Kernel) -> None:
+    kernel.run(
+        "with nblaunch.session(2, name='fresh') as fresh: got = fresh.pull('rank'), list(fresh.run(lambda: world_size))"
+    )
+    assert kernel.ask("got") == ([0, 1], [2, 2])
+
+
 def test_a_name_that_ranks_have_bound_stays_theirs(kernel: Kernel) -> None:
     keep = "mine: the ranks have their own, and keep it; a push of the session replaces it"
     kernel.run("mine = 'notebook'").check()
