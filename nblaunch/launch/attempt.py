@@ -59,11 +59,11 @@ class Attempt:
         output: What they have printed and reported.
         results: The parcels of the ranks that have returned, set by `run`; the caller closes them.
         hint: See `failures.Account`; empty, as every rank has begun.
-        again: See `failures.Account`.
+        session: See `failures.Account`.
     """
 
     hint = ""
-    again = "launch again"
+    session = ""
 
     group: WorkerGroup
     task: Task

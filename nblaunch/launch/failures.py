@@ -12,9 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from nblaunch.engines.protocol import Log
-from nblaunch.errors import CollectiveError, RankDiedError, RankLostError, RankRaisedError, ResultError, text_of
+from nblaunch.errors import (
+    CollectiveError,
+    RankDiedError,
+    RankError,
+    RankLostError,
+    RankRaisedError,
+    ResultError,
+    text_of,
+)
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
+from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.launch.views.events import Failure, Stream
 from nblaunch.machine.own_code import is_rank_runtime, is_users
@@ -60,16 +69,17 @@ class Account:
     """What each rank has printed."""
     hint: str = ""
     """What to do about a missing process group; empty if there is one."""
-    again: str = "launch again"
-    """What to do once all ranks are lost."""
+    session: str = ""
+    """The session's name; empty for a launch."""
 
 
 def exception_for(cause: Cause, account: Account) -> Any:
     """Return the exception for a cause."""
     if cause.end is None:
+        again = f"{restart_command(account.session)} restarts them" if account.session else "launch again"
         return RankLostError(
-            f"the process that supervises the ranks of {account.name} was killed, and all ranks with it: "
-            f"{account.again}. Logs: {account.files.directory}"
+            f"the process that supervises the ranks of {account.name} was killed, and all ranks with it: {again}. "
+            f"Logs: {account.files.directory}"
         )
     failed = cause.end.failed
     if cause.kind == "died" or failed is None:
@@ -140,8 +150,15 @@ def rebuilt(failed: Failed) -> Any:
         return None  # a class that the notebook cannot import
 
 
-def _left(failed: Failed, account: Account) -> RankDiedError:
-    said = f" ({failed.text})" if failed.text and not failed.text.isdigit() else ""
+def _left(failed: Failed, account: Account) -> RankError:
+    said = f" ({failed.text})" if failed.text not in ("", "None", str(failed.status)) else ""
+    if account.session:
+        return RankRaisedError(
+            f"rank {failed.rank} called exit with status {failed.status}{said}: that ends {account.name} in every "
+            f"rank, and the ranks keep their variables; {command(account.session, 'stop')} ends the ranks",
+            failed.rank,
+            account.files.err(failed.rank),
+        )
     error = RankDiedError(
         f"rank {failed.rank} called sys.exit with status {failed.status}{said} before {account.name} returned: "
         f"return from the function instead. Log: {account.files.err(failed.rank)}",

@@ -11,24 +11,14 @@ import secrets
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from nblaunch.engines.current import engine
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
-from nblaunch.launch import failures
+from nblaunch.launch import conclusion, failures
 from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.cell_input import CellInput, console_for
 from nblaunch.launch.commands import Commands
-from nblaunch.launch.conclusion import (
-    attach_results,
-    changed_names,
-    copy_note,
-    interruption,
-    keep_logs,
-    load_results,
-    stop_error,
-    summary,
-)
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankLogs
 from nblaunch.launch.output.pruning import prune
@@ -45,6 +35,7 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.segments import in_words
+from nblaunch.transfer.pickling import refuse_to_send
 from nblaunch.wire.messages import Payload
 
 _log = logging.getLogger(__name__)
@@ -164,7 +155,7 @@ class Launch:
             try:
                 warn(crash)
             except Warning as raised:  # the user's filters make warnings errors
-                attach_results(self._returned, raised)
+                conclusion.attach_results(self._returned, raised)
                 raise
         if self._error is not None:
             raise self._error
@@ -200,10 +191,14 @@ class Launch:
             return asked.result(timeout + timeouts.STACKS_QUEUE_TIMEOUT_S)
         return {}
 
+    def __reduce__(self) -> NoReturn:
+        refuse_to_send("a launch")
+
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "finished"
         if not self.done:
-            state = f"running for {time.monotonic() - self._begin:.0f} s"
+            is_queued = self._place is not None and not self._place.ranks.queue.is_first(self._place.ticket)
+            state = f"{'queued' if is_queued else 'running'} for {time.monotonic() - self._begin:.0f} s"
         return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
 
     def join(self) -> LaunchResult:
@@ -220,15 +215,15 @@ class Launch:
             interrupted = self._wait_out()
         except BaseException as error:  # an interrupt between two lines of ours
             self._abandon()
-            attach_results(self._returned, error)
+            conclusion.attach_results(self._returned, error)
             raise
         if interrupted and isinstance(self._error, LaunchStoppedError):
-            interrupt = interruption(str(self._error), self._returned)
-            keep_logs(interrupt, getattr(self._error, "_nblaunch_files", None))
+            interrupt = conclusion.interruption(str(self._error), self._returned)
+            conclusion.keep_logs(interrupt, getattr(self._error, "_nblaunch_files", None))
             raise interrupt from None
         if interrupted and self._error is None:  # end a loop of launches, too; the exception carries the result
             said = f"{self.name} was interrupted, and every rank returned: the result is sys.last_value.results"
-            raise interruption(said, self._returned)
+            raise conclusion.interruption(said, self._returned)
         return self.result()
 
     def _abandon(self) -> None:
@@ -326,11 +321,13 @@ class Launch:
             again = number < self._plan.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
                 self._view.on(
-                    Note(f"{summary(error)}: restarting all ranks ({number + 1} of {self._plan.max_restarts})")
+                    Note(
+                        f"{conclusion.summary(error)}: restarting all ranks ({number + 1} of {self._plan.max_restarts})"
+                    )
                 )
                 return True
             self._error = error
-            keep_logs(error, files)
+            conclusion.keep_logs(error, files)
             state: State = "failed" if error is not None and verdict.state == "finished" else verdict.state
             self._view.on(Ended(self._outcome(state, error)))
             return False
@@ -363,16 +360,18 @@ class Launch:
         if error is None:
             return Outcome(state, seconds, "")
         failure = failures.describe(error, self._account) if state == "failed" else None
-        return Outcome(state, seconds, summary(error), failure)
+        return Outcome(state, seconds, conclusion.summary(error), failure)
 
     # -------------------------------------------------------------- results
     def _conclude(self, verdict: Verdict, attempt: Attempt | Turn, files: LaunchFiles) -> BaseException | None:
         """Keep the result, or return the error that explains why there is none."""
-        self._returned, error = load_results(attempt.results, files)
+        self._returned, error = conclusion.load_results(attempt.results, files)
         ends = [rank.end for rank in attempt.task.present]
         written = attempt.output.ranks
         logs_of = {rank.rank: rank.logs for rank in written}
-        account = failures.Account(self.name, ends, files, self._shipment.sources, logs_of, attempt.hint, attempt.again)
+        account = failures.Account(
+            self.name, ends, files, self._shipment.sources, logs_of, attempt.hint, attempt.session
+        )
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))
@@ -382,16 +381,16 @@ class Launch:
             seconds = time.monotonic() - self._begin
             values = [self._returned.get(rank) for rank in range(self.world_size)]  # a session may lack a rank
             self._result = LaunchResult(self.name, values, metrics, logs, seconds, self._shipment.sent)
-            for name in sorted(changed_names(attempt.task) - _noted):
+            for name in sorted(conclusion.changed_names(attempt.task) - _noted):
                 _noted.add(name)
-                self._view.on(Note(copy_note(name)))
+                self._view.on(Note(conclusion.copy_note(name)))
         elif verdict.cause is not None:
             self._account = account
             error = failures.exception_for(verdict.cause, account)
         elif verdict.state == "stopped":
-            error = stop_error(self.name, attempt, time.monotonic() - self._begin)
+            error = conclusion.stop_error(self.name, attempt, time.monotonic() - self._begin)
         if error is not None:
-            attach_results(self._returned, error)
+            conclusion.attach_results(self._returned, error)
         return error
 
 

@@ -170,7 +170,7 @@ def _why(payload: Payload) -> str:
     for name, value in suspects:
         reason = pickling.explain(value, name)
         if reason is not None:
-            return f"{reason}: {_FIX}"
+            return f"{reason}: {reason.advice or _FIX}"
     return ""
 
 

@@ -6,11 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 from nblaunch.engines.current import engine
-from nblaunch.errors import ArgumentError, NblaunchError, StartError, warn
+from nblaunch.errors import ArgumentError, StartError, warn
 from nblaunch.launch import session_payload
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
@@ -29,6 +28,7 @@ from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.views.base import preparing
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.transfer.parameters import PROVIDED
+from nblaunch.transfer.pickling import refuse_to_send
 from nblaunch.wire.messages import Cell
 from nblaunch.wire.session_messages import Bound, Question
 
@@ -165,11 +165,8 @@ class Session:
         queue, ticket, launch = self._ranks.queue, Ticket(label), None
         try:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
-            try:
-                with preparing(shown, label):
-                    task = pack(ticket)
-            except NblaunchError as error:
-                raise error.with_traceback(None) from None  # the frames below are nblaunch's own
+            with preparing(shown, label):
+                task = pack(ticket)
             launch = Launch(plan, task.payload, task.shipment, shown, Place(self.name, self._ranks, ticket, task.names))
             if not queue.is_closed:
                 self._register(self, True)
@@ -381,10 +378,11 @@ class Session:
     def __enter__(self) -> Session:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_to_send("a session")
 
     def __repr__(self) -> str:
         return self.status() if self.is_open else f"<Session {self.name}: stopped>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,11 +111,13 @@ def _pack(
 
         parts = {name: sent.value for name, sent in names.items()}
         parcel = pack(build, payloads.Reusing(), parts, gathered.home)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
         name = payloads.name_of(payload.function)
+        if code and isinstance(code[0], types.FunctionType):
+            used = [*used, *pickling.globals_used(code[0])]
         suspects = {name: ranks.sent.names[name] for name in used if name in ranks.sent.names}
         suspects |= {f"args of {name}": code[1:]} if code else {}
-        raise PayloadError(_why(suspects) or f"{name} cannot be sent to the ranks: {error}") from error
+        raise PayloadError(_why(suspects) or f"{name} cannot be sent to the ranks: {error}") from None
     return SessionTask(payload, Shipment(parcel, sources, Sent.of(parcel)), names)
 
 
@@ -122,7 +125,7 @@ def _why(values: Mapping[str, Any]) -> str:
     for name, value in values.items():
         reason = pickling.explain(value, f"`{name}`")
         if reason is not None:
-            return f"{reason}: {_FIX}"
+            return f"{reason}: {reason.advice or _FIX}"
     return ""
 
 

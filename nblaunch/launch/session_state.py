@@ -76,6 +76,6 @@ class SessionState:
         """Return the state and what each rank holds, as lines."""
         lines = [self.heading()]
         for each in self.ranks if self.is_open else ():
-            holds = f"pid {each.pid}, {each.names} names, {in_words(each.size)}"
+            holds = f"pid {each.pid}, {each.names} name{'s' * (each.names != 1)}, {in_words(each.size)}"
             lines.append(f"  rank {each.rank}: {holds if each.pid else self.obituary(each.rank)}")
         return "\n".join(lines)

@@ -70,7 +70,7 @@ class Turn:
         self.hint = ""
         """What to do about a missing process group; empty if there is one."""
         self._ranks, self._ticket, self._names = place.ranks, place.ticket, place.names
-        self.again = f"{restart_command(place.ranks.name)} restarts them"
+        self.session = place.ranks.name
         self._has_noted_taken = False
 
     @property

@@ -104,7 +104,7 @@ def judge(ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun],
 def _judge_transfers(
     ranks: Sequence[RankView], seconds: float, place_of: Callable[[Begun], str]
 ) -> StuckVerdict | None:
-    """Judge ranks of which some wait in ``send`` or ``recv`` and none works. Which rank they wait for is not known."""
+    """Judge ranks that wait in ``send`` or ``recv`` while none works. Which rank they wait for is not known."""
     waiting = [each for each in ranks if each.where == "waits" and each.begun and each.begun[0].is_transfer]
     others = [each for each in ranks if each not in waiting]
     if not waiting or any(each.is_busy for each in others):

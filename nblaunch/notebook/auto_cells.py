@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from IPython.core.getipython import get_ipython
+
 from nblaunch.launch import live_sessions
 
 _OWN = re.compile(
@@ -45,6 +47,14 @@ def paused() -> Iterator[None]:
         _pauses -= 1
 
 
+def _is_of_ranks(help_line: str) -> bool:
+    """Return True if the ranks alone have the name that help is wanted on."""
+    name, session, shell = help_line.strip("?").partition(".")[0], live_sessions.find(), get_ipython()
+    if session is None or shell is None or name in shell.user_ns:
+        return False
+    return any(bound.name == name for names in session.who() for bound in names)
+
+
 def _to_session(lines: list[str]) -> list[str]:
     """Put the magic on top of a cell; remove ``%%local``, so that IPython runs the cell as any other.
 
@@ -56,7 +66,7 @@ def _to_session(lines: list[str]) -> list[str]:
     if not _pauses and first == "%%local":
         below = list(itertools.dropwhile(lambda line: not line.strip(), lines[1:]))
         return below if below and below[0].startswith("%%") else ["\n", *lines[1:]]  # lines are counted as typed
-    if _pauses or not first or _OWN.match(first) or is_help:
+    if _pauses or not first or _OWN.match(first) or (is_help and not _is_of_ranks(first)):
         return lines
     if live_sessions.find() is None:
         raise SyntaxError(

@@ -68,7 +68,7 @@ class RankMagics(Magics):
             raise UsageError(
                 f"{command}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
             )
-        ranks = _ranks(line)
+        ranks = _ranks("%%rank", line)
         session_magics.check_ranks(f"%%rank {line.strip()}", ranks, session.world_size)
         assert self.shell is not None
         made = make_cell(self.shell, cell, ranks, -1, keeps_value=True)
@@ -79,6 +79,8 @@ class RankMagics(Magics):
     def local(self, line: str, cell: str) -> None:
         """Run the cell in the notebook, also after ``%distributed auto on``."""
         assert self.shell is not None
+        if line.strip():
+            raise UsageError(f"%%local {line.strip()}: %%local takes no arguments")
         with paused():
             self.shell.run_cell(cell).raise_error()
 
@@ -101,7 +103,7 @@ class DistributedMagics(Magics):
     @argument("--fresh", action="store_true", help="start new ranks for this cell, even if there is a session")
     @argument("--name", help="of session: its name; default main")
     @argument("--idle-timeout", type=float, help="of session: stop it after this many seconds without a task")
-    @argument("--rank", type=int, action="append", help="of session restart: this rank; may be given several times")
+    @argument("--rank", action="append", help="of session restart: this rank, or several, as in --rank 0,2")
     @argument("--keep", action="store_true", help="of session restart: new ranks get the variables of the old")
     @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU; 2 without GPUs")
     @argument(
@@ -181,7 +183,8 @@ class DistributedMagics(Magics):
         """
         arguments = dict(vars(self.distributed.parser.parse_args(_words(line, self._expand))))
         action, words = arguments.pop("action"), arguments.pop("words")
-        given = {name: value for name, value in arguments.items() if value not in (None, False)}
+        arguments["rank"] = _ranks("--rank", arguments["rank"] and ",".join(arguments["rank"]))
+        given = {name: value for name, value in arguments.items() if value is not None and value is not False}
         output = given.get("output", "_")
         if not output.isidentifier() or keyword.iskeyword(output):
             raise UsageError(f"-o {output}: must be a valid Python name")
@@ -197,12 +200,14 @@ class DistributedMagics(Magics):
         __tracebackhide__ = True  # IPython omits this frame
         output, background = arguments.pop("output"), arguments.pop("background")
         name, is_fresh = arguments.pop("session"), arguments.pop("fresh")
+        if name is not None and is_fresh:
+            raise UsageError(f"--session {name} --fresh: a cell runs in a session, or on fresh ranks")
         for option in ("name", "idle_timeout", "rank", "keep"):
             if arguments.pop(option) not in (None, False):
-                more = "; --ranks 0 runs a cell on some ranks" if option == "rank" else ""
-                raise UsageError(f"{_option(option)}: only for %distributed session{more}")
+                more = {"rank": "; --ranks 0 runs a cell on some ranks", "name": "; --session chooses one for a cell"}
+                raise UsageError(f"{_option(option)}: only for %distributed session{more.get(option, '')}")
         typed = arguments.pop("ranks")
-        ranks = _ranks(typed)
+        ranks = _ranks("--ranks", typed)
         view = arguments.pop("view") or "auto"
         chosen = {name: value for name, value in arguments.items() if value is not None}
         session, note = (None, "") if is_fresh else session_magics.of_cell(name)
@@ -293,13 +298,13 @@ def _words(line: str, expand: Callable[[str], str]) -> list[str]:
     return words
 
 
-def _ranks(text: str | None) -> tuple[int, ...] | None:
+def _ranks(option: str, text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f"--ranks {text}: must be comma-separated numbers, as in --ranks 0,2") from None
+        raise UsageError(f"{option} {text}: must be comma-separated numbers, as in {option} 0,2") from None
 
 
 def _as_option(message: str) -> str:

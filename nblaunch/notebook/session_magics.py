@@ -24,8 +24,12 @@ _OF_A_TASK = {"timeout", "stop_grace", "metric_patterns"}
 """Options that a cell of a session may have."""
 
 
-def chosen_session(name: str | None) -> Session | None:
+def chosen_session(name: str | None, option: str = "--session") -> Session | None:
     """Return the session of this name, or the one that cells run in; None if there is none.
+
+    Args:
+        name: The name; None: that of the session used last.
+        option: By which the user has named it.
 
     Raises:
         UsageError: There is no session of this name.
@@ -34,7 +38,7 @@ def chosen_session(name: str | None) -> Session | None:
     if found is None and name is not None:
         known = ", ".join(live_sessions.live_sessions())
         raise UsageError(
-            f"--session {name}: there is no such session; {f'there are {known}' if known else 'start it with '}"
+            f"{option} {name}: there is no such session; {f'there are {known}' if known else 'start it with '}"
             f"{'' if known else command(name, '-n 2')}"
         )
     return found
@@ -127,10 +131,10 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], op
         return _auto(shell, words)
     if action == "who":
         allow("name", "session")
-        return _who(_named(given.get("session") or given.get("name")))
+        return _who(_named(given))
     if action == "debug":
         allow("name", "session", "rank")
-        _debug(_named(given.get("session") or given.get("name")), words, given.get("rank") or ())
+        _debug(_named(given), words, given.get("rank") or ())
         return ""
     return _session(shell, words, given, allow)
 
@@ -154,7 +158,7 @@ def _auto(shell: Any, words: Sequence[str]) -> str:
         raise UsageError("%distributed auto: write %distributed auto on, or %distributed auto off")
     is_on = words[0] == "on"
     if is_on:
-        _named(None)
+        _named({})
     set_auto(shell, is_on)
     return "every cell runs in the session; %%local on top of a cell runs it here" if is_on else "cells run here again"
 
@@ -162,8 +166,10 @@ def _auto(shell: Any, words: Sequence[str]) -> str:
 def _session(shell: Any, words: Sequence[str], given: dict[str, Any], allow: Callable[..., None]) -> str:
     action = words[0] if words else "start"
     if len(words) > 1 or action not in ("start", *SESSION_ACTIONS):
-        known = ", ".join(SESSION_ACTIONS)
-        raise UsageError(f"%distributed session {' '.join(words)}: write -n 2 to start one, or {known}")
+        typed, known = f"%distributed session {' '.join(words)}", ", ".join(SESSION_ACTIONS)
+        if len(words) == 2 and action in SESSION_ACTIONS:
+            raise UsageError(f"{typed}: write {command(words[1], action)} for the session of this name")
+        raise UsageError(f"{typed}: write -n 2 to start one, or {known}")
     if action == "start":
         allow(*live_sessions.OPTIONS, "num_processes", "name", "session", "idle_timeout", "output")
         given.setdefault("name", given.pop("session", None) or DEFAULT_NAME)
@@ -173,22 +179,26 @@ def _session(shell: Any, words: Sequence[str], given: dict[str, Any], allow: Cal
             shell.user_ns[output] = started
         return "" if _shows_html() else started.status()
     allow("name", "session", *(("rank", "keep") if action == "restart" else ()))
-    found = _named(given.get("session") or given.get("name"))
+    found = _named(given)
     if action == "restart":
-        rank = given.get("rank")
-        check_ranks(f"--rank {' --rank '.join(map(str, rank or ()))}", rank, found.world_size)
-        found.restart(given.get("rank"), keep=bool(given.get("keep")))
+        ranks = given.get("rank")
+        check_ranks(f"--rank {','.join(map(str, ranks or ()))}", ranks, found.world_size)
+        found.restart(ranks, keep=bool(given.get("keep")))
     elif action == "regroup":
         found.regroup()
     elif action == "stop":
         found.stop()
         return f"session {found.name} stopped"
     stale = found.stale_names() if action in ("restart", "regroup") else ""
-    return "\n".join(filter(None, [found.status(), stale]))
+    others = [name for name in live_sessions.live_sessions() if name != found.name] if action == "status" else []
+    more = f"other sessions: {', '.join(others)} (--name chooses one)" if others else ""
+    return "\n".join(filter(None, [found.status(), stale, more]))
 
 
-def _named(name: str | None) -> Session:
-    found = chosen_session(name)
+def _named(given: Mapping[str, Any]) -> Session:
+    """Return the session that these options name."""
+    option = "session" if "session" in given else "name"
+    found = chosen_session(given.get(option), f"--{option}")
     if found is None:
         raise UsageError(live_sessions.how_to_start())
     return found

@@ -194,6 +194,10 @@ class RankShell(InteractiveShell):
         matplotlib.use(MATPLOTLIB_BACKEND)
         return "inline", MATPLOTLIB_BACKEND
 
+    def ask_exit(self) -> None:
+        """End the cell, for an ``exit`` that comes from the notebook."""
+        raise SystemExit
+
     def enable_gui(self, gui: Any = None) -> None:
         """Do nothing: a rank has no event loop of windows."""
 

@@ -15,7 +15,7 @@ import pickle
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import cloudpickle
 
@@ -30,12 +30,37 @@ _JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 
 
 class UnsendableError(Exception):
-    """An object cannot be pickled; the message names the part and the reason."""
+    """An object cannot be pickled; the message names the part and the reason.
 
-    def __init__(self, path: str, reason: str) -> None:
+    Args:
+        path: The part.
+        reason: Continues the message.
+        advice: What to do. Default: it depends on the launch.
+    """
+
+    def __init__(self, path: str, reason: str, advice: str = "") -> None:
         super().__init__(f"{path}{reason}")
-        self.path = path
-        self.reason = reason
+        self.path, self.reason, self.advice = path, reason, advice
+
+
+class OfNotebookError(TypeError):
+    """An object is of use in the notebook alone."""
+
+
+_STAYS = "which only the notebook can use"
+_USE_LOCAL = "%%local on top of a cell of a session runs it in the notebook"
+
+
+def refuse_to_send(what: str) -> NoReturn:
+    """Raise the error of an object that only the notebook can use: its ``__reduce__``.
+
+    Args:
+        what: The object, such as ``a session``.
+
+    Raises:
+        OfNotebookError: Always.
+    """
+    raise OfNotebookError(what)
 
 
 @dataclass(slots=True)
@@ -187,6 +212,8 @@ def explain(obj: Any, name: str, home: Home | None = None) -> UnsendableError | 
     if error is None:
         return None
     path, leaf, error = _culprit(obj, name, error, set(), 0)
+    if type(error) is OfNotebookError:
+        return UnsendableError(path, f", {error}, {_STAYS}", _USE_LOCAL)
     return UnsendableError(path, f", {describe(leaf)}, which cannot be sent to another process ({_brief(error)})")
 
 
@@ -236,6 +263,8 @@ def _attempt(obj: Any, home: Home | None = None) -> Exception | None:
 def _culprit(obj: Any, path: str, error: Exception, seen: set[int], depth: int) -> tuple[str, Any, Exception]:
     """Return the innermost part that cannot be pickled: its path, the part, and its exception."""
     if depth == _MAX_EXPLAINED_DEPTH or id(obj) in seen:
+        return path, obj, error
+    if type(error) is OfNotebookError and not isinstance(obj, (Mapping, list, tuple, types.FunctionType)):
         return path, obj, error
     seen.add(id(obj))
     for template, part in _parts(obj):

@@ -862,6 +862,40 @@ def test_sessions_have_names_and_options_that_fit(kernel: Kernel) -> None:
     )
     kernel.run("%distributed session stop --name other").check()
     assert "no such session" in kernel.run("%%distributed --session other\n1").text
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("%distributed session -n 0 --name x", "--num-processes 0: must be a whole number, at least 1"),
+        ("%distributed session --idle-timeout 0 --name x", "--idle-timeout 0.0: must be a number of seconds above 0"),
+        ("%distributed session restart --rank 0,9", "--rank 0,9: the ranks are 0 and 1"),
+        ("%distributed session restart --rank 0,x", "--rank 0,x: must be comma-separated numbers"),
+        ("%distributed session stop b", "session stop b: write `%distributed session stop --name b` for the session"),
+        ("%distributed session stop --name b", "--name b: there is no such session; there are main"),
+        ("%distributed who --session b", "--session b: there is no such session; there are main"),
+        ("%%distributed --session main --fresh\n1", "--session main --fresh: a cell runs in a session, or on fresh"),
+        ("%%distributed --name main\n1", "--name: only for %distributed session; --session chooses one for a cell"),
+        ("%%local 1\n1", "%%local 1: %%local takes no arguments"),
+    ],
+)
+def test_wrong_lines_say_what_to_write(kernel: Kernel, line: str, said: str) -> None:
+    assert f"UsageError: {said}" in kernel.run(line).text.replace("%distributed session stop b", "session stop b")
+
+
+def test_ranks_to_restart_are_given_in_one_option(kernel: Kernel) -> None:
+    before = on_ranks(kernel, "os.getpid()")
+    kernel.run("%distributed session restart --rank 0,1").check()
+    assert set(before).isdisjoint(on_ranks(kernel, "os.getpid()"))
+
+
+def test_the_status_says_which_other_sessions_there_are(kernel: Kernel) -> None:
+    kernel.run("%distributed session -n 1 --name second").check()
+    try:
+        assert "other sessions: main (--name chooses one)" in kernel.run("%distributed session status").check().text
+    finally:
+        kernel.run("%distributed session stop --name second").check()
+    assert "other sessions" not in kernel.run("%distributed session status").check().text
     assert on_ranks(kernel, "world_size", "--session main") == [2, 2]
 
 
@@ -887,6 +921,49 @@ def test_auto_sends_every_cell_and_local_does_not(kernel: Kernel) -> None:
     assert kernel.run("timed").error.startswith("NameError")
     assert " here" in kernel.inspect("model_of_both").splitlines()[1]
     assert "(3,) float32" in kernel.inspect("%%distributed\nmodel_of_both")
+
+
+def test_auto_helps_with_names_of_the_ranks_and_of_the_notebook(kernel: Kernel) -> None:
+    kernel.run("def of_notebook(a): 'A doc.'\n%distributed auto on").check()
+    try:
+        kernel.run("def of_ranks(b): 'Another doc.'").check()
+        assert "Signature: of_ranks(b)" in without_colours(kernel.run("of_ranks?").check().text)
+        assert "[rank" not in kernel.run("of_notebook?").check().text
+    finally:
+        kernel.run("%distributed auto off").check()
+
+
+@pytest.mark.parametrize("leaves", ["exit()", "quit()", "import sys\nsys.exit(3)", "get_ipython().ask_exit()"])
+def test_exit_ends_the_cell_and_no_rank(kernel: Kernel, leaves: str) -> None:
+    kernel.run("%%distributed\nstays = rank + 5").check()
+    error = kernel.run(f"%%distributed\n{leaves}").error
+    assert re.match(r"RankRaisedError: rank \d called exit with status [03]: that ends Cell In\[\d+\] in every", error)
+    assert "`%distributed session stop` ends the ranks" in error
+    assert on_ranks(kernel, "stays") == [5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "what"),
+    [("s", "s", "a session"), ("going", "going = s.run(lambda: 1, block=False)\ngoing.wait()", "a launch")],
+)
+def test_what_belongs_to_the_notebook_is_named(kernel: Kernel, name: str, made: str, what: str) -> None:
+    kernel.run(made).check()
+    said = f"PayloadError: `{name}`, {what}, which only the notebook can use: %%local"
+    for code in (f"%%distributed\nprint({name})", f"s.run(lambda: {name})", f"s.push(x={name})"):
+        assert kernel.run(code).error.replace("`x`", f"`{name}`").startswith(said)
+
+
+@pytest.mark.parametrize(
+    "code", ["s.push(lock=threading.Lock())", "s.run(print, threading.Lock())", "s.pull('', ranks=[9])", "s['x']"]
+)
+def test_errors_show_the_users_frames_alone(kernel: Kernel, code: str) -> None:
+    cell = kernel.run(f"import threading\ndef of_user():\n    {code}\nof_user()")
+    shown = without_colours(cell.traceback)
+    assert cell.error
+    assert f"----> 3     {code}\n" in shown
+    assert "----> 4 of_user()\n" in shown
+    assert "nblaunch/" not in shown
+    assert "skipping hidden" not in shown
 
 
 @pytest.mark.parametrize(
