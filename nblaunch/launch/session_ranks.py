@@ -338,10 +338,10 @@ class SessionRanks:
         deadline = time.monotonic() + timeouts.KEPT_EXIT_TIMEOUT_S
         while left := [rank for rank in ranks if rank in self.present]:
             self._drain(timeouts.LOG_POLL_S)
-            self.check_group()
             if time.monotonic() > deadline:
                 deadline += timeouts.KEPT_EXIT_TIMEOUT_S
                 self._kill(left)
+        self.check_group()
         for rank in ranks:
             self.group.restart(rank, self._environment(rank))
             self._forget(rank)

@@ -20,6 +20,8 @@ _ALIKE = {"allreduce", "broadcast", "reduce", "allgather", "reduce_scatter", "al
 _SETUP = {"new_group", "init_process_group", "init_device_mesh", "destroy_process_group", "split_group"}
 """torch's functions that wait for other ranks without a collective."""
 _ENDED: dict[Where, str] = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}
+MAX_WAITING_CPU = 0.1
+"""Cores that a rank may use which waits in a backward pass."""
 _MAX_RANKS = 8
 """Ranks that are described one by one."""
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}

@@ -13,13 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from nblaunch.engines.protocol import Sampler
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stack_text import StackFormatter, frames_of, parse, waits_in_backward, waits_in_collective
-from nblaunch.launch.stuck import RankView, StuckVerdict, Where, judge, place_of, waited_for
+from nblaunch.launch.stuck import MAX_WAITING_CPU, RankView, StuckVerdict, Where, judge, place_of, waited_for
 from nblaunch.machine import timeouts
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.messages import Source
-
-_MAX_WAITING_CPU = 0.1
-"""Cores that a rank may use which waits in a backward pass."""
 
 
 class StuckWatch:
@@ -95,7 +92,7 @@ class StuckWatch:
     def _measure(self, running: Sequence[int]) -> None:
         if self._sampler is None:
             self._sampler = self._new_sampler()
-        self._busy = {usage.rank for usage in self._sampler.sample(running) if usage.cpu > _MAX_WAITING_CPU}
+        self._busy = {usage.rank for usage in self._sampler.sample(running) if usage.cpu > MAX_WAITING_CPU}
 
     def _answered(self, now: float) -> StuckVerdict | None:
         answers = [rank.member.worker.stacks.look(now) for rank in self._asked]  # ask all of them, each time

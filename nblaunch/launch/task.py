@@ -29,7 +29,6 @@ from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Countdown, Note, RanksChanged, Stuck
 from nblaunch.machine import timeouts
 from nblaunch.wire import messages
-from nblaunch.wire.collective_table import members_of
 from nblaunch.wire.debug_messages import FromDebugger
 from nblaunch.wire.messages import Done, Failed, Interrupted, Leaving, NotStarted, RankExited, Running, Source, World
 from nblaunch.wire.session_messages import Names
@@ -97,7 +96,8 @@ class Task:
         self._shown_stuck = ""
         """The reason that the view shows at present; empty: none."""
         self._noted_stuck: set[str] = set()
-        self._abandoned = AbandonedRanks(lambda rank: group.members[rank].worker.stacks)
+        workers = [member.worker for member in group.members]
+        self._abandoned = AbandonedRanks(workers, lambda: group.workers.sampler("cpu", {}))
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
         self._failed_at: float | None = None
@@ -281,21 +281,10 @@ class Task:
         """Return True if kept ranks wait in a collective for ranks that have returned."""
         waiting = [rank.rank for rank in self.present if not rank.is_over]
         returned = [rank.rank for rank in self.present if rank.done is not None]
-        if not self._is_kept or not waiting or not returned or not self._abandoned.found(waiting, now):
-            return False
-        if not self._misses(waiting, returned):
+        if not (self._is_kept and waiting and returned and self._abandoned.found(waiting, returned, now)):
             return False
         self.abandoned = waiting[0], returned[0]
         return True
-
-    def _misses(self, waiting: Sequence[int], returned: Sequence[int]) -> bool:
-        """Return True if a rank waits in a process group of a rank that has returned, or nothing is known of that."""
-        for number in waiting:
-            begun = self._abandoned.collective_of(number, self.group.members[number].worker.collectives())
-            members = members_of(begun, len(self.ranks)) if begun is not None else None
-            if members is None or not set(returned).isdisjoint(members):
-                return True
-        return False
 
     @property
     def stuck(self) -> StuckVerdict | None:
@@ -389,5 +378,6 @@ class Task:
         self.console.end()
         self.stacks.close()
         self._stuck.close()
+        self._abandoned.close()
         for rank in self.ranks:
             rank.close()

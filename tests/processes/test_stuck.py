@@ -152,6 +152,20 @@ def test_a_session_explains_a_rank_that_has_returned(capsys: pytest.CaptureFixtu
         launch.wait()
 
 
+def a_first_backward_alone(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    if rank == 0:
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_first_backward_that_a_finished_rank_misses_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "ABANDONED_S", 1.0)
+    with nblaunch.session(2, name="alone") as session:
+        with pytest.raises(CollectiveError, match="rank 0 waited in a collective for rank 1, which had finished"):
+            session.run(a_first_backward_alone, view="none", timeout=60.0)
+        session.run(agreed, view="none")
+
+
 class Remembers(NullView):
     """Keeps what is shown of stuck ranks."""
 
