@@ -38,6 +38,19 @@ def load_results(
     return values, error
 
 
+def account_of(name: str, attempt: Attempt | Turn, files: LaunchFiles) -> failures.Account:
+    """Return what the exception of a failed attempt is made from.
+
+    Args:
+        name: The function's name.
+        attempt: The attempt.
+        files: Its logs.
+    """
+    task, sources = attempt.task, attempt.job.sources
+    ends, logs = [rank.end for rank in task.present], {rank.rank: rank.logs for rank in attempt.output.ranks}
+    return failures.Account(name, ends, files, sources, logs, attempt.hint, task.difference, attempt.session)
+
+
 def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchError:
     """Return the error of a launch that the user or its timeout stopped.
 
@@ -49,9 +62,10 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
     job, task = attempt.job, attempt.task
     if task.abandoned is not None:
         waiting, returned = task.abandoned
+        why = task.difference or "Every rank must call each collective"
         return CollectiveError(
-            f"rank {waiting} waited in a collective for rank {returned}, which had finished {name}. Every rank must "
-            f"call each collective. The variables are kept, the process group is new. Logs: {attempt.files.directory}",
+            f"rank {waiting} waited in a collective for rank {returned}, which had finished {name}. {why}. "
+            f"The variables are kept, the process group is new. Logs: {attempt.files.directory}",
             waiting,
             attempt.files.err(waiting),
         )

@@ -69,6 +69,8 @@ class Account:
     """What each rank has printed."""
     hint: str = ""
     """What to do about a missing process group; empty if there is one."""
+    difference: str = ""
+    """See `Task.difference`."""
     session: str = ""
     """The session's name; empty for a launch."""
 
@@ -112,9 +114,11 @@ def _substitute(cause: Cause, failed: Failed, account: Account) -> RankRaisedErr
 def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
     log = account.files.err(cause.rank)
     if cause.kind == "collective":
+        why = account.difference or (
+            "every rank must make the same collective calls (do the ranks have different numbers of batches?)"
+        )
         message = (
-            f"rank {cause.finished_rank} finished while rank {cause.rank} waited in {failed.collective}: every rank "
-            "must make the same collective calls (do the ranks have different numbers of batches?). "
+            f"rank {cause.finished_rank} finished while rank {cause.rank} waited in {failed.collective}: {why}. "
             f"The error: {first_line(failed.text)}"
         )
         return CollectiveError(message, cause.rank, log)

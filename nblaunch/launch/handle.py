@@ -366,12 +366,8 @@ class Launch:
     def _conclude(self, verdict: Verdict, attempt: Attempt | Turn, files: LaunchFiles) -> BaseException | None:
         """Keep the result, or return the error that explains why there is none."""
         self._returned, error = conclusion.load_results(attempt.results, files)
-        ends = [rank.end for rank in attempt.task.present]
         written = attempt.output.ranks
-        logs_of = {rank.rank: rank.logs for rank in written}
-        account = failures.Account(
-            self.name, ends, files, self._shipment.sources, logs_of, attempt.hint, attempt.session
-        )
+        account = conclusion.account_of(self.name, attempt, files)
         if verdict.crashed:
             self._crash = failures.crash_warning(verdict.crashed, account)
             self._view.on(Note(self._crash))

@@ -13,7 +13,7 @@ from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_state import debug_command, restart_command
-from nblaunch.launch.stuck import place_of
+from nblaunch.launch.stuck import in_words, place_of
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import Ticket
@@ -193,8 +193,7 @@ class Turn:
         if not last.count:
             return "called none"
         place = place_of(last, self.job.sources)
-        what = f"{last.call}{f' of {last.detail}' * bool(last.detail)}"
-        return f"called {last.count} in this group, the last {what}{f' ({place})' * bool(place)}"
+        return f"called {last.count} in this group, the last {in_words(last, place)}"
 
     def _note_error(self, verdict: Verdict) -> None:
         """Note how to debug the exception that has ended the task."""

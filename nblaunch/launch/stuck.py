@@ -22,6 +22,7 @@ _SETUP = {"new_group", "init_process_group", "init_device_mesh", "destroy_proces
 _ENDED: dict[Where, str] = {"returned": "has returned", "raised": "has raised an exception", "died": "is dead"}
 MAX_WAITING_CPU = 0.1
 """Cores that a rank may use which waits in a backward pass."""
+_NEVER = "this cannot end"
 _MAX_RANKS = 8
 """Ranks that are described one by one."""
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all", "recvanysource": "recv"}
@@ -119,7 +120,7 @@ def _judge_transfers(
     lines += [f"rank {each.rank} {_ENDED[each.where]}" for each in others if each.where in _ENDED][:_MAX_RANKS]
     lines += [f"rank {each.rank} is at {each.place}" for each in alive if each.place][:_MAX_RANKS]
     if is_final:
-        lines[-1] += ": this cannot end"
+        lines[-1] += f": {_NEVER}"
     views = [sorted(each.rank for each in some) for some in (waiting, alive)]
     calls = sorted((each.rank, each.begun[0].time_ns) for each in waiting)
     return StuckVerdict(tuple(lines), is_final, f"{calls} {views} {is_final}", tuple(views[1])[:_MAX_RANKS])
@@ -165,14 +166,14 @@ def _reason(group: _Group, place_of: Callable[[Begun], str]) -> tuple[list[str],
     """Return why the waiting ranks wait: further lines, how the last line ends, and whether that is final."""
     calls = [each.begun[0] for each in group.waiting]
     if len({each.call for each in calls}) > 1:
-        return [], ". They differ: this cannot end", True
+        return [], f". They differ: {_NEVER}", True
     if len({each.detail for each in calls}) > 1 and calls[0].call in _ALIKE:
-        return [], ". The sizes or dtypes differ: this cannot end", True
+        return [], f". The sizes or dtypes differ: {_NEVER}", True
     gone = [each for each in group.missing if each.where in ("returned", "raised", "died")]
     if gone:
         done = gone[0].in_group(calls[0].group).count
         return (
-            [f"rank {gone[0].rank} {_ENDED[gone[0].where]} after {done} of {calls[0].count}: this cannot end"],
+            [f"rank {gone[0].rank} {_ENDED[gone[0].where]} after {done} of {calls[0].count} collectives: {_NEVER}"],
             "",
             True,
         )
@@ -193,17 +194,46 @@ def _to_debug(group: _Group) -> tuple[int, ...]:
 
 
 def _said_of_waiting(waiting: Sequence[RankView], place_of: Callable[[Begun], str]) -> list[str]:
-    """Return who waits in what, such as ``ranks 0, 2 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14)``."""
+    """Return who waits in what, such as ``ranks 0, 2 wait in all_reduce #57 (8 float32, Cell In[3], line 14)``."""
     by_call: dict[tuple[str, str, str], list[RankView]] = {}
     for each in waiting:
         by_call.setdefault((each.begun[0].call, each.begun[0].detail, place_of(each.begun[0])), []).append(each)
     said = []
-    for (call, detail, place), views in by_call.items():
-        first = views[0].begun[0]
-        number = "" if first.is_transfer else f" #{first.count}"  # transfers are not counted
-        what = f"{_NAMES.get(call, call)}{number}{f' of {detail}' * bool(detail)}"
-        said.append(f"{_ranks(views)} {'waits' if len(views) == 1 else 'wait'} in {what}{f' ({place})' * bool(place)}")
+    for (_, _, place), views in by_call.items():
+        what = in_words(views[0].begun[0], place)
+        said.append(f"{_ranks(views)} {'waits' if len(views) == 1 else 'wait'} in {what}")
     return said
+
+
+def in_words(begun: Begun, place: str) -> str:
+    """Return a call, such as ``all_reduce #57 (8 float32, Cell In[3], line 14)``. Transfers have no number."""
+    number = "" if begun.is_transfer else f" #{begun.count}"
+    about = ", ".join(filter(None, [begun.detail, place]))
+    return f"{_NAMES.get(begun.call, begun.call)}{number}{f' ({about})' * bool(about)}"
+
+
+def difference(waiting: Sequence[Begun], finished: Sequence[Begun], names: tuple[str, str]) -> str:
+    """Return how the last collectives of two ranks differ that have begun as many of them, and what to do.
+
+    Args:
+        waiting: The last collective in each process group, the latest first, of a rank that has waited.
+        finished: The same of the rank that it has waited for.
+        names: The two ranks, such as ``rank 1``.
+
+    Returns:
+        Words; empty if they do not differ.
+    """
+    first = waiting[0] if waiting else Begun()
+    second = next((each for each in finished if each.group == first.group), Begun())
+    differ = first.call != second.call or (first.call in _ALIKE and first.detail != second.detail)
+    if not first.call or first.is_transfer or first.count != second.count or not differ:
+        return ""
+    calls = " and ".join(f"{name} {_called(each)}" for name, each in zip(names, (first, second), strict=True))
+    return f"{calls} as collective #{first.count}: call, size and dtype must be the same; --checks compares them"
+
+
+def _called(begun: Begun) -> str:
+    return f"called {_NAMES.get(begun.call, begun.call)}{f' with {begun.detail}' * bool(begun.detail)}"
 
 
 def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callable[[Begun], str]) -> list[str]:
@@ -215,8 +245,8 @@ def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callab
             place = place_of(other)
             at = f"waits in {_NAMES.get(other.call, other.call)} of another group{f' ({place})' * bool(place)}"
         else:
-            at = f"is at {each.place}" if each.place else "runs"
-        said.append(f"rank {each.rank} has begun {done} of {begun.count}, and {at}")
+            at = f"is at {each.place}" if each.place else "does not answer: it may be in C code"
+        said.append(f"rank {each.rank} has begun {done} of {begun.count} collectives, and {at}")
     if len(missing) > _MAX_RANKS:
         said[-1] += ", …"
     return said
@@ -244,8 +274,10 @@ def waited_for(frames: Sequence[Frame], begun: Sequence[Begun], *, is_wait: bool
         is_wait: The stack ends in ``work.wait()``.
     """
     last = begun[0] if begun else None
-    if last is None or not frames or is_wait:
-        return last if frames else None
+    if last is None or not last.call or not frames:
+        return None
+    if is_wait:
+        return last
     is_of_backward = not last.file  # of a thread of autograd's
     is_called_there = any(frame.line == last.line and frame.file.startswith(last.file) for frame in frames)
     is_setup = any(frame.function in _SETUP for frame in frames)

@@ -22,7 +22,7 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.rank_state import Rank
 from nblaunch.launch.stacks import Stacks
 from nblaunch.launch.stopping import KeptLadder, Ladder, Reason
-from nblaunch.launch.stuck import StuckVerdict
+from nblaunch.launch.stuck import StuckVerdict, difference
 from nblaunch.launch.stuck_watch import StuckWatch
 from nblaunch.launch.verdict import Verdict, judge
 from nblaunch.launch.views.base import View
@@ -98,6 +98,8 @@ class Task:
         self._noted_stuck: set[str] = set()
         workers = [member.worker for member in group.members]
         self._abandoned = AbandonedRanks(workers, lambda: group.workers.sampler("cpu", {}))
+        self.difference = ""
+        """How the collective that a rank waited in differs from that of the rank it waited for; empty: not known."""
         self._stop_at = math.inf
         """When to stop the other ranks after a failure."""
         self._failed_at: float | None = None
@@ -362,7 +364,14 @@ class Task:
         """Return the verdict. Every rank has returned, failed or exited."""
         self.phase = "ended"
         self._show_states()
-        return self.verdict()
+        verdict = self.verdict()
+        pair = self.abandoned
+        if verdict.cause is not None and verdict.cause.kind == "collective":
+            pair = verdict.cause.rank, verdict.cause.finished_rank
+        if pair is not None:
+            first, second = (self.group.members[rank].worker.collectives() for rank in pair)
+            self.difference = difference(first, second, (f"rank {pair[0]}", f"rank {pair[1]}"))
+        return verdict
 
     def verdict(self) -> Verdict:
         """Return the verdict so far."""

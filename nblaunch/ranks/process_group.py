@@ -113,13 +113,18 @@ def _may_wait_long(world: World) -> bool:
     return world.waits_for_user and hasattr(dist.ProcessGroup, "register_pre_hook")
 
 
-def leave() -> None:
-    """Destroy the default group, if any. May hang: send every message before."""
+def leave(*, is_last: bool = False) -> None:
+    """Destroy the default group, if any. May hang: send every message before.
+
+    Args:
+        is_last: Whether the rank exits: what it has begun then stays known. Default: False.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    collective_log.end_groups()
+    if not is_last:
+        collective_log.end_groups()
 
 
 def _watching(make: Callable[..., Any]) -> Callable[..., Any]:

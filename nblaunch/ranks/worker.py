@@ -341,7 +341,7 @@ def _await_threads() -> None:
 def _leave(code: int) -> NoReturn:
     """Exit as an interpreter would: exit functions, streams. Every result was sent before."""
     with contextlib.suppress(BaseException):  # a broken group is not this rank's failure
-        process_group.leave()
+        process_group.leave(is_last=True)
     enter(None)
     try:
         atexit._run_exitfuncs()

@@ -596,7 +596,7 @@ def test_collectives_that_some_ranks_alone_have_begun_are_named(kernel: Kernel) 
         "%%distributed\nt = torch.ones(4)\nif rank == 0:\n    work = dist.all_reduce(t, async_op=True)"
     ).check()
     if hasattr(ProcessGroup, "register_pre_hook"):
-        assert "rank 0 called 1 in this group, the last allreduce of 4 float32 (Cell In[" in cell.text
+        assert "rank 0 called 1 in this group, the last all_reduce #1 (4 float32, Cell In[" in cell.text
         assert "], line 4); rank 1 called none." in cell.text
         assert on_ranks(kernel, "a = torch.ones(1) * 5\ndist.all_reduce(a)\na.item()") == [10.0, 10.0]
     kernel.run("%distributed session regroup").check()

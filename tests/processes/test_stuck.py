@@ -111,11 +111,14 @@ def slow_but_healthy(rank: int) -> int:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (different_operations, ["rank 0 waits in all_gather #2 of 8 float32", "rank 1 has begun 1 of 2", "dist.recv"]),
-        (a_late_rank, ["rank 0 waits in barrier #2", "rank 1 has begun 1 of 2, and is at", "time.sleep(60)"]),
-        (a_group_of_its_own, ["rank 0 waits in all_reduce #2 of 4 float32", "rank 1 has begun 1 of 2"]),
-        (a_receive_without_a_send, ["rank 0 waits in recv of 4 float32", "rank 1 is at", "time.sleep(60)"]),
-        (a_wait_on_another_line, ["rank 0 waits in all_reduce #2 of 4 float32", "rank 1 has begun 1 of 2"]),
+        (different_operations, ["rank 0 waits in all_gather #2 (8 float32", "rank 1 has begun 1 of 2", "dist.recv"]),
+        (
+            a_late_rank,
+            ["rank 0 waits in barrier #2", "rank 1 has begun 1 of 2 collectives, and is at", "time.sleep(60)"],
+        ),
+        (a_group_of_its_own, ["rank 0 waits in all_reduce #2 (4 float32", "rank 1 has begun 1 of 2"]),
+        (a_receive_without_a_send, ["rank 0 waits in recv (4 float32", "rank 1 is at", "time.sleep(60)"]),
+        (a_wait_on_another_line, ["rank 0 waits in all_reduce #2 (4 float32", "rank 1 has begun 1 of 2"]),
         (a_missing_backward, ["rank 0 waits in all_reduce #", "rank 1 has begun", "time.sleep(60)"]),
     ],
 )
@@ -129,6 +132,20 @@ def test_the_wait_is_explained_and_in_the_timeouts_error(
         assert word in shown
         assert word in str(caught.value)
     assert shown.count("Waiting for") == 1
+
+
+def test_the_error_names_calls_that_differ(launch: Launcher) -> None:
+    with pytest.raises(
+        CollectiveError, match=r"rank \d called all_reduce with \d float32 as collective #1: .*--checks"
+    ):
+        launch(different_sizes)
+    with (
+        nblaunch.session(2, name="sizes") as session,
+        pytest.raises(
+            CollectiveError, match=r"rank \d called all_reduce with \d float32 and rank \d called all_reduce"
+        ),
+    ):
+        session.run(different_sizes)
 
 
 @pytest.mark.parametrize(("function", "aspect"), [(different_collectives, "BROADCAST"), (different_sizes, "shapes")])
@@ -147,7 +164,7 @@ def test_ranks_that_wait_for_too_long_are_stopped(launch: Launcher, monkeypatch:
 def test_a_session_explains_a_rank_that_has_returned(capsys: pytest.CaptureFixture[str]) -> None:
     with nblaunch.session(2, name="stuck") as session:
         launch = session.run(lambda rank: dist.barrier() if rank == 0 else None, block=False, view="text")
-        eventually(lambda: "rank 1 has returned after 0 of 1: this cannot end" in capsys.readouterr().out)
+        eventually(lambda: "rank 1 has returned after 0 of 1 collectives: this cannot end" in capsys.readouterr().out)
         launch.stop()
         launch.wait()
 

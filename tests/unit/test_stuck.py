@@ -39,8 +39,8 @@ def test_different_operations_cannot_end() -> None:
     )
     assert found is not None
     assert (found.text, found.is_final) == (
-        "Stuck for 12 s: ranks 0, 2 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14); "
-        "rank 1 waits in broadcast #57 of 8 float32 (Cell In[3], line 19). They differ: this cannot end",
+        "Stuck for 12 s: ranks 0, 2 wait in all_reduce #57 (8 float32, Cell In[3], line 14); "
+        "rank 1 waits in broadcast #57 (8 float32, Cell In[3], line 19). They differ: this cannot end",
         True,
     )
 
@@ -48,7 +48,7 @@ def test_different_operations_cannot_end() -> None:
 @pytest.mark.parametrize("detail", ["9 float32", "8 float64"])
 def test_different_sizes_and_dtypes_cannot_end(detail: str) -> None:
     text = text_of(view(0, "waits", begun("allreduce", 3)), view(1, "waits", begun("allreduce", 3, detail)))
-    assert text.startswith("Stuck for 12 s: rank 0 waits in all_reduce #3 of 8 float32")
+    assert text.startswith("Stuck for 12 s: rank 0 waits in all_reduce #3 (8 float32")
     assert text.endswith("The sizes or dtypes differ: this cannot end")
 
 
@@ -64,7 +64,7 @@ def test_a_rank_that_has_ended_never_joins(where: Where, words: str) -> None:
     found = verdict(view(0, "waits", begun("allreduce", 57)), view(1, where, begun("allreduce", 56)))
     assert found is not None
     assert found.is_final
-    assert found.text.endswith(f"; rank 1 {words} after 56 of 57: this cannot end")
+    assert found.text.endswith(f"; rank 1 {words} after 56 of 57 collectives: this cannot end")
 
 
 def test_a_missing_rank_is_named_with_its_line() -> None:
@@ -74,8 +74,8 @@ def test_a_missing_rank_is_named_with_its_line() -> None:
     )
     assert found is not None
     assert (found.text, found.is_final) == (
-        "Waiting for 12 s: rank 0 waits in all_reduce #57 of 8 float32 (Cell In[3], line 14); "
-        "rank 1 has begun 56 of 57, and is at Cell In[3], line 9: next(loader)",
+        "Waiting for 12 s: rank 0 waits in all_reduce #57 (8 float32, Cell In[3], line 14); "
+        "rank 1 has begun 56 of 57 collectives, and is at Cell In[3], line 9: next(loader)",
         False,
     )
 
@@ -93,7 +93,9 @@ def test_a_rank_that_waits_in_another_group_is_named() -> None:
         view(1, "waits", begun("barrier", 6, "", 20, "g", "1-2"), begun("allreduce", 4)),
         view(2, "runs", begun("allreduce", 5), place="a.py, line 7"),
     )
-    assert text.endswith("rank 1 has begun 4 of 5, and waits in barrier of another group (Cell In[3], line 20)")
+    assert text.endswith(
+        "rank 1 has begun 4 of 5 collectives, and waits in barrier of another group (Cell In[3], line 20)"
+    )
 
 
 def test_a_mismatch_in_any_group_comes_first() -> None:
@@ -110,14 +112,14 @@ def test_a_mismatch_in_any_group_comes_first() -> None:
 def test_all_ranks_in_one_collective_point_to_the_network() -> None:
     text = text_of(*(view(rank, "waits", begun("allreduce", 57)) for rank in range(4)))
     assert text == (
-        "Waiting for 12 s: ranks 0-3 wait in all_reduce #57 of 8 float32 (Cell In[3], line 14). Every rank of the "
+        "Waiting for 12 s: ranks 0-3 wait in all_reduce #57 (8 float32, Cell In[3], line 14). Every rank of the "
         "process group waits in it: the network or a device is slow, or does not answer"
     )
 
 
 def test_ranks_that_have_passed_are_not_blamed() -> None:
     text = text_of(view(0, "runs", begun("broadcast", 8)), view(1, "waits", begun("broadcast", 7)))
-    assert text == "Waiting for 12 s: rank 1 waits in broadcast #7 of 8 float32 (Cell In[3], line 14)"
+    assert text == "Waiting for 12 s: rank 1 waits in broadcast #7 (8 float32, Cell In[3], line 14)"
 
 
 @pytest.mark.parametrize("views", [(), (view(0, "runs"),), (view(0, "waits"),)])
@@ -157,14 +159,14 @@ def test_transfers_are_said_to_wait_where_no_rank_works() -> None:
     receives = begun("recv", 5)
     text = text_of(view(0, "waits", receives), view(1, "runs", place="Cell In[3], line 9: sleep()"))
     assert text == (
-        "Waiting for 12 s: rank 0 waits in recv of 8 float32 (Cell In[3], line 14); "
+        "Waiting for 12 s: rank 0 waits in recv (8 float32, Cell In[3], line 14); "
         "rank 1 is at Cell In[3], line 9: sleep()"
     )
     both = verdict(view(0, "waits", receives), view(1, "waits", begun("recv", 4, line=20)), view(2, "returned"))
     assert both is not None
     assert both.is_final
     assert both.lines[1:] == (
-        "rank 1 waits in recv of 8 float32 (Cell In[3], line 20)",
+        "rank 1 waits in recv (8 float32, Cell In[3], line 20)",
         "rank 2 has returned: this cannot end",
     )
     assert not verdict(view(0, "waits", receives), view(1, "waits", begun("send", 4))).is_final  # type: ignore[union-attr]
@@ -197,7 +199,7 @@ def test_a_semicolon_in_the_users_line_begins_no_other_line() -> None:
     assert found is not None
     assert found.lines == (
         "Waiting for 12 s: rank 0 waits in barrier #2 (Cell In[3], line 14)",
-        "rank 1 has begun 0 of 2, and is at Cell In[3], line 9: a = 1; b = 2",
+        "rank 1 has begun 0 of 2 collectives, and is at Cell In[3], line 9: a = 1; b = 2",
     )
 
 
