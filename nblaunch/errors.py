@@ -12,7 +12,7 @@ An exception of the user's function is not wrapped: it is raised in the notebook
     └── RankError (RuntimeError)          a rank failed without a user exception to raise
         ├── RankDiedError                 killed by a signal, or exited early (even with status 0)
         ├── RankLostError                 the reaper died, and its ranks with it
-        ├── RankRaisedError               its exception could not be sent; this one has its text
+        ├── RankRaisedError               its exception could not be sent, or is SystemExit; this one has its text
         ├── ResultError                   its return value could not be sent
         └── CollectiveError               it waited in a collective for a rank that had finished
 
@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from nblaunch.machine.own_code import PACKAGE
+from nblaunch.machine.own_code import PACKAGE, users_part
 
 
 class NblaunchError(Exception):
@@ -41,6 +41,13 @@ class NblaunchError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.results: dict[int, object] = {}
+
+    def _render_traceback_(self) -> list[str]:
+        """Return IPython's traceback without nblaunch's frames. Called by IPython."""
+        shell = sys.modules["IPython"].get_ipython()
+        trace = users_part(self.__traceback__)
+        lines: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, trace, tb_offset=0)
+        return lines
 
 
 class ArgumentError(NblaunchError, ValueError):
@@ -100,7 +107,7 @@ class RankLostError(RankError):
 
 
 class RankRaisedError(RankError):
-    """A rank raised an exception that cannot be unpickled here; the message has its type and text."""
+    """A rank raised an exception that cannot be raised here; the message has its type and text."""
 
 
 class ResultError(RankError):

@@ -123,7 +123,7 @@ def interruption(message: str, results: Mapping[int, Any]) -> KeyboardInterrupt:
     """Return a KeyboardInterrupt that IPython shows as one line, with what the ranks had returned."""
     interrupt: Any = KeyboardInterrupt(message)
     attach_results(results, interrupt)
-    interrupt._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]
+    failures.show_as(interrupt, [f"KeyboardInterrupt: {message}"])
     return interrupt  # type: ignore[no-any-return]  # Any, to give it attributes
 
 

@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,13 @@ from nblaunch.errors import (
     ResultError,
     text_of,
 )
+from nblaunch.launch.frontend import host
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
 from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.launch.views.events import Failure, Stream
-from nblaunch.machine.own_code import is_rank_runtime, is_users
+from nblaunch.machine.own_code import is_rank_runtime, is_users, users_part
 from nblaunch.wire.messages import Failed, Source
 
 _LAST_LINES = 10
@@ -34,6 +36,8 @@ MAX_CRASH_LINES = 300
 """Lines to search for the stack of a crash: one for each frame of each thread, and the modules."""
 _FRAME = re.compile(r"""  (?:(?P<label>Cell In\[\d+\])|File "(?P<file>[^"]*)"), line (?P<line>\d+)""")
 """The first line of a frame in a traceback whose cells are named."""
+_OTHER_SIZE = ("collective mismatch", "preamble.length")
+"""Words of gloo's error if a rank has received data of another size than its tensor's."""
 _LIKELY = {
     "SIGKILL": "most often the system ran out of memory (see `dmesg`): use smaller batches or fewer ranks",
     "SIGSEGV": "C code of a library crashed; see the stack below",
@@ -206,7 +210,12 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
     code = end.exited.returncode
     if code < 0:
         name = _signal_name(-code)
-        what = f"was killed by {name} {when}; {_LIKELY.get(name, 'another process sent it')}"
+        likely = _LIKELY.get(name, "another process sent it")
+        if name == "SIGABRT" and any(
+            words in last_lines(account.logs[end.rank]["err"], MAX_CRASH_LINES) for words in _OTHER_SIZE
+        ):
+            likely = "gloo received data of another size than the tensor's: --checks names the call that differs"
+        what = f"was killed by {name} {when}; {likely}"
     else:
         what = f"exited with status {code} {when} (os._exit, or C code that calls exit)"
     logs = account.logs[end.rank]
@@ -258,8 +267,24 @@ def _render_in_notebook(error: Any, text: str, rank: int, account: Account) -> N
     others = _others(rank, account)
     if others:
         lines += ["", "Then, on other ranks:", *others[:8]]
-    lines += [f"Logs: {account.files.directory}"]
-    error._render_traceback_ = lambda: lines
+    show_as(error, lines, [f"Logs: {account.files.directory}"])
+
+
+def show_as(error: Any, lines: Sequence[str], last: Sequence[str] = ()) -> None:
+    """Make IPython show these lines of an error, and where the user's code called, instead of nblaunch's frames."""
+    error._render_traceback_ = lambda: [*lines, *_callers(error), *last]
+
+
+def _callers(error: BaseException) -> list[str]:
+    """Return the user's frames in the notebook; none if the cell itself has called."""
+    frames = traceback.extract_tb(users_part(error.__traceback__))
+    if len(frames) < 2:
+        return []
+    lines = ["", "Called from:"]
+    for frame in frames:
+        place = host().cell_label(frame.filename) or f'File "{frame.filename}"'
+        lines += [f"  {place}, line {frame.lineno}, in {frame.name}", *([f"    {frame.line}"] if frame.line else [])]
+    return lines
 
 
 def _others(rank: int, account: Account) -> list[str]:

@@ -301,5 +301,5 @@ def _exception(failed: Failed, code: str) -> BaseException:
 
 def _shown_as(error: Any, *lines: str) -> BaseException:
     """Make IPython show these lines of an error instead of nblaunch's frames; return the error."""
-    error._render_traceback_ = lambda: list(lines)
+    failures.show_as(error, lines)
     return error  # type: ignore[no-any-return]  # Any, to give it an attribute

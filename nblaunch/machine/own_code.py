@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
+from types import TracebackType
 
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """The directory of nblaunch, with a separator at the end."""
@@ -44,3 +45,19 @@ def is_users(filename: str) -> bool:
         return filename.startswith(_INTERACTIVE)
     filename = os.path.normpath(filename)  # an entry of sys.path may be "..": frames then name /a/b/../nblaunch/...
     return not (filename.startswith(_IN_PACKAGE_OR_STDLIB) or any(directory in filename for directory in _INSTALLED))
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from the user's first frame to the user's last, without nblaunch's; None if there is none."""
+    frames: list[TracebackType] = []
+    while trace is not None:
+        if frames or is_users(trace.tb_frame.f_code.co_filename):
+            frames.append(trace)
+        trace = trace.tb_next
+    found: TracebackType | None = None
+    for each in reversed(frames):
+        file = each.tb_frame.f_code.co_filename
+        is_own = os.path.normpath(file).startswith(PACKAGE)
+        if is_users(file) or (found is not None and not is_own):
+            found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found

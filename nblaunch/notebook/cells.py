@@ -12,9 +12,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nblaunch.notebook.auto_cells import goes_to_session, paused
-from nblaunch.notebook.shown_errors import CellSyntaxError
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
+
+
+class CellSyntaxError(SyntaxError):
+    """The SyntaxError of a cell for the ranks.
+
+    Attributes:
+        shown: The error itself, which IPython shows.
+    """
+
+    def __init__(self, shown: SyntaxError) -> None:
+        super().__init__(*shown.args)
+        self.shown = shown
+
+
+def show_syntax_error(shell: Any, kind: type, error: CellSyntaxError, trace: object, tb_offset: Any = None) -> None:
+    """Show the error without frames, as IPython shows that of any cell. Called by IPython."""
+    shown = error.shown
+    shell._showtraceback(type(shown), shown, shell.SyntaxTB.structured_traceback(type(shown), shown, []))
 
 
 def make_cell(

@@ -9,7 +9,8 @@ from nblaunch.engines.current import engine
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
 from nblaunch.launch.live_sessions import live_sessions
-from nblaunch.notebook import auto_cells, shown_errors
+from nblaunch.notebook import auto_cells
+from nblaunch.notebook.cells import CellSyntaxError, show_syntax_error
 from nblaunch.notebook.completion import Inspection, complete_distributed
 from nblaunch.notebook.magics import DistributedMagics, RankMagics
 from nblaunch.notebook.notebook_frontend import NotebookFrontend, can_show_panels, import_widget
@@ -28,7 +29,6 @@ def register_frontend(shell: Any) -> NotebookFrontend:
     notebook = NotebookFrontend(shell)
     frontend.register(notebook)
     shell.events.register(_HOOK, notebook.after_cell)
-    shown_errors.register(shell)
     return notebook
 
 
@@ -36,6 +36,8 @@ def load(shell: Any) -> None:
     """Register the magic and its completion, and let the engine prepare for the first launch."""
     register_frontend(shell)
     shell.register_magics(DistributedMagics, RankMagics)
+    if not shell.custom_exceptions:  # IPython has one handler: the user's stays
+        shell.set_custom_exc((CellSyntaxError,), show_syntax_error)
     matchers = _matchers(shell)
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
@@ -59,7 +61,8 @@ def unload(shell: Any) -> None:
         shell.events.unregister(_HOOK, current.after_cell)
         frontend.register(None)
     auto_cells.set_auto(shell, False)
-    shown_errors.unregister(shell)
+    if shell.custom_exceptions == (CellSyntaxError,):
+        shell.set_custom_exc((), None)
     for kind, name in (("line", "distributed"), ("cell", "distributed"), ("cell", "rank"), ("cell", "local")):
         shell.magics_manager.magics[kind].pop(name, None)
     matchers = _matchers(shell)

@@ -153,7 +153,7 @@ def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fi
 
     assert cell.stderr.startswith("UsageError: ")
     assert fix in cell.stderr
-    assert "ran" not in cell.stdout
+    assert "] ran" not in cell.stdout
 
 
 def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:

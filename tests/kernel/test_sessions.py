@@ -954,6 +954,22 @@ def test_what_belongs_to_the_notebook_is_named(kernel: Kernel, name: str, made: 
 
 
 @pytest.mark.parametrize(
+    ("code", "said"),
+    [("s.run(lambda: 1 / 0)", "On rank"), ("s.pull('1 / 0')", "On rank")],
+)
+def test_an_error_of_ranks_says_where_the_user_called(kernel: Kernel, code: str, said: str) -> None:
+    cell = kernel.run(f"def of_user():\n    {code}\nof_user()")
+    shown = without_colours(cell.traceback)
+    count = cell.reply["execution_count"]
+    assert said in shown
+    assert (
+        f"Called from:\n  Cell In[{count}], line 3, in <module>\n    of_user()\n"
+        f"  Cell In[{count}], line 2, in of_user\n    {code}"
+    ) in shown
+    assert "Called from" not in kernel.run(code).traceback
+
+
+@pytest.mark.parametrize(
     "code", ["s.push(lock=threading.Lock())", "s.run(print, threading.Lock())", "s.pull('', ranks=[9])", "s['x']"]
 )
 def test_errors_show_the_users_frames_alone(kernel: Kernel, code: str) -> None:

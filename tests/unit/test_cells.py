@@ -9,8 +9,7 @@ import pytest
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.inputtransformer2 import TransformerManager
 
-from nblaunch.notebook.cells import make_cell, names_used
-from nblaunch.notebook.shown_errors import CellSyntaxError
+from nblaunch.notebook.cells import CellSyntaxError, make_cell, names_used
 from nblaunch.wire.messages import Cell
 
 
