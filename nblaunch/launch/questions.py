@@ -8,16 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 from nblaunch.errors import ArgumentError, NblaunchError, RankDiedError, RankRaisedError, ResultError, text_of
 from nblaunch.launch import failures
-from nblaunch.launch.frontend import wait_in_steps
+from nblaunch.launch.frontend import host, wait_in_steps
 from nblaunch.launch.rank_names import line_of
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_state import restart_command
 from nblaunch.launch.task import Task
-from nblaunch.launch.turn_queue import BusyError
+from nblaunch.launch.turn_queue import BusyError, Ticket
+from nblaunch.launch.views.base import ShieldedView
+from nblaunch.launch.views.events import Note
 from nblaunch.machine import timeouts
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.transfer.pickling import Home
@@ -64,12 +67,16 @@ class Questions:
         deadline = float("inf") if within is None else time.monotonic() + within
         stop = threading.Event()
 
+        ticket = Ticket()
+
         def work() -> dict[int, list[int]]:
-            with self._ranks.claimed("", lambda: stop.is_set() or time.monotonic() > deadline, stop.set):
+            self._ranks.queue.enqueue(ticket)
+            with self._ranks.claimed(ticket, lambda: stop.is_set() or time.monotonic() > deadline, stop.set):
                 return self.ask_now(question, names, home=home, deadline=deadline, stop=stop)
 
         __tracebackhide__ = True  # IPython omits this frame
-        return in_thread(lambda: _unpacked(work(), question.text), stop)
+        waits_for = partial(self._ranks.said_of_queue, ticket) if within is None else str
+        return in_thread(lambda: _unpacked(work(), question.text), stop, waits_for)
 
     def complete(self, text: str) -> list[str]:
         """See `Session.complete`."""
@@ -204,8 +211,13 @@ class Questions:
                 return
 
 
-def in_thread(work: Callable[[], T], stop: threading.Event) -> T:
+def in_thread(work: Callable[[], T], stop: threading.Event, waits_for: Callable[[], str]) -> T:
     """Run `work` in a thread, and return what it returns. An interrupt of the caller sets `stop`.
+
+    Args:
+        work: What to run.
+        stop: Ends it.
+        waits_for: Returns what it waits for, which is shown after a moment; empty: nothing.
 
     Raises:
         KeyboardInterrupt: The user has interrupted the caller. `work` is over.
@@ -226,6 +238,8 @@ def in_thread(work: Callable[[], T], stop: threading.Event) -> T:
         threading.Thread(target=run, name="nblaunch-question", daemon=True).start()
         while not over.is_set():
             try:
+                if not wait_in_steps(over, timeouts.QUEUED_NOTE_DELAY_S) and (text := waits_for()):
+                    ShieldedView(host().view("text")).on(Note(text))
                 wait_in_steps(over, None)
             except KeyboardInterrupt:
                 interrupted = True

@@ -205,6 +205,12 @@ class SessionRanks:
                     self.idle_since = time.monotonic()
                 self.queue.discard(own)
 
+    def said_of_queue(self, ticket: Ticket) -> str:
+        """Return what a ticket waits for, in words; empty if it does not wait."""
+        first, *others = [label or "a question" for label in self.queue.ahead_of(ticket)] or [""]
+        more = f", and {len(others)} more before this" if others else ""
+        return f"queued: session {self.name} runs {first}{more}; an interrupt ends the wait" if first else ""
+
     def check_group(self) -> None:
         """Raise an error if the reaper is dead, and every rank with it.
 
@@ -304,7 +310,9 @@ class SessionRanks:
         has_died = any(rank.member.exited is not None for rank in task.present)
         has_failed = any(rank.done is None for rank in task.present)
         is_disturbed = task.ladder is not None or (has_failed and not _is_in_step(task))
-        if has_died or (is_disturbed and not task.is_question):
+        if task.is_question:  # most call no collective; an interrupt may come right after one has begun
+            is_disturbed = len(_counts(task)) > 1
+        if has_died or is_disturbed:
             self.generation += 1
 
     @property
@@ -367,10 +375,16 @@ class SessionRanks:
         self.unset.add(rank)
 
 
+def _counts(task: Task) -> set[int]:
+    """Return how many collectives of the group the ranks have begun, as far as it is known."""
+    begun = [rank.names.begun for rank in task.present if rank.names is not None]
+    return {each.last.count for each in begun if each.is_counted}
+
+
 def _is_in_step(task: Task) -> bool:
     """Return True if the ranks have left a failed task with the same collectives behind them: the group is intact."""
     if any(rank.failed is not None and rank.failed.collective for rank in task.present):
         return False
     begun = [rank.names.begun for rank in task.present if rank.names is not None]
     is_known = len(begun) == len(task.present) and all(each.is_counted and not each.uncertain for each in begun)
-    return is_known and len({each.last.count for each in begun}) == 1
+    return is_known and len(_counts(task)) == 1

@@ -6,10 +6,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from nblaunch.errors import RankLostError
 from nblaunch.launch.questions import Questions, close_all, in_thread
 from nblaunch.launch.session_ranks import SessionRanks
+from nblaunch.launch.turn_queue import Ticket
 from nblaunch.machine import timeouts
 from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.session_messages import Losses, Question
@@ -45,11 +47,13 @@ class Restart:
             KeyboardInterrupt: The user has interrupted the caller. As long as the old ranks live, nothing has changed.
                 Later, the restart goes on; only names whose loading is interrupted are lost.
         """
-        in_thread(lambda: self._run(chosen, keep), self._stop)
+        ticket = Ticket("the restart")
+        in_thread(lambda: self._run(ticket, chosen, keep), self._stop, partial(self._ranks.said_of_queue, ticket))
 
-    def _run(self, chosen: Collection[int], keep: bool) -> None:
+    def _run(self, ticket: Ticket, chosen: Collection[int], keep: bool) -> None:
         ranks = self._ranks
-        with ranks.claimed("the restart", self._stop.is_set, self._stop.set, needs_ranks=False):
+        ranks.queue.enqueue(ticket)
+        with ranks.claimed(ticket, self._stop.is_set, self._stop.set, needs_ranks=False):
             try:
                 dumps = self._dumps(chosen) if keep else {}
             except BaseException:

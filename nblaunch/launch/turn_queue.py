@@ -60,6 +60,12 @@ class TurnQueue:
         with self._changed:
             return bool(self._tickets) and self._tickets[0] is ticket
 
+    def ahead_of(self, ticket: Ticket) -> list[str]:
+        """Return the labels of the tasks that a ticket waits for, in their order."""
+        with self._changed:
+            tickets = list(self._tickets)
+        return [each.label for each in tickets[: tickets.index(ticket)]] if ticket in tickets else []
+
     def discard(self, ticket: Ticket) -> None:
         """End the turn of a ticket, or give it up. Idempotent."""
         with self._changed:

@@ -68,6 +68,8 @@ LOG_POLL_S = 0.05
 """Between two reads of the ranks' logs."""
 PREPARING_NOTE_DELAY_S = 0.5
 """For packing the data of a launch before the view says what takes time."""
+QUEUED_NOTE_DELAY_S = 0.5
+"""For a question or a restart to have the ranks of a session before a note says what it waits for."""
 GROUP_BEGIN_TIMEOUT_S = 10.0
 """For the engine to answer; then a fork of the kernel is given up, and a fork server is woken."""
 GROUP_SWEEP_TIMEOUT_S = 8.0

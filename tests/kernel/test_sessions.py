@@ -575,6 +575,14 @@ def test_an_interrupted_question_frees_its_collective(kernel: Kernel) -> None:
     assert on_ranks(kernel, f"{REDUCES}, os.getpid()") == [(2.0, pid) for pid in before]
 
 
+def test_a_question_may_begin_a_collective_on_one_rank(kernel: Kernel) -> None:
+    assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+    kernel.run("s.pull('bool(dist.all_reduce(torch.ones(4), async_op=True))', ranks=[0])").check()
+    if hasattr(ProcessGroup, "register_pre_hook"):
+        assert on_ranks(kernel, REDUCES) == [2.0, 2.0]
+    kernel.run("%distributed session regroup").check()
+
+
 def test_a_question_that_fails_on_one_rank_frees_the_others(kernel: Kernel) -> None:
     kernel.run("%%distributed\ndef fails():\n    1 / 0 if rank else dist.barrier()").check()
     kernel.run(
@@ -833,6 +841,22 @@ def test_background_cells_queue_in_their_order(kernel: Kernel) -> None:
         kernel.run(f"%%distributed --background -o job{number}\ntime.sleep(0.1)\nseen.append({number})").check()
     assert on_ranks(kernel, "seen") == [[0, 1, 2]] * 2
     assert kernel.ask("[job0.done, job1.done, job2.done]") == [True] * 3
+
+
+def test_what_waits_for_a_running_cell_says_so(kernel: Kernel) -> None:
+    kernel.run("%%distributed --background -o sleeping\nkept = 7\ntime.sleep(600)").check()
+    kernel.run("%%distributed --background -o later\nkept").check()
+    status = kernel.run("%distributed status").check().text
+    assert status.index("ranks, running for") < status.index("ranks, queued for")
+    for line in ("s.pull('kept')", "s.push(kept=8)", "s[0]['kept']", "%distributed session restart"):
+        request = kernel.start_cell(line)
+        kernel.finish_cell(request, until=", and 1 more before this; an interrupt ends the wait")
+        kernel.interrupt()
+        cell = kernel.finish_cell(request)
+        assert re.search(r"nblaunch: queued: session main runs Cell In\[\d+\], and 1 more before this", cell.text)
+        assert cell.error.startswith("KeyboardInterrupt")
+    kernel.run("sleeping.stop()").check()
+    assert kernel.ask("list(later.result())") == [7, 7]
 
 
 def test_a_queued_cell_has_the_value_of_its_call(kernel: Kernel) -> None:
