@@ -78,6 +78,10 @@ class Questions:
         waits_for = partial(self._ranks.said_of_queue, ticket) if within is None else str
         return in_thread(lambda: _unpacked(work(), question.text), stop, waits_for)
 
+    def look(self) -> None:
+        """Note ranks that have died meanwhile, unless a task runs."""
+        in_thread(self._ranks.look, threading.Event(), str)
+
     def complete(self, text: str) -> list[str]:
         """See `Session.complete`."""
         known = sorted({each.name for names in self._ranks.bound for each in names if each.name.startswith(text)})

@@ -222,7 +222,7 @@ class Session:
         __tracebackhide__ = True  # IPython omits this frame
         self._check_open()
         wanted = self._checked(ranks) or tuple(range(self.world_size))
-        self._ranks.look()
+        self._questions.look()
         dead = [rank for rank in wanted if rank in self._ranks.absent]
         if dead and self._ranks.present:
             raise ArgumentError(
@@ -242,7 +242,7 @@ class Session:
     def lines_of(self, rank: int) -> list[str]:
         """Return what a rank has bound, a line for each name; of a dead rank, how to restart it."""
         self._check_open()
-        self._ranks.look()
+        self._questions.look()
         if rank in self._ranks.absent:
             return [self.state().obituary(rank)]
         return [line_of(each) for each in sorted(self._ranks.bound[rank], key=lambda each: each.name)]
@@ -348,7 +348,7 @@ class Session:
 
     def status(self) -> str:
         """Return the state of each rank, and what it holds, as text."""
-        self._ranks.look()
+        self._questions.look()
         return self.state().text()
 
     def state(self) -> SessionState:

@@ -28,7 +28,7 @@ from nblaunch.launch.plan import Plan
 from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.task import Task
-from nblaunch.launch.turn_queue import Ticket, TurnQueue
+from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
 from nblaunch.launch.views.base import NullView, View
 from nblaunch.machine import timeouts
 from nblaunch.machine.process_state import this_process
@@ -262,8 +262,9 @@ class SessionRanks:
     def look(self) -> None:
         """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""
         if not (self.queue or self.is_ended):
-            with contextlib.suppress(NblaunchError), self.claimed("", needs_ranks=False, is_task=False):
-                pass
+            with contextlib.suppress(NblaunchError, BusyError):
+                with self.claimed("", lambda: True, needs_ranks=False, is_task=False):
+                    pass
 
     def new_question(self, joins: bool) -> Task:
         """Return a task that asks the ranks, which `claimed` gives to the caller.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import nblaunch
 from nblaunch import Session
 from nblaunch.engines.generations import servers
+from nblaunch.engines.protocol import Wakeup
 from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
 from nblaunch.launch import live_sessions
 from nblaunch.wire.messages import NotStarted
@@ -331,6 +332,27 @@ def test_a_reaper_that_dies_under_a_task_says_how_to_go_on(session: Session) -> 
         session.run(time.sleep, 600, view="none")
     session.restart()
     assert len(session.run(os.getpid, view="none")) == 2
+
+
+def test_an_interrupt_reaches_no_reader_of_the_ranks_messages(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two lines of a selector, it would break the session."""
+    workers, threads = session._ranks.group.workers, set()
+    listen_to = workers.listen_to
+
+    def noting(wakeup: Wakeup) -> None:
+        threads.add(threading.get_ident())
+        listen_to(wakeup)
+
+    monkeypatch.setattr(workers, "listen_to", noting)
+    session.status()
+    session.push(value=1)
+    assert session.pull("value") == [1, 1]
+    session.run(os.getpid, view="none")
+    session.restart()
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_a_reaper_that_dies_under_a_question_is_named(session: Session) -> None:
