@@ -11,9 +11,36 @@ import contextlib
 import os
 import socket
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 from nblaunch.machine import processes
+
+_turn = threading.Lock()
+_is_joining = False
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """Let `hush` discard stderr until the end of the block: torch writes C++ stacks about connections that are cut."""
+    global _is_joining
+    stderr = os.dup(2)
+    _is_joining = True
+    try:
+        yield
+    finally:
+        with _turn:
+            _is_joining = False
+            os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+def hush() -> None:
+    """Discard stderr while this rank joins its group: a stop is about to cut connections, here or in other ranks."""
+    with _turn, open(os.devnull, "w") as null:
+        if _is_joining:
+            os.dup2(null.fileno(), 2)
 
 
 def cut() -> None:

@@ -113,6 +113,8 @@ class KernelChannel:
                     self._arriving.put((message, fds))
                 elif isinstance(message, Interrupt):
                     self._asked = max(self._asked, message.task)
+                    with contextlib.suppress(OSError):  # too many open files
+                        group_sockets.hush()
                     signal.pthread_kill(self._main, signal.SIGINT)
                     self.on_interrupt()
                 elif isinstance(message, Free) and message.task >= self.task:  # a later one waits for this one

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from nblaunch.machine import timeouts
+from nblaunch.ranks import group_sockets
 from nblaunch.ranks.collective_log import collective_log
 from nblaunch.ranks.fork_guard import guard
 
@@ -101,7 +102,8 @@ def join(world: World, rank: int, world_size: int) -> None:
     if not world.backend:
         return
     limit = timedelta(seconds=timeouts.DEBUGGED_COLLECTIVE_TIMEOUT_S) if _may_wait_long(world) else None
-    dist.init_process_group(world.backend, timeout=limit)
+    with group_sockets.joining():
+        dist.init_process_group(world.backend, timeout=limit)
     _home.ours = dist.group.WORLD
     guard.install()
 

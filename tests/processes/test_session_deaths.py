@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -271,6 +272,22 @@ def test_stopping_a_session_ends_the_task_that_runs(session: Session) -> None:
     assert launch.done
     with pytest.raises(StartError, match="has ended"):
         session.run(os.getpid)
+
+
+def test_a_stop_while_ranks_join_their_group_is_quiet(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
+    late = session._ranks.group.members[1].pid
+    os.kill(late, signal.SIGSTOP)
+    try:
+        launch = session.run(os.getpid, view="text", block=False)
+        eventually(lambda: "in init_process_group" in launch.stacks(0.5).get(0, ""))
+        launch.stop()
+        eventually(lambda: "in init_process_group" not in launch.stacks(0.5).get(0, ""))
+    finally:
+        os.kill(late, signal.SIGCONT)
+    launch.wait()
+    shown = capsys.readouterr()
+    assert "stopped after" in shown.out
+    assert not re.search("TCPStore|frame #|Gloo", shown.err)
 
 
 def test_questions_beside_tasks_of_several_threads_block_nothing(session: Session) -> None:
