@@ -133,7 +133,8 @@ class Questions:
         parcel = pack(
             lambda found: Payload(question, (), {}, None, Settings(), {}, names=names or {}),
             UncachedStore(self._ranks.log_dir),
-            home=home,
+            {name: sent.value for name, sent in (names or {}).items()},
+            home,
         )
         try:
             is_code = question.kind in ("value", "repr") and deadline == float("inf")  # the user's, without a limit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from nblaunch.errors import ArgumentError, PayloadError
@@ -63,13 +64,13 @@ def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket
         cell = "; %%distributed runs a cell" if isinstance(function, str) else ""
         raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}{cell}")
     try:
-        parameters.check(function, args, kwargs)
+        arguments = parameters.check(function, args, kwargs)
     except TypeError as error:
         raise ArgumentError(
             f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {payloads.name_of(function)}: {error}"
         ) from None
     payload = Payload(function, args, kwargs, None, _settings(ranks), {})
-    return _pack(payload, (), (function, args, kwargs), ranks, ticket)
+    return _pack(payload, (), (function, args, kwargs), ranks, ticket, arguments)
 
 
 def gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequence[int] | None) -> Gathered:
@@ -88,7 +89,12 @@ def gather_values(values: Mapping[str, Any], ranks: SessionRanks, only: Sequence
 
 
 def _pack(
-    payload: Payload, used: Iterable[str], code: Sequence[Any], ranks: SessionRanks, ticket: Ticket
+    payload: Payload,
+    used: Iterable[str],
+    code: Sequence[Any],
+    ranks: SessionRanks,
+    ticket: Ticket,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
 ) -> SessionTask:
     sources: dict[str, Source] = dict(payloads.sources_in(payload))
     bound = {each.name for names in ranks.bound for each in names}
@@ -110,6 +116,10 @@ def _pack(
             )
 
         parts = {name: sent.value for name, sent in names.items()}
+        parts |= {
+            name if name not in parts else f"{name} of {payloads.name_of(payload.function)}": value
+            for name, value in arguments.items()
+        }
         parcel = pack(build, payloads.Reusing(), parts, gathered.home)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__; its frames are nblaunch's own
         name = payloads.name_of(payload.function)

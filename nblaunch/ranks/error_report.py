@@ -7,7 +7,7 @@ import time
 import traceback
 from typing import Any, Literal
 
-from nblaunch.errors import text_of
+from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine.own_code import is_rank_runtime
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed
@@ -59,6 +59,8 @@ def _traceback(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and is_rank_runtime(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
+    if isinstance(error, PayloadError):
+        frames = None  # nblaunch's own; its cause has the user's
     try:
         lines = traceback.format_exception(type(error), error, frames)
     except Exception:  # noqa: BLE001  # a __str__ that raises: some Pythons' traceback module lets it through

@@ -31,7 +31,7 @@ class Layout:
     """For each buffer its place, or the index of a shared descriptor."""
     stream: tuple[Place | int, ...]
     """The pickle in parts: a place, or a number of bytes that follow in the blob."""
-    loads: int
-    """How many objects the pickle holds, one after the other."""
+    parts: tuple[str, ...]
+    """The names of the objects that the pickle holds before the last, one after the other."""
     may_salvage: bool = False
     """Whether to rebuild what can be rebuilt, if some of it cannot."""

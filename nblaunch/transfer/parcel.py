@@ -18,9 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, Protocol
 
+from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine import segments
+from nblaunch.machine.own_code import users_part
 from nblaunch.machine.segments import NoRoomError, Placed, Region, Segment
 from nblaunch.transfer import pickling, tensors
+from nblaunch.transfer.definitions import LostReferenceError
 from nblaunch.transfer.layout import Layout, Place, StoragePart
 from nblaunch.transfer.outgoing import Outgoing, Strided
 from nblaunch.transfer.salvage import Salvaged, SalvagingUnpickler
@@ -92,7 +95,8 @@ def pack(
     Args:
         build: Called with the definitions that the pickler finds in `parts`; see `nblaunch.transfer.pickling.dump`.
         store: Puts large buffers into segments.
-        parts: Parts of the object whose sizes to measure, by name. Default: none.
+        parts: Parts of the object, by name: their sizes are measured, and the receiver's errors name them. Default:
+            none.
         home: See `nblaunch.transfer.pickling.Pickler`.
         may_salvage: `unpack` returns a `Salvaged` instead of raising. Default: False.
 
@@ -108,13 +112,13 @@ def pack(
             outgoing.count(name)
         pickler.dump(build(pickler.found))
         outgoing.count("")
-        return _assemble(outgoing, store, loads=len(parts or {}) + 1, may_salvage=may_salvage)
+        return _assemble(outgoing, store, parts=tuple(parts or ()), may_salvage=may_salvage)
     except NoRoomError as error:
         error.sizes = outgoing.sizes
         raise
 
 
-def _assemble(outgoing: Outgoing, store: Store, loads: int, may_salvage: bool) -> Parcel:
+def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salvage: bool) -> Parcel:
     """Put the out-of-band memory into segments, and the rest into a blob."""
     outgoing.check_storages()
     buffers, copies = outgoing.resolve_buffers()
@@ -130,7 +134,7 @@ def _assemble(outgoing: Outgoing, store: Store, loads: int, may_salvage: bool) -
             for part, made in zip(buffers, outgoing.buffers, strict=True)
         ),
         tuple(places[part][0] if isinstance(part, Region) else len(part) for part in outgoing.stream),
-        loads,
+        parts,
         may_salvage,
     )
     head = pickle.dumps(layout, protocol=5)
@@ -170,6 +174,7 @@ def unpack(fds: Sequence[int]) -> Any:
         The object, or a `Salvaged` if some of it could not be rebuilt and the sender allows that.
 
     Raises:
+        PayloadError: A part could not be rebuilt; the message names it.
         Exception: User code that unpickling runs raised it.
     """
     try:
@@ -201,9 +206,16 @@ def unpack(fds: Sequence[int]) -> Any:
             return at(part) if isinstance(part, Place) else fds[last + part]
 
         def load(unpickler: Any) -> Any:
-            for _ in range(layout.loads):
-                value = unpickler.load()
-            return value
+            for name in layout.parts:
+                try:
+                    unpickler.load()
+                except (LostReferenceError, OSError, MemoryError):
+                    raise  # not for the content of this part
+                except Exception as error:  # noqa: BLE001  # user code
+                    why = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")
+                    cause = error.with_traceback(users_part(error.__traceback__) or error.__traceback__)
+                    raise PayloadError(f"`{name}` could not be rebuilt in the rank: {why}") from cause
+            return unpickler.load()
 
         with contextlib.suppress(*((Exception,) if layout.may_salvage else ())):
             buffers: Any = map(received, layout.buffers)

@@ -381,6 +381,25 @@ def test_what_cannot_be_pulled_is_named_in_one_line(kernel: Kernel) -> None:
     assert "nblaunch" not in shown
 
 
+def test_what_cannot_be_rebuilt_in_a_rank_is_named(kernel: Kernel) -> None:
+    kernel.run(
+        "class Bad:\n    def __init__(self): self.x = 1\n    def __setstate__(self, state): raise ValueError('no')"
+    )
+    kernel.run("bad, good = Bad(), 5").check()
+    lines = {
+        "%%distributed\nprint(good, bad)": "bad",
+        "s.run(lambda given: given, bad)": "given",
+        "s.push(pushed=[bad])": "pushed",
+        "notebook_launcher(lambda: bad, num_processes=2)": "bad",
+    }
+    for line, name in lines.items():
+        cell = kernel.run(line)
+        assert cell.error == f"PayloadError: `{name}` could not be rebuilt in the rank: ValueError: no"
+        assert "nblaunch/" not in cell.traceback.partition("Then, on other")[0]
+        assert "line 3, in __setstate__" in cell.traceback
+    assert on_ranks(kernel, "good") == [5, 5]
+
+
 DECORATED = """
 def logged(function):
     def wrapper(*args):
