@@ -178,15 +178,17 @@ def _started(way: Way) -> Iterator[Kernel | None]:
 
 def table(figures: Figures) -> str:
     """The medians as a Markdown table, in milliseconds."""
-    ways = list(next(iter(figures.seconds.values())))
+    every = list(next(iter(figures.seconds.values())))
+    ways = [way for way in every if any(by_way[way] for by_way in figures.seconds.values())]
     rounds = max(len(values) for by_way in figures.seconds.values() for values in by_way.values())
     rows = [f"| median of {rounds}, milliseconds | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
     for name, by_way in figures.seconds.items():
         base = 1000 * statistics.median(by_way.get("ipyparallel") or [math.inf])
-        cells = [shown(1000 * statistics.median(values), 1, base) if values else "" for values in by_way.values()]
+        cells = [shown(1000 * statistics.median(by_way[way]), 1, base) if by_way[way] else "" for way in ways]
         what = f"{name}, {figures.size / _MB:.0f} MB" if name == CELLS[2] else name
         rows.append(f"| {what} | {' | '.join(cells)} |")
     counts = list(figures.held)
+    rows += ["", f"Not measured: {', '.join(missing)}."] if (missing := sorted({*every} - {*ways})) else []
     rows += ["", "In brackets: the ratio to ipyparallel. A long session, each cell with an all_reduce:", ""]
     rows += [f"| held after | {' | '.join(f'{count:,} cells' for count in counts)} |", "|---" * (len(counts) + 1) + "|"]
     for name in figures.held[counts[0]]:

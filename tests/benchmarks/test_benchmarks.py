@@ -41,6 +41,13 @@ def test_cells_of_a_session_are_measured() -> None:
     assert {len(held) for held in found.held.values()} == {7}
 
 
+def test_a_way_that_is_not_installed_is_named_without_a_column() -> None:
+    seconds: dict[str, dict[str, list[float]]] = {each: {"here": [1.0], "absent": []} for each in sessions.CELLS}
+    rows = sessions.table(sessions.Figures(seconds, 1 << 20, {1: {}})).splitlines()
+    assert rows[0] == "| median of 1, milliseconds | here |"
+    assert "Not measured: absent." in rows
+
+
 def captured_row(found: data.Captured) -> str:
     return data.captured_table(16 << 20, 2, [found])[-1]
 
