@@ -65,7 +65,7 @@ class _Lines:
         """Return what the user types; empty at the end of the input."""
         self._screen.send()
         with contextlib.suppress(EOFError):
-            return self._keyboard.ask("") + "\n"
+            return self._keyboard.ask("", is_command=True) + "\n"
         return ""
 
 

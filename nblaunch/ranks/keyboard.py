@@ -47,7 +47,7 @@ class Keyboard:
         return os.getpid() == self.voice.owner
 
     # -------------------------------------------------------------- lines
-    def ask(self, prompt: str, *, is_secret: bool = False) -> str:
+    def ask(self, prompt: str, *, is_secret: bool = False, is_command: bool = False) -> str:
         """Wait until the user has typed a line, and return it. Hold `turn`.
 
         Raises:
@@ -57,7 +57,7 @@ class Keyboard:
         self._number += 1
         self._waiting = _thread.get_ident()
         try:
-            self.voice.say(Asked(self.voice.rank, self.voice.task, self._number, prompt, is_secret))
+            self.voice.say(Asked(self.voice.rank, self.voice.task, self._number, prompt, is_secret, is_command))
             while True:
                 typed = self._lines.get()
                 if typed.number in (self._number, _ANY):

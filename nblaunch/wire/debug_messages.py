@@ -61,6 +61,8 @@ class Asked:
     prompt: str
     """What to show after the rank's own prompt; of ``input``: its argument."""
     is_secret: bool = False
+    is_command: bool = False
+    """Whether the debugger takes a command: no line of ``interact``, of ``commands`` or of ``input``."""
 
 
 @dataclass(frozen=True, slots=True)
