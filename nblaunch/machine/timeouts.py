@@ -153,6 +153,8 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 """How long ranks may wait in a collective, as in torch's gloo. Time in which the user debugs a rank does not count."""
 DEBUGGED_COLLECTIVE_TIMEOUT_S = 86400.0
 """torch's own limit where the user may debug a rank: one that has begun cannot be extended."""
+TYPED_CHECK_INTERVAL_S = 1.0
+"""Of a rank that waits for a line, between checks for an interrupt: Python misses one that comes as a wait begins."""
 STEP_TIMEOUT_S = 1.0
 """How long a rank that steps stays in front, until another one that has stopped takes its place."""
 LOOK_TIMEOUT_S = 2.0

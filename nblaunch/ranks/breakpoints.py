@@ -6,6 +6,7 @@ The debugger itself is imported on first use: with it comes IPython.
 from __future__ import annotations
 
 import _thread
+import bdb
 import builtins
 import getpass
 import importlib
@@ -13,6 +14,7 @@ import os
 import pdb
 import sys
 import threading
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -32,8 +34,12 @@ class Breakpoints:
 
     def __init__(self, keyboard: Keyboard) -> None:
         self._keyboard = keyboard
-        self._debugger: Any = None
-        """That of breakpoints: it keeps those that the user sets."""
+        self.labels: Mapping[str, str] = {}
+        """The notebook's names of cells, by file."""
+        self._debuggers: dict[int, Any] = {}
+        """Those of breakpoints, by thread."""
+        self._is_looking = False
+        """A look is open."""
         self._has_noted: set[tuple[str, int]] = set()
         self._fails = False
         keyboard.look = self._look_in_thread
@@ -43,16 +49,26 @@ class Breakpoints:
         """Install the hooks for a task."""
         self._keyboard.can_type, self._fails = debugging.can_type, debugging.fails
         self._has_noted.clear()
-        self._debugger = None
+        bdb.Breakpoint.clearBreakpoints()  # those that the user has set in earlier tasks
         builtins.input = self._keyboard.input
         getpass.getpass = self._ask_secret
         sys.breakpointhook = self._hook
         pdb.set_trace = self._set_trace  # pdb's own reads stdin
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is not None:
+            distributed.breakpoint = self._torchs_breakpoint
 
     def end_task(self) -> None:
-        """Stop tracing: our own code follows."""
-        if self._debugger is not None:
+        """Stop tracing, as our own code follows, and close what is open. Keep no frame alive."""
+        if self._debuggers:
             sys.settrace(None)
+        self._debuggers = {}
+        if hasattr(pdb.Pdb, "_last_pdb_instance"):
+            pdb.Pdb._last_pdb_instance = None
+        if self._is_looking:
+            self._keyboard.let_go()
+            if self._keyboard.turn.acquire(timeout=timeouts.LOOK_TIMEOUT_S):  # else a command runs on
+                self._keyboard.turn.release()
 
     def _ask_secret(self, prompt: str = "Password: ", stream: object = None, **options: Any) -> str:
         return self._keyboard.input(prompt, is_secret=True)
@@ -66,22 +82,36 @@ class Breakpoints:
     def _set_trace(self, *args: Any, **options: Any) -> None:
         self._stop(sys._getframe(1), "pdb.set_trace()")
 
+    def _torchs_breakpoint(self, rank: int = 0, *args: Any, **options: Any) -> None:
+        """Stop one rank, as `torch.distributed.breakpoint` does. The others wait in their next collective."""
+        distributed: Any = sys.modules["torch.distributed"]
+        if not distributed.is_initialized() or distributed.get_rank() == rank:
+            self._stop(sys._getframe(1), "torch.distributed.breakpoint()")
+
     def _stop(self, frame: FrameType, call: str) -> None:
         keyboard = self._keyboard
         if keyboard.voice.is_stopping:
             return  # ``finally`` has its grace period, and no more
         if not (keyboard.can_type and keyboard.is_here):
-            self._pass_by(frame, call)
+            why = "no one can type here" if keyboard.is_here else "this is a child process of the rank"
+            self._pass_by(frame, call, why)
             return
-        if self._debugger is None:
-            self._debugger = self._new("breakpoint")
-        self._debugger.set_trace(frame)
+        debugger = self._debuggers.get(_thread.get_ident())
+        if debugger is None:
+            debugger = self._debuggers[_thread.get_ident()] = self._new("breakpoint")
+        if debugger.is_open:
+            debugger.message(self._said(frame, call, "it was called from the debugger"))
+        else:
+            debugger.set_trace(frame)
 
-    def _pass_by(self, frame: FrameType, call: str) -> None:
+    def _said(self, frame: FrameType, call: str, why: str) -> str:
+        file = frame.f_code.co_filename
+        where = f"{self.labels.get(file) or file}, line {frame.f_lineno}, in {frame.f_code.co_name}"
+        return f"{call} at {where} (rank {self._keyboard.voice.rank}): {why}"
+
+    def _pass_by(self, frame: FrameType, call: str, why: str) -> None:
         """Go on at a breakpoint where no one can type."""
-        place = frame.f_code.co_filename, frame.f_lineno
-        why = "no one can type here" if self._keyboard.is_here else "this is a child process of the rank"
-        said = f"{call} at {place[0]}:{place[1]} in {frame.f_code.co_name} (rank {self._keyboard.voice.rank}): {why}"
+        place, said = (frame.f_code.co_filename, frame.f_lineno), self._said(frame, call, why)
         if self._fails:
             raise RuntimeError(said)
         if place not in self._has_noted:
@@ -104,15 +134,19 @@ class Breakpoints:
             debugger.interaction(None, error.with_traceback(traceback))
 
     def _look_in_thread(self, message: Look) -> None:
-        _thread.start_new_thread(self._look, (message,))  # `threading` must list the user's threads only
+        try:
+            _thread.start_new_thread(self._look, (message,))  # `threading` must list the user's threads only
+        except RuntimeError as error:  # ulimit -u
+            self._say_of_look(f"cannot be looked at: {error}")
 
     def _look(self, message: Look) -> None:
         if not self._keyboard.turn.acquire(timeout=timeouts.LOOK_TIMEOUT_S / 2):  # the last look may be closing
             return  # a debugger is open
+        self._is_looking = True
         try:
             frame = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
             if frame is None:
-                self._say_idle()
+                self._say_of_look("runs no code of yours now")
                 return
             debugger = self._new("look", message.command)
             debugger.reset()
@@ -120,13 +154,14 @@ class Breakpoints:
         except KeyboardInterrupt:
             pass  # the task was interrupted: the look is over
         finally:
+            self._is_looking = False
             self._keyboard.turn.release()
 
-    def _say_idle(self) -> None:
+    def _say_of_look(self, text: str) -> None:
         voice = self._keyboard.voice
         place = voice.rank, voice.task
         voice.say(Opened(*place, "look", command="place"))
-        voice.say(Printed(*place, "runs no code of yours now\n"))
+        voice.say(Printed(*place, f"{text}\n"))
         voice.say(Closed(*place))
 
     def _new(self, by: OpenedBy, command: str = "") -> Any:

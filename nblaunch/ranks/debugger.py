@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import code
 import contextlib
-import io
+import inspect
 import linecache
 import re
 import rlcompleter
 import sys
 import threading
-from types import FrameType
+import time
+from collections.abc import Iterator, Mapping
+from types import FrameType, ModuleType
 from typing import Any
 
 from IPython.core.debugger import Pdb
 
 from nblaunch.errors import text_of
+from nblaunch.machine import timeouts
 from nblaunch.machine.own_code import is_rank_runtime
-from nblaunch.ranks.keyboard import Keyboard
+from nblaunch.ranks.keyboard import ErrorScreen, Keyboard, Lines, Screen
 from nblaunch.ranks.report import current
-from nblaunch.wire.debug_messages import Closed, Opened, OpenedBy, Printed
+from nblaunch.wire.debug_messages import Closed, Opened, OpenedBy
 
-_MAX_TEXT = 1 << 20
-"""Characters that one command may print."""
 _MAX_ERROR = 1000
 _JOINED = frozenset({
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single",
@@ -34,39 +35,7 @@ _JOINED = frozenset({
     "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
 })  # fmt: skip
 """Calls that wait for the other ranks. ``backward`` does under DDP."""
-
-
-class _Screen(io.StringIO):
-    """Where the debugger prints: text goes to the notebook before each request for a line."""
-
-    def __init__(self, keyboard: Keyboard) -> None:
-        super().__init__()
-        self._keyboard = keyboard
-
-    def send(self) -> None:
-        """Send what was printed."""
-        text = self.getvalue()
-        self.seek(0)
-        self.truncate()
-        if len(text) > _MAX_TEXT:
-            text = f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} more characters\n"
-        if text:
-            voice = self._keyboard.voice
-            voice.say(Printed(voice.rank, voice.task, text))
-
-
-class _Lines:
-    """The debugger's stdin."""
-
-    def __init__(self, keyboard: Keyboard, screen: _Screen) -> None:
-        self._keyboard, self._screen = keyboard, screen
-
-    def readline(self) -> str:
-        """Return what the user types; empty at the end of the input."""
-        self._screen.send()
-        with contextlib.suppress(EOFError):
-            return self._keyboard.ask("", is_command=True) + "\n"
-        return ""
+_PAUSES = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
 
 
 class _Interrupted(BaseException):
@@ -80,16 +49,23 @@ class RankDebugger(Pdb):
         keyboard: Where lines come from. The thread holds its turn while the debugger is open.
         by: Why it opens.
         command: Run this alone, and close. Default: the user types.
+
+    Attributes:
+        is_open: It waits for a command, or runs one.
     """
 
     def __init__(self, keyboard: Keyboard, by: OpenedBy, command: str = "") -> None:
-        self._screen = _Screen(keyboard)
-        super().__init__(stdin=_Lines(keyboard, self._screen), stdout=self._screen, nosigint=True, readrc=False)
+        self._screen = Screen(keyboard)
+        lines = Lines(keyboard, self._screen, lambda: not (self.commands_defining or self._continues))
+        self._continues = False
+        """The line that is read continues a statement."""
+        super().__init__(stdin=lines, stdout=self._screen, nosigint=True, readrc=False)
         self.prompt = ""
         self.report_skipped = False
         self._keyboard, self._by = keyboard, by
-        self._steps = self._has_quit = False
+        self._steps = self._has_quit = self._is_silent = False
         self._command = command
+        self.is_open = False
 
     # -------------------------------------------------------------- open and close
     def interaction(self, frame: FrameType | None, tb_or_exc: Any) -> None:
@@ -97,6 +73,8 @@ class RankDebugger(Pdb):
         keyboard, voice = self._keyboard, self._keyboard.voice
         self._steps = False
         with keyboard.turn:
+            self.is_open, self._screen.thread = True, threading.get_ident()
+            self._screen.others = sys.stdout if sys.stdout is not self._screen else self._screen.others
             keyboard.complete = self._complete
             error = tb_or_exc if isinstance(tb_or_exc, BaseException) else None
             voice.say(self._opened(frame, error))
@@ -107,7 +85,10 @@ class RankDebugger(Pdb):
                 self.set_continue()
                 raise KeyboardInterrupt from None
             finally:
+                self.is_open = False
                 keyboard.complete = lambda text: []
+                if frame is not None:
+                    frame.f_globals.pop("__pdb_convenience_variables", None)  # $_frame, which keeps the frame alive
                 self._screen.send()
                 voice.say(Closed(voice.rank, voice.task, steps=self._steps, quits=self._has_quit))
         if self._has_quit:
@@ -129,9 +110,9 @@ class RankDebugger(Pdb):
         return not _is_ours(frame) and bool(super().stop_here(frame))  # type: ignore[no-untyped-call]
 
     def dispatch_return(self, frame: FrameType, arg: Any) -> Any:
-        """Stop tracing when the user's code returns to nblaunch."""
+        """Stop tracing when the user's code returns to nblaunch. A coroutine or generator may have paused only."""
         traced = super().dispatch_return(frame, arg)
-        if frame.f_back is None or not _is_ours(frame.f_back):
+        if frame.f_back is None or not _is_ours(frame.f_back) or frame.f_code.co_flags & _PAUSES:
             return traced
         sys.settrace(None)
         return None
@@ -146,7 +127,9 @@ class RankDebugger(Pdb):
         """Wait for the kernel's interrupt, which ends every rank alike."""
         if threading.current_thread() is not threading.main_thread():
             raise KeyboardInterrupt
-        threading.Event().wait()
+        while not self._keyboard.voice.interrupted:
+            time.sleep(timeouts.TYPED_CHECK_INTERVAL_S)
+        raise KeyboardInterrupt  # it came between two lines of ours
 
     def preloop(self) -> None:
         """Queue the command of a look that runs alone."""
@@ -161,9 +144,27 @@ class RankDebugger(Pdb):
         return super().postcmd(stop, line)
 
     def print_stack_entry(self, *args: Any, **options: Any) -> None:
-        """Print where the rank is, unless one command is to run alone."""
-        if not self._command:
+        """Print where the rank is, unless one command is to run alone, or the breakpoint is silent."""
+        if not (self._command or self._is_silent):
             super().print_stack_entry(*args, **options)
+        self._is_silent = False
+
+    def bp_commands(self, frame: FrameType) -> bool:
+        """Queue the commands of the breakpoint that was reached, instead of running them before the debugger opens."""
+        number, self.currentbp = getattr(self, "currentbp", 0), 0
+        if number in self.commands:
+            self.cmdqueue += self.commands[number]
+            self._is_silent = self.commands_silent[number]
+        return True
+
+    @contextlib.contextmanager
+    def _disable_command_completion(self) -> Iterator[None]:
+        """Read the rest of a statement. IPython 9.18 calls this, and pdb has it from Python 3.13 on."""
+        self._continues = True
+        try:
+            yield
+        finally:
+            self._continues = False
 
     # -------------------------------------------------------------- commands
     def do_quit(self, arg: str) -> bool:
@@ -234,19 +235,39 @@ class RankDebugger(Pdb):
 
     do_j = do_jump
 
+    def do_break(self, arg: str, temporary: Any = False) -> bool | None:
+        """b(reak): set a breakpoint for the rest of the task."""
+        if self._by != "breakpoint" and arg:
+            self.error("only a rank that has stopped at a breakpoint can set another")
+            return None
+        return super().do_break(arg, temporary)
+
+    do_b = do_break
+
+    def do_pinfo(self, arg: str, detail_level: int = 0) -> None:
+        """pinfo: print what is known of an object, as ``x?`` does."""
+        try:
+            found = self._getval(arg)
+        except Exception:  # noqa: BLE001  # which pdb has printed
+            return
+        self.message(str(self.shell.inspector._get_info(found, arg, detail_level=detail_level)["text/plain"]).rstrip())
+
+    def do_pinfo2(self, arg: str) -> None:
+        """pinfo2: print what is known of an object, and its source, as ``x??`` does."""
+        self.do_pinfo(arg, detail_level=1)
+
     def do_debug(self, arg: str) -> None:
         """Not here: a second debugger would trace the first."""
         self.error("debug: not in a rank")
 
     def do_interact(self, arg: str) -> None:
         """interact: type statements of several lines, with the names of this frame."""
-        frame = self.curframe
-        if frame is None:
+        if self.curframe is None:
             return
-        console = code.InteractiveConsole({**frame.f_globals, **frame.f_locals})
+        console = code.InteractiveConsole(self._names())
         console.raw_input = self._read_statement  # type: ignore[method-assign]
         self.message("exit() returns to the debugger; assignments stay here")
-        here = contextlib.redirect_stdout(self._screen), contextlib.redirect_stderr(self._screen)
+        here = contextlib.redirect_stdout(self._screen), contextlib.redirect_stderr(ErrorScreen(self._screen))
         with here[0], here[1], contextlib.suppress(SystemExit):
             console.interact(banner="", exitmsg="")
 
@@ -276,19 +297,24 @@ class RankDebugger(Pdb):
         frame, context = self.curframe, current()
         if self._by != "breakpoint" or frame is None or context is None or context.world_size < 2:
             return
-        call = _joined_call(linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals))
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
+        call = _joined_call(line, self._names())
         if call:
             others = [str(rank) for rank in range(context.world_size) if rank != context.rank]
             many = len(others) > 1
             self.message(f"{call} waits until rank{'s' * many} {', '.join(others)} call{'s' * (not many)} it as well")
 
     # -------------------------------------------------------------- names
+    def _names(self) -> dict[str, Any]:
+        """Return the names of the frame. To read ``f_locals`` again would undo assignments before Python 3.13."""
+        frame: Any = self.curframe
+        return {**frame.f_globals, **(getattr(self, "curframe_locals", None) or frame.f_locals)}
+
     def _complete(self, text: str) -> list[str]:
         """Return the names of the frame that may follow."""
-        frame = self.curframe
-        if frame is None:
+        if self.curframe is None:
             return []
-        completer = rlcompleter.Completer({**frame.f_globals, **frame.f_locals})
+        completer = rlcompleter.Completer(self._names())
         found = completer.attr_matches(text) if "." in text else completer.global_matches(text)
         return sorted({name.rstrip("() ") for name in found})
 
@@ -297,7 +323,21 @@ def _is_ours(frame: FrameType) -> bool:
     return is_rank_runtime(frame.f_code.co_filename)
 
 
-def _joined_call(source: str) -> str:
-    """Return the name of a call in this line that waits for the other ranks; empty if there is none."""
-    names = re.findall(r"(\w+)\s*\(", source)
-    return next((name for name in names if name in _JOINED), "")
+def _joined_call(source: str, names: Mapping[str, Any]) -> str:
+    """Return the name of a call in this line that waits for the other ranks; empty if there is none.
+
+    Args:
+        source: The line.
+        names: What its names stand for.
+    """
+    is_ddp = any("DistributedDataParallel" in [kind.__name__ for kind in type(each).__mro__] for each in names.values())
+    for call in re.findall(r"([A-Za-z_][\w.]*)\s*\(", source):
+        first, *rest = call.split(".")
+        name = rest[-1] if rest else first
+        found: Any = names.get(first)
+        while rest and isinstance(found, ModuleType):  # not the user's __getattr__
+            found = getattr(found, rest.pop(0), None)
+        is_torchs = str(getattr(found, "__module__", "")).startswith("torch.distributed") if not rest else False
+        if name in _JOINED and (is_torchs or (name == "backward" and is_ddp)) and "async_op=True" not in source:
+            return str(name)
+    return ""

@@ -1,17 +1,25 @@
-"""What the user types for this rank, for its debugger and for ``input``: lines that come from the notebook."""
+"""The terminal of this rank in the notebook: lines that the user types for its debugger and ``input``, and a screen."""
 
 from __future__ import annotations
 
 import _thread
+import contextlib
+import io
 import os
 import queue
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+from nblaunch.machine import timeouts
 from nblaunch.ranks.kernel_channel import KernelChannel
-from nblaunch.wire.debug_messages import Asked, Closed, Complete, Completions, Look, Opened, ToDebugger, Typed
+from nblaunch.wire.debug_messages import Asked, Closed, Complete, Completions, Look, Opened, Printed, ToDebugger, Typed
 
 _MAX_COMPLETIONS = 100
+_MAX_TEXT = 1 << 20
+"""Characters that one command may print."""
 
 
 class Keyboard:
@@ -33,11 +41,12 @@ class Keyboard:
         self.can_type = False
         self.complete: Callable[[str], list[str]] = lambda text: []
         self.look: Callable[[Look], None] = lambda message: None
-        self._lines: queue.SimpleQueue[Typed] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[Typed | None] = queue.SimpleQueue()
+        """Answers to the last request. None: something has happened."""
         self._number = 0
         """Of the last request."""
-        self._waiting = 0
-        """The thread that waits for a line; 0: none does."""
+        self._is_let_go = False
+        """The thread that waits for a line is to end its input."""
         voice.on_typed = self._take
         voice.on_interrupt = self._release
 
@@ -54,19 +63,32 @@ class Keyboard:
             EOFError: The user has ended the input, or the task was interrupted while another thread waited.
             KeyboardInterrupt: The task was interrupted.
         """
-        self._number += 1
-        self._waiting = _thread.get_ident()
-        try:
-            self.voice.say(Asked(self.voice.rank, self.voice.task, self._number, prompt, is_secret, is_command))
-            while True:
-                typed = self._lines.get()
-                if typed.number in (self._number, _ANY):
-                    break
-        finally:
-            self._waiting = 0
+        voice = self.voice
+        self._number, self._lines, self._is_let_go = self._number + 1, queue.SimpleQueue(), False
+        voice.say(Asked(voice.rank, voice.task, self._number, prompt, is_secret, is_command))
+        typed: Typed | None = None
+        while typed is None or typed.number != self._number:
+            self._check_interrupt()
+            with contextlib.suppress(queue.Empty):
+                typed = self._lines.get(timeout=timeouts.TYPED_CHECK_INTERVAL_S)
         if typed.line is None:
             raise EOFError("the input has ended")
         return typed.line
+
+    def _check_interrupt(self) -> None:
+        """Raise an error if no one waits for the line any more."""
+        if self.voice.channel.closed or self._is_let_go:
+            raise EOFError("the input has ended")
+        if threading.current_thread() is threading.main_thread():
+            if self.voice.interrupted:  # and has not raised: it came between two lines of ours
+                raise KeyboardInterrupt
+        elif self.voice.is_stopping:
+            raise EOFError("the task was interrupted")
+
+    def let_go(self) -> None:
+        """End the input of the thread that waits for a line, if one does."""
+        self._is_let_go = True
+        self._lines.put(None)
 
     def _take(self, message: ToDebugger) -> None:
         if isinstance(message, Typed):
@@ -74,7 +96,10 @@ class Keyboard:
         elif isinstance(message, Look):
             self.look(message)
         elif isinstance(message, Complete):
-            _thread.start_new_thread(self._answer, (message,))  # a property of the user's may take long
+            try:
+                _thread.start_new_thread(self._answer, (message,))  # a property of the user's may take long
+            except RuntimeError:  # ulimit -u
+                self.voice.say(Completions(self.voice.rank, self.voice.task, message.request, ()))
 
     def _answer(self, message: Complete) -> None:
         try:
@@ -84,9 +109,8 @@ class Keyboard:
         self.voice.say(Completions(self.voice.rank, self.voice.task, message.request, tuple(found)))
 
     def _release(self) -> None:
-        """End the wait of a thread that no SIGINT reaches."""
-        if self._waiting not in (0, threading.main_thread().ident) or self.voice.channel.closed:
-            self._lines.put(Typed(self.voice.task, _ANY, None))
+        """Let the thread that waits for a line see the interrupt: no SIGINT reaches any but the main one."""
+        self._lines.put(None)
 
     # -------------------------------------------------------------- input()
     def input(self, prompt: object = "", *, is_secret: bool = False) -> str:
@@ -96,12 +120,17 @@ class Keyboard:
             EOFError: No one can type here, as in papermill, or in a child process of the rank.
         """
         text = str(prompt)
-        if not (self.can_type and self.is_here):
+        call = f"{'getpass' if is_secret else 'input'}({text!r})"
+        if not self.is_here:
+            raise EOFError(f"{call}: this is a child process of the rank, which has no keyboard; ask in the rank")
+        if not self.can_type:
             raise EOFError(
-                f"input({text!r}): no one can type here; pass the answer as an argument, or run the cell where a "
-                "person can answer"
+                f"{call}: no one can type here; pass the answer as an argument, or run the cell where a person can "
+                "answer"
             )
         voice = self.voice
+        if voice.is_stopping:
+            raise EOFError(f"{call}: the task is being stopped, so no one is asked")
         with self.turn:
             voice.say(Opened(voice.rank, voice.task, "input"))
             try:
@@ -110,5 +139,60 @@ class Keyboard:
                 voice.say(Closed(voice.rank, voice.task))
 
 
-_ANY = -1
-"""The number of a line that ends any request."""
+class Screen(io.TextIOBase):
+    """Where the debugger prints: text goes to the notebook before each request for a line.
+
+    It stands in for ``sys.stdout`` while a command runs. What other threads print meanwhile goes where it would go.
+    """
+
+    def __init__(self, keyboard: Keyboard) -> None:
+        super().__init__()
+        self._keyboard = keyboard
+        self._parts: deque[str] = deque()
+        self.thread = 0
+        """The debugger's."""
+        self.others: Any = sys.stdout
+        """Where other threads print."""
+
+    def write(self, text: str, /) -> int:
+        """Print text."""
+        if threading.get_ident() != self.thread:
+            return int(self.others.write(text))
+        self._parts.append(text)
+        return len(text)
+
+    def send(self) -> None:
+        """Send what was printed."""
+        text = "".join(self._parts.popleft() for _ in range(len(self._parts)))
+        if len(text) > _MAX_TEXT:
+            text = f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} more characters\n"
+        if text:
+            voice = self._keyboard.voice
+            voice.say(Printed(voice.rank, voice.task, text))
+
+
+class ErrorScreen(io.TextIOBase):
+    """Stands in for ``sys.stderr`` as a screen does for ``sys.stdout``."""
+
+    def __init__(self, screen: Screen) -> None:
+        super().__init__()
+        self._screen, self._others = screen, sys.stderr
+
+    def write(self, text: str, /) -> int:
+        """Print text."""
+        is_others = threading.get_ident() != self._screen.thread
+        return int((self._others if is_others else self._screen).write(text))
+
+
+class Lines:
+    """The debugger's stdin."""
+
+    def __init__(self, keyboard: Keyboard, screen: Screen, is_command: Callable[[], bool]) -> None:
+        self._keyboard, self._screen, self._is_command = keyboard, screen, is_command
+
+    def readline(self) -> str:
+        """Return what the user types; empty at the end of the input."""
+        self._screen.send()
+        with contextlib.suppress(EOFError):
+            return self._keyboard.ask("", is_command=self._is_command()) + "\n"
+        return ""

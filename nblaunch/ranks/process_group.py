@@ -101,18 +101,24 @@ def join(world: World, rank: int, world_size: int) -> None:
         return
     if not world.backend:
         return
-    limit = timedelta(seconds=timeouts.DEBUGGED_COLLECTIVE_TIMEOUT_S) if _may_wait_long(world) else None
+    limit = _limit(world)
     with group_sockets.joining():
-        dist.init_process_group(world.backend, timeout=limit)
+        dist.init_process_group(world.backend, timeout=None if limit is None else timedelta(seconds=limit))
     _home.ours = dist.group.WORLD
     guard.install()
 
 
-def _may_wait_long(world: World) -> bool:
-    """Return True if the kernel sees how long collectives wait, and may end the task in place of torch's timeout."""
+def _limit(world: World) -> float | None:
+    """Return how long torch lets a collective wait, in seconds; None: torch's default.
+
+    Where the user may debug, the kernel ends a task that gets no further in place of torch, if it sees that ranks wait
+    in a collective. It does not with NCCL, whose calls return at once.
+    """
     import torch.distributed as dist
 
-    return world.waits_for_user and hasattr(dist.ProcessGroup, "register_pre_hook")
+    if not (world.waits_for_user and hasattr(dist.ProcessGroup, "register_pre_hook")):
+        return None
+    return timeouts.COLLECTIVE_TIMEOUT_S if "nccl" in world.backend else timeouts.DEBUGGED_COLLECTIVE_TIMEOUT_S
 
 
 def leave(*, is_last: bool = False) -> None:

@@ -193,7 +193,7 @@ def _run(
     """Join the group, rebuild the payload, run it and send its outcome; return the exit status so far."""
     breakpoints.begin_task(task.debugging)
     try:
-        result, changed = _work(spec, task, load, voice, home)
+        result, changed = _work(spec, task, load, voice, breakpoints, home)
     except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
         failed = error_report.describe(spec.rank, task.task, error)
         breakpoints.end_task()
@@ -214,7 +214,8 @@ def _examine(error: Exception, voice: KernelChannel, breakpoints: Breakpoints) -
     _flush()
     voice.armed = True
     try:
-        breakpoints.examine(error)
+        if not voice.interrupted:  # before it was armed
+            breakpoints.examine(error)
     except KeyboardInterrupt:
         pass  # the exception, too, ends the task
     except Exception:  # noqa: BLE001  # a bug of the debugger must not hide the user's exception
@@ -231,7 +232,12 @@ def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespac
 
 
 def _work(
-    spec: RankSpec, task: Task, load: Callable[[], Payload], voice: KernelChannel, home: Namespace | None
+    spec: RankSpec,
+    task: Task,
+    load: Callable[[], Payload],
+    voice: KernelChannel,
+    breakpoints: Breakpoints,
+    home: Namespace | None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Run the part of a task in which SIGINT raises KeyboardInterrupt."""
     voice.armed = True
@@ -249,6 +255,7 @@ def _work(
             voice.say(Running(spec.rank, task.task))
             return None, ()
         payload = load()
+        breakpoints.labels = {file: source.label for file, source in payload.sources.items() if source.label}
         taken = NamesTaken() if home is None else home.take(payload)
         _set_the_scene(payload, home)
         if home is None or home.takes_settings(payload.settings):

@@ -77,6 +77,147 @@ def test_statements_of_several_lines_can_be_typed(kernel: Kernel) -> None:
     assert said.endswith("[[1.0, 1.0], [1.0, 1.0]]\n")
 
 
+@pytest.mark.parametrize("looks", ["complete", "interact"])
+def test_assignments_survive_what_reads_the_names(kernel: Kernel, looks: str) -> None:
+    body = "%%distributed -n 1\ndef f():\n    x = 1\n    breakpoint()\n    return x\nf()"
+    request = kernel.start_cell(body)
+    kernel.type(request, "!x = 5", *(["interact", "x", "exit()"] if looks == "interact" else ["n"]), "!x += 0", "c")
+    assert kernel.finish_cell(request).check().value == "5"
+
+
+def test_the_rest_of_a_statement_is_asked_for(kernel: Kernel) -> None:
+    cell = kernel.debug(STOPS + RUN, "print(", "'whole')", "tensor = x +", "nothing at all", "c").check()
+    assert "whole\n" in plain(cell)
+    assert "SyntaxError" in plain(cell)
+
+
+def test_a_breakpoints_commands_run_when_it_is_reached(kernel: Kernel) -> None:
+    body = "%%distributed -n 1\ndef f():\n    breakpoint()\n    for i in range(3):\n        y = i * 11\nf()"
+    lines = ["b 6", "commands 1", "p 'at', y", "end", "c", "p i + 40", "c", "cl 1", "c"]
+    cell = kernel.debug(body.replace("y = i * 11", "y = i * 11\n        z = y"), *lines).check()
+    said = plain(cell)
+    assert "('at', 0)\n" in said
+    assert "('at', 11)\n" in said
+    assert "40\n" in said
+    silent = ["b 6", "commands 1", "silent", "p 'quiet', y", "c", "c"]
+    cell = kernel.debug(body.replace("y = i * 11", "y = i * 11\n        z = y"), *silent).check()
+    assert [f"('quiet', {y})" in plain(cell) for y in (0, 11, 22)] == [True] * 3
+
+
+def test_a_breakpoint_ends_with_its_task(kernel: Kernel) -> None:
+    kernel.run("%distributed session -n 1 --name breaks").check()
+    try:
+        kernel.run("%%distributed\ndef g():\n    return 5").check()
+        kernel.debug("%%distributed\nbreakpoint()\nx = 1", "b g", "c").check()
+        cell = kernel.run("%%distributed\nimport sys\ng(), sys.gettrace()").check()
+        assert "(5, None)" in cell.text
+        assert "(rank" not in cell.text
+        cell = kernel.debug("%%distributed\nbreakpoint()\nx = 1", "b", "c").check()
+        assert "Num Type" not in plain(cell)
+    finally:
+        kernel.run("%distributed session stop --name breaks").check()
+
+
+def test_n_goes_over_an_await(kernel: Kernel) -> None:
+    body = (
+        "%%distributed -n 1\nimport asyncio\nasync def work():\n    v = 1\n    breakpoint()\n"
+        "    await asyncio.sleep(0.05)\n    v += 41\n    return v\nawait work()"
+    )
+    cell = kernel.debug(body, "p v", "n", "n", "p v * 2", "c").check()
+    assert re.search(r"^1$", plain(cell), re.M)
+    assert re.search(r"^84$", plain(cell), re.M)
+
+
+def test_a_second_threads_breakpoint_waits_for_its_turn(kernel: Kernel) -> None:
+    body = (
+        "%%distributed -n 1\nimport threading\ndef other():\n    here = 'in a thread'\n    at.set()\n"
+        "    breakpoint()\n    return here\nat = threading.Event()\nworker = threading.Thread(target=other)\n"
+        "def first():\n    mine = 'in the main one'\n    breakpoint()\n    return mine\n"
+        "worker.start(); at.wait(); first(); worker.join()"
+    )
+    cell = kernel.debug(body, "p locals().get('here') or mine", "c", "p locals().get('here') or mine", "c").check()
+    assert "'in a thread'" in plain(cell)
+    assert "'in the main one'" in plain(cell)
+    assert "AttributeError" not in plain(cell)
+
+
+def test_a_breakpoint_in_what_a_command_calls_is_passed_by(kernel: Kernel) -> None:
+    body = "%%distributed -n 1\ndef f():\n    breakpoint()\n    return 7\ndef g():\n    breakpoint()\n    return 1\ng()"
+    cell = kernel.debug(body, "p f() * 3", "w", "c").check()
+    assert re.search(r"breakpoint\(\) at Cell In\[\d+\], line 3, in f \(rank 0\): it was called from", plain(cell))
+    assert re.search(r"^21$", plain(cell), re.M)
+    assert "AttributeError" not in plain(cell)
+
+
+def test_a_look_ends_with_the_task_and_spares_the_next(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run("%distributed session -n 2 --name looks").check()
+    try:
+        waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)"
+        request = kernel.start_cell(
+            f"%%distributed\nif rank == 1: breakpoint()\nelse:\n    {waits.replace(chr(10), chr(10) + '    ')}\n1"
+        )
+        kernel.type(request, "rank 0", "p rank")
+        (tmp_path / "go").touch()
+        while (prompt := kernel.wait_for_prompt()) != PROMPTS[1]:
+            assert prompt == PROMPTS[0]
+            kernel.client.input("p 'still'")
+        kernel.client.input("c")
+        kernel.finish_cell(request).check()
+        cell = kernel.debug("%%distributed\nif rank == 0: breakpoint()\nrank", "p rank + 70", "c").check()
+        assert re.search(r"^70$", plain(cell), re.M)
+    finally:
+        kernel.run("%distributed session stop --name looks").check()
+
+
+def test_other_threads_print_to_the_log_meanwhile(kernel: Kernel) -> None:
+    body = (
+        "%%distributed -n 1\nimport threading, time\ngo, done = threading.Event(), threading.Event()\n"
+        "def ticks():\n    go.wait()\n    print('tick of a thread')\n    done.set()\n"
+        "threading.Thread(target=ticks).start()\nbreakpoint()\nx = 1"
+    )
+    cell = kernel.debug(body, "!go.set(); done.wait(); print('of the command')", "c").check()
+    assert "[rank 0] tick of a thread" in cell.text
+    assert re.search(r"^of the command$", plain(cell), re.M)
+
+
+def test_what_is_known_of_an_object_is_shown_here(kernel: Kernel) -> None:
+    cell = kernel.debug(STOPS + RUN, "dist.all_reduce?", "nothing_here?", "c").check()
+    assert "Reduces the tensor data across all machines" in plain(cell)
+    assert "[rank 1] Signature" not in plain(cell)
+    assert "NameError: name 'nothing_here' is not defined" in plain(cell)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_said"),
+    [
+        ("dist.all_reduce(x)", True),
+        ("dist.all_reduce(x, async_op=True)", False),
+        ("x.gather(0, torch.zeros(1, dtype=int))", False),
+        ("x.requires_grad_().sum().backward()", False),
+    ],
+)
+def test_calls_that_wait_are_told_from_their_namesakes(kernel: Kernel, line: str, is_said: bool) -> None:
+    names = "import torch\nimport torch.distributed as dist\nx = torch.ones(2)"
+    cell = kernel.debug(f"%%distributed -n 2\n{names}\nif rank == 0: breakpoint()\n{line}\nrank", "n", "c").check()
+    assert ("waits until rank 1 calls it as well" in plain(cell)) is is_said
+
+
+def test_torchs_own_breakpoint_stops_one_rank(kernel: Kernel) -> None:
+    cell = kernel.debug(
+        "%%distributed -n 2\nimport torch.distributed as dist\ndist.breakpoint(1)\ny = rank * 50\ny", "n", "p y", "c"
+    ).check()
+    assert cell.prompts == [PROMPTS[1]] * 3
+    assert re.search(r"^50$", plain(cell), re.M)
+
+
+def test_input_after_q_raises_instead_of_waiting(kernel: Kernel) -> None:
+    begun = time.monotonic()
+    body = "%%distributed -n 1 --stop-grace 60\ntry:\n    breakpoint()\n    x = 1\nfinally:\n    input('save? ')"
+    cell = kernel.debug(body, "q")
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert time.monotonic() - begun < 30
+
+
 def test_an_interrupt_ends_typed_statements(kernel: Kernel) -> None:
     request = kernel.start_cell(STOPS + RUN)
     kernel.type(request, "interact")
@@ -358,7 +499,9 @@ def silent(kernel: Kernel) -> Iterator[Kernel]:
 
 def test_without_an_input_box_the_rank_goes_on(silent: Kernel) -> None:
     cell = silent.run(STOPS.replace("y = x", "breakpoint(); y = x") + RUN).check()
-    assert re.search(r"\[rank 1\] breakpoint\(\) at \S+:7 in train \(rank 1\): no one can type here", cell.text)
+    assert re.search(
+        r"\[rank 1\] breakpoint\(\) at Cell In\[\d+\], line 7, in train \(rank 1\): no one can type here", cell.text
+    )
     assert "[[1.0, 1.0], [1.0, 1.0]]" in cell.text
 
 

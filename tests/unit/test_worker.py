@@ -42,7 +42,7 @@ def test_an_interrupt_before_the_first_line_of_a_task_takes_effect(kernel: tuple
     assert sent_to(channel) == [Interrupted(0, 1)]
     nothing: Any = None
     with pytest.raises(KeyboardInterrupt):
-        worker._work(nothing, task, nothing, voice, None)
+        worker._work(nothing, task, nothing, voice, nothing, None)
     os.kill(os.getpid(), signal.SIGINT)  # a second one, outside the task
     assert not voice.armed
     assert sent_to(channel) == []
