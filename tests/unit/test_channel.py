@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -342,6 +343,13 @@ def test_every_message_is_plain_frozen_and_slotted() -> None:
     assert sys.modules[messages.__name__].PROTOCOL >= 1
 
 
+def interrupt_a_send(thread: int) -> None:
+    """Send SIGINT once a thread is inside the system call of a send."""
+    while sys._current_frames()[thread].f_code.co_name != "_send_with":
+        time.sleep(0.001)
+    signal.pthread_kill(thread, signal.SIGINT)
+
+
 def test_an_interrupted_message_is_not_sent_with_the_next(ends: tuple[Channel, Channel]) -> None:
     here, there = ends
     filler = 0
@@ -349,7 +357,7 @@ def test_an_interrupted_message_is_not_sent_with_the_next(ends: tuple[Channel, C
         while True:
             filler += here.sock.send(bytes(1 << 12), socket.MSG_DONTWAIT)
     with open(os.devnull) as file:
-        threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
+        threading.Thread(target=interrupt_a_send, args=[threading.get_ident()]).start()
         with pytest.raises(KeyboardInterrupt):
             here.send("interrupted", [file.fileno()])
     while filler:
