@@ -7,6 +7,7 @@ with the packages that this notebook uses.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import threading
@@ -27,7 +28,9 @@ from nblaunch.wire.messages import Method
 
 _log = logging.getLogger(__name__)
 _Server = TypeVar("_Server", bound=ForkServer)
-_PRELOAD: tuple[str, ...] = ("torch", "torch.distributed", "numpy")
+_PRELOAD: tuple[str, ...] = ("torch", "torch.distributed")
+if importlib.util.find_spec("numpy") is not None:  # torch works without it
+    _PRELOAD += ("numpy",)
 _SOON: tuple[str, ...] = ("sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
 """The first optimizer or DistributedDataParallel of a process imports torch._dynamo, which takes longer than torch."""
 MAX_ENV_SERVERS = 2

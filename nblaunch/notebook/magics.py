@@ -203,7 +203,8 @@ class DistributedMagics(Magics):
         if name is not None and is_fresh:
             raise UsageError(f"--session {name} --fresh: a cell runs in a session, or on fresh ranks")
         for option in ("name", "idle_timeout", "rank", "keep"):
-            if arguments.pop(option) not in (None, False):
+            typed = arguments.pop(option)
+            if typed is not None and typed is not False:  # 0 is a value
                 more = {"rank": "; --ranks 0 runs a cell on some ranks", "name": "; --session chooses one for a cell"}
                 raise UsageError(f"{_option(option)}: only for %distributed session{more.get(option, '')}")
         typed = arguments.pop("ranks")

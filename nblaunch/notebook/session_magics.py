@@ -131,6 +131,8 @@ def act(shell: Any, action: str, words: Sequence[str], given: dict[str, Any], op
         return _auto(shell, words)
     if action == "who":
         allow("name", "session")
+        if words:
+            raise UsageError(f"%distributed who {' '.join(words)}: write --name for the session of a name")
         return _who(_named(given))
     if action == "debug":
         allow("name", "session", "rank")
@@ -198,6 +200,8 @@ def _session(shell: Any, words: Sequence[str], given: dict[str, Any], allow: Cal
 def _named(given: Mapping[str, Any]) -> Session:
     """Return the session that these options name."""
     option = "session" if "session" in given else "name"
+    if given.get("name", given.get(option)) != given.get(option):
+        raise UsageError(f"--session {given['session']} --name {given['name']}: both name the session; write one")
     found = chosen_session(given.get(option), f"--{option}")
     if found is None:
         raise UsageError(live_sessions.how_to_start())

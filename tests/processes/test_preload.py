@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -372,3 +373,21 @@ def test_a_known_package_may_be_imported_before_ranks_are_forked(
     result = notebook_launcher(run, (), 2, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)
     assert list(result) == [(True, expected)] * 2
+
+
+def test_numpy_may_be_missing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\nfind = PathFinder.find_spec\n"
+        "PathFinder.find_spec = staticmethod(lambda name, *rest: None if name == 'numpy' else find(name, *rest))\n"
+    )
+    script = (
+        "import warnings, torch\nwarnings.filterwarnings('error', message='(?!Failed to initialize NumPy)')\n"
+        "from nblaunch import notebook_launcher\n"
+        "if __name__ == '__main__':\n"
+        "    assert list(notebook_launcher(abs, (torch.ones(1),), 2, view='none')) == [1, 1]\n"
+        "    try: import numpy\n    except ImportError: print('launched')\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=LONG)
+    assert (done.stdout, done.returncode) == ("launched\n", 0), done.stderr
+    assert "fork server cannot be used" not in done.stderr
