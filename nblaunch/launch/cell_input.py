@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import getpass
+import logging
+import math
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.transcript import Prompt
 from nblaunch.launch.plan import Plan
+from nblaunch.launch.views.base import View
+from nblaunch.launch.views.events import Note, Stream
+from nblaunch.launch.views.text_view import is_terminal
 from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import Debugging
 from nblaunch.wire.messages import Payload, Source
 from nblaunch.wire.session_messages import Question
 
 HERE = "cell"
+_log = logging.getLogger(__name__)
 
 
 def console_for(plan: Plan, payload: Payload, sources: Mapping[str, Source]) -> DebugConsole:
@@ -43,33 +51,62 @@ class CellInput:
 
     Args:
         console: The console of the launch.
+        view: Shows the launch.
     """
 
-    def __init__(self, console: DebugConsole) -> None:
-        self._console = console
+    def __init__(self, console: DebugConsole, view: View) -> None:
+        self._console, self._view = console, view
+        self._is_attended = False
+        """A caller waits in the main thread."""
+        self._noted: Sequence[str] = ()
+        """What ranks were doing when a note named them last."""
+        self._printing = threading.Lock()
+        """Guards `_printed`. Taken before the console's lock; `_lock` is taken after it."""
         self._printed = 0
         """Parts of the console that the cell shows."""
         self._lock = threading.Lock()
         self._prompt: Prompt | None = None
         """What the cell waits for."""
+        self._deadline = math.inf
+        """When to stop waiting, by the monotonic clock."""
+        self._write: Callable[[str, Stream], None] = lambda text, stream: None
+        """Writes to the cell that waits, from any thread."""
         self._is_withdrawn = False
         self._is_elsewhere = False
         """The user has typed in the panel, and goes on there."""
 
-    def serve(self) -> None:
-        """Print what debuggers have printed, and read lines while one is open. Call it in the main thread.
+    def begin(self, *, blocking: bool) -> None:
+        """Begin the launch; `blocking`: its caller calls `wait` at once."""
+        console, self._is_attended = self._console, blocking
+        console.on_step = self._meanwhile
+        if not (blocking or self._view.shows_notes):  # no one would see that a rank waits
+            console.debugging = replace(console.debugging, can_type=False)
+
+    def wait(self, over: threading.Event, timeout: float | None) -> bool:
+        """Wait as `Frontend.wait` does, and let the user debug meanwhile, if this is the main thread.
 
         Raises:
             KeyboardInterrupt: The user has interrupted the cell.
         """
-        console = self._console
-        while console.is_open:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        if threading.current_thread() is not threading.main_thread():
+            return host().wait(over, timeout)
+        try:
+            self._is_attended = True
+            return host().wait(over, timeout, lambda: self._serve(deadline))
+        finally:
+            self._is_attended = False
+
+    def _serve(self, deadline: float) -> None:
+        """Print what debuggers have printed, and read lines while one is open, until `deadline`."""
+        console, self._deadline = self._console, deadline
+        while console.is_open and time.monotonic() < deadline:
             prompt = console.prompt  # first: the text before it is then printed
             self._print()
             if self._is_elsewhere:
                 break
             if prompt is None:
-                console.wait(self._printed, timeouts.SIGNAL_CHECK_INTERVAL_S)
+                console.wait(max(0.0, min(timeouts.SIGNAL_CHECK_INTERVAL_S, deadline - time.monotonic())))
                 continue
             try:
                 console.type(prompt.number, self._read(prompt), HERE)
@@ -80,12 +117,39 @@ class CellInput:
             host().was_examined()
 
     def _print(self) -> None:
-        self._printed, parts = self._console.shown(self._printed)
-        self._is_elsewhere = self._is_elsewhere or any(part.typed_in not in ("", HERE) for part in parts)
-        text = "".join(part.text for part in parts if part.typed_in != HERE)  # the page shows what was typed in its box
-        if text:
+        if text := self._unprinted():
             sys.stdout.write(text)
             sys.stdout.flush()
+
+    def _unprinted(self) -> str:
+        with self._printing:
+            self._printed, parts = self._console.shown(self._printed)
+        self._is_elsewhere = self._is_elsewhere or any(part.typed_in not in ("", HERE) for part in parts)
+        return "".join(part.text for part in parts if part.typed_in != HERE)  # the page shows what was typed in its box
+
+    def _meanwhile(self) -> None:
+        """While the main thread waits for a line: print what is new, and end the wait in time."""
+        prompt = self._prompt
+        if not self._is_attended and not self._view.shows_console:
+            self._note_debuggers()
+        if prompt is None:
+            return
+        if time.monotonic() >= self._deadline:
+            self._withdraw()
+        elif text := self._unprinted():
+            again = f"\n{{}}{prompt.text}" if is_terminal(sys.stdout) else "{}"
+            try:
+                self._write(again.format(text), "out")
+            except Exception:  # noqa: BLE001  # a replaced stdout may raise anything; the task goes on
+                _log.warning("nblaunch: the cell cannot show what a debugger has printed", exc_info=True)
+
+    def _note_debuggers(self) -> None:
+        """Note which ranks of a launch in the background wait for the user, once each."""
+        states = self._console.states
+        new = [state for state in states if state not in self._noted]
+        self._noted = states
+        if new:
+            self._view.on(Note(f"{'; '.join(new)}: to debug, call wait() or result() of the launch"))
 
     def _read(self, prompt: Prompt) -> str | None:
         """Read a line; None at the end of the input.
@@ -95,6 +159,7 @@ class CellInput:
         """
         try:
             try:
+                self._write = host().writer()  # first: `_meanwhile` writes once there is a prompt
                 self._prompt, self._is_withdrawn = prompt, False
                 self._console.on_withdrawn = self._withdraw
                 if self._console.prompt is not prompt:

@@ -6,14 +6,16 @@ cell, whose thread waits, and in the panel. One rank is in front, whose prompt i
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from contextlib import suppress
 
+from nblaunch.launch.open_debugger import HELP_ON, OpenDebugger, with_labels
 from nblaunch.launch.output.transcript import Prompt, Shown, Transcript
 from nblaunch.machine import timeouts
 from nblaunch.wire.debug_messages import (
@@ -25,36 +27,12 @@ from nblaunch.wire.debug_messages import (
     FromDebugger,
     Look,
     Opened,
+    OpenedBy,
     Printed,
     ToDebugger,
     Typed,
 )
 from nblaunch.wire.messages import Source
-
-_HELP = {
-    "breakpoint": "n: next line, s: step into, c: continue, q: stop all ranks, ",
-    "exception": "q: close, ",
-    "look": "q: close, ",
-}
-_MORE_HELP = (
-    "p x: print x, w: stack, u, d: up, down, h: help\n"
-    "ranks: what they do, rank 0: turn to rank 0, all p x: ask every rank\n"
-)
-_STATES = {"breakpoint": "at a breakpoint", "exception": "has raised", "look": "runs on", "input": "waits for input"}
-
-
-@dataclass(slots=True)
-class _Debugger:
-    """An open debugger or ``input`` of a rank."""
-
-    opened: Opened
-    asked: Asked | None = None
-    held: list[str] = field(default_factory=list)
-    """What it has printed while another rank was in front."""
-    is_called: bool = False
-    """``all`` has sent it a command: show its answer, whichever rank is in front."""
-    answer: list[str] = field(default_factory=list)
-    """What it has printed for that."""
 
 
 class DebugConsole:
@@ -64,42 +42,55 @@ class DebugConsole:
         world_size: The number of ranks.
         sources: The cells that define what the ranks run, by file name.
         debugging: What the ranks do where they would stop for the user. Default: no one can type.
+        clock: Returns seconds. Default: ``time.monotonic``.
 
     Attributes:
+        paused_s: How long debuggers were open, in all attempts: time limits do not count it.
         has_quit: The user has ended the task by quitting a debugger.
         has_examined: The user has closed the debugger of an exception.
         on_withdrawn: Called when a prompt ends, in any thread, with the lock held.
+        on_step: Called by `step`, in the supervisor's thread, without the lock.
     """
 
-    def __init__(self, world_size: int, sources: Mapping[str, Source], debugging: Debugging | None = None) -> None:
-        self._world_size, self._sources = world_size, sources
+    def __init__(
+        self,
+        world_size: int,
+        sources: Mapping[str, Source],
+        debugging: Debugging | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._world_size, self._sources, self._clock = world_size, sources, clock
         self.debugging = debugging or Debugging()
         self.has_quit = self.has_examined = False
+        self.paused_s = 0.0
         self.on_withdrawn: Callable[[], None] = lambda: None
-        self._changed = threading.Condition()
-        """Guards everything below."""
-        self._open: dict[int, list[_Debugger]] = {}
+        self.on_step: Callable[[], None] = lambda: None
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Wakes `wait`. No Condition: a KeyboardInterrupt in its Python code would leave the lock locked."""
+        self._lock = threading.RLock()
+        """Guards all below."""
+        self._open: dict[int, list[OpenDebugger]] = {}
         """By rank, the last one on top."""
         self._front: int | None = None
         self._steps_since: float | None = None
         """When the rank in front has gone on to open again."""
         self._answers_until = 0.0
         """How long answers to ``all`` are waited for."""
-        self._has_left: set[int] = set()
-        """Ranks that have returned, failed or exited."""
+        self._left: dict[int, str] = {}
+        """Ranks that have returned, failed or exited, and how they failed."""
+        self._unannounced: list[int] = []
+        """Ranks that have failed while no debugger was open."""
         self._looks: dict[int, float] = {}
         """When a look at a rank was asked for."""
         self._transcript = Transcript()
         self._prompt: Prompt | None = None
         self._prompted: Asked | None = None
         """What the prompt is for."""
-        self._prompts = 0
+        self._task = self._prompts = self._completions = 0
         self._outgoing: deque[tuple[int, ToDebugger]] = deque()
-        self._task = 0
         self._completing: dict[int, Future[tuple[str, ...]]] = {}
-        self._completions = 0
         self._wake: Callable[[], None] = lambda: None
-        self._has_helped = False
+        self._has_helped: set[OpenedBy] = set()
 
     # -------------------------------------------------------------- the supervisor
     def begin(self, task: int, wake: Callable[[], None]) -> None:
@@ -109,35 +100,33 @@ class DebugConsole:
             task: Its number.
             wake: Makes the supervisor call `outgoing`.
         """
-        with self._changed:
+        with self._lock:
             self._task, self._wake = task, wake
-            self._has_left.clear()
+            self._left.clear()
+            self._unannounced.clear()
             self.has_examined = False
-            self._open.clear()
             self._outgoing.clear()
-            self._front = self._steps_since = None
-            self._choose()
+            self.end()
 
-    def take(self, message: FromDebugger, now: float) -> None:
+    def take(self, message: FromDebugger) -> None:
         """Take a message of a rank."""
-        with self._changed:
+        with self._lock:
             open_here = self._open.setdefault(message.rank, [])
             if isinstance(message, Opened):
-                self._looks.pop(message.rank, None)
-                open_here.append(_Debugger(message, is_called=bool(message.command)))
-                self._note_opened(message)
+                open_here.append(OpenDebugger(message, self._sources, is_called=bool(message.command)))
+                self._note_opened(open_here[-1], is_wanted=self._looks.pop(message.rank, None) is not None)
             elif isinstance(message, Completions):
                 waiting = self._completing.pop(message.request, None)
                 if waiting is not None:
                     waiting.set_result(message.names)
             elif open_here:
-                self._take_from(open_here, message, now)
+                self._take_from(open_here, message)
             self._choose()
 
-    def _take_from(self, open_here: list[_Debugger], message: FromDebugger, now: float) -> None:
+    def _take_from(self, open_here: list[OpenDebugger], message: FromDebugger) -> None:
         top = open_here[-1]
         if isinstance(message, Printed):
-            text = self._with_labels(message.text)
+            text = with_labels(message.text, self._sources)
             if top.is_called:
                 top.answer.append(text)
             elif message.rank == self._front:
@@ -153,77 +142,90 @@ class DebugConsole:
             self.has_quit = self.has_quit or message.quits
             self.has_examined = self.has_examined or top.opened.by == "exception"
             if message.rank == self._front and not open_here:
-                self._steps_since = now if message.steps else None
-                self._front = message.rank if message.steps else None
+                steps = message.steps or top.in_step
+                self._steps_since = self._clock() if steps else None
+                self._front = message.rank if steps else None
 
-    def left(self, ranks: Collection[int]) -> None:
-        """Close what ranks that have left the task had open."""
-        with self._changed:
-            self._has_left.update(ranks)
-            for rank in ranks:
+    def left(self, fates: Mapping[int, Callable[[], str]], *, is_stopping: bool = False) -> None:
+        """Close what ranks that have left the task had open.
+
+        Args:
+            fates: For each of these ranks, returns how it has failed; empty if it has not.
+            is_stopping: Whether the task is being stopped: failures are no news. Default: False.
+        """
+        with self._lock:
+            for rank, fate in fates.items():
+                if rank not in self._left:
+                    self._left[rank] = fate()
+                    self._unannounced += [rank] if self._left[rank] and not is_stopping else []
                 if self._looks.pop(rank, None) is not None:
                     self._show(f"rank {rank} runs no code of yours now\n")
                 if self._open.pop(rank, None) and rank == self._front:
                     self._front = None
             self._choose()
 
-    def step(self, now: float) -> None:
+    def step(self) -> None:
         """Do what is due: let another rank come to the front, give up looks."""
-        with self._changed:
+        with self._lock:
+            now = self._clock()
             if self._steps_since is not None and now > self._steps_since + timeouts.STEP_TIMEOUT_S:
-                if self._asking():
+                if self.stopped:
                     self._show(f"rank {self._front} runs on\n")
                 self._front = self._steps_since = None
             for rank in [rank for rank, since in self._looks.items() if now > since + timeouts.LOOK_TIMEOUT_S]:
                 del self._looks[rank]
-                self._show(f"rank {rank} does not answer: it may be in C code that blocks Python\n")
+                self._show(f"rank {rank} does not answer: it is busy, or in C code that blocks Python\n")
             self._choose()
+        self.on_step()
 
     def outgoing(self) -> Iterator[tuple[int, ToDebugger]]:
         """Return the messages to send, by rank."""
-        with self._changed:
+        with self._lock:
             taken, self._outgoing = self._outgoing, deque()
         return iter(taken)
 
     @property
     def is_open(self) -> bool:
-        """Return True if the user debugs: a debugger is open, or a rank steps."""
+        """True if the user debugs: a debugger is open, or a rank steps."""
         return self._front is not None
 
     def end(self) -> None:
         """End the task: nothing is asked any more."""
-        with self._changed:
+        with self._lock:
             self._open.clear()
             self._front = self._steps_since = None
             self._choose()
 
     # -------------------------------------------------------------- what is shown
-    def _note_opened(self, opened: Opened) -> None:
+    def _note_opened(self, debugger: OpenDebugger, *, is_wanted: bool) -> None:
+        """Show that a debugger is open; `is_wanted`: the user waits for it."""
+        opened, is_front = debugger.opened, debugger.opened.rank == self._front
+        if is_front and not opened.command:
+            debugger.in_step = opened.by == "input" and self._steps_since is not None
+            self._steps_since = None
         if opened.command or opened.by == "input":
             return
-        if self._front is None or opened.by == "look":
-            self._front = opened.rank
-            self._introduce(opened)
-        elif opened.rank != self._front:
-            self._show(f"rank {opened.rank} {self._state_of(opened)}: `rank {opened.rank}` switches to it\n")
-        self._steps_since = None if opened.rank == self._front else self._steps_since
+        if self._front is None or (opened.by == "look" and is_wanted):
+            self._front, self._steps_since = opened.rank, None
+            self._introduce(debugger)
+        elif not is_front:
+            self._show(f"rank {opened.rank} {debugger.state}: `rank {opened.rank}` switches to it\n")
 
-    def _introduce(self, opened: Opened) -> None:
-        self._show(f"rank {opened.rank} {self._state_of(opened)}\n")
-        if not self._has_helped:
-            self._has_helped = True
-            self._show(_HELP[opened.by] + _MORE_HELP)
+    def _introduce(self, debugger: OpenDebugger) -> None:
+        self._show(f"rank {debugger.opened.rank} {debugger.state}\n")
+        if debugger.opened.by not in self._has_helped:
+            self._show(debugger.help(is_first=not self._has_helped))
+            self._has_helped.add(debugger.opened.by)
 
-    def _state_of(self, opened: Opened) -> str:
-        """Return what the rank does, and where."""
-        source = self._sources.get(opened.filename)
-        where = f", {(source.label if source else '') or opened.filename}, line {opened.line}" if opened.line else ""
-        error = f" {opened.error}" if opened.error else ""
-        verb = "has stopped " if opened.by == "breakpoint" else ""
-        return f"{verb}{_STATES[opened.by]}{error}{where}"
+    def _announce_failures(self) -> None:
+        """Show which ranks have failed, while the user debugs another one."""
+        if self._front is None or self.has_quit or self.has_examined:
+            return
+        for rank in self._unannounced:
+            self._show(f"rank {rank} {self._left[rank]}; the launch ends once you leave the debugger\n")
+        self._unannounced.clear()
 
-    def _show_called(self, rank: int, debugger: _Debugger) -> None:
-        """Show the answer to a command that went to several ranks."""
+    def _show_called(self, rank: int, debugger: OpenDebugger) -> None:
         if debugger.is_called:
             debugger.is_called = False
             self._show(f"rank {rank}: {''.join(debugger.answer) or chr(10)}")
@@ -234,44 +236,46 @@ class DebugConsole:
 
     def shown(self, start: int) -> tuple[int, Sequence[Shown]]:
         """Return the number of parts that the console has shown, and those from number `start` on."""
-        with self._changed:
+        with self._lock:
             return len(self._transcript), self._transcript.since(start)
 
     # -------------------------------------------------------------- the prompt
-    def _asking(self) -> list[int]:
-        """Return the ranks that wait for a line."""
-        return [rank for rank, stack in sorted(self._open.items()) if stack and stack[-1].asked is not None]
+    @property
+    def stopped(self) -> list[int]:
+        """The ranks that wait for a line: in a debugger, or in ``input``."""
+        with self._lock:
+            return [rank for rank, stack in sorted(self._open.items()) if stack and stack[-1].asked is not None]
 
-    def _with_labels(self, text: str) -> str:
-        """Name cells as the notebook does."""
-        for filename, source in self._sources.items():
-            if source.label:
-                text = text.replace(filename, source.label)
-        return text
+    @property
+    def states(self) -> list[str]:
+        """What these ranks do, as in ``rank 0 has stopped at a breakpoint, Cell In[1], line 4``."""
+        with self._lock:
+            return [f"rank {rank} {self._open[rank][-1].state}" for rank in self.stopped]
 
     def _choose(self) -> None:
         """Choose the rank in front, and set its prompt. Requires the lock."""
-        if time.monotonic() < self._answers_until and self._awaits_answers():
-            self._set_prompt(None)  # what is shown now would come after the prompt
-            return
-        asking = [] if self.has_quit or self.has_examined else self._asking()
+        self._set_prompt(self._choose_asked())
+        if self._news.empty():
+            self._news.put(None)
+
+    def _choose_asked(self) -> Asked | None:
+        is_called = any(stack[-1].is_called for stack in self._open.values() if stack)
+        if (is_called or self._looks) and self._clock() < self._answers_until:
+            return None  # what is shown now would come after the prompt
+        asking = [] if self.has_quit or self.has_examined else self.stopped
         if self._front is None and asking:
             self._front = asking[0]
             top = self._open[self._front][-1]
             if top.opened.by != "input" and top.held:
-                self._introduce(top.opened)
+                self._introduce(top)
+        self._announce_failures()
         front = self._open.get(self._front, []) if self._front is not None else []
-        top_asked = None
-        if front:
-            for text in front[-1].held:
-                self._show(text)
-            front[-1].held.clear()
-            top_asked = front[-1].asked
-        self._set_prompt(top_asked)
-        self._changed.notify_all()
-
-    def _awaits_answers(self) -> bool:
-        return bool(self._looks) or any(stack[-1].is_called for stack in self._open.values() if stack)
+        if not front:
+            return None
+        for text in front[-1].held:
+            self._show(text)
+        front[-1].held.clear()
+        return front[-1].asked
 
     def _set_prompt(self, asked: Asked | None) -> None:
         if asked is self._prompted and (asked is None) == (self._prompt is None):
@@ -288,15 +292,10 @@ class DebugConsole:
         """The line that is waited for; None if there is none now."""
         return self._prompt
 
-    @property
-    def stopped(self) -> list[int]:
-        """The ranks whose debugger is open, or whose ``input`` waits."""
-        return self._asking()
-
-    def wait(self, start: int, seconds: float) -> None:
-        """Wait until there is a prompt, or something is shown after part `start`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._prompt or len(self._transcript) > start, seconds)
+    def wait(self, seconds: float) -> None:
+        """Wait until something has changed since the last call."""
+        with suppress(queue.Empty):
+            self._news.get(timeout=seconds)
 
     # -------------------------------------------------------------- the user
     def type(self, number: int, line: str | None, typed_in: str) -> bool:
@@ -308,21 +307,21 @@ class DebugConsole:
             typed_in: Where.
 
         Returns:
-            False if the prompt is answered already, or the rank does not wait any more.
+            False if the prompt is answered already, or withdrawn.
         """
-        with self._changed:
+        with self._lock:
             prompt = self._prompt
             if prompt is None or prompt.number != number:
                 return False
             self._show(f"{prompt.text}{'…' if prompt.is_secret else line or ''}\n", typed_in)
             top = self._open[prompt.rank][-1]
-            if top.opened.by == "input" or line is None or not self._is_ours(line.strip()):
+            if line is None or not (top.takes_command and self._is_ours(line.strip())):
                 self._send(prompt.rank, top, line)
             self._choose()
             self._wake()
             return True
 
-    def _send(self, rank: int, debugger: _Debugger, line: str | None) -> None:
+    def _send(self, rank: int, debugger: OpenDebugger, line: str | None) -> None:
         asked, debugger.asked = debugger.asked, None
         if asked is not None:
             self._outgoing.append((rank, Typed(self._task, asked.number, line)))
@@ -332,49 +331,56 @@ class DebugConsole:
         self._prompted = None  # whatever happens, ask again
         if line == "ranks":
             for rank in range(self._world_size):
-                stack = self._open.get(rank)
-                self._show(f"rank {rank} {self._state_of(stack[-1].opened) if stack else 'runs'}\n")
-            return True
-        if found := re.fullmatch(r"rank\s+(\d+)", line):
+                self._show(f"rank {rank} {self._state_of(rank)}\n")
+        elif found := re.fullmatch(r"rank\s+(\d+)", line):
             self._turn_to(int(found[1]))
-            return True
-        if found := re.fullmatch(r"all\s+([^=(].*)", line):
+        elif found := re.fullmatch(r"all\s+([^=(].*)", line):
             self._ask_all(found[1])
-            return True
-        return False
+        elif found := re.fullmatch(r"(?:h|help)\s+(ranks?|all)", line):
+            self._show(HELP_ON[found[1]])
+        else:
+            return False
+        return True
+
+    def _state_of(self, rank: int) -> str:
+        if stack := self._open.get(rank):
+            return stack[-1].state
+        return (self._left[rank] or "has returned") if rank in self._left else "runs"
 
     def _turn_to(self, rank: int) -> None:
         if rank >= self._world_size:
             self._show(f"there is no rank {rank}: the ranks are 0 to {self._world_size - 1}\n")
         elif stack := self._open.get(rank):
             self._front, self._steps_since = rank, None
-            self._introduce(stack[-1].opened)
-            if not stack[-1].held and stack[-1].opened.by != "input":
+            self._introduce(stack[-1])
+            if not stack[-1].held and stack[-1].takes_command:
                 self._send(rank, stack[-1], "place")  # it may have moved since
         else:
             self._look(rank)
 
     def _look(self, rank: int, command: str = "") -> None:
-        if rank in self._has_left:
-            self._show(f"rank {rank} runs no code of yours now\n")
+        if rank in self._left:
+            self._show(f"rank {rank} {self._left[rank] or 'runs no code of yours now'}\n")
             return
-        self._looks[rank] = time.monotonic()
+        self._looks[rank] = self._clock()
         self._answers_until = self._looks[rank] + timeouts.LOOK_TIMEOUT_S
         self._outgoing.append((rank, Look(self._task, command)))
 
     def _ask_all(self, command: str) -> None:
-        self._answers_until = time.monotonic() + timeouts.LOOK_TIMEOUT_S
+        self._answers_until = self._clock() + timeouts.LOOK_TIMEOUT_S
         for rank in range(self._world_size):
             stack = self._open.get(rank)
             if not stack:
                 self._look(rank, command)
-            elif stack[-1].opened.by != "input":
+            elif stack[-1].takes_command:
                 stack[-1].is_called = True
                 self._send(rank, stack[-1], command)
+            else:
+                self._show(f"rank {rank} {stack[-1].refusal}\n")
 
     def look(self, rank: int) -> None:
         """Open a debugger on a rank, unless one is open."""
-        with self._changed:
+        with self._lock:
             self._turn_to(rank)
             self._choose()
             self._wake()
@@ -382,12 +388,12 @@ class DebugConsole:
     def complete(self, text: str) -> Future[tuple[str, ...]]:
         """Return a future of the names that may follow in the rank in front."""
         future: Future[tuple[str, ...]] = Future()
-        with self._changed:
+        with self._lock:
             if self._prompt is None:
                 future.set_result(())
-                return future
-            self._completions += 1
-            self._completing = {self._completions: future}  # an older one is forgotten
-            self._outgoing.append((self._prompt.rank, Complete(self._task, self._completions, text)))
-            self._wake()
+            else:
+                self._completions += 1
+                self._completing = {self._completions: future}  # an older one is forgotten
+                self._outgoing.append((self._prompt.rank, Complete(self._task, self._completions, text)))
+                self._wake()
         return future

@@ -194,11 +194,18 @@ def crash_warning(crashed: Sequence[RankEnd], account: Account) -> str:
 
 def headline(end: RankEnd, sources: Mapping[str, Source]) -> str:
     """Return how a rank failed, in one line, to show until the other ranks have exited."""
+    return f"rank {end.rank} {fate(end, sources)}"
+
+
+def fate(end: RankEnd, sources: Mapping[str, Source]) -> str:
+    """Return how a rank failed, as in ``was killed by SIGKILL``; empty if it has not."""
     if end.failed is None:
         code = end.exited.returncode if end.exited is not None else 0
-        return f"rank {end.rank} {f'was killed by {_signal_name(-code)}' if code < 0 else f'exited with status {code}'}"
+        if end.done is not None:
+            return ""
+        return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
     where, _ = _users_line(_labelled(end.failed.traceback, sources))
-    said = f"rank {end.rank}: {end.failed.type_name}: {first_line(end.failed.text)}"
+    said = f"has raised {end.failed.type_name}: {first_line(end.failed.text)}"
     return f"{said} ({where})" if where else said
 
 

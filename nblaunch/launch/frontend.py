@@ -13,6 +13,7 @@ from nblaunch.engines.protocol import Workers
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.views.base import NullView, View
+from nblaunch.launch.views.events import Stream
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
 
@@ -24,6 +25,9 @@ class Frontend(Protocol):
 
     def view(self, choice: str) -> View:
         """Return a view for one launch; see `view_choice`."""
+
+    def writer(self) -> Callable[[str, Stream], None]:
+        """Return a function that writes to the present cell, also later and from other threads."""
 
     def cell_label(self, filename: str) -> str:
         """Return the label of the cell with this file name, such as ``Cell In[3]``; empty if it is no cell."""
@@ -77,6 +81,9 @@ class ScriptFrontend:
             return NullView()
         terminal = is_terminal(sys.stdout)
         return TextView(plain_writer(), is_terminal=terminal, status=terminal)
+
+    def writer(self) -> Callable[[str, Stream], None]:
+        return plain_writer()
 
     def cell_label(self, filename: str) -> str:
         return ""

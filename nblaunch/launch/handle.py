@@ -47,6 +47,8 @@ _cells = itertools.count()
 CELLS_PER_PRUNING = 10
 """Cells of sessions until logs are pruned again: that takes as long as half a cell."""
 INSIST = "interrupt again to kill the ranks that do not respond, with their variables"
+MAX_STATES = 4
+"""Ranks in a debugger that a handle's text names."""
 NOTED_BYTES = 10**9
 """Size of a payload from which a note names its parts."""
 
@@ -76,7 +78,7 @@ class Launch:
         """Of the user, while the caller waits."""
         self._begin = time.monotonic()
         self.console = console_for(plan, payload, shipment.sources)
-        self._input = CellInput(self.console)
+        self._input = CellInput(self.console, self._view)
         self._job = Job(
             plan,
             self.id,
@@ -106,6 +108,7 @@ class Launch:
         Raises:
             StartError: This process cannot have another thread.
         """
+        self._input.begin(blocking=blocking)
         try:
             self._view.on(Begun(self, blocking))
             _live[self.id] = self
@@ -138,8 +141,11 @@ class Launch:
         return self._place is not None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to `timeout` seconds (None: forever) for the end of the launch. Return True if it has ended."""
-        return host().wait(self._finished, timeout, self._input.serve)
+        """Wait up to `timeout` seconds (None: forever) for the end of the launch. Return True if it has ended.
+
+        Meanwhile a debugger of the ranks opens in the cell.
+        """
+        return self._input.wait(self._finished, timeout)
 
     def result(self) -> LaunchResult:
         """Wait for the end of the launch and return its result. Warn once if a rank crashed after all had returned.
@@ -199,6 +205,7 @@ class Launch:
         if not self.done:
             is_queued = self._place is not None and not self._place.ranks.queue.is_first(self._place.ticket)
             state = f"{'queued' if is_queued else 'running'} for {time.monotonic() - self._begin:.0f} s"
+            state = "; ".join([state, *self.console.states[:MAX_STATES]])
         return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
 
     def join(self) -> LaunchResult:
@@ -348,12 +355,10 @@ class Launch:
         return attempt, verdict
 
     def _info(self, files: LaunchFiles, number: int) -> LaunchInfo:
-        plan, kept = self._plan, self.keeps_ranks
+        plan, where, kept = self._plan, files.directory, self.keeps_ranks
         name = f"{self.name}, session {self._place.session}" if self._place is not None else self.name
-        where = files.directory
-        return LaunchInfo(
-            self.id, name, plan.world_size, plan.device, plan.method, where, number, plan.env, files, is_session=kept
-        )
+        shape = plan.world_size, plan.device, plan.method
+        return LaunchInfo(self.id, name, *shape, where, number, plan.env, files, is_session=kept)
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from nblaunch.engines.protocol import Descriptors, Event, LostDescriptors, Received
@@ -50,7 +51,7 @@ class Task:
         commands: Requests of other threads.
         sources: The cells that define its functions.
         stop_grace: Seconds that an interrupted rank has for ``finally`` and checkpoints.
-        deadline: When to stop the task, by the monotonic clock.
+        deadline: When to stop the task, by the monotonic clock; later by the time of debugging.
         is_kept: Whether the ranks stay after the task: they are freed from collectives, and not killed.
         is_question: Whether it asks kept ranks for their names.
         joins: Whether the ranks need their process group.
@@ -179,7 +180,7 @@ class Task:
         elif isinstance(message, Names):
             rank.names = message
         elif isinstance(message, FromDebugger):
-            self.console.take(message, time.monotonic())
+            self.console.take(message)
 
     def _lose_result(self, rank: Rank, event: LostDescriptors) -> None:
         if not isinstance(event.message, Done):
@@ -223,7 +224,8 @@ class Task:
             live = [rank for rank in live if not self.ranks[rank].is_over]
         if self.ladder is not None:
             self._climb(self.ladder, now, live)
-        if self._failed_at is not None and now >= self._failed_at + timeouts.FAILURE_NOTE_DELAY_S:
+        is_noted = self._failed_at is not None and now >= self._failed_at + timeouts.FAILURE_NOTE_DELAY_S
+        if is_noted and not self.console.is_open:  # which holds the stop back, and announces the failure
             self._note_failure_once(live)
         if self._returned_at is not None and live and self._is_last:
             self._await_exits(now, live, self._returned_at)
@@ -235,12 +237,13 @@ class Task:
         """Pass on what the user has typed. Time limits wait while a debugger is open."""
         console = self.console
         if console.is_open:
-            self.deadline += now - self._stepped_at
+            console.paused_s += now - self._stepped_at
             self._stop_at += now - self._stepped_at
             self._stuck.pause()
         self._stepped_at = now
-        console.left([rank.rank for rank in self.present if rank.is_over])
-        console.step(now)
+        fates = {rank.rank: partial(failures.fate, rank.end, self.sources) for rank in self.present if rank.is_over}
+        console.left(fates, is_stopping=self.ladder is not None or self.commands.stop)
+        console.step()
         for number, message in console.outgoing():
             self.group.members[number].worker.tell(message)
         if console.has_quit and not self.commands.stop:
@@ -268,7 +271,7 @@ class Task:
     def _reason_to_stop(self, now: float) -> Reason | None:
         if self.commands.stop:
             return "user"
-        if now >= self.deadline and self.stacks.located(now):
+        if now >= self.deadline + self.console.paused_s and self.stacks.located(now):
             return "timeout"
         if self.console.has_examined and self.console.debugging.post_mortem:
             return "failure"

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from ipykernel.iostream import OutStream
 
@@ -19,6 +19,7 @@ from nblaunch.errors import StartError, warn
 from nblaunch.launch.frontend import view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.views.base import NullView, View
+from nblaunch.launch.views.events import Stream
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
 from nblaunch.notebook.panel import PanelView
@@ -42,9 +43,13 @@ class NotebookFrontend:
         if wanted == "none":
             return NullView()
         if hasattr(self.shell, "kernel"):
-            return PanelView(self.shell) if wanted == "auto" and can_show_panels() else TextView(_cell_writer())
+            return PanelView(self.shell) if wanted == "auto" and can_show_panels() else TextView(self.writer())
         terminal = is_terminal(sys.stdout)
         return TextView(plain_writer(), is_terminal=terminal, status=terminal)
+
+    def writer(self) -> Callable[[str, Stream], None]:
+        """Return a function that writes to the present cell, also later and from other threads."""
+        return _cell_writer() if hasattr(self.shell, "kernel") else plain_writer()
 
     def shows_html(self) -> bool:
         """Return True if a page shows this cell's output, and the user has not chosen text."""
@@ -145,7 +150,7 @@ def import_widget() -> None:
         warn(f"anywidget cannot be imported ({_widget_problem}): launches are shown as text")
 
 
-def _cell_writer() -> Callable[[str, Literal["out", "err"]], None]:
+def _cell_writer() -> Callable[[str, Stream], None]:
     """Return a `write` that writes to the current cell, also later and from other threads.
 
     ipykernel sends the output of a thread to the latest cell, so send the message directly, with this cell as its
@@ -157,7 +162,7 @@ def _cell_writer() -> Callable[[str, Literal["out", "err"]], None]:
         stream.flush()
     owner = os.getpid()
 
-    def write(text: str, stream: Literal["out", "err"]) -> None:
+    def write(text: str, stream: Stream) -> None:
         target = streams[stream]
         if isinstance(target, OutStream) and os.getpid() == owner:
             content = {"name": target.name, "text": text}

@@ -86,6 +86,7 @@ class PanelView(View):
     """
 
     wants_text = False
+    shows_console = True
 
     def __init__(self, shell: Any) -> None:
         self._display = CellDisplay(shell)

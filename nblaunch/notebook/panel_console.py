@@ -20,7 +20,6 @@ _MAX_CHARS = 64 << 10
 """Of the transcript, for a page that is reloaded."""
 _MAX_MESSAGE_CHARS = 16 << 10
 _MAX_RECORD_LINES = 40
-_MAX_NAMES = 200
 _MAX_NAME_LENGTH = 200
 
 
@@ -113,7 +112,7 @@ class PanelConsole:
             case CompletionRequest(request=number, text=text):
                 console.complete(text).add_done_callback(
                     lambda found: self._completions.append(
-                        CompletionsEntry(number, [name[:_MAX_NAME_LENGTH] for name in found.result()[:_MAX_NAMES]])
+                        CompletionsEntry(number, [name[:_MAX_NAME_LENGTH] for name in found.result()])
                     )
                 )
             case LookRequest(rank=rank):

@@ -257,9 +257,13 @@ def test_all_asks_every_rank_also_those_that_run(kernel: Kernel) -> None:
 
 
 def test_all_ranks_continue_together(kernel: Kernel) -> None:
-    cell = kernel.debug("%%distributed -n 2\nimport time\nbreakpoint()\nprint('on', rank)", "all c")
-    rest = [] if "on 0" in plain(cell) and "on 1" in plain(cell) else ["c"]
-    assert not rest, plain(cell)
+    request = kernel.start_cell("%%distributed -n 2\nbreakpoint()\nprint('on', rank)")
+    kernel.wait_for_prompt()
+    kernel.finish_cell(request, until="switches to it")  # both have stopped
+    kernel.client.input("all c")
+    said = plain(kernel.finish_cell(request).check())
+    assert "on 0" in said
+    assert "on 1" in said
 
 
 def test_a_rank_that_waits_can_be_looked_at(kernel: Kernel) -> None:
@@ -537,3 +541,89 @@ def test_a_cells_last_expression_is_a_line_like_others(kernel: Kernel) -> None:
     assert "task_body" not in said
     assert "__nblaunch" not in said
     assert kernel.ask("list(last)") == [21]
+
+
+# ------------------------------------------------------------------ news while a prompt waits
+ENDS = """
+def train(rank):
+    import time
+    while rank and not (folder / 'stopped').exists():
+        time.sleep(0.01)
+    if rank:
+        {end}
+    breakpoint()
+    import torch.distributed as dist
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said", "error"),
+    [
+        ("raise ValueError('no')", r"rank 1 has raised ValueError: no \(Cell In\[\d+\], line 6\)", "ValueError: no"),
+        ("import os; os.kill(os.getpid(), 9)", "rank 1 was killed by SIGKILL", "RankDiedError"),
+    ],
+    ids=["raises", "dies"],
+)
+def test_a_failure_is_announced_at_the_prompt(kernel: Kernel, folder: Path, end: str, said: str, error: str) -> None:
+    request = kernel.start_cell(ENDS.format(end=end) + RUN)
+    kernel.wait_for_prompt()
+    (folder / "stopped").touch()
+    cell = kernel.finish_cell(request, until="the launch ends once you leave the debugger")
+    assert re.search(f"^{said}; the launch ends", plain(cell), re.M)
+    time.sleep(1)  # longer than the delay of the note that the others are stopped
+    kernel.client.input("ranks")
+    kernel.wait_for_prompt()
+    kernel.finish_cell(request, until="rank 0 has stopped at a breakpoint, ")
+    assert "stopping the other ranks" not in cell.text
+    kernel.client.input("c")
+    assert kernel.finish_cell(request).error.startswith(error)
+    assert len(re.findall(f"^{said}", plain(cell), re.M)) == 2
+
+
+# ------------------------------------------------------------------ launches in the background
+def test_a_stop_in_the_background_is_noted(kernel: Kernel) -> None:
+    begin = kernel.start_cell(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)")
+    cell = kernel.finish_cell(begin)
+    kernel.run("import time\nwhile not job.console.stopped: time.sleep(0.01)").check()
+    assert "; rank 1 has stopped at a breakpoint, Cell In[" in kernel.run("job").value
+    assert "; rank 1 has stopped at a breakpoint, Cell In[" in kernel.run("%distributed status").text
+    kernel.follow_cell(begin, until=": to debug, call wait() or result() of the launch")
+    kernel.debug("job.wait()", "c").check()
+    assert cell.text.count("to debug, call") == 1
+
+
+def test_a_breakpoint_that_nothing_shows_is_passed_by(kernel: Kernel) -> None:
+    kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False, view='none')").check()
+    cell = kernel.run("print(job.wait(60), list(job.result()), job.result().logs[1].err)").check()
+    assert "True [[1.0, 1.0], [1.0, 1.0]]" in cell.text
+
+
+def test_a_wait_keeps_its_timeout_while_a_prompt_is_open(kernel: Kernel) -> None:
+    kernel.run(f"{STOPS}job = notebook_launcher(train, num_processes=2, block=False)").check()
+    kernel.run("import time\nwhile not job.console.stopped: time.sleep(0.01)").check()
+    request = kernel.start_cell("print('ended:', job.wait(1.5))")
+    kernel.wait_for_prompt()
+    assert "ended: False" in kernel.finish_cell(request).check().text
+    assert "[[1.0, 1.0], [1.0, 1.0]]" in kernel.debug("print(list(job.result()))", "c").check().text
+
+
+STOPS_FIRST = """
+def train(rank):
+    import time
+    if not (folder / 'again').exists():
+        (folder / 'again').touch()
+        breakpoint()
+        raise ValueError('first')
+    time.sleep(0.5)
+    return 7
+print(list(notebook_launcher(train, num_processes=1, timeout=3, max_restarts=1)))
+"""
+
+
+def test_time_in_a_debugger_counts_in_no_attempt(kernel: Kernel, folder: Path) -> None:
+    request = kernel.start_cell(STOPS_FIRST)
+    kernel.wait_for_prompt()
+    time.sleep(3.5)  # longer than the timeout
+    kernel.client.input("c")
+    assert "[7]" in kernel.finish_cell(request).check().text

@@ -10,6 +10,8 @@ from typing import Any
 
 from nblaunch.launch.frontend import register, wait_in_steps
 from nblaunch.launch.views.base import NullView, View
+from nblaunch.launch.views.events import Stream
+from nblaunch.launch.views.text_view import plain_writer
 
 
 class Notebook:
@@ -30,6 +32,9 @@ class Notebook:
 
     def view(self, choice: str) -> View:
         return NullView()
+
+    def writer(self) -> Callable[[str, Stream], None]:
+        return plain_writer()
 
     def cell_label(self, filename: str) -> str:
         return self.labels.get(filename, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from nblaunch.launch.debug_console import DebugConsole
@@ -28,10 +30,11 @@ class Ranks:
     """Three ranks of a task, and what the user sees."""
 
     def __init__(self) -> None:
-        self.console = DebugConsole(3, {"<cell 1>": Source("x = 1", "Cell In[1]")})
+        self.now = 100.0
+        sources = {"<cell 1>": Source("x = 1", "Cell In[1]")}
+        self.console = DebugConsole(3, sources, clock=lambda: self.now)
         self.wakes = 0
         self.console.begin(TASK, self.wake)
-        self.now = 0.0
         self._numbers = [0, 0, 0]
         self._read = 0
 
@@ -39,7 +42,7 @@ class Ranks:
         self.wakes += 1
 
     def say(self, message: FromDebugger) -> None:
-        self.console.take(message, self.now)
+        self.console.take(message)
 
     def stops(self, rank: int, text: str = "-> x = 1\n", by: OpenedBy = "breakpoint") -> None:
         self.say(Opened(rank, TASK, by, "<cell 1>", 4, "f"))
@@ -49,9 +52,23 @@ class Ranks:
     def prints(self, rank: int, text: str) -> None:
         self.say(Printed(rank, TASK, text))
 
-    def asks(self, rank: int, prompt: str = "", *, is_secret: bool = False) -> None:
+    def asks(self, rank: int, prompt: str = "", *, is_secret: bool = False, is_command: bool = True) -> None:
         self._numbers[rank] += 1
-        self.say(Asked(rank, TASK, self._numbers[rank], prompt, is_secret))
+        self.say(Asked(rank, TASK, self._numbers[rank], prompt, is_secret, is_command))
+
+    def reads(self, rank: int, prompt: str = "", *, is_secret: bool = False) -> None:
+        """Call ``input``."""
+        self.say(Opened(rank, TASK, "input"))
+        self.asks(rank, prompt, is_secret=is_secret, is_command=False)
+
+    def looked_at(self, rank: int) -> None:
+        """Answer a look."""
+        self.say(Opened(rank, TASK, "look", "<cell 1>", 4, "f"))
+        self.asks(rank)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.console.step()
 
     def closes(self, rank: int, **how: bool) -> None:
         self.say(Closed(rank, TASK, **how))
@@ -120,13 +137,13 @@ def test_a_rank_that_steps_stays_in_front_for_a_while(ranks: Ranks) -> None:
     ranks.stops(0)
     ranks.types("n")
     ranks.closes(1, steps=True)
-    ranks.console.step(ranks.now)
+    ranks.wait(0)
     assert (ranks.prompt, ranks.console.is_open) == ("", True)
     ranks.stops(1)
     assert ranks.prompt == "(rank 1 of 3) "
     ranks.types("n")
     ranks.closes(1, steps=True)
-    ranks.console.step(timeouts.STEP_TIMEOUT_S + 1)
+    ranks.wait(timeouts.STEP_TIMEOUT_S + 1)
     assert ranks.prompt == "(rank 0 of 3) "
     assert "rank 1 runs on\n" in ranks.news
 
@@ -136,7 +153,7 @@ def test_a_long_step_of_the_only_rank_is_no_debugging(ranks: Ranks) -> None:
     ranks.stops(1)
     ranks.types("n")
     ranks.closes(1, steps=True)
-    ranks.console.step(timeouts.STEP_TIMEOUT_S + 1)
+    ranks.wait(timeouts.STEP_TIMEOUT_S + 1)
     assert not ranks.console.is_open
 
 
@@ -161,20 +178,133 @@ def test_all_sends_a_command_to_each_rank_and_waits_for_the_answers(ranks: Ranks
     assert ranks.news == "rank 1: one\nrank 0: zero\nrank 2: two\n"
 
 
-def test_a_rank_that_does_not_answer_a_look_is_given_up(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+def test_a_rank_that_does_not_answer_a_look_is_given_up(ranks: Ranks) -> None:
     ranks.stops(1)
     assert ranks.types("rank 0") == [(0, Look(TASK, ""))]
     assert ranks.prompt == ""
-    now[0] += timeouts.LOOK_TIMEOUT_S + 1
-    ranks.console.step(now[0])
+    ranks.wait(timeouts.LOOK_TIMEOUT_S + 1)
     assert ranks.prompt == "(rank 1 of 3) "
-    assert "rank 0 does not answer: it may be in C code that blocks Python\n" in ranks.news
+    assert "rank 0 does not answer: it is busy, or in C code that blocks Python\n" in ranks.news
+
+
+def test_a_late_answer_to_a_look_takes_no_prompt(ranks: Ranks) -> None:
+    ranks.stops(1)
+    ranks.types("rank 0")
+    ranks.wait(timeouts.LOOK_TIMEOUT_S + 1)
+    ranks.looked_at(0)
+    assert ranks.prompt == "(rank 1 of 3) "
+    assert ranks.news.endswith("rank 0 runs on, Cell In[1], line 4: `rank 0` switches to it\n")
+
+
+def test_a_rank_that_fails_is_announced_at_a_prompt(ranks: Ranks) -> None:
+    fates = {1: lambda: "has raised ValueError: no"}
+    ranks.stops(0)
+    ranks.news  # noqa: B018  # read
+    prompt = ranks.console.prompt
+    ranks.console.left(fates)
+    ranks.console.left({**fates, 2: lambda: ""})
+    assert ranks.news == "rank 1 has raised ValueError: no; the launch ends once you leave the debugger\n"
+    assert ranks.console.prompt is prompt
+    ranks.types("ranks")
+    assert ranks.news.splitlines()[1:] == ["rank 1 has raised ValueError: no", "rank 2 has returned"]
+    ranks.types("rank 1")
+    assert ranks.news == "rank 1 has raised ValueError: no\n"
+
+
+def test_a_failure_before_the_first_prompt_is_announced(ranks: Ranks) -> None:
+    ranks.console.left({1: lambda: "was killed by SIGKILL"})
+    assert ranks.news == ""
+    ranks.stops(0)
+    assert "rank 1 was killed by SIGKILL; the launch ends once" in ranks.news
+
+
+def test_failures_during_a_stop_are_no_news(ranks: Ranks) -> None:
+    ranks.stops(0)
+    ranks.console.left({1: lambda: "has raised KeyboardInterrupt"}, is_stopping=True)
+    assert "KeyboardInterrupt" not in ranks.news
+
+
+def test_all_says_who_takes_no_command(ranks: Ranks) -> None:
+    for rank in range(3):
+        ranks.stops(rank)
+    ranks.types("time.sleep(9)")
+    ranks.console.look(1)
+    list(ranks.console.outgoing())
+    ranks.asks(1)
+    ranks.reads(2)
+    assert ranks.types("all p x") == [(1, Typed(TASK, 2, "p x"))]
+    assert ranks.news.endswith("rank 0 is busy with its last command\nrank 2 waits for input\n")
+
+
+def test_lines_of_interact_are_no_words_of_the_console(ranks: Ranks) -> None:
+    ranks.stops(0)
+    ranks.types("interact")
+    for number, line in enumerate(("ranks", "rank 1", "all p x", "help all"), 2):
+        ranks.asks(0, ">>> ", is_command=False)
+        assert ranks.types(line) == [(0, Typed(TASK, number, line))]
+    ranks.asks(0, ">>> ", is_command=False)
+    ranks.console.look(0)
+    assert list(ranks.console.outgoing()) == []
+
+
+def test_the_help_of_each_kind_is_shown_once(ranks: Ranks) -> None:
+    ranks.console.look(0)
+    ranks.looked_at(0)
+    assert "q: close" in ranks.news
+    ranks.stops(1)
+    ranks.types("rank 1")
+    assert "q or EOF: stop all ranks, h: help\n" in ranks.news
+    ranks.asks(1)
+    ranks.types("rank 0")
+    assert "q: " not in ranks.news
+
+
+def test_a_click_on_a_rank_in_input_shows_its_prompt(ranks: Ranks) -> None:
+    ranks.reads(0, "a? ")
+    ranks.reads(1, "b? ")
+    ranks.console.look(1)
+    assert ranks.prompt == "(rank 1 of 3) b? "
+    assert ranks.news == "rank 1 waits for input\n"
+
+
+@pytest.mark.parametrize("word", ["rank", "ranks", "all"])
+def test_the_console_explains_its_own_words(ranks: Ranks, word: str) -> None:
+    ranks.stops(1)
+    ranks.news  # noqa: B018  # read
+    assert ranks.types(f"help {word}") == []
+    assert ranks.news.startswith(word)
+    assert ranks.types("help p") == [(1, Typed(TASK, 1, "help p"))]
+
+
+def test_input_in_a_step_is_part_of_it(ranks: Ranks) -> None:
+    ranks.stops(0)
+    ranks.stops(1)
+    ranks.types("n")
+    ranks.closes(0, steps=True)
+    ranks.reads(0, "a? ")
+    ranks.wait(timeouts.STEP_TIMEOUT_S + 1)
+    assert ranks.prompt == "(rank 0 of 3) a? "
+    ranks.types("x")
+    ranks.closes(0)
+    assert "runs on" not in ranks.news
+    ranks.stops(0)
+    assert ranks.prompt == "(rank 0 of 3) "
+
+
+def test_answers_to_all_wake_the_cell_at_once(ranks: Ranks) -> None:
+    ranks.stops(0)
+    ranks.stops(1)
+    ranks.types("all p x")
+    ranks.console.wait(0)
+    ranks.prints(1, "one\n")
+    ranks.asks(1)
+    begun = time.monotonic()
+    ranks.console.wait(60)
+    assert time.monotonic() < begun + 30
 
 
 def test_ranks_that_have_returned_or_do_not_exist_are_not_asked(ranks: Ranks) -> None:
-    ranks.console.left([0])
+    ranks.console.left({0: lambda: ""})
     ranks.stops(1)
     assert ranks.types("rank 0") == []
     assert "rank 0 runs no code of yours now\n" in ranks.news
@@ -190,8 +320,7 @@ def test_names_like_the_consoles_words_go_to_the_debugger(ranks: Ranks, line: st
 
 
 def test_input_gets_its_line_as_it_is_typed(ranks: Ranks) -> None:
-    ranks.say(Opened(2, TASK, "input"))
-    ranks.asks(2, "name? ", is_secret=True)
+    ranks.reads(2, "name? ", is_secret=True)
     assert ranks.prompt == "(rank 2 of 3) name? "
     assert ranks.types("rank 0") == [(2, Typed(TASK, 1, "rank 0"))]
     assert "rank 0" not in "".join(part.text for part in ranks.console.shown(0)[1])
@@ -202,8 +331,7 @@ def test_input_gets_its_line_as_it_is_typed(ranks: Ranks) -> None:
 def test_input_in_a_debugger_goes_back_to_it(ranks: Ranks) -> None:
     ranks.stops(1)
     ranks.types("!input('name? ')")
-    ranks.say(Opened(1, TASK, "input"))
-    ranks.asks(1, "name? ")
+    ranks.reads(1, "name? ")
     assert ranks.prompt == "(rank 1 of 3) name? "
     assert ranks.types("all x") == [(1, Typed(TASK, 2, "all x"))]
     ranks.closes(1)
@@ -225,7 +353,7 @@ def test_a_prompt_ends_with_its_rank(ranks: Ranks) -> None:
     withdrawn: list[str] = []
     ranks.stops(1)
     ranks.console.on_withdrawn = lambda: withdrawn.append(ranks.prompt)
-    ranks.console.left([1])
+    ranks.console.left({1: lambda: ""})
     assert withdrawn == [""]
     assert not ranks.console.is_open
 

@@ -23,13 +23,13 @@ class Rank:
         self.panel.open(self.console, is_in_cell=is_in_cell)
 
     def opens(self) -> None:
-        self.console.take(Opened(1, 1, "breakpoint", "a.py", 3), 0.0)
+        self.console.take(Opened(1, 1, "breakpoint", "a.py", 3))
 
     def prints(self, text: str) -> None:
-        self.console.take(Printed(1, 1, text), 0.0)
+        self.console.take(Printed(1, 1, text))
 
     def asks(self, number: int = 1, *, is_secret: bool = False) -> None:
-        self.console.take(Asked(1, 1, number, "", is_secret), 0.0)
+        self.console.take(Asked(1, 1, number, "", is_secret))
 
     def types(self, line: str | None) -> None:
         prompt = self.console.prompt
@@ -109,7 +109,7 @@ def test_completions_and_looks_are_asked_for(rank: Rank) -> None:
     rank.panel.obey(CompletionRequest(launch="L", request=5, text="x."))
     rank.panel.obey(LookRequest(launch="L", rank=0))
     assert rank.sent() == [Complete(1, 1, "x."), Look(1, "")]
-    rank.console.take(Completions(1, 1, 1, ("x.shape", "x.size")), 0.0)
+    rank.console.take(Completions(1, 1, 1, ("x.shape", "x.size")))
     found = delta(rank).completions
     assert (found.request, list(found.names)) == (5, ["x.shape", "x.size"])
     assert rank.panel.delta() is None

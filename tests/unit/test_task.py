@@ -308,7 +308,7 @@ def test_a_failure_is_noted_once_while_others_still_run(scene: Scene) -> None:
     scene[1].exits(1)
     scene.step(timeouts.FAILURE_NOTE_DELAY_S)
     assert scene.view.notes == [
-        "rank 1: ValueError: it broke: stopping the other ranks, which have up to 30 s",
+        "rank 1 has raised ValueError: it broke: stopping the other ranks, which have up to 30 s",
     ]
 
 
