@@ -23,7 +23,9 @@ export class DebugView {
     this.asked = 0; // the last request for completions
     this.follows = true; // the end of the text stays in sight
     this.showBoxes = () => {}; // those that were hidden for the line that was sent last
+    this.showIdleBoxes = () => {}; // those that were hidden because no line was waited for
     /** @type {any} */ this.idle = null;
+    /** @type {any} */ this.newer = null;
     this.focusUntil = -Infinity;
     this.text = el("div", { class: "nbl-debug-text" });
     this.partial = el("div", { class: "nbl-debug-line" });
@@ -91,6 +93,7 @@ export class DebugView {
 
   dispose() {
     clearTimeout(this.idle);
+    clearTimeout(this.newer);
   }
 
   #end() {
@@ -159,11 +162,19 @@ export class DebugView {
     clearTimeout(this.idle);
     input.readOnly = !prompt; // not disabled: it keeps the focus
     if (!prompt) {
-      const rest = () => this.#show("", "the rank runs");
+      const rest = () => {
+        this.#show("", "the rank runs");
+        this.showIdleBoxes = hideCellBoxes(this.node, ".jp-OutputArea");
+      };
       if (isFirst) rest();
       else this.idle = setTimeout(rest, IDLE_MS);
       return;
     }
+    this.showIdleBoxes(); // the newest may have come before this prompt
+    this.showIdleBoxes = () => {};
+    this.#hideOlderBoxes();
+    clearTimeout(this.newer);
+    this.newer = setTimeout(() => this.#hideOlderBoxes(), BOX_MS);
     if (prompt.number === this.sent) this.showBoxes(); // the kernel has not taken the line
     panel.reading.hasBox = panel.info.blocking;
     const type = prompt.is_secret ? "password" : "text";
@@ -173,6 +184,10 @@ export class DebugView {
     if (Date.now() > this.focusUntil) return;
     this.focusUntil = Date.now() + BOX_MS;
     input.focus();
+  }
+
+  #hideOlderBoxes() {
+    hideCellBoxes(this.node, ".jp-OutputArea", true);
   }
 
   /** Take the focus back from a box that the cell has opened for the same line. @param {FocusEvent} event */

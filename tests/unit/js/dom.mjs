@@ -26,6 +26,7 @@ class FakeNode {
     this.classList = {
       contains: (name) => classes().has(name),
       add: (name) => this.setAttribute("class", [...classes().add(name)].join(" ")),
+      remove: (name) => this.classList.toggle(name, false),
       toggle: (name, on) => {
         const all = classes();
         if (on) all.add(name);

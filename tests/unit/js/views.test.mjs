@@ -340,6 +340,32 @@ test("Enter sends the line, and the next one waits for the rank", (t) => {
   assert.deepEqual(model.sentMessages.at(-1), { kind: "type", launch, number: 2, line: null });
 });
 
+test("boxes that the kernel has left are hidden, and the newest one stays", (t) => {
+  t.mock.timers.enable({ apis: ["setTimeout"] });
+  const { delta, host } = debugged(t);
+  const asks = (text) => {
+    const box = document.createElement("div");
+    return { box, prompt: { textContent: text, closest: () => box } };
+  };
+  const boxes = [asks("(rank 1 of 2) "), asks("your own input: ")];
+  host.one("nbl-debug").closest = () => ({ querySelectorAll: () => boxes.map((each) => each.prompt) });
+  const hidden = () => boxes.map(({ box }) => box.classList.contains("nbl-replaced"));
+  boxes.push(asks("(rank 0 of 2) "));
+  delta(debug({ prompt: { ...PROMPT, number: 2, rank: 0 } }));
+  assert.deepEqual(hidden(), [true, false, false]);
+  boxes.push(asks("(rank 0 of 2) ")); // after its prompt
+  delta(debug({ prompt: { ...PROMPT, number: 3, rank: 0 } }));
+  boxes.push(asks("(rank 0 of 2) "));
+  t.mock.timers.tick(500);
+  assert.deepEqual(hidden(), [true, false, true, true, false]);
+  delta(debug({ prompt: null }));
+  boxes.push(asks("(rank 0 of 2) ")); // before its prompt
+  t.mock.timers.tick(300);
+  assert.deepEqual(hidden(), [true, false, true, true, true, true]);
+  delta(debug({ prompt: { ...PROMPT, number: 4, rank: 0 } }));
+  assert.deepEqual(hidden(), [true, false, true, true, true, false]);
+});
+
 test("the arrows walk the lines of this page, but no secret is kept", (t) => {
   const { delta, input, key, view } = debugged(t);
   const enter = (line, number, is_secret = false) => {
