@@ -41,6 +41,7 @@ def tab_offers(lab: Lab, begun: str, *names: str) -> bool:
 
 @pytest.mark.parametrize("served", [LAB, NOTEBOOK], ids=["lab", "notebook"], indirect=True)
 def test_a_session_shows_its_values_queue_names_and_deaths(lab: Lab) -> None:
+    lab.page.set_viewport_size({"width": 1280, "height": 2400})  # JupyterLab removes cells that are out of sight
     lab.run("import torch", *CELLS)
     display = lab.page.locator(".jp-RenderedHTML", has_text="2 ranks on cpu")
     display.get_by_text("runs Cell In[5]").wait_for()
