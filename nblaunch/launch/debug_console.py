@@ -290,7 +290,8 @@ class DebugConsole:
     @property
     def prompt(self) -> Prompt | None:
         """The line that is waited for; None if there is none now."""
-        return self._prompt
+        with self._lock:  # a new prompt is not seen before `on_withdrawn` has ended the last one
+            return self._prompt
 
     def wait(self, seconds: float) -> None:
         """Wait until something has changed since the last call."""

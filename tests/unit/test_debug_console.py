@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -370,3 +371,20 @@ def test_completions_come_from_the_rank_in_front(ranks: Ranks) -> None:
 def test_cells_are_named_as_in_the_notebook(ranks: Ranks) -> None:
     ranks.stops(0, "> <cell 1>(4)f()\n")
     assert ranks.news.endswith("> Cell In[1](4)f()\n")
+
+
+def test_a_new_prompt_is_seen_after_the_last_has_ended(ranks: Ranks) -> None:
+    """A place that waits for the new one would withdraw it."""
+    seen: list[bool] = []
+    reader = threading.Thread(target=lambda: seen.append(ranks.console.prompt is not None))
+
+    def withdrawn() -> None:
+        if not reader.ident:
+            reader.start()
+            reader.join(0.1)
+            seen.append(False)
+
+    ranks.console.on_withdrawn = withdrawn
+    ranks.stops(0)
+    reader.join()
+    assert seen == [False, True]
