@@ -130,11 +130,11 @@ class LocalWorkers:
     def _start(self, rank: int, env: Mapping[str, str]) -> LocalWorker:
         channel, there = channel_pair()
         tables = self.drops, self.collectives
-        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.tell_reaper, *tables, self.is_kept)
+        worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.send_to_reaper, *tables, self.is_kept)
         self._workers[rank:] = [worker, *self._workers[rank + 1 :]]
         spec = self._spec(rank, env)
         with there:
-            self.tell_reaper(StartRank(spec), [there.fileno()])
+            self.send_to_reaper(StartRank(spec), [there.fileno()])
         if spec.method == "spawn":  # a fresh interpreter does not inherit it from the reaper
             with contextlib.suppress(ConnectionError):  # already exited; RankExited will report it
                 channel.send(StartRank(spec))
@@ -207,9 +207,9 @@ class LocalWorkers:
             if worker not in self._taskless:
                 worker.shut()
         if self.is_kept:
-            self.tell_reaper(EndGroup())
+            self.send_to_reaper(EndGroup())
 
-    def tell_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
+    def send_to_reaper(self, message: object, fds: Sequence[int] = ()) -> None:
         """Send a message to the reaper. Read its messages first: it reads nothing while its own buffer is full."""
         while not self._control.closed and must_be_read(self._control, timeouts.REAPER_READ_TIMEOUT_S):
             self._read_control()

@@ -26,7 +26,7 @@ _active: str = ""
 """The session that was started or used last."""
 _ended: Session | None = None
 """The session that cells ran in before it ended, until they run in another."""
-_is_news = False
+_is_unreported = False
 """No cell has asked for `_ended` yet."""
 
 
@@ -84,17 +84,17 @@ def main_names() -> dict[str, Any]:
 
 def _register(session: Session, is_live: bool) -> None:
     """Note a session that cells run in from now on, or one that was stopped."""
-    global _active, _ended, _is_news
+    global _active, _ended, _is_unreported
     if is_live:
         _sessions.pop(session.name, None)  # the one used last is the last
         _sessions[session.name] = session
-        _active, _ended, _is_news = session.name, None, False
+        _active, _ended, _is_unreported = session.name, None, False
         return
     if _sessions.get(session.name) is not session:  # it was stopped before; another may have its name
         return
     del _sessions[session.name]
     if _active == session.name:
-        _active, _ended, _is_news = next(reversed(_sessions), ""), session, True
+        _active, _ended, _is_unreported = next(reversed(_sessions), ""), session, True
 
 
 def find(name: str | None = None) -> Session | None:
@@ -104,8 +104,8 @@ def find(name: str | None = None) -> Session | None:
 
 def take_ended() -> Session | None:
     """Return the session that cells ran in before it ended; once, then None."""
-    global _is_news
-    ended, _is_news = _ended if _is_news else None, False
+    global _is_unreported
+    ended, _is_unreported = _ended if _is_unreported else None, False
     return ended
 
 

@@ -244,7 +244,7 @@ class Session:
         self._check_open()
         self._questions.look()
         if rank in self._ranks.absent:
-            return [self.state().obituary(rank)]
+            return [self.state().dead_line(rank)]
         return [line_of(each) for each in sorted(self._ranks.bound[rank], key=lambda each: each.name)]
 
     def who(self) -> list[tuple[Bound, ...]]:
@@ -368,7 +368,7 @@ class Session:
         return SessionState(self.name, self._plan.device, running, queued, idle, of_ranks, is_open=self.is_open)
 
     def _checked(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
-        return None if ranks is None else argument_checks.some_ranks("ranks", ranks, self.world_size)
+        return None if ranks is None else argument_checks.distinct_ranks("ranks", ranks, self.world_size)
 
     def _check_open(self) -> None:
         if not self.is_open:

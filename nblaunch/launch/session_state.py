@@ -66,7 +66,7 @@ class SessionState:
         doing = f"busy: {self.running}" if self.running else f"idle for {self.idle:.0f} s"
         return f"{ranks}, {doing}{f', {len(self.queued)} more queued' if self.queued else ''}"
 
-    def obituary(self, rank: int) -> str:
+    def dead_line(self, rank: int) -> str:
         """Return what to say of a dead rank, after its number."""
         if not any(each.pid for each in self.ranks):
             return f"dead, its variables are lost; {restart_command(self.name)} restarts all"
@@ -77,5 +77,5 @@ class SessionState:
         lines = [self.heading()]
         for each in self.ranks if self.is_open else ():
             holds = f"pid {each.pid}, {each.names} name{'s' * (each.names != 1)}, {in_words(each.size)}"
-            lines.append(f"  rank {each.rank}: {holds if each.pid else self.obituary(each.rank)}")
+            lines.append(f"  rank {each.rank}: {holds if each.pid else self.dead_line(each.rank)}")
         return "\n".join(lines)

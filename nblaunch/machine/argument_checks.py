@@ -34,7 +34,7 @@ def is_rank(value: Any, world_size: int) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__index__") and 0 <= operator.index(value) < world_size
 
 
-def some_ranks(name: str, value: Any, world_size: int) -> tuple[int, ...]:
+def distinct_ranks(name: str, value: Any, world_size: int) -> tuple[int, ...]:
     """Return `value` as different ranks of a group of this size, at least one."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ArgumentError(f"{name}={value!r:.80}: must be a list of ranks, as in {name}=[0]")

@@ -90,7 +90,7 @@ class Breakpoints:
 
     def _stop(self, frame: FrameType, call: str) -> None:
         keyboard = self._keyboard
-        if keyboard.voice.is_stopping:
+        if keyboard.link.is_stopping:
             return  # ``finally`` has its grace period, and no more
         if not (keyboard.can_type and keyboard.is_here):
             why = "no one can type here" if keyboard.is_here else "this is a child process of the rank"
@@ -107,7 +107,7 @@ class Breakpoints:
     def _said(self, frame: FrameType, call: str, why: str) -> str:
         file = frame.f_code.co_filename
         where = f"{self.labels.get(file) or file}, line {frame.f_lineno}, in {frame.f_code.co_name}"
-        return f"{call} at {where} (rank {self._keyboard.voice.rank}): {why}"
+        return f"{call} at {where} (rank {self._keyboard.link.rank}): {why}"
 
     def _pass_by(self, frame: FrameType, call: str, why: str) -> None:
         """Go on at a breakpoint where no one can type."""
@@ -158,11 +158,11 @@ class Breakpoints:
             self._keyboard.turn.release()
 
     def _say_of_look(self, text: str) -> None:
-        voice = self._keyboard.voice
-        place = voice.rank, voice.task
-        voice.say(Opened(*place, "look", command="place"))
-        voice.say(Printed(*place, f"{text}\n"))
-        voice.say(Closed(*place))
+        link = self._keyboard.link
+        place = link.rank, link.task
+        link.send(Opened(*place, "look", command="place"))
+        link.send(Printed(*place, f"{text}\n"))
+        link.send(Closed(*place))
 
     def _new(self, by: OpenedBy, command: str = "") -> Any:
         notebook_names.get_ipython()  # which a spawned rank has not created yet

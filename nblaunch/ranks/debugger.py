@@ -70,14 +70,14 @@ class RankDebugger(Pdb):
     # -------------------------------------------------------------- open and close
     def interaction(self, frame: FrameType | None, tb_or_exc: Any) -> None:
         """Open, until the user goes on."""
-        keyboard, voice = self._keyboard, self._keyboard.voice
+        keyboard, link = self._keyboard, self._keyboard.link
         self._steps = False
         with keyboard.turn:
             self.is_open, self._screen.thread = True, threading.get_ident()
             self._screen.others = sys.stdout if sys.stdout is not self._screen else self._screen.others
             keyboard.complete = self._complete
             error = tb_or_exc if isinstance(tb_or_exc, BaseException) else None
-            voice.say(self._opened(frame, error))
+            link.send(self._opened(frame, error))
             try:
                 super().interaction(frame, tb_or_exc)  # type: ignore[no-untyped-call]
             except _Interrupted:
@@ -90,20 +90,20 @@ class RankDebugger(Pdb):
                 if frame is not None:
                     frame.f_globals.pop("__pdb_convenience_variables", None)  # $_frame, which keeps the frame alive
                 self._screen.send()
-                voice.say(Closed(voice.rank, voice.task, steps=self._steps, quits=self._has_quit))
+                link.send(Closed(link.rank, link.task, steps=self._steps, quits=self._has_quit))
         if self._has_quit:
             self._await_the_stop()
-        if voice.interrupted and self._by == "breakpoint":  # while it printed, which IPython swallows
+        if link.interrupted and self._by == "breakpoint":  # while it printed, which IPython swallows
             raise KeyboardInterrupt
 
     def _opened(self, frame: FrameType | None, error: BaseException | None) -> Opened:
-        voice, line = self._keyboard.voice, frame.f_lineno if frame is not None else 0
+        link, line = self._keyboard.link, frame.f_lineno if frame is not None else 0
         traceback = error.__traceback__ if error is not None else None
         while traceback is not None:
             frame, line, traceback = traceback.tb_frame, traceback.tb_lineno, traceback.tb_next
         where = (frame.f_code.co_filename, line, frame.f_code.co_name) if frame is not None else ("", 0, "")
         text = f"{type(error).__name__}: {text_of(error)}".rstrip(": ")[:_MAX_ERROR] if error is not None else ""
-        return Opened(voice.rank, voice.task, self._by, *where, text, self._command)
+        return Opened(link.rank, link.task, self._by, *where, text, self._command)
 
     def stop_here(self, frame: FrameType) -> bool:
         """Do not step into nblaunch, which has called the user's code."""
@@ -127,7 +127,7 @@ class RankDebugger(Pdb):
         """Wait for the kernel's interrupt, which ends every rank alike."""
         if threading.current_thread() is not threading.main_thread():
             raise KeyboardInterrupt
-        while not self._keyboard.voice.interrupted:
+        while not self._keyboard.link.interrupted:
             time.sleep(timeouts.TYPED_CHECK_INTERVAL_S)
         raise KeyboardInterrupt  # it came between two lines of ours
 
@@ -139,7 +139,7 @@ class RankDebugger(Pdb):
 
     def postcmd(self, stop: bool, line: str) -> bool:
         """Close after an interrupt, which pdb reports as an error of the command."""
-        if self._keyboard.voice.interrupted:
+        if self._keyboard.link.interrupted:
             raise _Interrupted
         return super().postcmd(stop, line)
 
@@ -272,7 +272,7 @@ class RankDebugger(Pdb):
             console.interact(banner="", exitmsg="")
 
     def _read_statement(self, prompt: str = "") -> str:
-        if self._keyboard.voice.interrupted:
+        if self._keyboard.link.interrupted:
             raise _Interrupted
         self._screen.send()
         try:

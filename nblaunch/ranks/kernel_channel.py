@@ -78,7 +78,7 @@ class KernelChannel:
                 self._seen = self.task
         return received
 
-    def say(self, message: object, *fds: int) -> None:
+    def send(self, message: object, *fds: int) -> None:
         """Send a message. An interrupt meanwhile takes effect right after it: a handler cannot send in its middle.
 
         Blocking the signal would not do: if another thread takes it, Python still runs the handler in this one.
@@ -152,6 +152,6 @@ class KernelChannel:
     def _answer(self) -> None:
         """Acknowledge the interrupt, and let it take effect."""
         self._answered = self._seen
-        self.say(Interrupted(self.rank, self._seen))
+        self.send(Interrupted(self.rank, self._seen))
         if self.armed:
             raise KeyboardInterrupt

@@ -26,7 +26,7 @@ class Keyboard:
     """See the module. One thread at a time has it: see `turn`.
 
     Args:
-        voice: The channel to the kernel.
+        link: The channel to the kernel.
 
     Attributes:
         turn: Held by the thread whose debugger or ``input`` is open. Reentrant.
@@ -35,8 +35,8 @@ class Keyboard:
         look: Called by the reading thread when the kernel asks for a look.
     """
 
-    def __init__(self, voice: KernelChannel) -> None:
-        self.voice = voice
+    def __init__(self, link: KernelChannel) -> None:
+        self.link = link
         self.turn = threading.RLock()
         self.can_type = False
         self.complete: Callable[[str], list[str]] = lambda text: []
@@ -47,13 +47,13 @@ class Keyboard:
         """Of the last request."""
         self._is_let_go = False
         """The thread that waits for a line is to end its input."""
-        voice.on_typed = self._take
-        voice.on_interrupt = self._release
+        link.on_typed = self._take
+        link.on_interrupt = self._release
 
     @property
     def is_here(self) -> bool:
         """Return True if this process is the rank, and no child that it has forked."""
-        return os.getpid() == self.voice.owner
+        return os.getpid() == self.link.owner
 
     # -------------------------------------------------------------- lines
     def ask(self, prompt: str, *, is_secret: bool = False, is_command: bool = False) -> str:
@@ -63,9 +63,9 @@ class Keyboard:
             EOFError: The user has ended the input, or the task was interrupted while another thread waited.
             KeyboardInterrupt: The task was interrupted.
         """
-        voice = self.voice
+        link = self.link
         self._number, self._lines, self._is_let_go = self._number + 1, queue.SimpleQueue(), False
-        voice.say(Asked(voice.rank, voice.task, self._number, prompt, is_secret, is_command))
+        link.send(Asked(link.rank, link.task, self._number, prompt, is_secret, is_command))
         typed: Typed | None = None
         while typed is None or typed.number != self._number:
             self._check_interrupt()
@@ -77,12 +77,12 @@ class Keyboard:
 
     def _check_interrupt(self) -> None:
         """Raise an error if no one waits for the line any more."""
-        if self.voice.channel.closed or self._is_let_go:
+        if self.link.channel.closed or self._is_let_go:
             raise EOFError("the input has ended")
         if threading.current_thread() is threading.main_thread():
-            if self.voice.interrupted:  # and has not raised: it came between two lines of ours
+            if self.link.interrupted:  # and has not raised: it came between two lines of ours
                 raise KeyboardInterrupt
-        elif self.voice.is_stopping:
+        elif self.link.is_stopping:
             raise EOFError("the task was interrupted")
 
     def let_go(self) -> None:
@@ -99,14 +99,14 @@ class Keyboard:
             try:
                 _thread.start_new_thread(self._answer, (message,))  # a property of the user's may take long
             except RuntimeError:  # ulimit -u
-                self.voice.say(Completions(self.voice.rank, self.voice.task, message.request, ()))
+                self.link.send(Completions(self.link.rank, self.link.task, message.request, ()))
 
     def _answer(self, message: Complete) -> None:
         try:
             found = self.complete(message.text)[:_MAX_COMPLETIONS]
         except Exception:  # noqa: BLE001  # whatever the user's __getattr__ raises
             found = []
-        self.voice.say(Completions(self.voice.rank, self.voice.task, message.request, tuple(found)))
+        self.link.send(Completions(self.link.rank, self.link.task, message.request, tuple(found)))
 
     def _release(self) -> None:
         """Let the thread that waits for a line see the interrupt: no SIGINT reaches any but the main one."""
@@ -128,15 +128,15 @@ class Keyboard:
                 f"{call}: no one can type here; pass the answer as an argument, or run the cell where a person can "
                 "answer"
             )
-        voice = self.voice
-        if voice.is_stopping:
+        link = self.link
+        if link.is_stopping:
             raise EOFError(f"{call}: the task is being stopped, so no one is asked")
         with self.turn:
-            voice.say(Opened(voice.rank, voice.task, "input"))
+            link.send(Opened(link.rank, link.task, "input"))
             try:
                 return self.ask(text, is_secret=is_secret)
             finally:
-                voice.say(Closed(voice.rank, voice.task))
+                link.send(Closed(link.rank, link.task))
 
 
 class Screen(io.TextIOBase):
@@ -167,8 +167,8 @@ class Screen(io.TextIOBase):
         if len(text) > _MAX_TEXT:
             text = f"{text[:_MAX_TEXT]}\n… {len(text) - _MAX_TEXT:,} more characters\n"
         if text:
-            voice = self._keyboard.voice
-            voice.say(Printed(voice.rank, voice.task, text))
+            link = self._keyboard.link
+            link.send(Printed(link.rank, link.task, text))
 
 
 class ErrorScreen(io.TextIOBase):

@@ -147,25 +147,25 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     home = Namespace(spec.rank) if spec.is_kept else None
     if spec.is_kept:
         processes.become_subreaper()  # another rank's death must not cost this rank's orphans
-    voice = KernelChannel(channel, spec.rank)
-    breakpoints = Breakpoints(Keyboard(voice))
+    link = KernelChannel(channel, spec.rank)
+    breakpoints = Breakpoints(Keyboard(link))
     if home is not None:
         home.examine = breakpoints.examine
     code, is_last = 0, False
-    while not is_last and (received := voice.next_task()) is not None:
+    while not is_last and (received := link.next_task()) is not None:
         task, fds = received
         is_last = task.is_last
         if task.acknowledge:
-            voice.say(Taken(spec.rank, task.task))
+            link.send(Taken(spec.rank, task.task))
         if task.log_dir not in ("", spec.log_dir):
             spec = _turn_to(task.log_dir, spec, spool)
         place = (spec.rank, spec.local_rank, spec.world_size)
         enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops))
-        code = _run(spec, task, functools.partial(load, fds), voice, breakpoints, home)
+        code = _run(spec, task, functools.partial(load, fds), link, breakpoints, home)
         for fd in fds:  # the task has ended before it was loaded
             os.close(fd)
     _await_threads()
-    voice.say(Leaving(spec.rank, voice.task))
+    link.send(Leaving(spec.rank, link.task))
     return code
 
 
@@ -186,63 +186,63 @@ def _run(
     spec: RankSpec,
     task: Task,
     load: Callable[[], Payload],
-    voice: KernelChannel,
+    link: KernelChannel,
     breakpoints: Breakpoints,
     home: Namespace | None,
 ) -> int:
     """Join the group, rebuild the payload, run it and send its outcome; return the exit status so far."""
     breakpoints.begin_task(task.debugging)
     try:
-        result, changed = _work(spec, task, load, voice, breakpoints, home)
+        result, changed = _work(spec, task, load, link, breakpoints, home)
     except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
         failed = error_report.describe(spec.rank, task.task, error)
         breakpoints.end_task()
         if home is not None and isinstance(error, Exception):
             home.keep_error(error)
-        if task.debugging.post_mortem and isinstance(error, Exception) and not voice.is_stopping:
-            _examine(error, voice, breakpoints)
-        _send_names(spec, task, voice, home)
-        return _send_failure(failed, voice)
+        if task.debugging.post_mortem and isinstance(error, Exception) and not link.is_stopping:
+            _examine(error, link, breakpoints)
+        _send_names(spec, task, link, home)
+        return _send_failure(failed, link)
     breakpoints.end_task()
     _flush()
-    _send_names(spec, task, voice, home)
-    return _send(result, changed, spec, voice, home)
+    _send_names(spec, task, link, home)
+    return _send(result, changed, spec, link, home)
 
 
-def _examine(error: Exception, voice: KernelChannel, breakpoints: Breakpoints) -> None:
+def _examine(error: Exception, link: KernelChannel, breakpoints: Breakpoints) -> None:
     """Let the user examine an exception before the kernel learns of it, and stops the other ranks."""
     _flush()
-    voice.armed = True
+    link.armed = True
     try:
-        if not voice.interrupted:  # before it was armed
+        if not link.interrupted:  # before it was armed
             breakpoints.examine(error)
     except KeyboardInterrupt:
         pass  # the exception, too, ends the task
     except Exception:  # noqa: BLE001  # a bug of the debugger must not hide the user's exception
         traceback.print_exc()
     finally:
-        voice.armed = False
+        link.armed = False
 
 
-def _send_names(spec: RankSpec, task: Task, voice: KernelChannel, home: Namespace | None) -> None:
+def _send_names(spec: RankSpec, task: Task, link: KernelChannel, home: Namespace | None) -> None:
     if home is not None:
         home.end_task()
         lost = definitions.take_lost_keys()
-        voice.say(Names(spec.rank, task.task, home.describe(), home.private(), collective_log.begun(), lost))
+        link.send(Names(spec.rank, task.task, home.describe(), home.private(), collective_log.begun(), lost))
 
 
 def _work(
     spec: RankSpec,
     task: Task,
     load: Callable[[], Payload],
-    voice: KernelChannel,
+    link: KernelChannel,
     breakpoints: Breakpoints,
     home: Namespace | None,
 ) -> tuple[Any, tuple[str, ...]]:
     """Run the part of a task in which SIGINT raises KeyboardInterrupt."""
-    voice.armed = True
+    link.armed = True
     try:  # no context manager: contextlib sets __traceback__, which an exception may refuse
-        if voice.interrupted:  # since the task arrived
+        if link.interrupted:  # since the task arrived
             raise KeyboardInterrupt
         if home is None or not home.is_set_up:
             environment.set_threads(task.world.threads)
@@ -252,7 +252,7 @@ def _work(
             process_group.join(task.world, spec.rank, spec.world_size)
         environment.extend_path(task.path)
         if not task.takes_part:
-            voice.say(Running(spec.rank, task.task))
+            link.send(Running(spec.rank, task.task))
             return None, ()
         payload = load()
         breakpoints.labels = {file: source.label for file, source in payload.sources.items() if source.label}
@@ -260,23 +260,23 @@ def _work(
         _set_the_scene(payload, home)
         if home is None or home.takes_settings(payload.settings):
             environment.apply_settings(payload.settings)
-        voice.say(Running(spec.rank, task.task, taken))
+        link.send(Running(spec.rank, task.task, taken))
         return task_body.call(payload, home)
     finally:
-        voice.armed = False
+        link.armed = False
 
 
-def _send_failure(failed: Failed, voice: KernelChannel) -> int:
+def _send_failure(failed: Failed, link: KernelChannel) -> int:
     """Send the failure; return the exit status."""
-    if voice.interrupted and failed.kind == "exception":  # the notebook raises the stop: only the log shows this
+    if link.interrupted and failed.kind == "exception":  # the notebook raises the stop: only the log shows this
         with contextlib.suppress(Exception):  # the user may have replaced sys.stderr
             sys.stderr.write(failed.traceback)
     _flush()
-    voice.say(failed)
+    link.send(failed)
     return failed.status if failed.kind == "exit" else 1
 
 
-def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, voice: KernelChannel, home: Namespace | None) -> int:
+def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelChannel, home: Namespace | None) -> int:
     ended = time.monotonic_ns()
     try:
         at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
@@ -285,9 +285,9 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, voice: KernelCh
     except BaseException as error:
         if not isinstance(error, Exception):
             raise
-        voice.say(error_report.unsendable_result(spec.rank, voice.task, result, error))
+        link.send(error_report.unsendable_result(spec.rank, link.task, result, error))
         return 1
-    voice.say(Done(spec.rank, voice.task, ended, changed), *parcel.fds)
+    link.send(Done(spec.rank, link.task, ended, changed), *parcel.fds)
     parcel.close()
     return 0
 

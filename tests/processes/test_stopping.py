@@ -326,28 +326,28 @@ def test_an_error_while_a_launch_stops_is_in_the_log(start_method: str, tmp_path
 
 
 @pytest.fixture
-def voice() -> Iterator[tuple[KernelChannel, Channel]]:
-    """A rank's voice in this process, and the kernel's end of its channel."""
+def link() -> Iterator[tuple[KernelChannel, Channel]]:
+    """A rank's link in this process, and the kernel's end of its channel."""
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     kernel, sock = channel_pair()
     channel = Channel(sock)
-    voice = KernelChannel(channel, 0)
-    voice.task = 1
-    yield voice, kernel
+    link = KernelChannel(channel, 0)
+    link.task = 1
+    yield link, kernel
     for number, handler in handlers:
         signal.signal(number, handler)
     kernel.close()
     channel.close()
 
 
-def interrupt_while_sending(voice: KernelChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupt_while_sending(link: KernelChannel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have Python's handler run in the middle of the next send, as it does when another thread takes the signal."""
     send = Channel._send_with
 
     def interrupted(channel: Channel, data: bytes, fds: Sequence[int]) -> int:
         monkeypatch.setattr(Channel, "_send_with", send)
         sent = send(channel, data, fds)
-        voice._on_interrupt(signal.SIGINT, None)
+        link._on_interrupt(signal.SIGINT, None)
         return sent
 
     monkeypatch.setattr(Channel, "_send_with", interrupted)
@@ -360,22 +360,22 @@ def received_by(kernel: Channel) -> list[object]:
 
 @pytest.mark.parametrize("armed", [True, False])
 def test_an_interrupt_in_the_middle_of_a_message_waits_for_its_end(
-    voice: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch, armed: bool
+    link: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch, armed: bool
 ) -> None:
-    speaker, kernel = voice
+    speaker, kernel = link
     speaker.armed = armed
     interrupt_while_sending(speaker, monkeypatch)
 
     with pytest.raises(KeyboardInterrupt) if armed else contextlib.nullcontext():
-        speaker.say("a word")
+        speaker.send("a word")
 
     assert received_by(kernel) == ["a word", Interrupted(0, 1)]
 
 
 def test_an_interrupt_during_its_acknowledgement_is_harmless(
-    voice: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch
+    link: tuple[KernelChannel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speaker, kernel = voice
+    speaker, kernel = link
     speaker.armed = True
     interrupt_while_sending(speaker, monkeypatch)
 

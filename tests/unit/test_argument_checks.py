@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nblaunch.errors import ArgumentError
-from nblaunch.machine.argument_checks import one_of, seconds, some_ranks, whole_number
+from nblaunch.machine.argument_checks import distinct_ranks, one_of, seconds, whole_number
 
 
 @pytest.mark.parametrize("value", [1, 7, np.int64(7)])
@@ -61,7 +61,7 @@ def test_one_of_names_the_choices(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [[1, 0], (1, 0), iter([1, 0]), np.array([1, 0])])
 def test_ranks_come_back_as_ints(value: Any) -> None:
-    chosen = some_ranks("ranks", value, 2)
+    chosen = distinct_ranks("ranks", value, 2)
     assert chosen == (1, 0)
     assert {type(rank) for rank in chosen} == {int}
 
@@ -82,4 +82,4 @@ def test_ranks_come_back_as_ints(value: Any) -> None:
 )
 def test_ranks_that_do_not_exist_are_named(value: Any, world_size: int, said: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{re.escape(said)}$"):
-        some_ranks("ranks", value, world_size)
+        distinct_ranks("ranks", value, world_size)

@@ -34,15 +34,15 @@ def sent_to(kernel: Channel) -> list[object]:
 
 
 def test_an_interrupt_before_the_first_line_of_a_task_takes_effect(kernel: tuple[Channel, Any]) -> None:
-    channel, voice = kernel
+    channel, link = kernel
     task = Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1))
     channel.send(task)
-    voice.next_task()
+    link.next_task()
     os.kill(os.getpid(), signal.SIGINT)
     assert sent_to(channel) == [Interrupted(0, 1)]
     nothing: Any = None
     with pytest.raises(KeyboardInterrupt):
-        worker._work(nothing, task, nothing, voice, nothing, None)
+        worker._work(nothing, task, nothing, link, nothing, None)
     os.kill(os.getpid(), signal.SIGINT)  # a second one, outside the task
-    assert not voice.armed
+    assert not link.armed
     assert sent_to(channel) == []
