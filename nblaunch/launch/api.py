@@ -105,8 +105,8 @@ def notebook_launcher(
             installed packages. Default: None; well-known packages that the notebook has imported are always included.
         on_error: ``"debug"``: a rank that raises an exception opens the debugger on it, in the cell, while the others
             wait. Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
-        on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill: ``"continue"`` (default)
-            prints its place and goes on, ``"fail"`` raises RuntimeError.
+        on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill, or in the background with
+            ``view="none"``: ``"continue"`` (default) prints its place and goes on, ``"fail"`` raises RuntimeError.
         checks: Have torch compare every collective of the ranks (``TORCH_DISTRIBUTED_DEBUG=DETAIL``), so that calls
             that do not match fail at once, with both named. Each takes some 8 ms more. torch 2.14 crashes with this
             in DistributedDataParallel on gloo. Default: False.
