@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -85,8 +86,10 @@ class LocalWorkers:
         """Ask the reaper to start the ranks."""
         try:
             self._selector = self._opened.enter_context(selectors.DefaultSelector())
-            self._scratch = tempfile.mkdtemp(prefix="nbl-")  # short: paths of sockets are limited
-            self._opened.callback(shutil.rmtree, self._scratch, ignore_errors=True)
+            name = f"nbl-{secrets.token_urlsafe(8)}"  # short: paths of sockets are limited
+            self._scratch = os.path.join(tempfile.gettempdir(), name)
+            self._opened.callback(shutil.rmtree, self._scratch, ignore_errors=True)  # first: an interrupt may follow
+            os.mkdir(self._scratch, 0o700)
         except OSError as error:
             hint = remedy(error) or ": free space there, or set TMPDIR to another directory"
             raise StartError(f"cannot create temporary files for the ranks: {error}{hint}") from error
