@@ -39,6 +39,7 @@ class RankView:
         place: Its present line, such as ``Cell In[3], line 7: dist.barrier()``; empty if unknown.
         begun: Its last collective in each process group, the latest first; if it waits, the one that it waits in.
         is_busy: It uses CPU.
+        lag: By how many seconds it usually begins a collective later than the first rank; None if unknown.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class RankView:
     place: str = ""
     begun: Sequence[Begun] = ()
     is_busy: bool = False
+    lag: float | None = None
 
     def in_group(self, name: str) -> Begun:
         """Return its last collective in a process group."""
@@ -246,7 +248,8 @@ def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callab
             at = f"waits in {_NAMES.get(other.call, other.call)} of another group{f' ({place})' * bool(place)}"
         else:
             at = f"is at {each.place}" if each.place else "does not answer: it may be in C code"
-        said.append(f"rank {each.rank} has begun {done} of {begun.count} collectives, and {at}")
+        usually = "" if each.lag is None else f" (it is usually {each.lag:.1f} s later than the first)"
+        said.append(f"rank {each.rank} has begun {done} of {begun.count} collectives, and {at}{usually}")
     if len(missing) > _MAX_RANKS:
         said[-1] += ", …"
     return said

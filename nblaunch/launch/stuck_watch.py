@@ -8,6 +8,8 @@ that use no CPU.
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from nblaunch.engines.protocol import Sampler
@@ -17,6 +19,9 @@ from nblaunch.launch.stuck import MAX_WAITING_CPU, RankView, StuckVerdict, Where
 from nblaunch.machine import timeouts
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.messages import Source
+
+_MAX_LAGS = 30
+"""Collectives from which the usual lag is known: the last that were seen."""
 
 
 class StuckWatch:
@@ -37,6 +42,8 @@ class StuckWatch:
         """When to look next; None before the first look, which most tasks do not last for."""
         self._begun: dict[int, Sequence[Begun]] = {}
         """What each rank had begun at the last look."""
+        self._lags: dict[int, deque[float]] = {}
+        """By rank: by how many seconds it has begun collectives later than the first rank, as far as that was seen."""
         self._since = 0.0
         """When a rank was last seen to have begun a collective."""
         self._asked: list[Rank] = []
@@ -63,6 +70,7 @@ class StuckWatch:
         self._look_at = now + timeouts.STUCK_POLL_S
         running = [rank for rank in self._ranks if not rank.is_over and rank.is_running and rank.member.listens]
         begun = {rank.rank: rank.member.worker.collectives() for rank in self._ranks if not rank.is_absent}
+        self._note_lags([(rank, each[0]) for rank, each in begun.items() if each])
         if begun != self._begun or not running:
             self._begun, self._since, self.verdict = begun, now, None
             return None
@@ -74,6 +82,14 @@ class StuckWatch:
             for rank in running:
                 rank.member.worker.stacks.ask(math.inf)  # no signal: C code that holds the GIL is not a collective
         return None
+
+    def _note_lags(self, last: Sequence[tuple[int, Begun]]) -> None:
+        """Note who was late, if all ranks have begun the same collective last."""
+        if len(last) < len(self._ranks) or len({(begun.group, begun.count) for _, begun in last}) > 1:
+            return
+        first = min(begun.time_ns for _, begun in last)
+        for rank, begun in last:
+            self._lags.setdefault(rank, deque(maxlen=_MAX_LAGS)).append((begun.time_ns - first) / 1e9)
 
     def waited(self, now: float) -> float:
         """Return for how many seconds ranks have waited in a collective; 0.0 if none does, or nothing is known."""
@@ -109,6 +125,8 @@ class StuckWatch:
 
     def _view(self, rank: Rank, *, is_asked: bool) -> RankView:
         begun = self._begun.get(rank.rank, ())
+        lags = self._lags.get(rank.rank)
+        lag = statistics.median(lags) if lags else None
         where: Where = "runs"
         if rank.done is not None:
             where = "returned"
@@ -118,11 +136,11 @@ class StuckWatch:
             where = "died"
         dumps = rank.member.worker.stacks
         if where != "runs" or not is_asked or not dumps.dump:
-            return RankView(rank.rank, where, "", begun)
+            return RankView(rank.rank, where, "", begun, lag=lag)
         stacks = parse(dumps.dump)
         is_busy = rank.rank in self._busy
         is_wait = self._formatter.is_wait(stacks, dumps.main) and not is_busy
         may_wait = waits_in_collective(stacks, dumps.main) or (waits_in_backward(stacks, dumps.main) and not is_busy)
         if (may_wait or is_wait) and waited_for(frames_of(stacks, dumps.main), begun, is_wait=is_wait) is not None:
             where = "waits"
-        return RankView(rank.rank, where, self._formatter.where(stacks, dumps.main), begun, is_busy)
+        return RankView(rank.rank, where, self._formatter.where(stacks, dumps.main), begun, is_busy, lag)

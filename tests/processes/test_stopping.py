@@ -449,7 +449,7 @@ def test_a_failure_is_shown_while_others_still_save(
     def is_shown() -> bool:
         nonlocal shown
         shown += capsys.readouterr().out
-        return "rank 0: ValueError: rank 0 gives up" in shown
+        return "rank 0 has raised ValueError: rank 0 gives up" in shown
 
     eventually(is_shown)
     assert not launch.done

@@ -85,6 +85,14 @@ def a_receive_without_a_send(rank: int) -> None:
     time.sleep(60)
 
 
+def a_straggler(rank: int) -> None:
+    for _ in range(6):
+        time.sleep(0.4 * rank)
+        agreed()
+        time.sleep(0.6)  # the ranks are seen to have begun the same one
+    a_late_rank(rank)
+
+
 def a_wait_on_another_line(rank: int) -> None:
     agreed()
     if rank == 0:
@@ -152,6 +160,13 @@ def test_the_error_names_calls_that_differ(launch: Launcher) -> None:
 def test_checks_find_calls_that_differ(function: Callable[..., Any], aspect: str, launch: Launcher) -> None:
     with pytest.raises(RuntimeError, match=f"(?s)Detected mismatch between collectives on ranks.*{aspect}"):
         launch(function, checks=True)
+
+
+def test_a_ranks_usual_lag_is_told(launch: Launcher) -> None:
+    with pytest.raises(
+        LaunchTimeoutError, match=r"rank 1 has begun 7 of 8.*it is usually \d\.\d s later than the first"
+    ):
+        launch(a_straggler, view="none", timeout=12.0, stop_grace=0.1)
 
 
 def test_ranks_that_wait_for_too_long_are_stopped(launch: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

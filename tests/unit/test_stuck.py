@@ -155,6 +155,13 @@ def test_point_to_point_calls_are_no_mismatch(call: str) -> None:
     assert verdict(view(0, "waits", begun(call, 5)), RankView(1, "runs", is_busy=True)) is None
 
 
+def test_a_straggler_is_said_to_be_one() -> None:
+    late = RankView(1, "runs", "Cell In[3], line 9: load()", (begun("allreduce", 56),), lag=0.32)
+    assert text_of(view(0, "waits", begun("allreduce", 57)), late).endswith(
+        "and is at Cell In[3], line 9: load() (it is usually 0.3 s later than the first)"
+    )
+
+
 def test_transfers_are_said_to_wait_where_no_rank_works() -> None:
     receives = begun("recv", 5)
     text = text_of(view(0, "waits", receives), view(1, "runs", place="Cell In[3], line 9: sleep()"))
