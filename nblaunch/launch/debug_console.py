@@ -136,15 +136,17 @@ class DebugConsole:
         elif isinstance(message, Asked):
             top.asked = message
             self._show_called(message.rank, top)
+            if top.is_news and self._front not in (None, message.rank):  # only now does it take what `all` sends
+                self._show(f"rank {message.rank} {top.state}: `rank {message.rank}` switches to it\n")
+            top.is_news = False
         elif isinstance(message, Closed):
             self._show_called(message.rank, top)
             open_here.pop()
             self.has_quit = self.has_quit or message.quits
             self.has_examined = self.has_examined or top.opened.by == "exception"
             if message.rank == self._front and not open_here:
-                steps = message.steps or top.in_step
-                self._steps_since = self._clock() if steps else None
-                self._front = message.rank if steps else None
+                is_step = message.steps or top.in_step
+                self._front, self._steps_since = (message.rank, self._clock()) if is_step else (None, None)
 
     def left(self, fates: Mapping[int, Callable[[], str]], *, is_stopping: bool = False) -> None:
         """Close what ranks that have left the task had open.
@@ -208,8 +210,7 @@ class DebugConsole:
         if self._front is None or (opened.by == "look" and is_wanted):
             self._front, self._steps_since = opened.rank, None
             self._introduce(debugger)
-        elif not is_front:
-            self._show(f"rank {opened.rank} {debugger.state}: `rank {opened.rank}` switches to it\n")
+        debugger.is_news = self._front != opened.rank
 
     def _introduce(self, debugger: OpenDebugger) -> None:
         self._show(f"rank {debugger.opened.rank} {debugger.state}\n")
@@ -219,11 +220,9 @@ class DebugConsole:
 
     def _announce_failures(self) -> None:
         """Show which ranks have failed, while the user debugs another one."""
-        if self._front is None or self.has_quit or self.has_examined:
-            return
-        for rank in self._unannounced:
+        while self._unannounced and not (self._front is None or self.has_quit or self.has_examined):
+            rank = self._unannounced.pop(0)
             self._show(f"rank {rank} {self._left[rank]}; the launch ends once you leave the debugger\n")
-        self._unannounced.clear()
 
     def _show_called(self, rank: int, debugger: OpenDebugger) -> None:
         if debugger.is_called:

@@ -33,6 +33,8 @@ class OpenDebugger:
     opened: Opened
     sources: Mapping[str, Source]
     """The cells, by file name."""
+    is_news: bool = False
+    """The user is to be told once it takes a command."""
     asked: Asked | None = None
     held: list[str] = field(default_factory=list)
     """What it has printed while another rank was in front."""
