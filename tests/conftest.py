@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from nblaunch.engines import generations
@@ -38,6 +39,8 @@ LONG = 180.0
 MARK = "NBLAUNCH_TEST_RUN"
 """Environment variable of this worker's own: identifies every process that its tests start, however detached."""
 _LEFT_WITHIN = 20.0
+hypothesis.settings.register_profile("untimed", deadline=None)  # a test's time is the machine's
+hypothesis.settings.load_profile("untimed")
 _START_METHODS: dict[str, Any] = {
     "forkserver": "forkserver",
     "spawn": "spawn",
