@@ -35,7 +35,7 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.process_state import this_process
 from nblaunch.machine.segments import in_words
-from nblaunch.transfer.pickling import refuse_to_send
+from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Payload
 
 _log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class Launch:
         return {}
 
     def __reduce__(self) -> NoReturn:
-        refuse_to_send("a launch")
+        raise OfNotebookError(self, "a launch")
 
     def __repr__(self) -> str:
         state = "failed" if self._error is not None else "finished"

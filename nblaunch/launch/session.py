@@ -28,7 +28,7 @@ from nblaunch.launch.turn_queue import Ticket
 from nblaunch.launch.views.base import preparing
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.transfer.parameters import PROVIDED
-from nblaunch.transfer.pickling import refuse_to_send
+from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Cell
 from nblaunch.wire.session_messages import Bound, Question
 
@@ -382,7 +382,7 @@ class Session:
         self.stop()
 
     def __reduce__(self) -> NoReturn:
-        refuse_to_send("a session")
+        raise OfNotebookError(self, "a session")
 
     def __repr__(self) -> str:
         return self.status() if self.is_open else f"<Session {self.name}: stopped>"

@@ -15,7 +15,7 @@ import pickle
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import cloudpickle
 
@@ -44,23 +44,16 @@ class UnsendableError(Exception):
 
 
 class OfNotebookError(TypeError):
-    """An object is of use in the notebook alone."""
-
-
-_STAYS = "which only the notebook can use"
-_USE_LOCAL = "%%local on top of a cell of a session runs it in the notebook"
-
-
-def refuse_to_send(what: str) -> NoReturn:
-    """Raise the error of an object that only the notebook can use: its ``__reduce__``.
+    """An object is of use in the notebook alone: its ``__reduce__`` raises this.
 
     Args:
-        what: The object, such as ``a session``.
-
-    Raises:
-        OfNotebookError: Always.
+        thing: The object.
+        what: Words for it, such as ``a session``.
     """
-    raise OfNotebookError(what)
+
+    def __init__(self, thing: object, what: str) -> None:
+        super().__init__(f"{what}, which only the notebook can use")
+        self.thing = thing
 
 
 @dataclass(slots=True)
@@ -212,8 +205,8 @@ def explain(obj: Any, name: str, home: Home | None = None) -> UnsendableError | 
     if error is None:
         return None
     path, leaf, error = _culprit(obj, name, error, set(), 0)
-    if type(error) is OfNotebookError:
-        return UnsendableError(path, f", {error}, {_STAYS}", _USE_LOCAL)
+    if isinstance(error, OfNotebookError):
+        return UnsendableError(path, f", {error}", "%%local on top of a cell of a session runs it in the notebook")
     return UnsendableError(path, f", {describe(leaf)}, which cannot be sent to another process ({_brief(error)})")
 
 
@@ -264,7 +257,7 @@ def _culprit(obj: Any, path: str, error: Exception, seen: set[int], depth: int) 
     """Return the innermost part that cannot be pickled: its path, the part, and its exception."""
     if depth == _MAX_EXPLAINED_DEPTH or id(obj) in seen:
         return path, obj, error
-    if type(error) is OfNotebookError and not isinstance(obj, (Mapping, list, tuple, types.FunctionType)):
+    if isinstance(error, OfNotebookError) and error.thing is obj:
         return path, obj, error
     seen.add(id(obj))
     for template, part in _parts(obj):
