@@ -76,7 +76,9 @@ class Namespace:
         self.main.update(payload.main)
         names = {n: sent for n, sent in payload.names.items() if sent.ranks is None or self._rank in sent.ranks}
         forced = {name for name, sent in names.items() if sent.is_forced}
-        own = {name for name in self._named() if not self._is_notebooks(name)} - forced
+        new_owners = definitions.take_new_owners()  # of tensors that were sent, not referred to
+        concerned = new_owners.union(names) - forced
+        own = {name for name in concerned if name in self.names and not self._is_notebooks(name)}
         kept: list[str] = []
         replaced: list[str] = []
         bound: list[str] = []
@@ -90,8 +92,7 @@ class Namespace:
                 replaced += [name] * (not sent.is_forced and self._is_changed(name))
                 self._bind(name, sent)
                 bound.append(name)
-        whole = definitions.take_new_owners() & own  # of tensors that were sent, not referred to
-        apart = [(name, owner) for name in bound for owner in whole.intersection(names[name].holds)]
+        apart = [(name, owner) for name in bound for owner in (new_owners & own).intersection(names[name].holds)]
         apart += [(name, owner) for owner in kept for name in bound if name in names[owner].holds]
         return NamesTaken(tuple(kept), tuple(replaced), tuple(apart))
 
