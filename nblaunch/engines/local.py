@@ -13,6 +13,7 @@ from nblaunch.engines.import_environment import Where
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.protocol import Order, Wakeup
 from nblaunch.errors import ArgumentError
+from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.process_state import this_process
 from nblaunch.wire.messages import Method
 
@@ -28,6 +29,10 @@ class LocalEngine:
 
     def __init__(self, platform: str = sys.platform) -> None:
         self._is_linux = platform == "linux"
+
+    def machines(self) -> Sequence[Machine]:
+        """Return this machine."""
+        return [this_machine()]
 
     # -------------------------------------------------------------- start methods
     def resolve(self, method: str) -> Method:
@@ -62,8 +67,8 @@ class LocalEngine:
             assert order.payload is not None
             reaper = kernel_fork.fork_kernel(order.payload)
         else:
-            where = Where(order.env, order.process.cwd, order.named)
-            reaper = servers.reaper(cast("Method", order.method), order.launch_id, order.world_size, where)
+            where = Where(order.envs[0], order.process.cwd, order.named)
+            reaper = servers.reaper(cast("Method", order.method), order.launch_id, len(order.ranks[0]), where)
         return LocalWorkers(order, reaper, wakeup)
 
     def prepare_next(self) -> None:

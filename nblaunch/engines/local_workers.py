@@ -20,12 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from nblaunch.engines.events import Descriptors, Event, Lost, LostDescriptors, Received
 from nblaunch.engines.generations import servers
 from nblaunch.engines.local_worker import LocalWorker
-from nblaunch.engines.protocol import Descriptors, Event, Lost, LostDescriptors, Order, Received, Wakeup
+from nblaunch.engines.protocol import Order, Store, Wakeup
+from nblaunch.engines.rendezvous import Rendezvous
 from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import LOOPBACK
 from nblaunch.machine.limits import remedy
 from nblaunch.wire.channel import LostDescriptorsError, channel_pair, must_be_read, readable
 from nblaunch.wire.collective_table import CollectiveTable
@@ -71,7 +74,8 @@ class LocalWorkers:
         self._order, self._reaper, self._wakeup = order, reaper, wakeup
         self._control = reaper.channel
         self._reaper_pidfd: int | None = None
-        self._workers: list[LocalWorker] = []
+        self._ranks = order.ranks[0]
+        self._workers: dict[int, LocalWorker] = {}
         self._taskless: deque[LocalWorker] = deque()
         """Ranks whose task is posted and not sent."""
         self._fds_each = 0
@@ -82,6 +86,13 @@ class LocalWorkers:
         self._opened = contextlib.ExitStack()
 
     # -------------------------------------------------------------- starting
+    def open_store(self, address: str = LOOPBACK) -> Store:
+        """Serve the store on an address of this machine."""
+        try:
+            return self._opened.enter_context(Rendezvous(self._order.world_size, address)).store
+        except OSError as error:
+            raise StartError(f"cannot serve the rendezvous of the ranks: {error}{remedy(error)}") from error
+
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[LocalWorker]:
         """Ask the reaper to start the ranks."""
         try:
@@ -104,11 +115,11 @@ class LocalWorkers:
         self._watch(self._control, self._read_control)
         self._watch(self._wakeup, self._wakeup.clear)
         try:
-            for rank in range(self._order.world_size):
+            for rank in self._ranks:
                 self._start(rank, environment(rank))
         except OSError as error:  # out of descriptors, or the reaper does not read
             raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
-        return self._workers
+        return list(self._workers.values())
 
     def restart(self, rank: int, environment: Mapping[str, str]) -> LocalWorker:
         """Ask the reaper for another process in the place of one that has exited."""
@@ -134,7 +145,7 @@ class LocalWorkers:
         channel, there = channel_pair()
         tables = self.drops, self.collectives
         worker = LocalWorker(rank, channel, Path(self._order.log_dir), self.send_to_reaper, *tables, self.is_kept)
-        self._workers[rank:] = [worker, *self._workers[rank + 1 :]]
+        self._workers[rank] = worker
         spec = self._spec(rank, env)
         with there:
             self.send_to_reaper(StartRank(spec), [there.fileno()])
@@ -146,14 +157,15 @@ class LocalWorkers:
 
     def _spec(self, rank: int, env: Mapping[str, str]) -> RankSpec:
         order, process = self._order, self._order.process
+        error_file = str(rank_file(order.log_dir, rank, "error.json"))
         return RankSpec(
             launch_id=order.launch_id,
             rank=rank,
-            local_rank=rank,
+            local_rank=rank - self._ranks.start,
             world_size=order.world_size,
-            local_world_size=order.world_size,
+            local_world_size=len(self._ranks),
             method=cast("Method", order.method),
-            env=dict(env),
+            env={**env, "TORCHELASTIC_ERROR_FILE": error_file},  # where torch's ``@record`` writes an exception
             cwd=process.cwd,
             sys_path=process.sys_path,
             argv=process.argv,
@@ -169,7 +181,7 @@ class LocalWorkers:
         """Send all tasks at once, unless too many descriptors would be in flight."""
         self._fds_each = len(parcel)
         is_careful = len(parcel) * len(tasks) > MAX_FDS_IN_FLIGHT
-        for worker, task in zip(self._workers, tasks, strict=True):
+        for worker, task in zip(self._workers.values(), tasks, strict=True):
             if worker.has_exited:
                 continue
             if task.log_dir:
@@ -195,7 +207,7 @@ class LocalWorkers:
 
     def _may_send_to(self, worker: LocalWorker) -> bool:
         """Return True if the rank runs and its descriptors fit the limit of those in flight."""
-        owing = [each for each in self._workers if each.owes and not each.has_exited and each.is_open]
+        owing = [each for each in self._workers.values() if each.owes and not each.has_exited and each.is_open]
         return worker.pid > 0 and (len(owing) + 1) * self._fds_each <= max(MAX_FDS_IN_FLIGHT, self._fds_each)
 
     def let_go(self, ranks: Collection[int]) -> None:
@@ -206,7 +218,7 @@ class LocalWorkers:
     def dismiss(self) -> None:
         """Let the ranks exit."""
         self._is_dismissed = True
-        for worker in self._workers:
+        for worker in self._workers.values():
             if worker not in self._taskless:
                 worker.shut()
         if self.is_kept:
@@ -229,7 +241,7 @@ class LocalWorkers:
 
     def drain(self) -> Iterable[Event]:
         """Read every channel to its end."""
-        for worker in self._workers:
+        for worker in self._workers.values():
             self._read_rest(worker)
         return self._take_events()
 
@@ -349,7 +361,7 @@ class LocalWorkers:
         for table in (self.drops, self.collectives):
             if table is not None:
                 table.close()
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.channel.close()
         self._control.close()
         if self._reaper_pidfd is not None:

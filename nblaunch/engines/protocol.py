@@ -6,70 +6,23 @@ on any machine. A group is used from one thread; `Workers.wait` returns its even
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from nblaunch.engines.events import Event
+from nblaunch.machine.inventory import Machine
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.debug_messages import ToDebugger
 from nblaunch.wire.drops import Dropped
-from nblaunch.wire.messages import NotStarted, Payload, RankExited, RankStarted, Swept, Task
+from nblaunch.wire.messages import Payload, Task
 
 if TYPE_CHECKING:
     from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
 
 Stream = Literal["out", "err", "spool"]
 """The streams of a rank: stdout, stderr, and its reports as JSON lines."""
-
-
-# ------------------------------------------------------------------ events
-class Descriptors:
-    """What has arrived with a message: descriptors of files in this machine's memory, which their holder closes."""
-
-    def __init__(self, fds: Sequence[int] = ()) -> None:
-        self._fds = list(fds)
-
-    def __bool__(self) -> bool:
-        return bool(self._fds)
-
-    def take(self) -> list[int]:
-        """Return the descriptors, which the caller closes; none at the next call."""
-        taken, self._fds = self._fds, []
-        return taken
-
-    def close(self) -> None:
-        """Close the descriptors, unless they were taken. Idempotent."""
-        for fd in self.take():
-            os.close(fd)
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A rank has sent a message. The receiver takes or closes the parcel."""
-
-    rank: int
-    message: object
-    parcel: Descriptors
-
-
-@dataclass(frozen=True, slots=True)
-class LostDescriptors:
-    """A message has arrived without its descriptors: this process may not open that many."""
-
-    rank: int
-    message: object
-    error: OSError
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The process that supervises the ranks is dead, and the ranks with it."""
-
-
-Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescriptors | Lost
-"""`Swept` and `Lost` are the last event of a group."""
 
 
 # ------------------------------------------------------------------ one rank
@@ -209,16 +162,25 @@ class Wakeup(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Store:
+    """The address of a group's TCPStore."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
     """The group that an engine is to place."""
 
     launch_id: str
-    world_size: int
+    ranks: Sequence[range]
+    """The ranks of each node."""
     method: str
     """As `Engine.resolve` returns it."""
     process: Process
-    env: Mapping[str, str]
-    """The ranks' environment, without the variables that differ by rank."""
+    envs: Sequence[Mapping[str, str]]
+    """The environment of the ranks of each node, without the variables that differ by rank."""
     named: Sequence[str]
     """Variables that the user has set with ``env=``."""
     log_dir: str
@@ -227,6 +189,11 @@ class Order:
     is_kept: bool = False
     """Whether the ranks stay for many tasks, and can be restarted one by one."""
 
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all nodes."""
+        return sum(map(len, self.ranks))
+
 
 class Workers(Protocol):
     """The processes of one group."""
@@ -234,6 +201,13 @@ class Workers(Protocol):
     @property
     def has_begun(self) -> bool:
         """Return True if the process that supervises the ranks has answered."""
+
+    def open_store(self) -> Store:
+        """Serve the TCPStore of the ranks until `close`.
+
+        Raises:
+            StartError: The system refuses.
+        """
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[Worker]:
         """Start every rank; `environment` returns the variables of a rank.
@@ -301,6 +275,13 @@ class Workers(Protocol):
 
 class Engine(Protocol):
     """Where ranks run. Thread-safe: launches run in threads of their own."""
+
+    def machines(self) -> Sequence[Machine]:
+        """Return the nodes that ranks are placed on.
+
+        Raises:
+            StartError: A node cannot be used.
+        """
 
     @property
     def start_methods(self) -> tuple[str, ...]:

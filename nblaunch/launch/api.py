@@ -13,7 +13,7 @@ from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, war
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.plan import make_plan, this_machine
+from nblaunch.launch.plan import make_plan
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.views.base import preparing
 from nblaunch.machine import timeouts
@@ -192,7 +192,7 @@ def preload(modules: Sequence[str]) -> None:
     Raises:
         ArgumentError: A name is not a module of an installed package.
     """
-    plan = make_plan(this_machine(), engine, preload=modules)
+    plan = make_plan(engine.machines(), engine, preload=modules)
     engine.preload(plan.preload, plan.env, plan.named)
 
 
@@ -216,7 +216,7 @@ def prepare(gather: Callable[[int], Payload], view: str, **arguments: Any) -> La
 
 
 def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str, Any]) -> Launch:
-    plan = make_plan(this_machine(), engine, **arguments)
+    plan = make_plan(engine.machines(), engine, **arguments)
     payload = gather(plan.world_size)
     shown = host().view(view)
     plan = replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell))

@@ -14,7 +14,6 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan
-from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
@@ -82,10 +81,10 @@ class Attempt:
         job, plan = self.job, self.job.plan
         order = Order(
             job.launch_id,
-            plan.world_size,
+            plan.ranks,
             plan.method,
             job.process,
-            plan.env,
+            plan.envs,
             plan.named,
             str(self.files.directory),
             job.payload,
@@ -93,9 +92,8 @@ class Attempt:
         with contextlib.ExitStack() as opened:
             self.group = WorkerGroup(engine.place(order, self.commands), lambda text: self.view.on(Note(text)))
             opened.callback(self.group.close)
-            with Rendezvous(plan.world_size) as meeting:
-                self._start(meeting.port, opened)
-                supervise(self.task, self.output, self.view, lambda: self.group.is_over)
+            self._start(opened)
+            supervise(self.task, self.output, self.view, lambda: self.group.is_over)
             for event in self.group.drain():
                 self.task.take(event)
             verdict = self.task.finish()
@@ -108,14 +106,15 @@ class Attempt:
             self.results = self.task.take_results()
             return verdict
 
-    def _start(self, port: int, opened: contextlib.ExitStack) -> None:
+    def _start(self, opened: contextlib.ExitStack) -> None:
         job, plan = self.job, self.job.plan
-        self.group.start(lambda rank: plan.environment(rank, port, job.launch_id, self.number, self.files.error(rank)))
+        store = self.group.workers.open_store()
+        self.group.start(lambda rank: plan.environment(rank, store, job.launch_id, self.number))
         self.view.on(RanksPlaced(self.group.workers))
         limits = plan.stop_grace, job.deadline
         self.task = Task(1, self.group, self.view, self.commands, job.sources, *limits, console=job.console)
         opened.callback(self.task.close)
-        self.task.send(lambda rank: plan.world(rank, port), job.parcel, last=True)
+        self.task.send(lambda rank: plan.world(rank, store), job.parcel, last=True)
         workers = [member.worker for member in self.group.members]
         self.output = OutputFollower(workers, plan.metric_patterns, self.view, self.commands)
         opened.callback(self.output.close)

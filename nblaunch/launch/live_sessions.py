@@ -10,7 +10,7 @@ from nblaunch.engines.current import engine
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
-from nblaunch.launch.plan import changed, make_plan, this_machine
+from nblaunch.launch.plan import changed, make_plan
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
 from nblaunch.machine import argument_checks
@@ -68,7 +68,7 @@ def session(
     if unknown:
         raise ArgumentError(f"{min(unknown)}={options[min(unknown)]!r}: a session has no such option")
     timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
-    plan = make_plan(this_machine(), engine, num_processes=num_processes, **options)
+    plan = make_plan(engine.machines(), engine, num_processes=num_processes, **options)
     engine.check_kept(plan.method)
     method = engine.usable(plan.method, plan.env, plan.named, host().cuda_cell)
     names = host().notebook_names()

@@ -1,27 +1,20 @@
 """The plan of a launch: ranks, devices, backend, threads, environment. All arguments are validated here.
 
-`make_plan` is pure: it knows the machine only as a `Machine`, and asks the engine only about start methods.
+`make_plan` is pure: it knows each node only as a `Machine`, and asks the engine only about start methods.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import importlib
-import os
 import re
-import sys
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from nblaunch.engines.protocol import Engine
+from nblaunch.engines.protocol import Engine, Store
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import compile_patterns
 from nblaunch.machine import argument_checks, timeouts
-from nblaunch.machine.limits import usable_cpus
+from nblaunch.machine.inventory import Machine
 from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.machine.slurm_variables import describes_task
 from nblaunch.wire import rank_variables
@@ -36,9 +29,7 @@ ON_BREAKPOINT = ("continue", "fail")
 _CHECKS = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
 """What names the rank, the sizes and the types at once when ranks call different collectives; 8 ms for each call."""
 DEFAULT_CPU_RANKS = 2
-"""The number of ranks on a machine without GPUs."""
-MASTER_ADDR = "127.0.0.1"
-_UNLIMITED_DESCRIPTORS = 1 << 20
+"""The number of ranks on a machine without GPUs; of several, each has one."""
 _DESCRIPTORS_PER_RANK = 7
 """In the kernel: a channel, two logs, a spool, the store's connection, and the result (most are one segment)."""
 _DESCRIPTORS_TO_SEARCH = 2
@@ -59,32 +50,31 @@ _NOTEBOOK_BACKENDS = ("inline", "ipympl", "widget", "nbagg", "notebook")
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What a plan depends on: the hardware and the kernel process."""
+class RankPlace:
+    """Where one rank runs, and what it has there."""
 
-    gpus: int
-    cpus: int
-    platform: str
-    env: Mapping[str, str]
-    gpu_backend: str = "nccl"
-    free_descriptors: int = _UNLIMITED_DESCRIPTORS
-    """How many more file descriptors this process may open."""
+    node: int
+    """The node, from 0; torchrun's group rank."""
+    local_rank: int
+    local_world_size: int
+    device: str
+    """``"cpu"`` or ``"cuda:N"``."""
+    threads: int
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The settings of one launch, validated."""
 
-    world_size: int
+    places: tuple[RankPlace, ...]
+    """One for each rank."""
     device: str
     """``"cpu"`` or ``"cuda"``."""
-    gpus: int
     backend: str
     method: str
     """One of the engine's start methods."""
-    threads: int
-    env: Mapping[str, str]
-    """The environment of every rank, without the variables that differ by rank or attempt."""
+    envs: tuple[Mapping[str, str], ...]
+    """The environment of the ranks of each node, without the variables that differ by rank or attempt."""
     max_restarts: int = 0
     timeout: float | None = None
     """Seconds."""
@@ -100,51 +90,63 @@ class Plan:
     on_breakpoint: str = "continue"
     """What ``breakpoint()`` does where no one can type: ``"continue"`` or ``"fail"``."""
 
-    def device_of(self, rank: int) -> str:
-        """Return the device of a rank, such as ``"cuda:0"``."""
-        return f"cuda:{rank % self.gpus}" if self.device == "cuda" else "cpu"
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.places)
 
-    def world(self, rank: int, port: int) -> World:
+    @property
+    def ranks(self) -> list[range]:
+        """The ranks of each node."""
+        counts = [place.local_world_size for place in self.places if place.local_rank == 0]
+        return [range(sum(counts[:node]), sum(counts[: node + 1])) for node in range(len(counts))]
+
+    @property
+    def env(self) -> Mapping[str, str]:
+        """The environment of the ranks on the first node."""
+        return self.envs[0]
+
+    def world(self, rank: int, store: Store) -> World:
         """Return the rendezvous and the device of a rank."""
-        return World(MASTER_ADDR, port, self.backend, self.device_of(rank), self.threads)
+        place = self.places[rank]
+        return World(store.address, store.port, self.backend, place.device, place.threads)
 
-    def environment(self, rank: int, port: int, launch_id: str, attempt: int, error_file: Path) -> dict[str, str]:
-        """Return the whole environment of a rank, with the variables that torchrun sets.
+    def environment(self, rank: int, store: Store, launch_id: str, attempt: int) -> dict[str, str]:
+        """Return the environment of a rank, with the variables that torchrun sets.
 
         Args:
             rank: The rank.
-            port: The port of the rendezvous store.
+            store: The rendezvous.
             launch_id: The id of the launch.
             attempt: The number of restarts before this attempt.
-            error_file: Where torch's ``@record`` writes this rank's exception.
         """
+        place, env = self.places[rank], self.envs[self.places[rank].node]
         return {
-            **self.env,
+            **env,
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(place.local_rank),
             "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.world_size),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": str(place.local_world_size),
+            "GROUP_RANK": str(place.node),
+            "GROUP_WORLD_SIZE": str(len(self.envs)),
             "ROLE_RANK": str(rank),
             "ROLE_WORLD_SIZE": str(self.world_size),
             "ROLE_NAME": "default",
-            "MASTER_ADDR": MASTER_ADDR,
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": store.address,
+            "MASTER_PORT": str(store.port),
             "TORCHELASTIC_RUN_ID": launch_id,
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_ERROR_FILE": str(error_file),
             "TORCHELASTIC_SIGNALS_TO_HANDLE": _SIGNALS_TO_HANDLE,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": self.env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             rank_variables.RANK: str(rank),
             "NBLAUNCH_LAUNCH_ID": launch_id,
         }
 
 
 def make_plan(
-    machine: Machine,
+    machines: Sequence[Machine],
     engine: Engine,
     *,
     num_processes: Any = None,
@@ -168,30 +170,34 @@ def make_plan(
     Raises:
         ArgumentError: An argument is invalid; the message starts with its name and value.
     """
-    if machine.platform == "win32":
+    if machines[0].platform == "win32":
         raise ArgumentError("nblaunch runs on Linux and macOS; on Windows, run the notebook inside WSL 2")
-    device = argument_checks.one_of("device", device, DEVICES)
-    if device == "cuda" and machine.gpus == 0:
-        raise ArgumentError("device='cuda', but no GPU is visible: check CUDA_VISIBLE_DEVICES, or use device='cpu'")
-    if device == "auto":
-        device = "cuda" if machine.gpus else "cpu"
+    device = _device(device, machines)
     backend = backend if backend is None else argument_checks.one_of("backend", backend, BACKENDS)
-    world_size = _world_size(num_processes, device, backend, machine)
+    counts = [_local_ranks(num_processes, device, backend, machine, len(machines)) for machine in machines]
     patterns = compile_patterns(metric_patterns)
-    _check_descriptors(world_size, _DESCRIPTORS_PER_RANK + _DESCRIPTORS_TO_SEARCH * bool(patterns), machine)
+    for count, machine in zip(counts, machines, strict=True):
+        _check_descriptors(count, _DESCRIPTORS_PER_RANK + _DESCRIPTORS_TO_SEARCH * bool(patterns), machine)
     if backend == "nccl" and device == "cpu":
         raise ArgumentError("backend='nccl' needs GPUs, but the device is 'cpu': use backend='gloo'")
     extra = {**(_CHECKS if checks else {}), **_extra_environment(env)}
-    threads = _threads(threads_per_rank, world_size, machine.cpus, {**machine.env, **extra})
-    log_limit({**machine.env, **extra})  # the ranks read it: report an invalid one here
+    places: list[RankPlace] = []
+    envs: list[Mapping[str, str]] = []
+    for count, machine in zip(counts, machines, strict=True):
+        threads = _threads(threads_per_rank, count, machine.cpus, {**machine.env, **extra})
+        log_limit({**machine.env, **extra})  # the ranks read it: report an invalid one here
+        node = len(envs)
+        envs.append(_common_environment(machine, extra, threads, mixed_precision, device))
+        places += [
+            RankPlace(node, local, count, f"cuda:{local % machine.gpus}" if device == "cuda" else "cpu", threads)
+            for local in range(count)
+        ]
     return Plan(
-        world_size=world_size,
+        places=tuple(places),
         device=device,
-        gpus=machine.gpus,
-        backend=backend or (f"cpu:gloo,cuda:{machine.gpu_backend}" if device == "cuda" else "gloo"),
+        backend=backend or (f"cpu:gloo,cuda:{machines[0].gpu_backend}" if device == "cuda" else "gloo"),
         method=engine.resolve(argument_checks.one_of("start_method", start_method, engine.start_methods)),
-        threads=threads,
-        env=_common_environment(machine, extra, threads, mixed_precision, device),
+        envs=tuple(envs),
         max_restarts=argument_checks.whole_number("max_restarts", max_restarts, least=0),
         timeout=None if timeout is None else argument_checks.seconds("timeout", timeout),
         stop_grace=argument_checks.seconds("stop_grace", stop_grace),
@@ -214,12 +220,31 @@ def _modules(names: Any) -> tuple[str, ...]:
     return modules
 
 
-def _world_size(num_processes: Any, device: str, backend: str | None, machine: Machine) -> int:
+def _device(device: Any, machines: Sequence[Machine]) -> str:
+    chosen = argument_checks.one_of("device", device, DEVICES)
+    without = [machine for machine in machines if machine.gpus == 0]
+    if chosen == "auto" and len(without) in (0, len(machines)):
+        return "cpu" if without else "cuda"
+    if chosen == "auto":
+        raise ArgumentError(
+            f"device='auto': {without[0].name} has no GPU, and other nodes have: use nodes that are alike, or "
+            "device='cpu'"
+        )
+    if chosen == "cuda" and without:
+        on = f" on {without[0].name}" if without[0].name else ""
+        raise ArgumentError(
+            f"device='cuda', but no GPU is visible{on}: check CUDA_VISIBLE_DEVICES, or use device='cpu'"
+        )
+    return chosen
+
+
+def _local_ranks(num_processes: Any, device: str, backend: str | None, machine: Machine, nodes: int) -> int:
     if num_processes is None:
-        return machine.gpus if device == "cuda" else DEFAULT_CPU_RANKS
+        return machine.gpus if device == "cuda" else DEFAULT_CPU_RANKS if nodes == 1 else 1
     count = argument_checks.whole_number("num_processes", num_processes, least=1)
     if device == "cuda" and count > machine.gpus and backend != "gloo":
-        visible = f"{machine.gpus} GPU{' is' if machine.gpus == 1 else 's are'} visible"
+        on = f" on {machine.name}" if machine.name else ""
+        visible = f"{machine.gpus} GPU{' is' if machine.gpus == 1 else 's are'} visible{on}"
         raise ArgumentError(
             f"num_processes={count}, but {visible}: use num_processes={machine.gpus}, or device='cpu', "
             "or backend='gloo' to let ranks share a GPU"
@@ -230,8 +255,9 @@ def _world_size(num_processes: Any, device: str, backend: str | None, machine: M
 def _check_descriptors(ranks: int, per_rank: int, machine: Machine) -> None:
     needed = per_rank * ranks + _DESCRIPTORS_PER_LAUNCH
     if needed > machine.free_descriptors:  # out of descriptors, torch's store silently retries for minutes
+        where = f"on {machine.name}" if machine.name else "in the kernel"
         raise ArgumentError(
-            f"num_processes={ranks} needs about {needed:,} file descriptors in the kernel, which may open "
+            f"num_processes={ranks} needs about {needed:,} file descriptors {where}, which may open "
             f"{machine.free_descriptors:,} more (ulimit -n): use fewer ranks, close files, or raise the limit before "
             "you start Jupyter"
         )
@@ -249,8 +275,7 @@ def _common_environment(
 ) -> dict[str, str]:
     precision = argument_checks.one_of("mixed_precision", mixed_precision, PRECISIONS)
     env = {name: value for name, value in machine.env.items() if not _is_launch_variable(name)}
-    loopback = "lo0" if machine.platform == "darwin" else "lo"
-    env.update(dict.fromkeys(_INTERFACES, loopback))
+    env.update(dict.fromkeys(_INTERFACES, machine.socket_interface))
     env["OMP_NUM_THREADS"] = str(threads)
     if any(word in env.get("MPLBACKEND", "") for word in _NOTEBOOK_BACKENDS):
         env["MPLBACKEND"] = rank_variables.MATPLOTLIB_BACKEND
@@ -285,44 +310,6 @@ def _extra_environment(extra: Any) -> dict[str, str]:
         if name in _TORCHRUN or name.startswith("TORCHELASTIC_"):
             raise ArgumentError(f"env={{{name!r}: {value!r}}}: nblaunch sets this variable for each rank")
     return dict(extra)
-
-
-# ------------------------------------------------------------------ the machine
-def this_machine() -> Machine:
-    """Return the machine as the kernel sees it now. Counting GPUs does not initialize CUDA."""
-    _import_torch()
-    import torch
-
-    gpus = torch.cuda.device_count()
-    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), free_descriptors=_free_descriptors())
-
-
-def _import_torch() -> None:
-    """Import torch in another thread: a KeyboardInterrupt during the import would leave torch broken."""
-
-    def try_to() -> None:
-        with contextlib.suppress(Exception):  # the caller's own import raises it again
-            importlib.import_module("torch")
-
-    if "torch" not in sys.modules:
-        thread = threading.Thread(target=try_to, daemon=True)
-        thread.start()
-        thread.join()
-
-
-def _free_descriptors() -> int:
-    if sys.platform == "win32":
-        return _UNLIMITED_DESCRIPTORS  # make_plan refuses Windows
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return _UNLIMITED_DESCRIPTORS
-    try:
-        used = len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")) - 1  # listdir's own
-        return max(0, soft - used)
-    except OSError as error:
-        return 0 if error.errno == errno.EMFILE else soft  # no descriptor is left for listdir
 
 
 def changed(plan: Plan, **changes: Any) -> Plan:

@@ -25,7 +25,6 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import LateOutput
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan
-from nblaunch.launch.rendezvous import Rendezvous
 from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
@@ -94,18 +93,17 @@ class SessionRanks:
             opened.callback(self._files.close)
             order = Order(
                 self.id,
-                self.plan.world_size,
+                self.plan.ranks,
                 self.plan.method,
                 this_process(),
-                self.plan.env,
+                self.plan.envs,
                 self.plan.named,
                 str(self._files.directory),
                 is_kept=True,
             )
             self.group = WorkerGroup(self._engine.place(order, self._commands), lambda text: None, is_kept=True)
             opened.callback(self._lose, self.group)
-            meeting = opened.enter_context(Rendezvous(self.plan.world_size))
-            self._port = meeting.port
+            self._store = self.group.workers.open_store()
             self.group.start(self._environment)
             self._opened = opened.pop_all()
 
@@ -116,7 +114,7 @@ class SessionRanks:
         group.close()
 
     def _environment(self, rank: int) -> Mapping[str, str]:
-        variables = self.plan.environment(rank, self._port, self.id, 0, self._files.error(rank))
+        variables = self.plan.environment(rank, self._store, self.id, 0)
         if "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in self.plan.env:
             variables["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"  # abort the communicator, not the process
         return variables
@@ -256,7 +254,7 @@ class SessionRanks:
 
     def world(self, rank: int) -> World:
         """Return the rendezvous of a rank's next task; without a process group while a rank is dead."""
-        world = self.plan.world(rank, self._port)
+        world = self.plan.world(rank, self._store)
         return replace(world, generation=self.generation, backend="" if self.absent else world.backend)
 
     def look(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from nblaunch import notebook_launcher
 from nblaunch.engines.generations import servers
-from nblaunch.launch.rendezvous import Rendezvous
+from nblaunch.engines.rendezvous import Rendezvous
 
 Launcher = Callable[..., Any]
 

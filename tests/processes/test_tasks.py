@@ -23,8 +23,7 @@ from nblaunch.launch import payload as payloads
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.plan import make_plan, this_machine
-from nblaunch.launch.rendezvous import Rendezvous
+from nblaunch.launch.plan import make_plan
 from nblaunch.launch.task import Task
 from nblaunch.launch.views.base import NullView
 from nblaunch.machine.process_state import this_process
@@ -37,19 +36,21 @@ class Group:
     """Two ranks on this machine that stay for several tasks."""
 
     def __init__(self, opened: ExitStack, start_method: str) -> None:
-        self.plan = make_plan(this_machine(), engine, num_processes=2, start_method=start_method)
+        self.plan = make_plan(engine.machines(), engine, num_processes=2, start_method=start_method)
         files = LaunchFiles.create("several")
         opened.callback(files.close)
         self.commands = Commands()
         opened.callback(self.commands.close)
         plan, here = self.plan, this_process()
-        order = Order("several", 2, plan.method, here, plan.env, plan.named, str(files.directory), is_kept=True)
+        order = Order(
+            "several", plan.ranks, plan.method, here, plan.envs, plan.named, str(files.directory), is_kept=True
+        )
         self.workers = engine.place(order, self.commands)
         assert isinstance(self.workers, LocalWorkers)
         self.group = WorkerGroup(self.workers, lambda text: None, is_kept=True)
         opened.callback(self.group.close)
-        self.port = opened.enter_context(Rendezvous(2)).port
-        self.group.start(lambda rank: plan.environment(rank, self.port, "several", 0, files.error(rank)))
+        self.store = self.group.workers.open_store()
+        self.group.start(lambda rank: plan.environment(rank, self.store, "several", 0))
         self._numbers = itertools.count(1)
         opened.callback(self.leave)
 
@@ -57,7 +58,7 @@ class Group:
         shipment = payloads.ship(payloads.for_function(function, args, {}))
         assert shipment.parcel is not None
         task = Task(next(self._numbers), self.group, NullView(), self.commands, {}, 30.0, is_kept=True)
-        task.send(lambda rank: replace(self.plan.world(rank, self.port), generation=generation), shipment.parcel.fds)
+        task.send(lambda rank: replace(self.plan.world(rank, self.store), generation=generation), shipment.parcel.fds)
         self.follow(task, lambda: all(rank.is_running or rank.failed for rank in task.ranks))
         shipment.parcel.close()
         return task

@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.engines.protocol import Body, Descriptors, Event, Lost, Order, Received, Stream, Wakeup
+from nblaunch.engines.events import Descriptors, Event, Lost, Received
+from nblaunch.engines.protocol import Body, Order, Store, Stream, Wakeup
+from nblaunch.machine.inventory import Machine
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.debug_messages import ToDebugger
@@ -199,6 +201,9 @@ class FakeWorkers:
         self.is_abandoned = self.is_closed = self.is_forsaken = self.is_dismissed = False
         self.hint: str | None = "waiting"
 
+    def open_store(self) -> Store:
+        return Store("127.0.0.1", 1)
+
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[FakeWorker]:
         self.events.extend(RankStarted(worker.rank, FAKE_PID + worker.rank) for worker in self.ranks)
         return self.ranks
@@ -265,6 +270,9 @@ class FakeEngine:
         self.orders: list[Order] = []
 
     start_methods = ("auto", "scripted")
+
+    def machines(self) -> Sequence[Machine]:
+        return [Machine(0, 2, "linux", {})]
 
     def resolve(self, method: str) -> str:
         return "scripted"

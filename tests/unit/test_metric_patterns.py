@@ -15,7 +15,8 @@ from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import PrintedMetrics, compile_patterns, search
-from nblaunch.launch.plan import Machine, make_plan
+from nblaunch.launch.plan import make_plan
+from nblaunch.machine.inventory import Machine
 
 ACCURACY = r"Accuracy: (?P<accuracy>[\d.]+)"
 ANYTHING = r"x=(?P<x>\S+)"
@@ -89,21 +90,21 @@ def test_the_flags_of_a_compiled_pattern_are_kept() -> None:
 )
 def test_a_pattern_that_can_find_nothing_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        make_plan(Machine(0, 8, "linux", {}), LocalEngine(), metric_patterns=given)
+        make_plan([Machine(0, 8, "linux", {})], LocalEngine(), metric_patterns=given)
 
 
 def test_the_plan_holds_the_patterns() -> None:
-    assert make_plan(Machine(0, 8, "linux", {}), LocalEngine()).metric_patterns == ()
-    assert make_plan(Machine(0, 8, "linux", {}), LocalEngine(), metric_patterns=ACCURACY).metric_patterns == (
+    assert make_plan([Machine(0, 8, "linux", {})], LocalEngine()).metric_patterns == ()
+    assert make_plan([Machine(0, 8, "linux", {})], LocalEngine(), metric_patterns=ACCURACY).metric_patterns == (
         re.compile(ACCURACY),
     )
 
 
 def test_searched_logs_count_among_the_descriptors() -> None:
     machine = Machine(0, 8, "linux", {}, free_descriptors=1024)
-    assert make_plan(machine, LocalEngine(), num_processes=142).world_size == 142
+    assert make_plan([machine], LocalEngine(), num_processes=142).world_size == 142
     with pytest.raises(ArgumentError, match=r"^num_processes=142 needs about 1,308 file descriptors in the"):
-        make_plan(machine, LocalEngine(), num_processes=142, metric_patterns=ACCURACY)
+        make_plan([machine], LocalEngine(), num_processes=142, metric_patterns=ACCURACY)
 
 
 # ------------------------------------------------------------------ numbers

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import resource
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
 from nblaunch.engines.local import LocalEngine
+from nblaunch.engines.protocol import Store
 from nblaunch.errors import ArgumentError, NblaunchError
-from nblaunch.launch.plan import Machine, Plan, make_plan, this_machine
+from nblaunch.launch.plan import Plan, make_plan
+from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.limits import usable_cpus
 
 
@@ -23,11 +24,11 @@ def machine(gpus: int = 0, cpus: int = 8, platform: str = "linux", **env: Any) -
 
 def planned(on: Machine | None = None, **arguments: Any) -> Plan:
     on = on or machine()
-    return make_plan(on, LocalEngine(on.platform), **arguments)
+    return make_plan([on], LocalEngine(on.platform), **arguments)
 
 
 def environment_of(plan: Plan, rank: int = 0, attempt: int = 0) -> dict[str, str]:
-    return plan.environment(rank, 4242, "the-id", attempt, Path("/logs/error.json"))
+    return plan.environment(rank, Store("127.0.0.1", 4242), "the-id", attempt)
 
 
 # ------------------------------------------------------------------ arguments that are wrong
@@ -113,7 +114,7 @@ def test_ranks_devices_and_backend_follow_the_gpus(
 ) -> None:
     plan = planned(machine(gpus), **arguments)
     assert (plan.world_size, plan.backend) == (ranks, backend)
-    assert [plan.device_of(rank) for rank in range(ranks)] == devices
+    assert [place.device for place in plan.places] == devices
 
 
 def test_more_ranks_than_free_descriptors_are_refused() -> None:
@@ -168,7 +169,7 @@ def test_too_many_ranks_for_the_gpus_are_refused_with_alternatives(
 
 
 def test_the_rendezvous_is_on_loopback() -> None:
-    world = planned(machine(2, cpus=4)).world(1, port=4242)
+    world = planned(machine(2, cpus=4)).world(1, Store("127.0.0.1", 4242))
     assert (world.master_addr, world.master_port) == ("127.0.0.1", 4242)
     assert (world.backend, world.device, world.threads) == ("cpu:gloo,cuda:nccl", "cuda:1", 2)
 
@@ -226,7 +227,7 @@ def test_threads_are_the_callers_or_the_users_or_a_share_of_the_cpus(
     cpus: int, ranks: int, inherited: dict[str, Any], arguments: dict[str, Any], threads: int
 ) -> None:
     plan = planned(machine(cpus=cpus, **inherited), num_processes=ranks, **arguments)
-    assert plan.threads == threads
+    assert plan.places[0].threads == threads
     assert environment_of(plan)["OMP_NUM_THREADS"] == str(threads)
 
 
@@ -285,7 +286,6 @@ def test_every_variable_of_torchrun_is_set() -> None:
         "TORCHELASTIC_RESTART_COUNT": "1",
         "TORCHELASTIC_MAX_RESTARTS": "2",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": "/logs/error.json",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }.items() <= environment.items()

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from nblaunch.engines.protocol import LostDescriptors
+from nblaunch.engines.events import LostDescriptors
 from nblaunch.errors import StartError
-from nblaunch.launch import attempt as attempts
 from nblaunch.launch.attempt import Attempt, Job
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.debug_console import DebugConsole
@@ -24,13 +23,14 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
-from nblaunch.launch.plan import Machine, make_plan
+from nblaunch.launch.plan import make_plan
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.events import Countdown, Logs, Note, RanksChanged, RanksPlaced, Reports, StacksShown
 from nblaunch.launch.views.events import Event as ShownEvent
 from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import Machine
 from nblaunch.machine.process_state import this_process
 from nblaunch.wire.channel import LostDescriptorsError
 from nblaunch.wire.drops import Dropped
@@ -618,29 +618,10 @@ class Script(FakeWorkers):
 
 def attempt_of(workers: FakeWorkers, view: View) -> tuple[Attempt, FakeEngine]:
     engine = FakeEngine(workers)
-    plan = make_plan(Machine(0, 2, "linux", {"HOME": "/root"}), engine, num_processes=2)
+    plan = make_plan([Machine(0, 2, "linux", {"HOME": "/root"})], engine, num_processes=2)
     payload = Payload(len, (), {}, test_the_view_gets_the_pids, Settings(), {})
     job = Job(plan, "1-1-abc", this_process(), payload, (), {}, math.inf, DebugConsole(2, {}))
     return Attempt(job, 0, LaunchFiles.create("1-1-abc"), view, Commands()), engine
-
-
-@pytest.fixture
-def _no_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rendezvous without torch."""
-
-    class Nowhere:
-        port = 1
-
-        def __init__(self, world_size: int) -> None:
-            pass
-
-        def __enter__(self) -> Nowhere:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    monkeypatch.setattr(attempts, "Rendezvous", Nowhere)
 
 
 def both(act: Callable[[FakeWorker], None]) -> Callable[[FakeWorkers], None]:
@@ -661,7 +642,6 @@ def hello(*stuck: int) -> Script:
     )
 
 
-@pytest.mark.usefixtures("_no_store")
 def test_an_attempt_runs_one_task_and_closes_its_group() -> None:
     view, workers = Recorder(), hello(7)
     attempt, engine = attempt_of(workers, view)
@@ -685,7 +665,6 @@ class Panel(View):
         self.events.append(event)
 
 
-@pytest.mark.usefixtures("_no_store")
 def test_views_get_logs_and_usage_that_outlive_the_group() -> None:
     view, workers = Panel(), hello()
     attempt, engine = attempt_of(workers, view)
@@ -710,7 +689,6 @@ def test_supervision_ends_as_its_caller_says(begin: Callable[..., Scene]) -> Non
     assert scene.group.live == [0, 1]
 
 
-@pytest.mark.usefixtures("_no_store")
 def test_an_attempt_whose_rank_cannot_start_says_why() -> None:
     workers = Script(
         lambda workers: workers.refuses(0, "no memory"),
@@ -724,7 +702,6 @@ def test_an_attempt_whose_rank_cannot_start_says_why() -> None:
     attempt.commands.close()
 
 
-@pytest.mark.usefixtures("_no_store")
 @pytest.mark.parametrize("step", ["start", "send_tasks", "wait"])
 def test_an_attempt_that_cannot_start_closes_its_group(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def refuse(*_args: object, **_kwargs: object) -> None:
@@ -739,7 +716,6 @@ def test_an_attempt_that_cannot_start_closes_its_group(monkeypatch: pytest.Monke
     attempt.commands.close()
 
 
-@pytest.mark.usefixtures("_no_store")
 def test_results_of_an_attempt_that_is_refused_are_closed() -> None:
     read, write = os.pipe()
     workers = Script(
@@ -757,7 +733,6 @@ def test_results_of_an_attempt_that_is_refused_are_closed() -> None:
     attempt.commands.close()
 
 
-@pytest.mark.usefixtures("_no_store")
 def test_an_attempt_that_is_killed_as_it_starts_was_stopped() -> None:
     workers = Script(lambda workers: None, lambda workers: workers.sweeps())
     for worker in workers.ranks:

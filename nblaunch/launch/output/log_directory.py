@@ -87,10 +87,6 @@ class LaunchFiles:
         """Return the path of the rank's reports, as JSON lines."""
         return rank_file(self.directory, rank, "spool")
 
-    def error(self, rank: int) -> Path:
-        """Return the path of the JSON that torch writes when a function under ``@record`` raises."""
-        return rank_file(self.directory, rank, "error.json")
-
     def close(self) -> None:
         """Mark the launch as finished: the directory may be pruned once this object is gone. Idempotent."""
         self.is_finished = True

@@ -17,23 +17,25 @@ import os
 import socket
 from types import TracebackType
 
-from nblaunch.launch.plan import MASTER_ADDR
+from nblaunch.engines.protocol import Store
 from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import LOOPBACK
 
 
 class Rendezvous:
     """The store of one group. Close it after the ranks have exited."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, address: str = LOOPBACK) -> None:
         from torch.distributed import TCPStore
 
         with socket.socket(socket.AF_INET) as listener:
-            listener.bind((MASTER_ADDR, 0))
+            listener.bind((address, 0))
             listener.listen(max(128, 4 * world_size))
-            self.port: int = listener.getsockname()[1]
-            self._store: object | None = TCPStore(
-                MASTER_ADDR,
-                self.port,
+            port: int = listener.getsockname()[1]
+            self.store = Store(address, port)
+            self._served: object | None = TCPStore(
+                address,
+                port,
                 world_size,
                 is_master=True,
                 timeout=datetime.timedelta(seconds=timeouts.RENDEZVOUS_TIMEOUT_S),
@@ -46,7 +48,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Stop serving."""
-        self._store = None  # its destructor ends the thread and closes the socket
+        self._served = None  # its destructor ends the thread and closes the socket
 
     def __enter__(self) -> Rendezvous:
         return self

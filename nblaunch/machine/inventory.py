@@ -1,0 +1,78 @@
+"""What a launch finds on a machine: GPUs, CPUs, the environment, and room for descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nblaunch.machine.limits import usable_cpus
+
+LOOPBACK = "127.0.0.1"
+_UNLIMITED_DESCRIPTORS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a plan depends on: the hardware and the kernel process."""
+
+    gpus: int
+    cpus: int
+    platform: str
+    env: Mapping[str, str]
+    gpu_backend: str = "nccl"
+    free_descriptors: int = _UNLIMITED_DESCRIPTORS
+    """How many more file descriptors this process may open."""
+    name: str = ""
+    """Of a node, for messages; empty for the notebook's own machine."""
+    address: str = LOOPBACK
+    """Where ranks on other nodes reach it."""
+    interface: str = ""
+    """The network interface with this address; empty: the loopback interface."""
+
+    @property
+    def socket_interface(self) -> str:
+        """The interface that gloo and NCCL use."""
+        return self.interface or ("lo0" if self.platform == "darwin" else "lo")
+
+
+def this_machine() -> Machine:
+    """Return the machine as the kernel sees it now. Counting GPUs does not initialize CUDA."""
+    _import_torch()
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), free_descriptors=_free_descriptors())
+
+
+def _import_torch() -> None:
+    """Import torch in another thread: a KeyboardInterrupt during the import would leave torch broken."""
+
+    def try_to() -> None:
+        with contextlib.suppress(Exception):  # the caller's own import raises it again
+            importlib.import_module("torch")
+
+    if "torch" not in sys.modules:
+        thread = threading.Thread(target=try_to, daemon=True)
+        thread.start()
+        thread.join()
+
+
+def _free_descriptors() -> int:
+    if sys.platform == "win32":
+        return _UNLIMITED_DESCRIPTORS  # make_plan refuses Windows
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _UNLIMITED_DESCRIPTORS
+    try:
+        used = len(os.listdir("/proc/self/fd" if sys.platform == "linux" else "/dev/fd")) - 1  # listdir's own
+        return max(0, soft - used)
+    except OSError as error:
+        return 0 if error.errno == errno.EMFILE else soft  # no descriptor is left for listdir
