@@ -52,5 +52,12 @@ class Lost:
     """The process that supervises the ranks is dead, and the ranks with it."""
 
 
-Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescriptors | Lost
+@dataclass(frozen=True, slots=True)
+class NodeLeaving:
+    """A node is being taken back, with its ranks: they have as long as its engine grants them."""
+
+    reason: str
+
+
+Event = RankStarted | NotStarted | RankExited | Swept | Received | LostDescriptors | NodeLeaving | Lost
 """`Swept` and `Lost` are the last event of a group."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import psutil
 
@@ -16,15 +17,17 @@ class LocalSampler:
         pid_of: Returns the pid of a rank, in any thread; 0 before it has started.
         device: The device of the ranks.
         env: The environment of the ranks.
+        first: The first rank of this machine, which has the first GPU.
     """
 
-    def __init__(self, pid_of: Callable[[int], int], device: str, env: Mapping[str, str]) -> None:
-        self._pid_of, self._sampler = pid_of, Sampler(device, env)
+    def __init__(self, pid_of: Callable[[int], int], device: str, env: Mapping[str, str], first: int) -> None:
+        self._pid_of, self._sampler, self._first = pid_of, Sampler(device, env), first
 
     def sample(self, ranks: Collection[int]) -> list[Usage]:
         """Return the usage of those of these ranks that have a process."""
-        pids = {rank: self._pid_of(rank) for rank in ranks}
-        return self._sampler.sample({rank: pid for rank, pid in pids.items() if pid and psutil.pid_exists(pid)})
+        pids = {rank - self._first: self._pid_of(rank) for rank in ranks}
+        usage = self._sampler.sample({local: pid for local, pid in pids.items() if pid and psutil.pid_exists(pid)})
+        return [replace(each, rank=each.rank + self._first) for each in usage]
 
     def close(self) -> None:
         """Shut NVML down."""

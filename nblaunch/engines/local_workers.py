@@ -85,6 +85,10 @@ class LocalWorkers:
         """`Swept` or `Lost` was reported."""
         self._opened = contextlib.ExitStack()
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while `wait` has something to return; for an agent, which polls."""
+        return self._selector.fileno()
+
     # -------------------------------------------------------------- starting
     def open_store(self, address: str = LOOPBACK) -> Store:
         """Serve the store on an address of this machine."""
@@ -323,7 +327,7 @@ class LocalWorkers:
         """Measure by pid. Import late: without a panel, psutil is not needed."""
         from nblaunch.engines.local_sampler import LocalSampler
 
-        return LocalSampler(lambda rank: self._workers[rank].pid, device, env)
+        return LocalSampler(lambda rank: self._workers[rank].pid, device, env, self._ranks.start)
 
     # -------------------------------------------------------------- trouble, and the end
     def nudge(self) -> str | None:

@@ -174,8 +174,9 @@ class Order:
     """The group that an engine is to place."""
 
     launch_id: str
+    world_size: int
     ranks: Sequence[range]
-    """The ranks of each node."""
+    """The ranks of each node that the engine places."""
     method: str
     """As `Engine.resolve` returns it."""
     process: Process
@@ -188,11 +189,6 @@ class Order:
     """For an engine whose ranks share the notebook's memory."""
     is_kept: bool = False
     """Whether the ranks stay for many tasks, and can be restarted one by one."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks on all nodes."""
-        return sum(map(len, self.ranks))
 
 
 class Workers(Protocol):

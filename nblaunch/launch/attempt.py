@@ -81,6 +81,7 @@ class Attempt:
         job, plan = self.job, self.job.plan
         order = Order(
             job.launch_id,
+            plan.world_size,
             plan.ranks,
             plan.method,
             job.process,

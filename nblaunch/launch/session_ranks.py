@@ -93,6 +93,7 @@ class SessionRanks:
             opened.callback(self._files.close)
             order = Order(
                 self.id,
+                self.plan.world_size,
                 self.plan.ranks,
                 self.plan.method,
                 this_process(),

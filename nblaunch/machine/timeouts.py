@@ -57,6 +57,38 @@ SPARES_RECENT_S = 60.0
 """After a launch in which a new successor starts with spare ranks."""
 ENV_SERVER_IDLE_TIMEOUT_S = 600.0
 """For an unused server with an environment of its own (``env=``); it ends after the next cell or launch."""
+LINK_BEAT_S = 1.0
+"""Between two signs of life on a link between machines, in both directions."""
+LINK_SILENCE_S = 4.0
+"""Without an answer to ZeroMQ's own heartbeats before it closes a connection, to connect again."""
+LINK_RECONNECT_S = 0.1
+"""Between an agent's attempts to connect."""
+LINK_HANDSHAKE_TIMEOUT_S = 10.0
+"""For a new connection to prove itself."""
+LINK_POLL_S = 0.05
+"""Longest wait of the thread that serves a link, and longest time that it reads without sending."""
+LINK_AWAY_S = 1.0
+"""Of that thread's own absence before it no longer blames silence on the nodes: the kernel was busy."""
+LINK_CLOSE_S = 1.0
+"""For the last messages of a link to be sent."""
+NODE_LOST_S = 6.0
+"""Of an agent's silence before its node counts as lost."""
+KERNEL_LOST_S = 10.0
+"""Without a connection to the kernel before an agent kills its ranks and exits."""
+NODES_START_TIMEOUT_S = 120.0
+"""For the agents of a set of nodes to join, once the nodes are there: they import torch."""
+NODES_POLL_S = 0.2
+"""Between two looks at an engine that has not yet started all agents."""
+PLACED_TIMEOUT_S = 130.0
+"""For an agent to get the processes that start ranks: its fork server may have to start first."""
+AGENT_EXIT_TIMEOUT_S = 3.0
+"""For agents to exit that were told to, before what has started them is ended."""
+AGENT_POLL_S = 0.05
+"""Between two reads of the files of an agent's ranks."""
+AGENT_IDLE_POLL_S = 0.5
+"""The same while nothing is written."""
+AGENT_OBSERVE_S = 0.5
+"""Between two looks at what the ranks of a node have counted."""
 REAPER_READ_TIMEOUT_S = 10.0
 """For the reaper to read what it was sent before."""
 DUMP_QUIET_S = 0.2

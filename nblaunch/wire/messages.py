@@ -140,7 +140,9 @@ class RankExited:
     returncode: int
     """The exit status; ``-n`` for death by signal ``n``, as in ``subprocess``."""
     time_ns: int
-    """``time.monotonic_ns()``, one clock for the whole machine."""
+    """``time.monotonic_ns()``, one clock for the whole machine; of another node, in the kernel's clock."""
+    lost: str = ""
+    """Why its node is lost, and the process with it; empty if the process has exited."""
 
 
 @dataclass(frozen=True, slots=True)

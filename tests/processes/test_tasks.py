@@ -43,7 +43,7 @@ class Group:
         opened.callback(self.commands.close)
         plan, here = self.plan, this_process()
         order = Order(
-            "several", plan.ranks, plan.method, here, plan.envs, plan.named, str(files.directory), is_kept=True
+            "several", 2, plan.ranks, plan.method, here, plan.envs, plan.named, str(files.directory), is_kept=True
         )
         self.workers = engine.place(order, self.commands)
         assert isinstance(self.workers, LocalWorkers)

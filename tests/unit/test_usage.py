@@ -92,7 +92,7 @@ def test_a_process_that_ended_takes_nothing(groups: Any) -> None:
 
 def test_ranks_without_a_process_are_left_out(groups: Any) -> None:
     pids = {0: groups(IDLE), 1: 0, 2: NO_PID}
-    sampler = LocalSampler(pids.__getitem__, "cpu", {})
+    sampler = LocalSampler(pids.__getitem__, "cpu", {}, 0)
     assert [usage.rank for usage in sampler.sample([0, 1, 2])] == [0]
     sampler.close()
 

@@ -1,0 +1,332 @@
+"""The agent: it stands for the kernel on another node, starts ranks there, and is linked to the kernel.
+
+An engine (Slurm, Ray, ssh) starts one on each node, with `Boot` as a line of JSON on its stdin. Its ranks are those of
+the local engine: the same fork server, reaper, files and memory. It exits when the kernel says so, when its own engine
+ends it, or after 10 s without a connection to the kernel; its fork server and reapers watch it and kill every rank.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from nblaunch import __version__
+from nblaunch.engines.agent_files import AgentFiles
+from nblaunch.engines.agent_group import AgentGroup
+from nblaunch.engines.blob_store import BlobStore
+from nblaunch.engines.link import JOIN, heartbeats
+from nblaunch.engines.local import LocalEngine
+from nblaunch.engines.local_workers import LocalWorkers
+from nblaunch.engines.outbox import Outbox
+from nblaunch.engines.protocol import Order
+from nblaunch.errors import StartError
+from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import Machine, this_machine
+from nblaunch.machine.network import address_towards, interface_of
+from nblaunch.machine.process_state import Process, this_process
+from nblaunch.wire.delivery import Delivery, Part, Parts
+from nblaunch.wire.link_messages import (
+    LINK_PROTOCOL,
+    BlobPart,
+    Boot,
+    Clock,
+    Drop,
+    End,
+    Joined,
+    Leave,
+    Leaving,
+    Place,
+    Placed,
+    SendTasks,
+    ToGroup,
+    Versions,
+    Want,
+)
+
+_log = logging.getLogger(__name__)
+_CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
+_PACKAGES = ("torch", "cloudpickle")
+
+
+class _Silence:
+    """An `engines.protocol.Wakeup` that never wakes: an agent polls."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def clear(self) -> None:
+        """Nothing to read."""
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
+class Agent:
+    """See the module.
+
+    Args:
+        boot: Where the kernel is, and the keys.
+        machine: This node.
+        engine: Starts ranks here.
+    """
+
+    def __init__(self, boot: Boot, machine: Machine, engine: LocalEngine) -> None:
+        self._machine, self._engine = machine, engine
+        self._delivery = Delivery()
+        self._outbox = Outbox(self._delivery)
+        self._blobs = BlobStore()
+        self._groups: dict[str, AgentGroup] = {}
+        self._placed: deque[tuple[Place, LocalWorkers | None, AgentFiles | None, Placed]] = deque()
+        """Groups that a thread has placed, or could not."""
+        self._closed: set[str] = set()
+        """Groups that were closed before they were placed."""
+        self._silence = _Silence()
+        self._is_leaving = False
+        self._boot = boot
+        self._context = zmq.Context()
+        self._socket = self._connected()
+        self._monitor = self._socket.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._lost_at: float | None = time.monotonic()
+        """Since when there is no connection."""
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        signal.signal(signal.SIGTERM, self._note_term)
+        self._reason_to_leave = ""
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        made = self._context.socket(zmq.DEALER)
+        made.setsockopt(zmq.CURVE_SERVERKEY, self._boot.kernel_key.encode())
+        made.setsockopt(zmq.CURVE_PUBLICKEY, self._boot.public_key.encode())
+        made.setsockopt(zmq.CURVE_SECRETKEY, self._boot.secret_key.encode())
+        made.setsockopt(zmq.ROUTING_ID, os.urandom(12).hex().encode())  # the same after a reconnection
+        made.setsockopt(zmq.RECONNECT_IVL, int(timeouts.LINK_RECONNECT_S * 1000))
+        made.setsockopt(zmq.LINGER, int(timeouts.LINK_CLOSE_S * 1000))
+        made.setsockopt(zmq.SNDHWM, 0)
+        made.setsockopt(zmq.RCVHWM, 0)
+        heartbeats(made)
+        made.connect(self._boot.endpoint)
+        return made
+
+    def _note_term(self, *_: object) -> None:
+        self._reason_to_leave = "the node is being taken back (SIGTERM)"
+
+    # -------------------------------------------------------------- the loop
+    def run(self) -> None:
+        """Serve the kernel until it says so, or is lost."""
+        threading.Thread(target=self._watch_connection, name="nblaunch-watch", daemon=True).start()
+        self._join()
+        beat_at = 0.0
+        has_written = True
+        while not self._is_leaving:
+            self._poll(timeouts.AGENT_POLL_S if has_written or self._groups else timeouts.AGENT_IDLE_POLL_S)
+            self._receive()
+            while self._placed:
+                self._adopt(*self._placed.popleft())
+            now = time.monotonic()
+            has_written = sum(group.step(now) for group in self._groups.values()) > 0
+            if self._reason_to_leave:
+                self._outbox.put(Leaving(self._reason_to_leave))
+                self._reason_to_leave = ""
+            if now >= beat_at:
+                beat_at = now + timeouts.LINK_BEAT_S
+                behind = self._delivery.is_behind
+                self._send(self._delivery.request() if behind else self._delivery.confirmation())
+            for parts in self._outbox.due():
+                self._send(parts)
+        for group in self._groups.values():
+            group.close()
+        self._engine.stop()
+        self._context.destroy(linger=0)
+
+    def _poll(self, seconds: float) -> None:
+        """Wait until there is something to do."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        for group in self._groups.values():
+            if group.has_started:
+                poller.register(group.workers.fileno(), zmq.POLLIN)
+        if dict(poller.poll(int(seconds * 1000))).get(self._wake_read):
+            os.read(self._wake_read, 4096)
+
+    def _send(self, parts: Parts) -> None:
+        self._socket.send_multipart(parts, zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        until = time.monotonic() + timeouts.AGENT_POLL_S
+        while time.monotonic() < until and not self._is_leaving:
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            kind = self._delivery.take(parts)
+            if kind == "request":
+                for again in self._delivery.again():
+                    self._send(again)
+            elif kind == "new":
+                self._take(pickle.loads(parts[1]), parts[2:])
+            if self._delivery.owes_confirmation:
+                self._send(self._delivery.confirmation())
+
+    def _watch_connection(self) -> None:
+        """Exit if there is no connection for too long. Runs in a thread: the loop may be busy."""
+        while True:
+            if self._monitor.poll(int(timeouts.LINK_BEAT_S * 1000)):
+                event = recv_monitor_message(self._monitor)["event"]
+                is_connected = event == _CONNECTED
+                if is_connected and self._lost_at is not None:
+                    self._again()
+                self._lost_at = None if is_connected else self._lost_at or time.monotonic()
+            lost_at = self._lost_at
+            if lost_at is not None and time.monotonic() - lost_at > timeouts.KERNEL_LOST_S:
+                os._exit(1)  # the fork servers and reapers see it, and kill every rank
+
+    def _again(self) -> None:
+        """Let the loop ask for what was lost with the old connection."""
+        self._delivery.is_behind = True
+
+    # -------------------------------------------------------------- joining
+    def _join(self) -> None:
+        versions = Versions(LINK_PROTOCOL, __version__, _python(), *map(_version_of, _PACKAGES))
+        joined = pickle.dumps(Joined(self._machine, os.getpid(), self._boot.node), protocol=5)
+        self._send([JOIN, json.dumps(asdict(versions)).encode(), joined])
+
+    # -------------------------------------------------------------- messages
+    def _take(self, message: object, buffers: Sequence[Part]) -> None:
+        if isinstance(message, Clock):
+            self._outbox.put(Clock(message.asked_ns, time.monotonic_ns()))
+        elif isinstance(message, Leave):
+            self._is_leaving = True
+        elif isinstance(message, BlobPart):
+            if self._blobs.add(message, buffers[0]):
+                for group in self._groups.values():
+                    group.hand_out()
+        elif isinstance(message, Drop):
+            self._blobs.drop(message.keys)
+        elif isinstance(message, Place):
+            threading.Thread(target=self._place, args=(message,), name=f"nblaunch-{message.group}").start()
+        elif isinstance(message, End) and message.how == "close":
+            self._close(message.group)
+        else:
+            self._to_group(message)  # type: ignore[arg-type]  # the only ones left
+
+    def _to_group(self, message: ToGroup) -> None:
+        group = self._groups.get(message.group)
+        if group is None:  # closed meanwhile
+            return
+        if isinstance(message, SendTasks):
+            for blob in message.parcel:
+                if blob.path and blob.key not in self._blobs and not self._blobs.adopt(blob):
+                    self._outbox.put(Want(blob.key))
+        group.take(message)
+
+    def _close(self, name: str) -> None:
+        group = self._groups.pop(name, None)
+        self._outbox.drop(name)
+        if group is None:
+            self._closed.add(name)
+        else:
+            group.close()
+            self._engine.prepare_next()
+
+    # -------------------------------------------------------------- placing
+    def _place(self, message: Place) -> None:
+        """Get the processes of a group. Runs in a thread: the fork server may have to start."""
+        files: AgentFiles | None = None
+        try:
+            files = AgentFiles(message.group, self._machine.name)
+            process, note = self._process(message.process, files)
+            method = self._engine.usable(message.method, message.env, message.named, lambda: "")
+            log_dir = str(files.directory(message.log_dir))
+            order = Order(
+                message.group,
+                message.world_size,
+                [message.ranks],
+                method,
+                process,
+                [message.env],
+                message.named,
+                log_dir,
+                is_kept=message.is_kept,
+            )
+            workers = self._engine.place(order, self._silence)
+            store = workers.open_store(self._machine.address) if message.serves_store else None
+            address = None if store is None else (store.address, store.port)
+            self._placed.append((message, workers, files, Placed(message.group, store=address, note=note)))
+        except (StartError, OSError) as error:
+            self._placed.append((message, None, files, Placed(message.group, refusal=str(error) or repr(error))))
+        os.write(self._wake_write, b"!")
+
+    def _process(self, wanted: Process, files: AgentFiles) -> tuple[Process, str]:
+        """Return what ranks start from here, as like the notebook's process as this node allows, and a note."""
+        own, note, cwd = this_process(), "", wanted.cwd
+        if not os.path.isdir(cwd):
+            cwd = str(files.root / "cwd")
+            os.mkdir(cwd)
+            note = f"{self._machine.name} has no directory {wanted.cwd}: its ranks run in an empty one"
+        path = [entry for entry in wanted.sys_path if not entry or os.path.exists(entry)]
+        path += [entry for entry in own.sys_path if entry and entry not in path]
+        return replace(wanted, cwd=cwd, sys_path=tuple(path), limits=own.limits, cpus=own.cpus), note
+
+    def _adopt(self, message: Place, workers: LocalWorkers | None, files: AgentFiles | None, answer: Placed) -> None:
+        if workers is None or message.group in self._closed:
+            for each in (workers, files):
+                if each is not None:
+                    each.close()
+            self._closed.discard(message.group)
+        else:
+            assert files is not None
+            made = AgentGroup(message.group, message.ranks, workers, files, self._outbox, self._blobs)
+            self._groups[message.group] = made
+        self._outbox.put(answer)
+
+
+def _python() -> str:
+    return ".".join(map(str, sys.version_info[:2]))
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def main() -> NoReturn:
+    """Run an agent until its end; the process's main function."""
+    boot = Boot(**json.loads(sys.stdin.readline()))
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1):  # Slurm keeps a node while anything holds a task's stdout
+        os.dup2(null, fd)
+    engine = LocalEngine()
+    engine.warm_up()
+    kernel = urlsplit(boot.endpoint).hostname or ""
+    address = address_towards(kernel)
+    machine = replace(this_machine(), name=socket.gethostname(), address=address, interface=interface_of(address))
+    Agent(boot, machine, engine).run()
+    os._exit(0)  # threads of libraries must not keep the node
+
+
+if __name__ == "__main__":
+    main()

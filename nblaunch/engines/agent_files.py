@@ -1,0 +1,129 @@
+"""The files that the ranks of a node write, as an agent sends them on to the kernel, which keeps copies.
+
+The files of the node are complete. If a link cannot keep up, the middle of a log is left out of the copy, with a line
+that says where it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from nblaunch.engines.outbox import Message
+from nblaunch.machine.segments import in_words
+from nblaunch.wire.launch_files import rank_file
+from nblaunch.wire.link_messages import Written
+
+_PIECE_BYTES = 1 << 18
+"""Of a file in one message."""
+MAX_BACKLOG_BYTES = 32 << 20
+"""Of a log that a running rank writes, before its middle is left out."""
+MAX_REST_BYTES = 128 << 20
+"""The same once the rank has ended."""
+_KEPT_END_BYTES = 1 << 20
+"""Of a log whose middle is left out, at its end."""
+_KEPT_DIRECTORIES = 3
+"""Of the last tasks of kept ranks; the first directory of a group stays."""
+_STREAMS: tuple[Literal["spool", "out", "err"], ...] = ("spool", "out", "err")
+
+
+class AgentFiles:
+    """The files of the ranks of one group on this node.
+
+    Args:
+        group: The id of the group.
+        node: The name of the node, for the user.
+
+    Attributes:
+        has_gaps: The kernel lacks part of a log, so the files must stay.
+    """
+
+    def __init__(self, group: str, node: str) -> None:
+        self._group, self._node = group, node
+        self.root = Path(tempfile.mkdtemp(prefix=f"nblaunch-{group}-"))
+        self._directories: dict[str, Path] = {}
+        """By the kernel's path for the same directory."""
+        self._sent: dict[Path, int] = {}
+        """How much of each file was sent."""
+        self.has_gaps = False
+
+    def directory(self, log_dir: str) -> Path:
+        """Return the directory here that stands for one of the kernel's."""
+        if log_dir not in self._directories:
+            made = self.root / str(len(self._directories))
+            made.mkdir(mode=0o700)
+            self._directories[log_dir] = made
+            if not self.has_gaps:
+                for old in list(self._directories.values())[1:-_KEPT_DIRECTORIES]:
+                    shutil.rmtree(old, ignore_errors=True)
+        return self._directories[log_dir]
+
+    def has_new(self, rank: int) -> bool:
+        """Return True if a rank has written something that was not sent. Looks at its present and last task."""
+        return any(self._size(path) > self._sent.get(path, 0) for _, path in self._streams(rank))
+
+    def unsent(self, rank: int, *, is_over: bool = False) -> Iterator[Message]:
+        """Yield what a rank has written since the last call: what it displays before the records that refer to it.
+
+        Args:
+            rank: The rank.
+            is_over: Whether it is the last call of its task.
+        """
+        for log_dir, path in self._streams(rank):
+            size = self._size(path)
+            if size <= self._sent.get(path, 0):
+                continue
+            if path.suffix == ".spool":
+                yield from self._displays(rank, log_dir, path.parent)
+            elif size - self._sent.get(path, 0) > (MAX_REST_BYTES if is_over else MAX_BACKLOG_BYTES):
+                yield self._gap(log_dir, path, size)
+            yield from self._pieces(log_dir, path, size)
+
+    def _streams(self, rank: int) -> Iterator[tuple[str, Path]]:
+        for log_dir, directory in list(self._directories.items())[-2:]:
+            for stream in _STREAMS:
+                yield log_dir, rank_file(directory, rank, stream)
+
+    def _displays(self, rank: int, log_dir: str, directory: Path) -> Iterator[Message]:
+        for path in sorted(directory.glob(f"rank{rank}-output*")):
+            if path not in self._sent:
+                yield from self._pieces(log_dir, path, self._size(path))
+
+    def _pieces(self, log_dir: str, path: Path, end: int) -> Iterator[Message]:
+        start = self._sent.setdefault(path, 0)
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while start < end and (data := file.read(min(_PIECE_BYTES, end - start))):
+                start += len(data)
+                self._sent[path] = start
+                yield Written(self._group, log_dir, path.name), [data]
+
+    def _gap(self, log_dir: str, path: Path, size: int) -> Message:
+        """Leave out the middle of a log."""
+        self.has_gaps = True
+        start = self._sent.get(path, 0)
+        self._sent[path] = size - _KEPT_END_BYTES
+        omitted = in_words(self._sent[path] - start)
+        said = f"\n[nblaunch: {omitted} are left out here; all is in {path} on {self._node}]\n"
+        return Written(self._group, log_dir, path.name), [said.encode()]
+
+    @staticmethod
+    def _size(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except OSError:  # not yet there
+            return 0
+
+    def close(self) -> None:
+        """Remove the files, unless the kernel lacks some of them."""
+        if not self.has_gaps:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+
+def is_rank_file(name: str) -> bool:
+    """Return True if a name is one of a rank's files: what a kernel may write for an agent."""
+    return name == os.path.basename(name) and name.startswith("rank")

@@ -1,0 +1,242 @@
+"""One worker group on an agent's node: its ranks are those of the local engine, and the kernel is far away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nblaunch.engines.agent_files import AgentFiles
+from nblaunch.engines.blob_store import BlobStore, parts_of
+from nblaunch.engines.events import Event, LostDescriptors, Received
+from nblaunch.engines.local_worker import LocalWorker
+from nblaunch.engines.local_workers import LocalWorkers
+from nblaunch.engines.outbox import Message, Outbox
+from nblaunch.errors import StartError
+from nblaunch.machine import timeouts
+from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.drops import Dropped
+from nblaunch.wire.link_messages import (
+    AskStacks,
+    Blob,
+    Closed,
+    End,
+    FromGroup,
+    FromRank,
+    LetGo,
+    Measure,
+    Observed,
+    Restart,
+    SendTasks,
+    Signal,
+    Stacks,
+    Start,
+    ToGroup,
+    ToRank,
+)
+from nblaunch.wire.messages import Done, Failed, Interrupt, NotStarted, RankExited
+
+if TYPE_CHECKING:
+    from nblaunch.engines.local_sampler import LocalSampler
+
+
+class AgentGroup:
+    """See the module. Used from the agent's thread.
+
+    Args:
+        group: Its id.
+        ranks: The ranks of this node.
+        workers: Their processes.
+        files: What they write.
+        outbox: Takes messages to the kernel.
+        blobs: What the kernel has sent.
+    """
+
+    def __init__(
+        self, group: str, ranks: range, workers: LocalWorkers, files: AgentFiles, outbox: Outbox, blobs: BlobStore
+    ) -> None:
+        self.group, self.workers = group, workers
+        self.has_started = self.is_over = False
+        self._ranks, self._files, self._outbox, self._blobs = ranks, files, outbox, blobs
+        self._by_rank: dict[int, LocalWorker] = {}
+        self._waiting: list[SendTasks] = []
+        """Tasks whose blobs are on their way."""
+        self._interrupts: dict[int, int] = {}
+        """By rank: the task to interrupt once it is sent."""
+        self._task = 0
+        """The last task that was sent."""
+        self._asked: set[int] = set()
+        """Ranks that owe their stacks."""
+        self._closed: set[int] = set()
+        self._known_stacks: set[int] = set()
+        self._is_reading: set[int] = set()
+        """Ranks whose files wait in the lane."""
+        self._sampler: LocalSampler | None = None
+        self._observe_at = self._measure_at = 0.0
+        self._dropped: dict[int, Dropped] = {}
+        self._collectives: dict[int, Sequence[Begun]] = {}
+        self._counter = 0
+
+    # -------------------------------------------------------------- from the kernel
+    def take(self, message: ToGroup) -> None:
+        """Do what the kernel asks."""
+        try:
+            self._obey(message)
+        except StartError as error:
+            self._send([(FromGroup(self.group, NotStarted(getattr(message, "rank", -1), str(error))), ())])
+
+    def _obey(self, message: ToGroup) -> None:
+        if isinstance(message, Start):
+            self._by_rank = {w.rank: w for w in self.workers.start(lambda rank: message.environments[rank])}
+            self.has_started = True
+        elif isinstance(message, Restart):
+            self._by_rank[message.rank] = self.workers.restart(message.rank, message.environment)
+            self._closed.discard(message.rank)
+            self._known_stacks.discard(message.rank)
+        elif isinstance(message, SendTasks):
+            self._waiting.append(message)
+            self.hand_out()
+        elif isinstance(message, ToRank):
+            self._pass_on(message)
+        elif isinstance(message, Signal):
+            self._by_rank[message.rank].signal(message.signum, message.of_group)
+        elif isinstance(message, AskStacks):
+            self._asked.add(message.rank)
+            self._by_rank[message.rank].stacks.ask(time.monotonic() + message.signal_after_s)
+        elif isinstance(message, Measure):
+            self._measure(message.device)
+        elif isinstance(message, LetGo):
+            self.workers.let_go(message.ranks)
+        elif isinstance(message, End) and message.how == "dismiss":
+            self.workers.dismiss()
+        elif isinstance(message, End) and message.how == "abandon":
+            self.workers.abandon()
+
+    def _pass_on(self, message: ToRank) -> None:
+        worker, inner = self._by_rank[message.rank], message.message
+        if not isinstance(inner, Interrupt):
+            worker.tell(inner)
+        elif inner.task > self._task:  # its data are still on their way
+            self._interrupts[message.rank] = inner.task
+        else:
+            worker.interrupt(inner.task)
+
+    def hand_out(self) -> None:
+        """Send the tasks whose blobs have arrived."""
+        while self._waiting and all(blob.key in self._blobs for blob in self._waiting[0].parcel):
+            message = self._waiting.pop(0)
+            tasks = [
+                replace(task, log_dir=str(self._files.directory(task.log_dir)) if task.log_dir else "")
+                for task in message.tasks
+            ]
+            self._task = max(task.task for task in tasks)
+            self.workers.send_tasks(tasks, [self._blobs.descriptor(blob.key) for blob in message.parcel])
+            for rank, task in self._interrupts.items():
+                self._by_rank[rank].interrupt(task)
+            self._interrupts.clear()
+
+    # -------------------------------------------------------------- to the kernel
+    def step(self, now: float) -> bool:
+        """Send on what the ranks have done; return True if they have written something."""
+        if not self.has_started or self.is_over:
+            return False
+        for event in self.workers.wait(0.0):
+            self._send_event(event)
+        self._send_stacks(now)
+        for rank, worker in self._by_rank.items():
+            if not worker.is_open and rank not in self._closed:
+                self._closed.add(rank)
+                self._send([(Closed(self.group, rank), ())])
+        new = [rank for rank in self._ranks if rank not in self._is_reading and self._files.has_new(rank)]
+        for rank in new:
+            self._is_reading.add(rank)
+            self._send(self._written(rank))
+        if now >= self._observe_at:
+            self._observe_at = now + timeouts.AGENT_OBSERVE_S
+            self._observe(now)
+        return bool(new)
+
+    def _written(self, rank: int) -> Iterator[Message]:
+        self._is_reading.discard(rank)
+        yield from self._files.unsent(rank)
+
+    def _send(self, messages: Iterable[Message], *, at_once: bool = False) -> None:
+        self._outbox.put_in(f"{self.group} at once" if at_once else self.group, messages)
+
+    def _send_event(self, event: Event) -> None:
+        if isinstance(event, Received):
+            is_end = isinstance(event.message, (Done, Failed))
+            if is_end:
+                self._send(self._files.unsent(event.rank, is_over=True))
+            self._send(self._with_parcel(event), at_once=not is_end)
+            return
+        if isinstance(event, LostDescriptors):
+            lost = FromRank(self.group, event.rank, event.message, lost=event.error.strerror or str(event.error))
+            self._send([(lost, ())])
+            return
+        for rank in [event.rank] if isinstance(event, RankExited) else self._ranks:
+            if not isinstance(event, NotStarted):
+                self._send(self._files.unsent(rank, is_over=True))
+        self._send([(FromGroup(self.group, event), ())])
+
+    def _with_parcel(self, event: Received) -> Iterator[Message]:
+        fds, blobs = event.parcel.take(), []
+        try:
+            for fd in fds:
+                self._counter += 1
+                blob = Blob(f"{self.group}:{self._ranks.start}:{self._counter}", os.fstat(fd).st_size)
+                yield from parts_of(fd, blob.key, blob.size)
+                blobs.append(blob)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        yield FromRank(self.group, event.rank, event.message, blobs), ()
+
+    def _send_stacks(self, now: float) -> None:
+        for rank in list(self._asked):
+            stacks = self._by_rank[rank].stacks
+            if stacks.is_ready and rank not in self._known_stacks:
+                self._known_stacks.add(rank)
+                self._send([(Stacks(self.group, rank, stacks.main), ())], at_once=True)
+            if stacks.look(now):
+                self._asked.discard(rank)
+                self._send([(Stacks(self.group, rank, stacks.main, stacks.dump), ())], at_once=True)
+
+    # -------------------------------------------------------------- what is measured
+    def _observe(self, now: float) -> None:
+        dropped = {rank: worker.dropped() for rank, worker in self._by_rank.items()}
+        begun = {rank: worker.collectives() for rank, worker in self._by_rank.items()}
+        usage = None
+        if self._sampler is not None and now >= self._measure_at:
+            self._measure_at = now + timeouts.RESOURCE_SAMPLE_INTERVAL_S
+            usage = self._sampler.sample(self._ranks)
+        changed = Observed(
+            self.group,
+            {rank: each for rank, each in dropped.items() if each != self._dropped.get(rank, Dropped())},
+            {rank: each for rank, each in begun.items() if list(each) != list(self._collectives.get(rank, ()))},
+            usage,
+        )
+        self._dropped, self._collectives = dropped, begun
+        if changed.dropped or changed.collectives or usage is not None:
+            self._send([(changed, ())], at_once=True)
+
+    def _measure(self, device: str) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
+        self._sampler = self.workers.sampler(device, os.environ) if device else None
+
+    # -------------------------------------------------------------- the end
+    def kill(self) -> None:
+        """Kill every rank."""
+        for worker in self._by_rank.values():
+            worker.signal(signal.SIGKILL, group=True)
+
+    def close(self) -> None:
+        """Release everything; ranks that still run are killed."""
+        self.is_over = True
+        self._measure("")
+        self.workers.close()
+        self._files.close()

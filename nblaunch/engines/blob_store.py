@@ -1,0 +1,86 @@
+"""Immutable files that another machine has sent, in this machine's memory: the parcels of tasks and results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from nblaunch.machine import sealed_files
+from nblaunch.wire.delivery import Part
+from nblaunch.wire.link_messages import Blob, BlobPart
+
+PART_BYTES = 1 << 20
+"""Of a blob in one message."""
+
+
+@dataclass(slots=True)
+class _Arriving:
+    fd: int
+    in_memory: bool
+    received: int = 0
+
+
+class BlobStore:
+    """See the module. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._arriving: dict[str, _Arriving] = {}
+        self._complete: dict[str, int] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._complete
+
+    def add(self, part: BlobPart, data: Part) -> bool:
+        """Add a part; return True if its blob is complete."""
+        if part.key in self._complete:
+            return False
+        if part.key not in self._arriving:
+            self._arriving[part.key] = _Arriving(*sealed_files.create())
+        blob = self._arriving[part.key]
+        os.pwrite(blob.fd, data, part.offset)
+        blob.received += len(data)
+        if blob.received < part.size:
+            return False
+        del self._arriving[part.key]
+        self._complete[part.key] = sealed_files.seal(blob.fd, blob.in_memory)
+        return True
+
+    def adopt(self, blob: Blob) -> bool:
+        """Open the user's file that a blob was mapped from; return True if it is the same here."""
+        try:
+            fd = os.open(blob.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        about = os.fstat(fd)
+        if (about.st_size, about.st_mtime_ns) == (blob.size, blob.modified_ns):
+            self._complete[blob.key] = fd
+            return True
+        os.close(fd)
+        return False
+
+    def descriptor(self, key: str) -> int:
+        """Return the descriptor of a complete blob, which stays the store's."""
+        return self._complete[key]
+
+    def take(self, key: str) -> int:
+        """Return the descriptor of a complete blob, which the caller closes."""
+        return self._complete.pop(key)
+
+    def drop(self, keys: Sequence[str]) -> None:
+        """Forget these blobs."""
+        for key in keys:
+            if key in self._complete:
+                os.close(self._complete.pop(key))
+            if key in self._arriving:
+                os.close(self._arriving.pop(key).fd)
+
+    def close(self) -> None:
+        """Forget all."""
+        self.drop([*self._complete, *self._arriving])
+
+
+def parts_of(fd: int, key: str, size: int) -> Iterator[tuple[BlobPart, Sequence[Part]]]:
+    """Yield the parts of a file, read one at a time."""
+    for offset in range(0, size, PART_BYTES) or (0,):
+        yield BlobPart(key, offset, size), [os.pread(fd, min(PART_BYTES, size - offset), offset)]

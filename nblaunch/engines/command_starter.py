@@ -1,0 +1,96 @@
+"""Starts agents by commands, one for each node, such as ssh's. The keys go over the command's stdin."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import IO
+
+from nblaunch.errors import StartError
+from nblaunch.machine import timeouts
+from nblaunch.wire.link_messages import Boot
+
+_LAST_BYTES = 2000
+"""Of a command's stderr, in an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What starts the agents of some nodes."""
+
+    node: int
+    """The number of the node; -1: the command starts several, which the kernel numbers by name."""
+    name: str
+    """For messages."""
+    arguments: Sequence[str]
+
+
+class CommandStarter:
+    """Runs commands, and ends them. The part of a `node_engine.Starter` that ssh and Slurm share."""
+
+    def __init__(self) -> None:
+        self._running: list[tuple[Command, subprocess.Popen[bytes], IO[bytes]]] = []
+
+    def run(self, commands: Sequence[Command], boot: Boot) -> None:
+        """Start the commands.
+
+        Raises:
+            StartError: One cannot be started.
+        """
+        try:
+            for command in commands:
+                errors = tempfile.TemporaryFile()
+                try:
+                    process = subprocess.Popen(
+                        command.arguments,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.DEVNULL,
+                        stderr=errors,
+                        start_new_session=True,  # the notebook's Interrupt is not for it
+                    )
+                except OSError as error:
+                    errors.close()
+                    raise StartError(f"{command.name}: {error}") from error
+                self._running.append((command, process, errors))
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it has exited: `problem` says why
+                    process.stdin.write(json.dumps(asdict(replace(boot, node=command.node))).encode() + b"\n")
+                    process.stdin.close()
+        except BaseException:
+            self.stop()
+            raise
+
+    def problem(self) -> str:
+        """Return what the first command that has exited said; empty if all run."""
+        for command, process, errors in self._running:
+            status = process.poll()
+            if status is not None:
+                said = self.said(errors).strip()
+                return f"{command.name}: the agent has exited with status {status}" + (f": {said}" if said else "")
+        return ""
+
+    @staticmethod
+    def said(errors: IO[bytes]) -> str:
+        """Return the end of a command's stderr."""
+        errors.seek(0, 2)
+        errors.seek(max(0, errors.tell() - _LAST_BYTES))
+        return errors.read().decode(errors="replace")
+
+    def stop(self) -> None:
+        """End the commands: their agents have been told to exit. Idempotent."""
+        running, self._running = self._running, []
+        deadline = time.monotonic() + timeouts.AGENT_EXIT_TIMEOUT_S
+        for _, process, errors in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeouts.SERVER_KILL_TIMEOUT_S)
+                process.kill()
+            errors.close()

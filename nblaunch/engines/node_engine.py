@@ -1,0 +1,192 @@
+"""Nodes as an engine: an engine of the cluster starts one agent on each, and ranks run through the agents.
+
+The nodes are held between launches, with their agents and fork servers warm, until they are released or the kernel
+ends.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from nblaunch.engines.link import address_for
+from nblaunch.engines.node_workers import NodeWorkers
+from nblaunch.engines.nodes import Nodes
+from nblaunch.engines.protocol import Order, Wakeup
+from nblaunch.errors import StartError
+from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import Machine
+from nblaunch.wire.link_messages import Boot
+
+
+class Starter(Protocol):
+    """Starts and ends agents: all that is asked of Slurm, Ray or ssh. Used from one thread at a time."""
+
+    @property
+    def name(self) -> str:
+        """Its name, and that of what it holds, for messages."""
+
+    @property
+    def count(self) -> int:
+        """The number of nodes."""
+
+    def addresses(self) -> Sequence[str]:
+        """Return the addresses or names of the nodes, as far as they are known: the kernel must be reached from them.
+
+        Raises:
+            StartError: It cannot be used.
+        """
+
+    def start(self, boot: Boot) -> None:
+        """Start the agents, without waiting for them.
+
+        Raises:
+            StartError: It cannot be used.
+        """
+
+    def state(self) -> str:
+        """Return what it waits for, such as a job in a queue; empty: for the agents."""
+
+    def problem(self) -> str:
+        """Return why agents cannot join any more; empty if they may."""
+
+    def stop(self) -> None:
+        """End what it has started, and free the nodes. Idempotent."""
+
+
+class NodeEngine:
+    """An `engines.protocol.Engine`; see the module.
+
+    Args:
+        starter: Starts the agents.
+    """
+
+    start_methods = ("auto", "forkserver", "spawn")
+
+    def __init__(self, starter: Starter) -> None:
+        self._starter = starter
+        self._nodes: Nodes | None = None
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self.note: Callable[[str], None] = lambda text: None
+        """Shows what the nodes wait for."""
+
+    # -------------------------------------------------------------- the nodes
+    def machines(self) -> Sequence[Machine]:
+        """Start the agents, unless they run; return their nodes, with the variables that the notebook has set."""
+        changed = changed_variables()
+        return [replace(each, env={**each.env, **changed}) for each in self._held()]
+
+    def _held(self) -> list[Machine]:
+        with self._lock:
+            if self._nodes is not None and not self._nodes.is_whole:
+                self._release()
+            if self._nodes is None:
+                self._start()
+            assert self._nodes is not None
+            return [node.machine for node in self._nodes.joined]
+
+    def _start(self) -> None:
+        nodes = Nodes(address_for(self._starter.addresses()), self._starter.count)
+        self._nodes = nodes
+        try:
+            self._starter.start(nodes.boot)
+            deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
+            said = ""
+
+            def is_off() -> str:
+                late = not self._starter.state() and time.monotonic() > deadline
+                return self._starter.problem() or (self._late(nodes) if late else "")
+
+            def poll() -> None:
+                nonlocal said, deadline
+                state = self._starter.state()
+                if state:
+                    deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
+                if state != said:
+                    said = state
+                    self.note(state)
+
+            nodes.wait(is_off, poll)
+        except BaseException:  # an interrupt, too: a queued job must not come later
+            self._release()
+            raise
+
+    def _late(self, nodes: Nodes) -> str:
+        joined = ", ".join(node.machine.name for node in nodes.joined) or "none"
+        return (
+            f"{self._starter.name}: {len(nodes.joined)} of {nodes.count} nodes have answered within "
+            f"{timeouts.NODES_START_TIMEOUT_S:.0f} s ({joined}). Can they reach {nodes.boot.endpoint}? "
+            "NBLAUNCH_ADDRESS chooses another address of this machine"
+        )
+
+    def _release(self) -> None:
+        nodes, self._nodes = self._nodes, None
+        if nodes is not None:
+            nodes.close()
+        self._starter.stop()
+
+    # -------------------------------------------------------------- start methods
+    def resolve(self, method: str) -> str:
+        """Return ``forkserver`` for ``auto``."""
+        return "forkserver" if method == "auto" else method
+
+    def check_kept(self, method: str) -> None:
+        """Ranks of every method can stay."""
+
+    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> str:
+        """Return the method: each agent chooses a substitute itself."""
+        return method
+
+    def shares_memory(self, method: str) -> bool:
+        """Return False."""
+        return False
+
+    # -------------------------------------------------------------- starting
+    def place(self, order: Order, wakeup: Wakeup) -> NodeWorkers:
+        """Ask the agents for what starts the ranks."""
+        nodes = self._nodes
+        if nodes is None or not nodes.is_whole:
+            raise StartError(f"{self._starter.name}: the nodes are gone; the next launch starts new agents")
+        return NodeWorkers(nodes, order, wakeup)
+
+    def prepare_next(self) -> None:
+        """Agents prepare themselves."""
+
+    def warm_up(self) -> None:
+        """Nodes are not held before they are asked for."""
+
+    def refresh(self) -> None:
+        """Agents have their own environment."""
+
+    def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
+        """Ranks of other nodes import for themselves."""
+
+    def status(self) -> list[str]:
+        """Return a line about the nodes."""
+        nodes = self._nodes
+        if nodes is None:
+            return []
+        names = ", ".join(node.machine.name + (" (lost)" if node.lost else "") for node in nodes.joined)
+        return [f"{self._starter.name}: {names or self._starter.state() or 'starting'}"]
+
+    def stop(self) -> None:
+        """Free the nodes; ranks that run there are killed."""
+        if os.getpid() == self._owner:
+            with self._lock:
+                self._release()
+
+
+def changed_variables() -> dict[str, str]:
+    """Return the environment variables that this process has set since its start."""
+    try:
+        pairs = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    born = dict(pair.partition(b"=")[::2] for pair in pairs if pair)
+    return {name: value for name, value in os.environ.items() if born.get(os.fsencode(name)) != os.fsencode(value)}

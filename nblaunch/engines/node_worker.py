@@ -1,0 +1,103 @@
+"""The kernel's end of one rank on another node: what its agent has said of it, and copies of its files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from nblaunch.engines.protocol import Stream
+from nblaunch.engines.rank_files import LogFile, OutputFile
+from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.debug_messages import ToDebugger
+from nblaunch.wire.display_records import SUFFIXES
+from nblaunch.wire.drops import Dropped
+from nblaunch.wire.launch_files import output_file, rank_file
+from nblaunch.wire.link_messages import AskStacks, Signal, ToGroup, ToRank
+from nblaunch.wire.messages import Free, Interrupt
+
+
+class NodeStacks:
+    """An `engines.protocol.StackDumps` that asks over the link."""
+
+    def __init__(self, ask: Callable[[float], None]) -> None:
+        self.main = ""
+        self.dump: str | None = None
+        self.is_ready = False
+        self._ask = ask
+
+    def ask(self, signal_at: float) -> None:
+        """Ask the agent."""
+        self.dump = None
+        self._ask(max(0.0, signal_at - time.monotonic()))
+
+    def look(self, now: float) -> bool:
+        """Return True if the answer has come."""
+        return self.dump is not None
+
+    def take(self, main: str, dump: str | None) -> None:
+        """Note what the agent has answered."""
+        self.is_ready, self.main = True, main
+        if dump is not None:
+            self.dump = dump
+
+
+class NodeWorker:
+    """One rank of another node, an `engines.protocol.Worker`.
+
+    Args:
+        group: The id of its group.
+        rank: The rank.
+        log_dir: The copies of what it writes, until the first task says otherwise.
+        send: Sends a message to the agent of the rank's node.
+    """
+
+    def __init__(self, group: str, rank: int, log_dir: Path, send: Callable[[ToGroup], None]) -> None:
+        self.rank, self.log_dir = rank, log_dir
+        self.stacks = NodeStacks(lambda after: send(AskStacks(group, rank, after)))
+        self.is_open = True
+        self.has_exited = False
+        self._group, self._send = group, send
+        self._dropped = Dropped()
+        self._begun: Sequence[Begun] = ()
+
+    def interrupt(self, task: int) -> None:
+        """See `engines.protocol.Worker`, as for all below."""
+        self._send(ToRank(self._group, self.rank, Interrupt(task)))
+
+    def free(self, task: int) -> None:
+        """Ask the agent."""
+        self._send(ToRank(self._group, self.rank, Free(task)))
+
+    def tell(self, message: ToDebugger) -> None:
+        """Ask the agent."""
+        self._send(ToRank(self._group, self.rank, message))
+
+    def signal(self, signum: int, group: bool = False) -> None:
+        """Ask the agent."""
+        self._send(Signal(self._group, self.rank, signum, group))
+
+    def turn_to(self, log_dir: Path) -> None:
+        """Follow another task's files and counters."""
+        self.log_dir, self._dropped = log_dir, Dropped()
+
+    def log(self, stream: Stream) -> LogFile:
+        """Return the copy here of what the rank writes."""
+        return LogFile(rank_file(self.log_dir, self.rank, stream))
+
+    def output(self, key: str, mime: str) -> OutputFile:
+        """Return the copy here; it comes before the record that refers to it."""
+        return OutputFile(output_file(self.log_dir, self.rank, key, SUFFIXES[mime]))
+
+    def dropped(self) -> Dropped:
+        """Return what the agent has read last."""
+        return self._dropped
+
+    def collectives(self) -> Sequence[Begun]:
+        """Return what the agent has read last, half a second ago at most."""
+        return self._begun
+
+    def take_counts(self, dropped: Dropped | None, begun: Sequence[Begun] | None) -> None:
+        """Note what the agent has read."""
+        self._dropped = self._dropped if dropped is None else dropped
+        self._begun = self._begun if begun is None else begun

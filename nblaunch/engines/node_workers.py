@@ -1,0 +1,371 @@
+"""The ranks of one group on several nodes, through their agents. Times are in the kernel's clock."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nblaunch.engines.agent_files import is_rank_file
+from nblaunch.engines.events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
+from nblaunch.engines.node_worker import NodeWorker
+from nblaunch.engines.nodes import Node, Nodes
+from nblaunch.engines.protocol import Order, Store, Wakeup
+from nblaunch.errors import StartError
+from nblaunch.machine import timeouts
+from nblaunch.machine.usage import Usage
+from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.delivery import Part
+from nblaunch.wire.link_messages import (
+    Blob,
+    Closed,
+    End,
+    FromAgent,
+    FromGroup,
+    FromRank,
+    LetGo,
+    Measure,
+    Observed,
+    Place,
+    Placed,
+    Restart,
+    SendTasks,
+    Stacks,
+    Start,
+    ToGroup,
+    Written,
+)
+from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, RankStarted, Swept, Task
+
+_log = logging.getLogger(__name__)
+
+
+class NodeSampler:
+    """An `engines.protocol.Sampler`: the agents measure, and this returns what they have sent last."""
+
+    def __init__(self, end: Callable[[NodeSampler], None]) -> None:
+        self.latest: dict[int, Usage] = {}
+        self._end = end
+
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        """Return the last usage of these ranks."""
+        return [usage for rank, usage in sorted(self.latest.items()) if rank in ranks]
+
+    def close(self) -> None:
+        """Let the agents measure no more. Idempotent."""
+        self._end(self)
+
+
+class NodeWorkers:
+    """An `engines.protocol.Workers`; see the module.
+
+    Args:
+        nodes: The nodes.
+        order: The group to start.
+        wakeup: Ends `wait`.
+    """
+
+    def __init__(self, nodes: Nodes, order: Order, wakeup: Wakeup) -> None:
+        self.has_begun = False
+        self._nodes, self._order, self._wakeup = nodes, order, wakeup
+        self._name = order.launch_id
+        self._used: list[Node] = nodes.joined[: len(order.ranks)]
+        self._workers: dict[int, NodeWorker] = {}
+        self._log_dirs = {order.log_dir}
+        self._placed: dict[int, Placed] = {}
+        self._over: set[int] = set()
+        """Nodes that are swept or lost."""
+        self._stuck: list[int] = []
+        self._events: deque[Event] = deque()
+        self._samplers: list[NodeSampler] = []
+        self._changed = threading.Condition()
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._read, selectors.EVENT_READ)
+        self._selector.register(wakeup, selectors.EVENT_READ)
+        self._is_closed = False
+        nodes.add(self._name, self)
+        for node, ranks in zip(self._used, order.ranks, strict=True):
+            self._nodes.send(
+                node,
+                Place(
+                    self._name,
+                    order.world_size,
+                    ranks,
+                    order.method,
+                    order.process,
+                    order.envs[node.index],
+                    order.named,
+                    order.log_dir,
+                    order.is_kept,
+                    serves_store=node.index == 0,
+                ),
+            )
+
+    # -------------------------------------------------------------- starting
+    def open_store(self) -> Store:
+        """Wait until every node has what starts its ranks; return the store that the first one serves."""
+        deadline = time.monotonic() + timeouts.PLACED_TIMEOUT_S
+        with self._changed:
+            while len(self._placed) < len(self._used):
+                lost = [node.lost for node in self._used if node.lost]
+                if lost or time.monotonic() > deadline:
+                    waiting = [node.machine.name for node in self._used if node.index not in self._placed]
+                    raise StartError(lost[0] if lost else f"no answer from {', '.join(waiting)}")
+                self._changed.wait(timeouts.NODES_POLL_S)
+        for node in self._used:
+            if refusal := self._placed[node.index].refusal:
+                raise StartError(f"{node.machine.name}: {refusal}")
+        self.has_begun = True
+        store = self._placed[self._used[0].index].store
+        assert store is not None
+        return Store(*store)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the agents have noted, for the user."""
+        return [placed.note for placed in self._placed.values() if placed.note]
+
+    def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[NodeWorker]:
+        """Let each agent start its ranks."""
+        for node, ranks in zip(self._used, self._order.ranks, strict=True):
+            for rank in ranks:
+                self._workers[rank] = self._worker(rank, node)
+            self._send(node, Start(self._name, {rank: environment(rank) for rank in ranks}))
+        return list(self._workers.values())
+
+    def _worker(self, rank: int, node: Node) -> NodeWorker:
+        return NodeWorker(self._name, rank, Path(self._order.log_dir), lambda message: self._nodes.send(node, message))
+
+    def restart(self, rank: int, environment: Mapping[str, str]) -> NodeWorker:
+        """Let the agent of the rank's node start it again."""
+        node = self._node_of(rank)
+        if node.lost:
+            raise StartError(f"rank {rank} could not be started: {node.lost}")
+        self._workers[rank] = self._worker(rank, node)
+        self._send(node, Restart(self._name, rank, environment))
+        return self._workers[rank]
+
+    def listen_to(self, wakeup: Wakeup) -> None:
+        """Watch another wakeup in place of the present one."""
+        with contextlib.suppress(KeyError, ValueError):  # closed meanwhile
+            self._selector.unregister(self._wakeup)
+        self._wakeup = wakeup
+        self._selector.register(wakeup, selectors.EVENT_READ)
+
+    def send_tasks(self, tasks: Sequence[Task], parcel: Sequence[int]) -> None:
+        """Send each node its tasks, and the data that it lacks."""
+        by_rank = dict(zip(self._workers, tasks, strict=True))
+        for rank, task in by_rank.items():
+            if task.log_dir:
+                self._log_dirs.add(task.log_dir)
+                self._workers[rank].turn_to(Path(task.log_dir))
+        for node, ranks in zip(self._used, self._order.ranks, strict=True):
+            if node.index in self._over:
+                continue
+            own = [by_rank[rank] for rank in ranks]
+
+            def build(blobs: Sequence[Blob], own: Sequence[Task] = own) -> ToGroup:
+                return SendTasks(self._name, own, blobs)
+
+            self._nodes.send_data(node, self._name, parcel, build)
+
+    def _send(self, node: Node, message: ToGroup) -> None:
+        """Send a message behind the data that was sent before."""
+        self._nodes.send_data(node, self._name, (), lambda _: message)
+
+    def _node_of(self, rank: int) -> Node:
+        return next(node for node, ranks in zip(self._used, self._order.ranks, strict=True) if rank in ranks)
+
+    def let_go(self, ranks: Collection[int]) -> None:
+        """Let these ranks exit."""
+        for node, own in zip(self._used, self._order.ranks, strict=True):
+            chosen = [rank for rank in ranks if rank in own]
+            if chosen:
+                self._send(node, LetGo(self._name, chosen))
+
+    def dismiss(self) -> None:
+        """Let the ranks exit."""
+        for node in self._used:
+            self._send(node, End(self._name, "dismiss"))
+
+    # -------------------------------------------------------------- events
+    def wait(self, seconds: float) -> Iterable[Event]:
+        """Wait for what the agents send."""
+        for key, _ in self._selector.select(0.0 if self._events else seconds):
+            if key.fileobj is self._read:
+                with contextlib.suppress(BlockingIOError):
+                    self._read.recv(4096)
+            else:
+                self._wakeup.clear()
+        return self.drain()
+
+    def drain(self) -> Iterable[Event]:
+        """Return what has arrived: an agent sends a rank's messages before its exit."""
+        while self._events:
+            yield self._events.popleft()
+
+    def _add(self, event: Event) -> None:
+        self._events.append(event)
+        with contextlib.suppress(OSError):  # full of wakeups, or closed
+            self._write.send(b"!")
+
+    # -------------------------------------------------------------- in the thread of the link
+    def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
+        """See `nodes.NodeGroup`."""
+        if isinstance(message, Written):
+            self._copy(message, data)
+        elif isinstance(message, FromRank):
+            self._take_from_rank(node, message)
+        elif isinstance(message, FromGroup):
+            self._take_event(node, message.event)
+        elif isinstance(message, Observed):
+            for rank in {*message.dropped, *message.collectives}:
+                begun = message.collectives.get(rank)
+                local = None if begun is None else [self._in_our_clock(node, each) for each in begun]
+                self._workers[rank].take_counts(message.dropped.get(rank), local)
+            for sampler in self._samplers:
+                sampler.latest.update({usage.rank: usage for usage in message.usage or ()})
+        elif isinstance(message, Stacks):
+            self._workers[message.rank].stacks.take(message.main, message.dump)
+            self._wake()
+        elif isinstance(message, Closed):
+            self._workers[message.rank].is_open = False
+        else:
+            with self._changed:
+                self._placed[node] = message
+                self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # full of wakeups, or closed
+            self._write.send(b"!")
+
+    def _copy(self, message: Written, data: Sequence[Part]) -> None:
+        """Append to the copy of a rank's file."""
+        if message.log_dir not in self._log_dirs or not is_rank_file(message.file):
+            _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, message.file)
+            return
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            fd = os.open(Path(message.log_dir, message.file), flags, 0o600)
+            try:
+                view = memoryview(data[0])
+                while view:
+                    view = view[os.write(fd, view) :]
+            finally:
+                os.close(fd)
+        except OSError as error:  # a full disk here: the file on the node is complete
+            _log.warning("nblaunch: the copy of %s is incomplete: %s", message.file, error)
+
+    def _take_from_rank(self, node: int, message: FromRank) -> None:
+        inner = self._in_our_clock(node, message.message)
+        if message.lost:
+            self._add(LostDescriptors(message.rank, inner, OSError(message.lost)))
+            return
+        self._add(Received(message.rank, inner, Descriptors(self._nodes.take_parcel(message.parcel))))
+
+    def _take_event(self, node: int, event: object) -> None:
+        if isinstance(event, (RankStarted, NotStarted)):
+            self._add(event)
+        elif isinstance(event, RankExited):
+            self._workers[event.rank].has_exited = True
+            self._workers[event.rank].is_open = False
+            self._add(self._in_our_clock(node, event))
+        elif isinstance(event, Swept):
+            self._stuck += event.stuck
+            self._end(node)
+        else:  # its reaper is dead
+            self._exit_all(node, f"{self._used[node].machine.name}: what supervises the ranks there was killed")
+            self._end(node)
+
+    def _in_our_clock(self, node: int, message: Any) -> Any:
+        offset = self._used[node].peer.offset_ns
+        if isinstance(message, (Done, Failed, RankExited, Begun)):
+            return dataclasses.replace(message, time_ns=message.time_ns + offset)
+        return message
+
+    def lose(self, node: int, reason: str) -> None:
+        """See `nodes.NodeGroup`."""
+        if node >= len(self._used):
+            return
+        self._exit_all(node, reason)
+        self._end(node)
+        with self._changed:
+            self._changed.notify_all()
+
+    def warn(self, node: int, reason: str) -> None:
+        """See `nodes.NodeGroup`."""
+        self._add(NodeLeaving(reason))
+
+    def _exit_all(self, node: int, reason: str) -> None:
+        for rank in self._order.ranks[node]:
+            worker = self._workers.get(rank)
+            if worker is not None and not worker.has_exited:
+                worker.has_exited, worker.is_open = True, False
+                self._add(RankExited(rank, -signal.SIGKILL, time.monotonic_ns(), lost=reason))
+
+    def _end(self, node: int) -> None:
+        self._over.add(node)
+        if len(self._over) == len(self._used):
+            self._add(Swept(tuple(self._stuck)))
+
+    # -------------------------------------------------------------- usage
+    def sampler(self, device: str, env: Mapping[str, str]) -> NodeSampler:
+        """Let the agents measure."""
+        if device != "cpu" or not self._samplers:
+            self._measure(device)
+        sampler = NodeSampler(self._end_sampler)
+        self._samplers.append(sampler)
+        return sampler
+
+    def _end_sampler(self, sampler: NodeSampler) -> None:
+        if sampler in self._samplers:
+            self._samplers.remove(sampler)
+            if not self._samplers:
+                self._measure("")
+
+    def _measure(self, device: str) -> None:
+        for node in self._used:
+            self._nodes.send(node, Measure(self._name, device))
+
+    # -------------------------------------------------------------- trouble, and the end
+    def nudge(self) -> str | None:
+        """Nothing can be done from here."""
+        return "the nodes have not answered: waiting"
+
+    def forsake(self) -> bool:
+        """The agents replace their fork servers themselves."""
+        return False
+
+    def abandon(self) -> None:
+        """Let the agents kill the ranks."""
+        for node in self._used:
+            self._nodes.send(node, End(self._name, "abandon"))
+
+    def close(self) -> None:
+        """Let the agents release everything; ranks that still run are killed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for node in self._used:
+            self._nodes.drop(node, self._name)
+            self._nodes.send(node, End(self._name, "close"))
+        self._nodes.remove(self._name)
+        for event in self.drain():
+            if isinstance(event, Received):
+                event.parcel.close()
+        self._selector.close()
+        self._read.close()
+        self._write.close()

@@ -1,0 +1,80 @@
+"""What waits to be sent over a link: urgent messages first, then the lanes in turn, as far as the window allows.
+
+A lane keeps the order of its messages. What it holds is read when its turn comes: a result of 1 GB is never in memory
+twice, and a peer that does not read stalls nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from nblaunch.wire.delivery import Delivery, Part
+
+_log = logging.getLogger(__name__)
+
+WINDOW_BYTES = 8 << 20
+"""Sent over a link and not confirmed, besides urgent messages."""
+Message = tuple[object, Sequence[Part]]
+"""A message, and the bytes beside it."""
+
+
+def encoded(message: object, buffers: Sequence[Part] = ()) -> list[Part]:
+    """Return the parts of a message."""
+    return [pickle.dumps(message, protocol=5), *buffers]
+
+
+class Outbox:
+    """See the module. Used from one thread.
+
+    Args:
+        delivery: Numbers what is sent.
+    """
+
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        self._urgent: deque[list[Part]] = deque()
+        self._lanes: dict[str, deque[Iterator[Message]]] = {}
+
+    def put(self, message: object, buffers: Sequence[Part] = ()) -> None:
+        """Queue an urgent message, which overtakes those in lanes."""
+        self._urgent.append(encoded(message, buffers))
+
+    def put_in(self, lane: str, messages: Iterable[Message]) -> None:
+        """Queue messages behind those that the lane holds."""
+        self._lanes.setdefault(lane, deque()).append(iter(messages))
+
+    def drop(self, lane: str) -> None:
+        """Forget what a lane holds."""
+        self._lanes.pop(lane, None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if nothing waits."""
+        return not (self._urgent or self._lanes)
+
+    def due(self) -> Iterator[list[Part]]:
+        """Yield the messages that may be sent now, with their heads."""
+        while self._urgent:
+            yield self._delivery.wrap(self._urgent.popleft())
+        while self._lanes and self._delivery.unconfirmed_bytes < WINDOW_BYTES:
+            name, lane = next(iter(self._lanes.items()))
+            self._lanes[name] = self._lanes.pop(name)  # the other lanes come first next time
+            parts = self._next_of(lane)
+            if parts is not None:
+                yield self._delivery.wrap(parts)
+            elif not lane:
+                self._lanes.pop(name, None)
+
+    def _next_of(self, lane: deque[Iterator[Message]]) -> list[Part] | None:
+        """Return the next message of a lane; None if its first source has none left."""
+        try:
+            return encoded(*next(lane[0]))
+        except StopIteration:
+            lane.popleft()
+        except Exception:  # noqa: BLE001  # a source that fails must not end the link, or a node is lost
+            _log.exception("nblaunch: something could not be sent over a link")
+            lane.popleft()
+        return None

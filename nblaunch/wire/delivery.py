@@ -1,0 +1,96 @@
+"""Delivery in order and exactly once over connections that may break: both ends of a link between two machines.
+
+ZeroMQ reconnects by itself, but loses what was on its way. So each message has a number; the sender keeps it until the
+receiver has confirmed it, and sends it again after a gap. Nothing here waits or knows a socket.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Part = bytes | memoryview
+Parts = Sequence[Part]
+"""The parts of a message."""
+_HEAD = struct.Struct("!BQQQ")
+_MESSAGE, _CONFIRMATION, _REQUEST = 1, 2, 3
+CONFIRM_BYTES = 1 << 20
+"""Received since the last confirmation before another is due."""
+CONFIRM_MESSAGES = 64
+"""The same in messages."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One end of a link.
+
+    Attributes:
+        unconfirmed_bytes: Sent and not confirmed.
+        is_behind: The other end has sent messages that have not arrived: request them.
+    """
+
+    unconfirmed_bytes: int = 0
+    is_behind: bool = False
+    _sent: int = 0
+    _received: int = 0
+    _kept: deque[tuple[int, Parts]] = field(default_factory=deque)
+    _bytes_to_confirm: int = 0
+    _messages_to_confirm: int = 0
+
+    # -------------------------------------------------------------- sending
+    def wrap(self, parts: Parts) -> list[Part]:
+        """Return a new message with its head, and keep it until it is confirmed."""
+        self._sent += 1
+        self._kept.append((self._sent, parts))
+        self.unconfirmed_bytes += _size(parts)
+        return [self._head(_MESSAGE, self._sent), *parts]
+
+    def again(self) -> list[list[Part]]:
+        """Return the messages that are not confirmed, to be sent again."""
+        return [[self._head(_MESSAGE, number), *parts] for number, parts in self._kept]
+
+    def confirmation(self) -> list[Part]:
+        """Return what confirms all that was received; also a sign of life."""
+        return [self._head(_CONFIRMATION, 0)]
+
+    def request(self) -> list[Part]:
+        """Return what asks the other end to send again what was not received."""
+        self.is_behind = False
+        return [self._head(_REQUEST, 0)]
+
+    def _head(self, kind: int, number: int) -> bytes:
+        self._bytes_to_confirm = self._messages_to_confirm = 0
+        return _HEAD.pack(kind, number, self._received, self._sent)
+
+    # -------------------------------------------------------------- receiving
+    @property
+    def owes_confirmation(self) -> bool:
+        """Return True if the other end may wait for a confirmation before it sends more."""
+        return self._bytes_to_confirm >= CONFIRM_BYTES or self._messages_to_confirm >= CONFIRM_MESSAGES
+
+    def take(self, parts: Parts) -> Literal["new", "old", "request"]:
+        """Note what has arrived, with its head: ``new`` is a message to act on, ``request`` wants `again` sent.
+
+        Raises:
+            ValueError: It has no valid head.
+        """
+        try:
+            kind, number, confirmed, sent = _HEAD.unpack(parts[0])
+        except (IndexError, struct.error) as error:
+            raise ValueError("not a message of nblaunch") from error
+        while self._kept and self._kept[0][0] <= confirmed:
+            self.unconfirmed_bytes -= _size(self._kept.popleft()[1])
+        if kind == _MESSAGE and number == self._received + 1:
+            self._received = number
+            self._bytes_to_confirm += _size(parts)
+            self._messages_to_confirm += 1
+            return "new"
+        self.is_behind = sent > self._received and (kind == _CONFIRMATION or number > self._received)
+        return "request" if kind == _REQUEST else "old"
+
+
+def _size(parts: Parts) -> int:
+    return sum(map(len, parts))

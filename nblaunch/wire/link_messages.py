@@ -1,0 +1,297 @@
+"""The messages between the kernel and the agent of another node. `nblaunch.wire.delivery` numbers them.
+
+Bytes travel beside a message, not in it: those of logs, displays, and the parcels of tasks and results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from nblaunch.machine.inventory import Machine
+from nblaunch.machine.process_state import Process
+from nblaunch.wire.collective_table import Begun
+from nblaunch.wire.drops import Dropped
+from nblaunch.wire.messages import Task
+
+if TYPE_CHECKING:
+    from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
+
+LINK_PROTOCOL = 1
+"""Bump it whenever one of these messages changes."""
+
+
+# ------------------------------------------------------------------ the node
+@dataclass(frozen=True, slots=True)
+class Boot:
+    """Engine -> agent, as a line of JSON on its stdin: where the kernel is, and the keys."""
+
+    endpoint: str
+    kernel_key: str
+    """The kernel's public key."""
+    public_key: str
+    secret_key: str
+    node: int = -1
+    """The number of the node; -1: the kernel numbers nodes by their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Agent -> kernel, as JSON in its first message: what must be the same on every node."""
+
+    protocol: int
+    nblaunch: str
+    python: str
+    torch: str
+    cloudpickle: str
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Agent -> kernel, as its first message, once it can start ranks."""
+
+    machine: Machine
+    pid: int
+    node: int = -1
+    """As in `Boot`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Kernel -> agent: what time is it? Agent -> kernel: the answer, with the question's time."""
+
+    asked_ns: int
+    """The kernel's ``time.monotonic_ns()``."""
+    time_ns: int = 0
+    """The agent's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Kernel -> agent: kill every rank and exit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """Agent -> kernel: the node is being taken back, and this agent exits soon."""
+
+    reason: str
+
+
+# ------------------------------------------------------------------ data
+@dataclass(frozen=True, slots=True)
+class BlobPart:
+    """Either way: bytes of an immutable file, beside the message. The last part completes it."""
+
+    key: str
+    offset: int
+    size: int
+    """Of the whole file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A file that a parcel holds, by its key."""
+
+    key: str
+    size: int
+    path: str = ""
+    """Where the user's file is that it was mapped from, which other nodes may have too; empty: there is none."""
+    modified_ns: int = 0
+    """When that file was last written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Agent -> kernel: send this blob, which is not on a disk of this node."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Kernel -> agent: forget these blobs."""
+
+    keys: Sequence[str]
+
+
+# ------------------------------------------------------------------ groups, kernel -> agent
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Get the processes that start the ranks of a group on this node."""
+
+    group: str
+    world_size: int
+    ranks: range
+    method: str
+    process: Process
+    env: Mapping[str, str]
+    named: Sequence[str]
+    log_dir: str
+    """The kernel's, which names the agent's own."""
+    is_kept: bool
+    serves_store: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start every rank of the node."""
+
+    group: str
+    environments: Mapping[int, Mapping[str, str]]
+    """By rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start a kept rank again that has exited."""
+
+    group: str
+    rank: int
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SendTasks:
+    """Send the ranks of the node their tasks."""
+
+    group: str
+    tasks: Sequence[Task]
+    parcel: Sequence[Blob]
+
+
+@dataclass(frozen=True, slots=True)
+class ToRank:
+    """Pass a message on to a rank: `Interrupt`, `Free`, or one for its debugger."""
+
+    group: str
+    rank: int
+    message: object
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Signal a rank, or the process group that it leads."""
+
+    group: str
+    rank: int
+    signum: int
+    of_group: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AskStacks:
+    """Ask a rank for its stacks."""
+
+    group: str
+    rank: int
+    signal_after_s: float
+    """Send it a signal if it has not answered by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Begin to measure the ranks once a second, or end."""
+
+    group: str
+    device: str
+    """Empty: end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Let kept ranks exit after their tasks."""
+
+    group: str
+    ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """End a group."""
+
+    group: str
+    how: Literal["dismiss", "abandon", "close"]
+    """``dismiss``: let the ranks exit; ``abandon``: kill them; ``close``: release everything."""
+
+
+ToGroup = Place | Start | Restart | SendTasks | ToRank | Signal | AskStacks | Measure | LetGo | End
+
+
+# ------------------------------------------------------------------ groups, agent -> kernel
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The group has processes on this node, or cannot have any."""
+
+    group: str
+    refusal: str = ""
+    """Why not; empty if it has."""
+    store: tuple[str, int] | None = None
+    """The address and port of the TCPStore, if this node serves it."""
+    note: str = ""
+    """For the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class FromGroup:
+    """An event of the group: `RankStarted`, `NotStarted`, `RankExited`, `Swept` or `Lost`."""
+
+    group: str
+    event: object
+
+
+@dataclass(frozen=True, slots=True)
+class FromRank:
+    """A message of a rank. The blobs of its parcel came before."""
+
+    group: str
+    rank: int
+    message: object
+    parcel: Sequence[Blob] = ()
+    lost: str = ""
+    """Why the parcel is missing; empty if it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Bytes that a rank has appended to one of its files, beside the message."""
+
+    group: str
+    log_dir: str
+    """The kernel's."""
+    file: str
+    """The name of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The ranks have closed their end: they run no code of ours any more."""
+
+    group: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """The stacks of a rank; without a dump: it can be asked."""
+
+    group: str
+    rank: int
+    main: str
+    dump: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What has changed in what the ranks of a node have counted and used."""
+
+    group: str
+    dropped: Mapping[int, Dropped]
+    """By rank."""
+    collectives: Mapping[int, Sequence[Begun]]
+    """By rank."""
+    usage: Sequence[Usage] | None = None
+
+
+FromAgent = Placed | FromGroup | FromRank | Written | Closed | Stacks | Observed
