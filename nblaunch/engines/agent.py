@@ -7,7 +7,6 @@ ends it, or after 10 s without a connection to the kernel; its fork server and r
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -26,7 +25,6 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nblaunch import __version__
 from nblaunch.engines.agent_files import AgentFiles
 from nblaunch.engines.agent_group import AgentGroup
 from nblaunch.engines.blob_store import BlobStore
@@ -35,6 +33,7 @@ from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.outbox import Outbox
 from nblaunch.engines.protocol import Order
+from nblaunch.engines.versions import versions_here
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, this_machine
@@ -42,7 +41,6 @@ from nblaunch.machine.network import address_towards, interface_of
 from nblaunch.machine.process_state import Process, this_process
 from nblaunch.wire.delivery import Delivery, Part, Parts
 from nblaunch.wire.link_messages import (
-    LINK_PROTOCOL,
     BlobPart,
     Boot,
     Clock,
@@ -55,13 +53,11 @@ from nblaunch.wire.link_messages import (
     Placed,
     SendTasks,
     ToGroup,
-    Versions,
     Want,
 )
 
 _log = logging.getLogger(__name__)
 _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-_PACKAGES = ("torch", "cloudpickle")
 
 
 class _Silence:
@@ -208,9 +204,8 @@ class Agent:
 
     # -------------------------------------------------------------- joining
     def _join(self) -> None:
-        versions = Versions(LINK_PROTOCOL, __version__, _python(), *map(_version_of, _PACKAGES))
         joined = pickle.dumps(Joined(self._machine, os.getpid(), self._boot.node), protocol=5)
-        self._send([JOIN, json.dumps(asdict(versions)).encode(), joined])
+        self._send([JOIN, json.dumps(asdict(versions_here())).encode(), joined])
 
     # -------------------------------------------------------------- messages
     def _take(self, message: object, buffers: Sequence[Part]) -> None:
@@ -300,17 +295,6 @@ class Agent:
             made = AgentGroup(message.group, message.ranks, workers, files, self._outbox, self._blobs)
             self._groups[message.group] = made
         self._outbox.put(answer)
-
-
-def _python() -> str:
-    return ".".join(map(str, sys.version_info[:2]))
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def main() -> NoReturn:

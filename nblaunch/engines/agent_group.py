@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nblaunch.engines.agent_files import AgentFiles
 from nblaunch.engines.blob_store import BlobStore, parts_of
-from nblaunch.engines.events import Event, LostDescriptors, Received
+from nblaunch.engines.group_events import Event, LostDescriptors, Received
 from nblaunch.engines.local_worker import LocalWorker
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.outbox import Message, Outbox

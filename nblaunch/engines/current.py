@@ -1,8 +1,94 @@
-"""The engine that the launches of this process use: the only place that chooses one."""
+"""The engines of this process: the only place that chooses one."""
 
 from __future__ import annotations
 
+import os
+import shlex
+from typing import Any
+
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Engine
+from nblaunch.errors import ArgumentError
+from nblaunch.machine import argument_checks
 
 engine: Engine = LocalEngine()
+"""This machine."""
+KINDS = ("auto", "local", "slurm", "ray", "ssh")
+_held: dict[tuple[str, int | None], Engine] = {}
+"""Engines of other machines, by what the user has asked for: they hold nodes between launches."""
+
+
+def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
+    """Return the engine for a launch; the same one for the same words.
+
+    Args:
+        name: ``engine=``: ``"auto"``, ``"local"``, or another of `KINDS` with its own options behind it.
+        num_nodes: ``num_nodes=``; None: the engine's own default.
+
+    Raises:
+        ArgumentError: There is no such engine, or it cannot have that many nodes.
+    """
+    count = None if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
+    if not isinstance(name, str) or not name.strip():
+        raise ArgumentError(f"engine={name!r}: must be one of {', '.join(map(repr, KINDS))}")
+    try:
+        kind, *words = shlex.split(name)
+    except ValueError as error:
+        raise ArgumentError(f"engine={name!r}: {error}") from None
+    if kind not in KINDS:
+        raise ArgumentError(f"engine={name!r}: must begin with one of {', '.join(map(repr, KINDS))}")
+    if kind in ("auto", "local") and words:
+        raise ArgumentError(f"engine={name!r}: {kind!r} has no options")
+    if kind == "auto":
+        kind = "slurm" if count != 1 and int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else "local"
+        if kind == "local" and count not in (None, 1):
+            raise ArgumentError(
+                f"num_nodes={count}: engine='auto' is this machine alone; name an engine that has more nodes, as in "
+                "engine='slurm', engine='ray' or engine='ssh gpu1 gpu2'"
+            )
+    if kind == "local":
+        if count not in (None, 1):
+            raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
+        return engine
+    key = shlex.join([kind, *words]), count
+    if key not in _held:
+        _held[key] = _made(kind, words, count)
+    return _held[key]
+
+
+def _made(kind: str, words: list[str], count: int | None) -> Engine:
+    from nblaunch.engines.node_engine import NodeEngine, Starter
+
+    starter: Starter
+    if kind == "slurm":
+        from nblaunch.engines.slurm import SlurmStarter
+
+        starter = SlurmStarter(words, count)
+    elif kind == "ray":
+        from nblaunch.engines.ray import RayStarter
+
+        starter = RayStarter(words, count)
+    else:
+        from nblaunch.engines.ssh import SshStarter
+
+        starter = SshStarter(words, count)
+    return NodeEngine(starter)
+
+
+def status() -> list[str]:
+    """Return the lines of ``%distributed status`` about all engines."""
+    return [*engine.status(), *(line for held in list(_held.values()) for line in held.status())]
+
+
+def release() -> list[str]:
+    """Free the nodes of other machines; return a line for each engine that held some."""
+    lines = [line for held in list(_held.values()) for line in held.status()]
+    while _held:
+        _held.popitem()[1].stop()
+    return lines
+
+
+def stop() -> None:
+    """Kill every process of every engine, with the ranks that still run."""
+    release()
+    engine.stop()

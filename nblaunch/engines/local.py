@@ -30,7 +30,9 @@ class LocalEngine:
     def __init__(self, platform: str = sys.platform) -> None:
         self._is_linux = platform == "linux"
 
-    def machines(self) -> Sequence[Machine]:
+    is_local = True
+
+    def machines(self, show: Callable[[str], None] = lambda text: None) -> Sequence[Machine]:
         """Return this machine."""
         return [this_machine()]
 

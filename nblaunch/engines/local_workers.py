@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from nblaunch.engines.events import Descriptors, Event, Lost, LostDescriptors, Received
 from nblaunch.engines.generations import servers
+from nblaunch.engines.group_events import Descriptors, Event, Lost, LostDescriptors, Received
 from nblaunch.engines.local_worker import LocalWorker
 from nblaunch.engines.protocol import Order, Store, Wakeup
 from nblaunch.engines.rendezvous import Rendezvous

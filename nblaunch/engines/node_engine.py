@@ -66,6 +66,7 @@ class NodeEngine:
         starter: Starts the agents.
     """
 
+    is_local = False
     start_methods = ("auto", "forkserver", "spawn")
 
     def __init__(self, starter: Starter) -> None:
@@ -73,25 +74,23 @@ class NodeEngine:
         self._nodes: Nodes | None = None
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self.note: Callable[[str], None] = lambda text: None
-        """Shows what the nodes wait for."""
 
     # -------------------------------------------------------------- the nodes
-    def machines(self) -> Sequence[Machine]:
+    def machines(self, show: Callable[[str], None]) -> Sequence[Machine]:
         """Start the agents, unless they run; return their nodes, with the variables that the notebook has set."""
         changed = changed_variables()
-        return [replace(each, env={**each.env, **changed}) for each in self._held()]
+        return [replace(each, env={**each.env, **changed}) for each in self._held(show)]
 
-    def _held(self) -> list[Machine]:
+    def _held(self, show: Callable[[str], None]) -> list[Machine]:
         with self._lock:
             if self._nodes is not None and not self._nodes.is_whole:
                 self._release()
             if self._nodes is None:
-                self._start()
+                self._start(show)
             assert self._nodes is not None
             return [node.machine for node in self._nodes.joined]
 
-    def _start(self) -> None:
+    def _start(self, show: Callable[[str], None]) -> None:
         nodes = Nodes(address_for(self._starter.addresses()), self._starter.count)
         self._nodes = nodes
         try:
@@ -110,7 +109,7 @@ class NodeEngine:
                     deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
                 if state != said:
                     said = state
-                    self.note(state)
+                    show(state)
 
             nodes.wait(is_off, poll)
         except BaseException:  # an interrupt, too: a queued job must not come later

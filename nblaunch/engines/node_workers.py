@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nblaunch.engines.agent_files import is_rank_file
-from nblaunch.engines.events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
+from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
 from nblaunch.engines.node_worker import NodeWorker
 from nblaunch.engines.nodes import Node, Nodes
 from nblaunch.engines.protocol import Order, Store, Wakeup

@@ -5,26 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
-from nblaunch import __version__
 from nblaunch.engines.blob_store import BlobStore, parts_of
 from nblaunch.engines.link import Link, Peer
 from nblaunch.engines.outbox import Message
+from nblaunch.engines.versions import difference, versions_here
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 from nblaunch.wire.delivery import Part
 from nblaunch.wire.link_messages import (
-    LINK_PROTOCOL,
     Blob,
     BlobPart,
     Boot,
@@ -133,7 +130,7 @@ class Nodes:
 
     def _join(self, peer: Peer, versions: Versions, joined: Joined | None) -> None:
         name = joined.machine.name if joined is not None else "a node"
-        problem = difference(versions, here())
+        problem = difference(versions, versions_here())
         with self._changed:
             if problem:
                 self.problems[name] = f"{name} {problem}"
@@ -159,7 +156,7 @@ class Nodes:
         self._link.send(node.peer, message)
 
     def send_data(self, node: Node, lane: str, fds: Sequence[int], build: Callable[[Sequence[Blob]], ToGroup]) -> None:
-        """Send a message with files, of which a node gets only those that it does not have.
+        """Send a message with files, and only the files that the node does not have.
 
         Args:
             node: The node.
@@ -251,27 +248,6 @@ class Nodes:
         for fd in self._wanted.values():
             os.close(fd)
         self._wanted.clear()
-
-
-# ------------------------------------------------------------------ what must be the same
-def here() -> Versions:
-    """Return the versions of this process."""
-    python = ".".join(map(str, sys.version_info[:2]))
-    return Versions(LINK_PROTOCOL, __version__, python, metadata.version("torch"), metadata.version("cloudpickle"))
-
-
-def difference(there: Versions, here: Versions) -> str:
-    """Return how a node differs from the notebook, and what to do; empty if it does not."""
-    if there.nblaunch != here.nblaunch or there.protocol != here.protocol:
-        return f"has nblaunch {there.nblaunch}, and the notebook {here.nblaunch}: install the same on both"
-    for name in ("python", "torch", "cloudpickle"):
-        theirs, ours = getattr(there, name), getattr(here, name)
-        if theirs == ours:
-            continue
-        if name == "python":
-            return f"has Python {theirs}, and the notebook {ours}: start the agents with the notebook's Python"
-        return f"has {name} {theirs}, and the notebook {ours}: pip install {name}=={ours.partition('+')[0]} there"
-    return ""
 
 
 def _natural(name: str) -> tuple[str | int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from nblaunch.engines.events import Event
+from nblaunch.engines.group_events import Event
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.collective_table import Begun
@@ -272,12 +272,19 @@ class Workers(Protocol):
 class Engine(Protocol):
     """Where ranks run. Thread-safe: launches run in threads of their own."""
 
-    def machines(self) -> Sequence[Machine]:
-        """Return the nodes that ranks are placed on.
+    def machines(self, show: Callable[[str], None]) -> Sequence[Machine]:
+        """Return the nodes that ranks are placed on; start agents there unless they run.
+
+        Args:
+            show: Shows what the nodes wait for, such as a job in a queue; empty: nothing any more.
 
         Raises:
             StartError: A node cannot be used.
         """
+
+    @property
+    def is_local(self) -> bool:
+        """Return True if ranks run on this machine, and nothing else needs to be started for them."""
 
     @property
     def start_methods(self) -> tuple[str, ...]:

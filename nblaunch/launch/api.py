@@ -8,14 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nblaunch.engines.current import engine
+from nblaunch.engines import current
+from nblaunch.engines.protocol import Engine
 from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, warn
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.plan import make_plan
+from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.views.base import preparing
+from nblaunch.launch.views.events import Preparing
 from nblaunch.machine import timeouts
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.wire import rank_variables
@@ -42,7 +44,7 @@ def notebook_launcher(
     use_port: str | int = "29500",
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
-    num_nodes: int = 1,
+    num_nodes: int | None = None,
     rdzv_backend: str = "static",
     rdzv_endpoint: str = "",
     rdzv_conf: Mapping[str, Any] | None = None,
@@ -52,6 +54,7 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
     *,
     kwargs: Mapping[str, Any] | None = None,
+    engine: str = "auto",
     device: str = "auto",
     backend: str | None = None,
     start_method: str = "auto",
@@ -77,11 +80,16 @@ def notebook_launcher(
     Args:
         function: The function to run on every rank.
         args: Its positional arguments, as a tuple.
-        num_processes: The number of ranks. Default: one per visible GPU, or 2 without a GPU.
+        num_processes: The number of ranks, on each node. Default: one per visible GPU; without a GPU 2, or on several
+            nodes 1 each.
         mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
             ``Accelerator`` that the function creates, accelerate's or nblaunch's.
         max_restarts: How many times to restart all ranks after a failure. Default: 0.
         kwargs: Its keyword arguments, as a dict.
+        engine: Where the ranks run. ``"local"``: on this machine. ``"slurm"``, ``"ray"`` or ``"ssh host1 host2"``: on
+            other nodes, with the engine's own options behind its name, as in ``"slurm --partition=gpu --time=60"``. The
+            nodes are held for further launches, until ``%distributed release``. ``"auto"`` (default): Slurm in an
+            allocation of several nodes, else this machine.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.
         backend: The backend of the process group: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"ucc"`` or ``"xccl"``. Default:
             gloo on CPUs; on GPUs nccl for GPU tensors and gloo for CPU tensors.
@@ -115,7 +123,8 @@ def notebook_launcher(
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
         use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, monitor_interval,
             log_line_prefix_template: Ignored, with a warning if changed: accelerate's ``notebook_launcher`` has them.
-        node_rank, num_nodes: Must be 0 and 1: nblaunch runs on one machine.
+        num_nodes: The number of nodes. Default: those that `engine` names, or 1.
+        node_rank: Must be 0: every node is started from here.
 
     Returns:
         A `LaunchResult`, where ``result[rank]`` is the return value of a rank; with ``block=False`` a `Launch`.
@@ -150,15 +159,15 @@ def notebook_launcher(
         monitor_interval=monitor_interval,
         log_line_prefix_template=log_line_prefix_template,
     )
-    for name, value, only in (("num_nodes", num_nodes, 1), ("node_rank", node_rank, 0)):
-        if value != only:
-            raise ArgumentError(
-                f"{name}={value!r}: nblaunch runs on one machine, so this must be {only}; use torchrun for several "
-                "machines"
-            )
+    if node_rank != 0:
+        raise ArgumentError(
+            f"node_rank={node_rank!r}: must be 0, because the ranks of every node are started from this notebook"
+        )
     launch = prepare(
         lambda _: payloads.for_function(function, args, kwargs),
         view,
+        engine=engine,
+        num_nodes=num_nodes,
         num_processes=num_processes,
         mixed_precision=mixed_precision,
         max_restarts=max_restarts,
@@ -192,16 +201,21 @@ def preload(modules: Sequence[str]) -> None:
     Raises:
         ArgumentError: A name is not a module of an installed package.
     """
-    plan = make_plan(engine.machines(), engine, preload=modules)
-    engine.preload(plan.preload, plan.env, plan.named)
+    local = current.engine
+    plan = make_plan(local.machines(lambda text: None), local, preload=modules)
+    local.preload(plan.preload, plan.env, plan.named)
 
 
-def prepare(gather: Callable[[int], Payload], view: str, **arguments: Any) -> Launch:
+def prepare(
+    gather: Callable[[int], Payload], view: str, engine: str = "auto", num_nodes: int | None = None, **arguments: Any
+) -> Launch:
     """Plan a launch and pack its payload. The caller starts it.
 
     Args:
         gather: Returns the payload for a world size.
         view: The user's choice of view.
+        engine: Where the ranks run; see `notebook_launcher`.
+        num_nodes: The number of nodes.
         arguments: The arguments of `make_plan`.
 
     Raises:
@@ -210,21 +224,23 @@ def prepare(gather: Callable[[int], Payload], view: str, **arguments: Any) -> La
     """
     __tracebackhide__ = True  # IPython omits this frame from tracebacks
     try:
-        return _prepare(gather, view, arguments)
+        return _prepare(gather, view, current.chosen(engine, num_nodes), arguments)
     except NblaunchError as error:
         raise error.with_traceback(None) from None  # the frames below are nblaunch's own
 
 
-def _prepare(gather: Callable[[int], Payload], view: str, arguments: Mapping[str, Any]) -> Launch:
-    plan = make_plan(engine.machines(), engine, **arguments)
-    payload = gather(plan.world_size)
+def _prepare(gather: Callable[[int], Payload], view: str, engine: Engine, arguments: Mapping[str, Any]) -> Launch:
+    if not engine.is_local:
+        make_plan([ANY_MACHINE], engine, **arguments)  # before a node is asked for
     shown = host().view(view)
+    plan = make_plan(engine.machines(lambda text: shown.on(Preparing(text))), engine, **arguments)
+    payload = gather(plan.world_size)
     plan = replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell))
     if plan.preload:
         engine.preload(plan.preload)
     with preparing(shown, payloads.name_of(payload.function)):
         shipment = payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload)
-    return Launch(plan, payload, shipment, shown)
+    return Launch(plan, payload, shipment, shown, engine)
 
 
 def refuse_nested() -> None:

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from nblaunch.engines.current import engine
+from nblaunch.engines.protocol import Engine
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import conclusion, failures
 from nblaunch.launch.attempt import Attempt, Job
@@ -64,13 +64,13 @@ class Launch:
     """
 
     def __init__(
-        self, plan: Plan, payload: Payload, shipment: Shipment, view: View, place: Place | None = None
+        self, plan: Plan, payload: Payload, shipment: Shipment, view: View, engine: Engine, place: Place | None = None
     ) -> None:
         self.name = name_of(payload.function)
         self.world_size = plan.world_size
         self.id = f"{os.getpid()}-{next(_numbers)}-{secrets.token_hex(3)}"
         self._plan, self._shipment, self._view = plan, shipment, ShieldedView(view)
-        self._place = place
+        self._engine, self._place = engine, place
         """The session whose ranks it uses; None: it starts its own."""
         self._commands = Commands()
         self._finished = threading.Event()
@@ -276,7 +276,7 @@ class Launch:
         finally:
             del self._job  # the payload: the notebook may keep this handle for long
             self._release()
-            engine.prepare_next()
+            self._engine.prepare_next()
             if not self.keeps_ranks or next(_cells) % CELLS_PER_PRUNING == 0:
                 prune()  # late: no caller waits for it, though the next cell may
             host().forget_thread()
@@ -348,7 +348,7 @@ class Launch:
             return turn, turn.run()
         for _ in range(2):
             attempt = Attempt(self._job, number, files, self._view, self._commands)
-            verdict = attempt.run(engine)
+            verdict = attempt.run(self._engine)
             workers = attempt.group.workers
             if workers.has_begun or self._commands.stop or not workers.forsake():
                 break

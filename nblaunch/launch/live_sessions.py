@@ -6,16 +6,20 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nblaunch.engines.current import engine
+from nblaunch.engines import current
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
-from nblaunch.launch.plan import changed, make_plan
+from nblaunch.launch.plan import ANY_MACHINE, changed, make_plan
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
+from nblaunch.launch.views.base import NullView
+from nblaunch.launch.views.events import Preparing
 from nblaunch.machine import argument_checks
 
 OPTIONS = {
+    "engine",
+    "num_nodes",
     *("device", "backend", "start_method", "threads_per_rank", "env", "mixed_precision", "stop_grace"),
     "metric_patterns",
 }
@@ -68,11 +72,17 @@ def session(
     if unknown:
         raise ArgumentError(f"{min(unknown)}={options[min(unknown)]!r}: a session has no such option")
     timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
-    plan = make_plan(engine.machines(), engine, num_processes=num_processes, **options)
+    engine = current.chosen(options.pop("engine", "auto"), options.pop("num_nodes", None))
+    if not engine.is_local:
+        make_plan([ANY_MACHINE], engine, num_processes=num_processes, **options)  # before a node is asked for
+    shown = NullView() if engine.is_local else host().view("auto")
+    machines = engine.machines(lambda text: shown.on(Preparing(text)))
+    plan = make_plan(machines, engine, num_processes=num_processes, **options)
     engine.check_kept(plan.method)
     method = engine.usable(plan.method, plan.env, plan.named, host().cuda_cell)
     names = host().notebook_names()
-    made = Session(name, changed(plan, method=method), main_names() if names is None else names, timeout, _register)
+    names = main_names() if names is None else names
+    made = Session(name, changed(plan, method=method), names, engine, timeout, _register)
     made.start()
     return made
 

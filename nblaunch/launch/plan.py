@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +48,8 @@ _SIGNALS_TO_HANDLE = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _NOTEBOOK_BACKENDS = ("inline", "ipympl", "widget", "nbagg", "notebook")
 """matplotlib backends that work in a kernel only."""
+ANY_MACHINE = Machine(gpus=1 << 16, cpus=1 << 16, platform=sys.platform, env={})
+"""A machine on which every number of ranks fits: to check arguments before a node is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

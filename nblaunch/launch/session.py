@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
-from nblaunch.engines.current import engine
+from nblaunch.engines.protocol import Engine
 from nblaunch.errors import ArgumentError, StartError, warn
 from nblaunch.launch import session_payload
 from nblaunch.launch.api import refuse_nested
@@ -47,10 +47,10 @@ class Session:
     """
 
     def __init__(
-        self, name: str, plan: Plan, names: dict[str, Any], idle_timeout: float | None, register: Register
+        self, name: str, plan: Plan, names: dict[str, Any], engine: Engine, idle: float | None, register: Register
     ) -> None:
         self.name, self.world_size = name, plan.world_size
-        self._plan, self._idle_timeout, self._register = plan, idle_timeout, register
+        self._plan, self._engine, self._idle_timeout, self._register = plan, engine, idle, register
         self._ranks = SessionRanks(name, plan, names, engine)
         self._questions = Questions(self._ranks)
         self.was_idle = False
@@ -167,7 +167,8 @@ class Session:
             queue.enqueue(ticket)  # before packing, which may take long: the session is not idle
             with preparing(shown, label):
                 task = pack(ticket)
-            launch = Launch(plan, task.payload, task.shipment, shown, Place(self.name, self._ranks, ticket, task.names))
+            place = Place(self.name, self._ranks, ticket, task.names)
+            launch = Launch(plan, task.payload, task.shipment, shown, self._engine, place)
             if not queue.is_closed:
                 self._register(self, True)
             if block:

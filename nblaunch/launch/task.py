@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from nblaunch.engines.events import Descriptors, Event, LostDescriptors, Received
+from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, Received
 from nblaunch.launch import failures
 from nblaunch.launch.abandoned import AbandonedRanks
 from nblaunch.launch.commands import Commands

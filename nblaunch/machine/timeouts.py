@@ -75,6 +75,8 @@ NODE_LOST_S = 6.0
 """Of an agent's silence before its node counts as lost."""
 KERNEL_LOST_S = 10.0
 """Without a connection to the kernel before an agent kills its ranks and exits."""
+PROGRAM_TIMEOUT_S = 20.0
+"""For a program of an engine to answer, such as squeue or ``ssh -G``."""
 NODES_START_TIMEOUT_S = 120.0
 """For the agents of a set of nodes to join, once the nodes are there: they import torch."""
 NODES_POLL_S = 0.2

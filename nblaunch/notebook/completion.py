@@ -8,7 +8,7 @@ from typing import Any
 from IPython.core.completer import SimpleCompletion, context_matcher
 from IPython.core.getipython import get_ipython
 
-from nblaunch.engines.current import engine
+from nblaunch.engines import current
 from nblaunch.launch import live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES
 from nblaunch.launch.session import Session
@@ -18,7 +18,8 @@ from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 _VALUES = {
     "--device": DEVICES,
     "--backend": BACKENDS,
-    "--start-method": engine.start_methods,
+    "--engine": current.KINDS,
+    "--start-method": current.engine.start_methods,
     "--view": ("auto", "text", "none"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from nblaunch.engines.current import engine
+from nblaunch.engines import current as engines
 from nblaunch.errors import StartError, warn
 from nblaunch.launch import frontend
 from nblaunch.launch.live_sessions import live_sessions
@@ -46,7 +46,7 @@ def load(shell: Any) -> None:
         # Ahead of the first panel, and in a thread: the first cell must not wait for it.
         threading.Thread(target=import_widget, daemon=True).start()
     try:
-        engine.warm_up()
+        engines.engine.warm_up()
     except StartError as error:  # the next launch raises it
         warn(str(error))
 
@@ -70,7 +70,7 @@ def unload(shell: Any) -> None:
         matchers.remove(complete_distributed)
         _inspections.pop(id(shell)).end()
     if not live_sessions():
-        engine.stop()
+        engines.stop()
         sent_data_cache.free()
 
 

@@ -19,7 +19,7 @@ from IPython.core.magic import (
 from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
-from nblaunch.engines.current import engine
+from nblaunch.engines import current
 from nblaunch.errors import ArgumentError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
@@ -34,8 +34,8 @@ from nblaunch.notebook.cells import make_cell, names_used
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload
 
-ACTIONS = ("auto", "debug", "free", "preload", "session", "stacks", "status", "stop", "who")
-_OPTIONS = {"metric_patterns": "metric", "on_error": "pdb"}
+ACTIONS = ("auto", "debug", "free", "preload", "release", "session", "stacks", "status", "stop", "who")
+_OPTIONS = {"metric_patterns": "metric", "num_nodes": "nodes", "on_error": "pdb"}
 """Arguments of the launcher whose option has another name."""
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
 _METRIC = re.compile(rf"(?<!\S)(--me[a-z]*)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
@@ -94,9 +94,10 @@ class DistributedMagics(Magics):
         "action",
         nargs="?",
         help="without a cell: status (live launches, sessions, the fork server), stacks (of all ranks), stop (all "
-        "launches), free (data of earlier launches, cached for the next ones), preload (import the modules that follow "
-        "ahead of later launches), session (start ranks that stay; then status, restart, regroup or stop), who (the "
-        "names that a session's ranks have) or auto on (every cell runs in the session; %%%%local does not)",
+        "launches), release (the nodes of other machines), free (data of earlier launches, cached for the next ones), "
+        "preload (import the modules that follow ahead of later launches), session (start ranks that stay; then "
+        "status, restart, regroup or stop), who (the names that a session's ranks have) or auto on (every cell runs in "
+        "the session; %%%%local does not)",
     )
     @argument("words", nargs="*", help="of preload: names of modules; of session: what to do; of auto: on or off")
     @argument("--session", metavar="NAME", help="run in this session; default: the one used last, if there is one")
@@ -105,7 +106,19 @@ class DistributedMagics(Magics):
     @argument("--idle-timeout", type=float, help="of session: stop it after this many seconds without a task")
     @argument("--rank", action="append", help="of session restart: this rank, or several, as in --rank 0,2")
     @argument("--keep", action="store_true", help="of session restart: new ranks get the variables of the old")
-    @argument("-n", "--num-processes", type=int, help="ranks; default: one per visible GPU; 2 without GPUs")
+    @argument(
+        "-n",
+        "--num-processes",
+        type=int,
+        help="ranks on each node; default: one per visible GPU; without GPUs 2, or on several nodes 1 each",
+    )
+    @argument("--nodes", dest="num_nodes", type=int, help="nodes; default: those that --engine names, or 1")
+    @argument(
+        "--engine",
+        help="where the ranks run: local (this machine), slurm, ray or ssh, with its own options, as in --engine "
+        "'slurm --partition=gpu' or --engine 'ssh gpu1 gpu2'; default auto: slurm in an allocation of several nodes, "
+        "else local",
+    )
     @argument(
         "-o",
         "--output",
@@ -124,8 +137,8 @@ class DistributedMagics(Magics):
     )
     @argument(
         "--start-method",
-        help=f"one of {', '.join(engine.start_methods)}; default auto: forkserver on Linux, spawn elsewhere; fork "
-        "copies the kernel, which can hang",
+        help=f"one of {', '.join(current.engine.start_methods)}; default auto: forkserver on Linux, spawn elsewhere; "
+        "fork copies the kernel, which can hang",
     )
     @argument(
         "--threads-per-rank",
@@ -256,6 +269,8 @@ class DistributedMagics(Magics):
             _show_status()
         elif action == "stacks":
             _show_stacks()
+        elif action == "release":
+            _show("\n".join(f"released {line}" for line in current.release()) or "no nodes are held")
         elif action == "free":
             _show(f"freed {in_words(sent_data_cache.free())}")
         else:
@@ -325,7 +340,7 @@ def _option(name: str) -> str:
 def _show_status() -> None:
     kept = f"cached for the next launch: {in_words(sent_data_cache.size)} of data from earlier launches"
     sessions = [session.status() for session in live_sessions().values()]
-    lines = [*map(repr, live_launches()), *sessions, *engine.status(), *([kept] if sent_data_cache.size else [])]
+    lines = [*map(repr, live_launches()), *sessions, *current.status(), *([kept] if sent_data_cache.size else [])]
     _show("\n".join(lines))
 
 

@@ -36,7 +36,7 @@ class Group:
     """Two ranks on this machine that stay for several tasks."""
 
     def __init__(self, opened: ExitStack, start_method: str) -> None:
-        self.plan = make_plan(engine.machines(), engine, num_processes=2, start_method=start_method)
+        self.plan = make_plan(engine.machines(print), engine, num_processes=2, start_method=start_method)
         files = LaunchFiles.create("several")
         opened.callback(files.close)
         self.commands = Commands()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nblaunch.engines.events import Descriptors, Event, Lost, Received
+from nblaunch.engines.group_events import Descriptors, Event, Lost, Received
 from nblaunch.engines.protocol import Body, Order, Store, Stream, Wakeup
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.usage import Usage
@@ -271,7 +271,9 @@ class FakeEngine:
 
     start_methods = ("auto", "scripted")
 
-    def machines(self) -> Sequence[Machine]:
+    is_local = True
+
+    def machines(self, show: Callable[[str], None]) -> Sequence[Machine]:
         return [Machine(0, 2, "linux", {})]
 
     def resolve(self, method: str) -> str:

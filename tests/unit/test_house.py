@@ -318,7 +318,7 @@ def test_only_the_engine_and_its_reapers_compare_start_methods() -> None:
 
 
 def test_one_module_chooses_the_engine_and_others_know_the_protocol() -> None:
-    seam = {"nblaunch.engines.current", "nblaunch.engines.protocol"}
+    seam = {"nblaunch.engines.current", "nblaunch.engines.group_events", "nblaunch.engines.protocol"}
     found = {
         f"{module.name}: {target}"
         for module in MODULES
@@ -328,7 +328,7 @@ def test_one_module_chooses_the_engine_and_others_know_the_protocol() -> None:
     }
     assert found == set()
     users = {module.name for module in MODULES if "nblaunch.engines.local" in all_imports_of(module)}
-    assert users == {"current.py"}
+    assert users == {"agent.py", "current.py"}
 
 
 def test_a_task_knows_no_file_and_no_process() -> None:

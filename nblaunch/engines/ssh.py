@@ -1,0 +1,99 @@
+"""Nodes by ssh: OpenSSH's own client, with the user's own configuration, starts an agent on each host.
+
+Nothing is asked: hosts must accept a key. The notebook's Python is started there, by its path.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nblaunch.engines.command_starter import Command, CommandStarter
+from nblaunch.errors import ArgumentError, StartError
+from nblaunch.machine import timeouts
+from nblaunch.wire.link_messages import Boot
+
+AGENT = "nblaunch.engines.agent"
+_OPTIONS = ("-o", "BatchMode=yes", "-T")
+"""Ask for no password, and no terminal."""
+
+
+class SshStarter(CommandStarter):
+    """A `node_engine.Starter` for hosts.
+
+    Args:
+        words: The hosts, as ssh knows them; options of ssh may come first, such as ``-F config``. ``--hostfile PATH``
+            names a file with a host on each line. ``--python PATH`` is the Python to start. Default: the notebook's.
+        num_nodes: The number of hosts to use. Default: all.
+
+    Raises:
+        ArgumentError: No host is named, or fewer than `num_nodes`.
+    """
+
+    def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
+        super().__init__()
+        self._options: list[str] = []
+        self._python = sys.executable
+        hosts: list[str] = []
+        rest = list(words)
+        while rest:
+            word = rest.pop(0)
+            if word in ("--hostfile", "--python") and not rest:
+                raise ArgumentError(f"engine={shlex.join(['ssh', *words])!r}: {word} needs a value")
+            if word == "--hostfile":
+                hosts += _hosts_in(rest.pop(0))
+            elif word == "--python":
+                self._python = rest.pop(0)
+            elif word.startswith("-"):
+                self._options += [word] if len(word) > 2 or not rest else [word, rest.pop(0)]
+            else:
+                hosts.append(word)
+        if not hosts:
+            raise ArgumentError(f"engine={shlex.join(['ssh', *words])!r}: name the hosts, as in engine='ssh gpu1 gpu2'")
+        if num_nodes is not None and num_nodes > len(hosts):
+            raise ArgumentError(f"num_nodes={num_nodes}, but engine='ssh …' names {len(hosts)} hosts")
+        self._hosts = hosts[: num_nodes or len(hosts)]
+        self.name = f"ssh {' '.join(self._hosts)}"
+        self.count = len(self._hosts)
+
+    def addresses(self) -> Sequence[str]:
+        """Return what ssh connects to."""
+        if shutil.which("ssh") is None:
+            raise StartError("engine='ssh': there is no `ssh` on the PATH: install OpenSSH's client")
+        return [self._address_of(host) for host in self._hosts]
+
+    def _address_of(self, host: str) -> str:
+        asked = subprocess.run(
+            ["ssh", *self._options, "-G", host], capture_output=True, text=True, timeout=timeouts.PROGRAM_TIMEOUT_S
+        )
+        if asked.returncode:
+            raise StartError(f"ssh {host}: {asked.stderr.strip()}")
+        lines = dict(line.partition(" ")[::2] for line in asked.stdout.splitlines())
+        return lines.get("hostname", host)
+
+    def start(self, boot: Boot) -> None:
+        """Run ssh for each host."""
+        self.run(
+            [
+                Command(number, host, ["ssh", *self._options, *_OPTIONS, host, self._python, "-m", AGENT])
+                for number, host in enumerate(self._hosts)
+            ],
+            boot,
+        )
+
+    def state(self) -> str:
+        """Return an empty string: hosts have no queue."""
+        return ""
+
+
+def _hosts_in(path: str) -> list[str]:
+    """Return the hosts of a hostfile: the first word of each line, without slots and comments."""
+    try:
+        lines = Path(path).expanduser().read_text().splitlines()
+    except OSError as error:
+        raise ArgumentError(f"engine='ssh --hostfile {path}': {error.strerror}") from error
+    return [line.split()[0] for line in (line.partition("#")[0].strip() for line in lines) if line]
