@@ -11,6 +11,7 @@ An exception of the user's function is not wrapped: it is raised in the notebook
     ├── LaunchTimeoutError (TimeoutError) the launch exceeded ``timeout``
     └── RankError (RuntimeError)          a rank failed without a user exception to raise
         ├── RankDiedError                 killed by a signal, or exited early (even with status 0)
+        │   └── NodeLostError             its node is lost: power, network, or the agent
         ├── RankLostError                 the reaper died, and its ranks with it
         ├── RankRaisedError               its exception could not be sent, or is SystemExit; this one has its text
         ├── ResultError                   its return value could not be sent
@@ -100,6 +101,10 @@ class RankDiedError(RankError):
     """
 
     returncode: int = 0
+
+
+class NodeLostError(RankDiedError):
+    """The node of a rank is lost, and every rank there with it."""
 
 
 class RankLostError(RankError):

@@ -297,16 +297,26 @@ class Agent:
         self._outbox.put(answer)
 
 
+def _hush_nameless(address: str) -> None:
+    """Let torch not warn in each rank that an address has no name, as in many clusters."""
+    try:
+        socket.gethostbyaddr(address)
+    except OSError:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def main() -> NoReturn:
     """Run an agent until its end; the process's main function."""
     boot = Boot(**json.loads(sys.stdin.readline()))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):  # Slurm keeps a node while anything holds a task's stdout
         os.dup2(null, fd)
-    engine = LocalEngine()
-    engine.warm_up()
     kernel = urlsplit(boot.endpoint).hostname or ""
     address = address_towards(kernel)
+    _hush_nameless(address)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for all below: Slurm sends it to every process of the node
+    engine = LocalEngine()
+    engine.warm_up()
     machine = replace(this_machine(), name=socket.gethostname(), address=address, interface=interface_of(address))
     Agent(boot, machine, engine).run()
     os._exit(0)  # threads of libraries must not keep the node

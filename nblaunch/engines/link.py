@@ -16,15 +16,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
-from nblaunch.engines.outbox import Message, Outbox
+from nblaunch.engines.outbox import Message, Outbox, encoded
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.network import address_towards
-from nblaunch.wire.delivery import Delivery, Parts
+from nblaunch.wire.delivery import Delivery, Part, Parts
 from nblaunch.wire.link_messages import Boot, Clock, Joined, Leave, Versions
 
 _log = logging.getLogger(__name__)
@@ -51,6 +53,10 @@ class Peer:
     """Of the measurement that `offset_ns` comes from; the shortest is the most precise."""
     has_joined: bool = False
     is_lost: bool = False
+    connection: int = -1
+    """The descriptor of its connection; -1: not known."""
+    gone_at: float | None = None
+    """When its connection was closed; None if it is open."""
 
     @classmethod
     def of(cls, identity: bytes) -> Peer:
@@ -66,7 +72,7 @@ class Link:
         address: The address to listen on.
         on_join: Called with a new agent, its versions, and its message. In the thread of the link, as the others.
         on_message: Called with each message of an agent that has joined, and the bytes beside it.
-        on_lost: Called once if an agent has been silent for too long.
+        on_lost: Called once if an agent is gone, or has been silent for too long, with the reason.
 
     Raises:
         StartError: The address cannot be listened on.
@@ -77,7 +83,7 @@ class Link:
         address: str,
         on_join: Callable[[Peer, Versions, Joined | None], None],
         on_message: Callable[[Peer, object, Parts], None],
-        on_lost: Callable[[Peer], None],
+        on_lost: Callable[[Peer, str], None],
     ) -> None:
         self._on_join, self._on_message, self._on_lost = on_join, on_message, on_lost
         self._peers: dict[bytes, Peer] = {}
@@ -93,6 +99,7 @@ class Link:
             self._zap = self._context.socket(zmq.REP)
             self._zap.bind("inproc://zeromq.zap.01")  # where libzmq asks about each connection, before any message
             self._socket = self._listening(secret, public, address)
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise StartError(
@@ -153,7 +160,7 @@ class Link:
     # -------------------------------------------------------------- the thread
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._zap, self._wake_read):
+        for source in (self._socket, self._zap, self._monitor, self._wake_read):
             poller.register(source, zmq.POLLIN)
         beat_at = woken_at = time.monotonic()
         try:
@@ -162,6 +169,9 @@ class Link:
                 was_away = time.monotonic() - woken_at > timeouts.LINK_AWAY_S
                 if self._zap in ready:
                     self._authenticate()
+                while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                    event: Any = recv_monitor_message(self._monitor)
+                    self._note_closed(event["value"])
                 if self._wake_read in ready:
                     os.read(self._wake_read, 4096)
                 while self._requests:
@@ -190,22 +200,33 @@ class Link:
         status = (b"200", b"OK") if is_ours else (b"400", b"")
         self._zap.send_multipart([version, request, *status, b"", b""])
 
+    def _note_closed(self, connection: int) -> None:
+        for peer in self._peers.values():
+            if peer.connection == connection:
+                peer.connection, peer.gone_at = -1, time.monotonic()
+
     def _receive(self) -> None:
         """Read what has arrived, for a while: what is to be sent waits meanwhile."""
         until = time.monotonic() + timeouts.LINK_POLL_S
         while time.monotonic() < until:
             try:
-                identity, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            identity, *parts = frames[0].bytes, *(frame.buffer for frame in frames[1:])
             peer = self._peers.get(identity) or self._peers.setdefault(identity, Peer.of(identity))
             peer.heard_at = time.monotonic()
+            if peer.connection < 0:
+                peer.connection, peer.gone_at = frames[-1].get(zmq.SRCFD), None
             try:
                 self._take(peer, parts)
             except Exception:  # noqa: BLE001  # a message of one agent must not end the link to the others
                 _log.exception("nblaunch: a message of a node could not be read")
 
-    def _take(self, peer: Peer, parts: Sequence[bytes]) -> None:
+    def _take(self, peer: Peer, parts: Sequence[Part]) -> None:
+        if peer.is_lost:  # its ranks are given up
+            self._send(peer, peer.delivery.wrap(encoded(Leave())))
+            return
         if parts and parts[0] == JOIN:
             self._join(peer, parts)
             return
@@ -222,11 +243,11 @@ class Link:
         if peer.delivery.owes_confirmation:
             self._send(peer, peer.delivery.confirmation())
 
-    def _join(self, peer: Peer, parts: Sequence[bytes]) -> None:
+    def _join(self, peer: Peer, parts: Sequence[Part]) -> None:
         if peer.has_joined:
             return
         peer.has_joined = True
-        versions = Versions(**json.loads(parts[1]))
+        versions = Versions(**json.loads(bytes(parts[1])))
         self._on_join(peer, versions, pickle.loads(parts[2]))
         for _ in range(CLOCK_QUESTIONS):
             peer.outbox.put(Clock(time.monotonic_ns()))
@@ -247,10 +268,11 @@ class Link:
             else:
                 self._send(peer, peer.delivery.confirmation())
             if was_away:
-                peer.heard_at = now
-            if peer.has_joined and now - peer.heard_at > timeouts.NODE_LOST_S:
+                peer.heard_at, peer.gone_at = now, None if peer.gone_at is None else now
+            reason = _reason(peer, now)
+            if peer.has_joined and reason:
                 peer.is_lost = True
-                self._on_lost(peer)
+                self._on_lost(peer, reason)
 
     def _flush(self, peer: Peer) -> None:
         for parts in peer.outbox.due():
@@ -258,6 +280,15 @@ class Link:
 
     def _send(self, peer: Peer, parts: Parts) -> None:
         self._socket.send_multipart([peer.identity, *parts], zmq.NOBLOCK, copy=True)
+
+
+def _reason(peer: Peer, now: float) -> str:
+    """Return why an agent counts as lost; empty if it does not."""
+    if peer.gone_at is not None and now - peer.gone_at > timeouts.NODE_GONE_S:
+        return "its agent was killed, or its network was cut"
+    if now - peer.heard_at > timeouts.NODE_LOST_S:
+        return f"it has given no sign of life for {timeouts.NODE_LOST_S:.0f} s"
+    return ""
 
 
 def heartbeats(socket: zmq.Socket[bytes]) -> None:

@@ -84,6 +84,8 @@ class NodeEngine:
     def _held(self, show: Callable[[str], None]) -> list[Machine]:
         with self._lock:
             if self._nodes is not None and not self._nodes.is_whole:
+                if self._nodes.has_groups:
+                    raise StartError(f"{self._lost()}; launches or sessions still run on the others: end them first")
                 self._release()
             if self._nodes is None:
                 self._start(show)
@@ -123,6 +125,10 @@ class NodeEngine:
             f"{timeouts.NODES_START_TIMEOUT_S:.0f} s ({joined}). Can they reach {nodes.boot.endpoint}? "
             "NBLAUNCH_ADDRESS chooses another address of this machine"
         )
+
+    def _lost(self) -> str:
+        assert self._nodes is not None
+        return "; ".join(f"node {node.machine.name} is lost: {node.lost}" for node in self._nodes.joined if node.lost)
 
     def _release(self) -> None:
         nodes, self._nodes = self._nodes, None

@@ -287,7 +287,7 @@ class NodeWorkers:
             self._stuck += event.stuck
             self._end(node)
         else:  # its reaper is dead
-            self._exit_all(node, f"{self._used[node].machine.name}: what supervises the ranks there was killed")
+            self._exit_all(node, "the process that supervises its ranks was killed", time.monotonic())
             self._end(node)
 
     def _in_our_clock(self, node: int, message: Any) -> Any:
@@ -300,7 +300,7 @@ class NodeWorkers:
         """See `nodes.NodeGroup`."""
         if node >= len(self._used):
             return
-        self._exit_all(node, reason)
+        self._exit_all(node, reason, self._used[node].peer.heard_at)
         self._end(node)
         with self._changed:
             self._changed.notify_all()
@@ -309,12 +309,16 @@ class NodeWorkers:
         """See `nodes.NodeGroup`."""
         self._add(NodeLeaving(reason))
 
-    def _exit_all(self, node: int, reason: str) -> None:
-        for rank in self._order.ranks[node]:
+    def _exit_all(self, node: int, reason: str, since: float) -> None:
+        """Report the exit of every rank of a node at its last sign of life: before the errors that follow from it."""
+        ranks = self._order.ranks[node]
+        verb = "is" if len(ranks) == 1 else "are"
+        said = f"{_ranks_in_words(ranks)} {verb} lost with node {self._used[node].machine.name}: {reason}"
+        for rank in ranks:
             worker = self._workers.get(rank)
             if worker is not None and not worker.has_exited:
                 worker.has_exited, worker.is_open = True, False
-                self._add(RankExited(rank, -signal.SIGKILL, time.monotonic_ns(), lost=reason))
+                self._add(RankExited(rank, -signal.SIGKILL, int(since * 1e9), lost=said))
 
     def _end(self, node: int) -> None:
         self._over.add(node)
@@ -369,3 +373,7 @@ class NodeWorkers:
         self._selector.close()
         self._read.close()
         self._write.close()
+
+
+def _ranks_in_words(ranks: range) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"

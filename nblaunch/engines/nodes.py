@@ -147,6 +147,11 @@ class Nodes:
         """Pass on to a group what agents say of it."""
         self._groups[name] = group
 
+    @property
+    def has_groups(self) -> bool:
+        """Return True if a group runs, or a session has its ranks here."""
+        return bool(self._groups)
+
     def remove(self, name: str) -> None:
         """End that."""
         self._groups.pop(name, None)
@@ -231,12 +236,12 @@ class Nodes:
         """Return the descriptors of a parcel that has arrived; the caller closes them."""
         return [self._blobs.take(blob.key) for blob in parcel]
 
-    def _lose(self, peer: Peer) -> None:
+    def _lose(self, peer: Peer, reason: str) -> None:
         node = self._by_peer.get(peer.identity)
         if node is None:
             return
         with self._changed:
-            node.lost = f"{node.machine.name} has given no sign of life for {timeouts.NODE_LOST_S:.0f} s"
+            node.lost = reason
             self._changed.notify_all()
         for group in list(self._groups.values()):
             group.lose(node.index, node.lost)

@@ -79,6 +79,8 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
             f"{name} took longer than timeout={job.plan.timeout:g} s and was stopped."
             f"{_places(task)}Logs: {attempt.files.directory}"
         )
+    if task.taken_back:
+        return LaunchStoppedError(f"{task.taken_back}, so {name} was stopped. Logs: {attempt.files.directory}")
     return LaunchStoppedError(
         f"{name} was stopped after {seconds:.1f} s{_incomplete(task)}. Logs: {attempt.files.directory}"
     )

@@ -15,6 +15,7 @@ from typing import Any
 from nblaunch.engines.protocol import Log
 from nblaunch.errors import (
     CollectiveError,
+    NodeLostError,
     RankDiedError,
     RankError,
     RankLostError,
@@ -178,6 +179,9 @@ def _left(failed: Failed, account: Account) -> RankError:
 
 
 def _died(end: RankEnd, account: Account) -> RankDiedError:
+    if end.exited is not None and end.exited.lost:
+        text = f"{end.exited.lost}. Log so far: {account.files.err(end.rank)}"
+        return NodeLostError(text, end.rank, account.files.err(end.rank))
     error = RankDiedError(_how_it_ended(end, account), end.rank, account.files.err(end.rank))
     error.returncode = end.exited.returncode if end.exited is not None else 0
     return error
@@ -203,6 +207,8 @@ def fate(end: RankEnd, sources: Mapping[str, Source]) -> str:
         code = end.exited.returncode if end.exited is not None else 0
         if end.done is not None:
             return ""
+        if end.exited is not None and end.exited.lost:
+            return "is lost with its node"
         return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
     where, _ = _users_line(_labelled(end.failed.traceback, sources))
     said = f"has raised {end.failed.type_name}: {first_line(end.failed.text)}"
@@ -214,6 +220,8 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
     when = f"{'after' if end.done is not None else 'before'} {account.name} returned"
     if end.exited is None:
         return f"rank {end.rank} was killed {when}, with the process that supervises it. Log: {log}"
+    if end.exited.lost:
+        return f"{end.exited.lost} {when}. Log so far: {log}"
     code = end.exited.returncode
     if code < 0:
         name = _signal_name(-code)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, Received
+from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
 from nblaunch.launch import failures
 from nblaunch.launch.abandoned import AbandonedRanks
 from nblaunch.launch.commands import Commands
@@ -36,7 +36,6 @@ from nblaunch.wire.session_messages import Names
 
 Phase = Literal["running", "returned", "failed", "stopping", "ended"]
 """``returned``: every rank has, and may still have threads. ``failed``: one has, and the others are stopped soon."""
-
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +89,8 @@ class Task:
         self.stacks = Stacks(lambda rank: group.members[rank].worker.stacks, sources, commands, view)
         self.abandoned: tuple[int, int] | None = None
         """A rank that waited in a collective, and one that had returned, if that has ended the task."""
+        self.taken_back = ""
+        """Why a node, and the task with it, is being taken back; empty if none is."""
         self.waited_long = False
         """That a collective has made no progress for `timeouts.COLLECTIVE_TIMEOUT_S` has ended the task."""
         self._watches_stuck = joins
@@ -162,6 +163,10 @@ class Task:
             self._note_failure(self.ranks[event.rank])
         elif isinstance(event, NotStarted):
             self._stop_within(timeouts.PEER_FAILURE_WAIT_S)
+        elif isinstance(event, NodeLeaving) and not self.taken_back:
+            self.taken_back = event.reason
+            self.view.on(Note(f"{event.reason}: stopping the ranks, which have up to {self.stop_grace:g} s"))
+            self._stop_within(0.0)
 
     def _receive(self, rank: Rank, message: object, parcel: Descriptors) -> None:
         if getattr(message, "task", None) != self.number:  # a late message of an earlier task

@@ -73,6 +73,8 @@ LINK_CLOSE_S = 1.0
 """For the last messages of a link to be sent."""
 NODE_LOST_S = 6.0
 """Of an agent's silence before its node counts as lost."""
+NODE_GONE_S = 1.5
+"""After the end of an agent's connection without another one before its node counts as lost."""
 KERNEL_LOST_S = 10.0
 """Without a connection to the kernel before an agent kills its ranks and exits."""
 PROGRAM_TIMEOUT_S = 20.0

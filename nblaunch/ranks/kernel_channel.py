@@ -55,7 +55,9 @@ class KernelChannel:
         self._arriving: queue.SimpleQueue[tuple[Task, list[int]] | None] = queue.SimpleQueue()
         self._main = threading.main_thread().ident or 0
         signal.signal(signal.SIGINT, self._on_interrupt)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        is_ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        # Slurm sends SIGTERM to all processes of a node that it takes back, and agents ignore it for their children.
+        signal.signal(signal.SIGTERM, self._on_interrupt if is_ignored else signal.SIG_DFL)
         _thread.start_new_thread(self._read, ())  # `threading` must list the user's threads only
 
     @property

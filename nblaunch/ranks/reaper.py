@@ -62,7 +62,8 @@ def run(
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:  # below an agent, which decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     processes.become_subreaper()
     processes.set_name("nblaunch-reaper")
     processes.close_all_but([control.fileno()])
