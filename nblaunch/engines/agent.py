@@ -181,7 +181,10 @@ class Agent:
                 for again in self._delivery.again():
                     self._send(again)
             elif kind == "new":
-                self._take(pickle.loads(parts[1]), parts[2:])
+                try:
+                    self._take(pickle.loads(parts[1]), parts[2:])
+                except Exception:  # noqa: BLE001  # one group must not end the others
+                    _log.exception("nblaunch: a message of the kernel failed")
             if self._delivery.owes_confirmation:
                 self._send(self._delivery.confirmation())
 
@@ -196,6 +199,7 @@ class Agent:
                 self._lost_at = None if is_connected else self._lost_at or time.monotonic()
             lost_at = self._lost_at
             if lost_at is not None and time.monotonic() - lost_at > timeouts.KERNEL_LOST_S:
+                os.write(2, f"no connection to {self._boot.endpoint} for {timeouts.KERNEL_LOST_S:.0f} s\n".encode())
                 os._exit(1)  # the fork servers and reapers see it, and kill every rank
 
     def _again(self) -> None:

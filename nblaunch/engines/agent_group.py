@@ -62,6 +62,8 @@ class AgentGroup:
         self.has_started = self.is_over = False
         self._ranks, self._files, self._outbox, self._blobs = ranks, files, outbox, blobs
         self._by_rank: dict[int, LocalWorker] = {}
+        self._early: list[ToGroup] = []
+        """Messages that came before `Start`."""
         self._waiting: list[SendTasks] = []
         """Tasks whose blobs are on their way."""
         self._interrupts: dict[int, int] = {}
@@ -82,9 +84,14 @@ class AgentGroup:
 
     # -------------------------------------------------------------- from the kernel
     def take(self, message: ToGroup) -> None:
-        """Do what the kernel asks."""
+        """Do what the kernel asks, once the ranks are started: urgent messages overtake the one that starts them."""
+        if not (self.has_started or isinstance(message, Start)):
+            self._early.append(message)
+            return
         try:
             self._obey(message)
+            while self._early:
+                self._obey(self._early.pop(0))
         except StartError as error:
             self._send([(FromGroup(self.group, NotStarted(getattr(message, "rank", -1), str(error))), ())])
 

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import zmq
 from zmq.utils import z85
@@ -169,9 +168,8 @@ class Link:
                 was_away = time.monotonic() - woken_at > timeouts.LINK_AWAY_S
                 if self._zap in ready:
                     self._authenticate()
-                while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                    event: Any = recv_monitor_message(self._monitor)
-                    self._note_closed(event["value"])
+                while self._monitor.poll(0):
+                    self._note_closed(recv_monitor_message(self._monitor)["value"])
                 if self._wake_read in ready:
                     os.read(self._wake_read, 4096)
                 while self._requests:

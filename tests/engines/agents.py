@@ -1,0 +1,40 @@
+"""A starter for tests: agents on the machines of a `Cluster`, with no Slurm, Ray or ssh between."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from nblaunch.engines.command_starter import Command, CommandStarter
+from nblaunch.wire.link_messages import Boot
+from tests.conftest import MARK
+from tests.engines.machines import Machine
+
+
+class MachineStarter(CommandStarter):
+    """A `node_engine.Starter` over these machines."""
+
+    name = "machines"
+
+    def __init__(self, machines: Sequence[Machine]) -> None:
+        super().__init__()
+        self._machines, self.count = machines, len(machines)
+        self.queue = ""
+        """What `state` returns."""
+
+    def addresses(self) -> Sequence[str]:
+        return [machine.address for machine in self._machines]
+
+    def start(self, boot: Boot) -> None:
+        env = ["env", f"{MARK}={os.environ.get(MARK, '')}", "TMPDIR=/tmp"]
+        self.run(
+            [
+                Command(n, machine.name, machine.inside(*env, sys.executable, "-m", "nblaunch.engines.agent"))
+                for n, machine in enumerate(self._machines)
+            ],
+            boot,
+        )
+
+    def state(self) -> str:
+        return self.queue

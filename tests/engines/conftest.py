@@ -1,0 +1,85 @@
+"""Machines for the tests of engines, each cluster once for all of them. Where they cannot be made, the tests fail."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from nblaunch import notebook_launcher
+from nblaunch.engines import current
+from nblaunch.engines.generations import servers
+from nblaunch.engines.node_engine import NodeEngine
+from nblaunch.engines.rendezvous import Rendezvous
+from tests.engines.agents import MachineStarter
+from tests.engines.machines import Cluster
+
+NODES = ("machines", 2)
+"""The name of an engine that only tests have."""
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Two machines."""
+    with Rendezvous(1):  # libuv keeps a pipe in this process
+        pass
+    made = Cluster(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def held(cluster: Cluster) -> Iterator[NodeEngine]:
+    """Both machines as an engine, whose agents stay for all tests."""
+    engine = NodeEngine(MachineStarter(cluster.machines))
+    engine.machines(print)
+    yield engine
+    engine.stop()
+    cluster.settle()
+
+
+@pytest.fixture
+def nodes(held: NodeEngine, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments that choose the two machines. Their agents are started again if a test before has lost one."""
+    monkeypatch.setattr(current, "KINDS", (*current.KINDS, NODES[0]))
+    monkeypatch.setitem(current._held, NODES, held)
+    held.machines(print)
+    return {"engine": NODES[0], "num_nodes": NODES[1]}
+
+
+@pytest.fixture
+def launch(nodes: dict[str, Any]) -> Callable[..., Any]:
+    """`notebook_launcher` of one rank on each machine, which shows nothing."""
+    return functools.partial(notebook_launcher, **nodes, view="none")
+
+
+@pytest.fixture(scope="session")
+def weak_cluster() -> Iterator[Cluster]:
+    """Two more machines, which tests cut off and kill."""
+    made = Cluster(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def alone(weak_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The arguments that choose them, with agents of the test's own."""
+    engine = NodeEngine(MachineStarter(weak_cluster.machines))
+    monkeypatch.setattr(current, "KINDS", (*current.KINDS, NODES[0]))
+    monkeypatch.setitem(current._held, NODES, engine)
+    yield {"engine": NODES[0], "num_nodes": NODES[1]}
+    engine.stop()
+    weak_cluster.settle()
+
+
+@pytest.fixture
+def launch_alone(alone: dict[str, Any]) -> Callable[..., Any]:
+    """`launch` on them."""
+    return functools.partial(notebook_launcher, **alone, view="none")
+
+
+@pytest.fixture
+def _warm() -> None:
+    servers.stop()

@@ -1,0 +1,155 @@
+"""Machines for tests: network namespaces on a bridge, each with a host name, processes and a /tmp of its own.
+
+This process is on the bridge too, as the notebook's machine. Names do not resolve, as in many clusters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.conftest import eventually
+
+_numbers = itertools.count()
+_PROGRAMS = ("unshare", "nsenter", "ip", "tc")
+
+
+class Machine:
+    """One machine. `close` ends every process in it.
+
+    Args:
+        cluster: The bridge that it is plugged into.
+        number: From 1; the end of its address.
+    """
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.name, self.address = f"n{number}", f"{cluster.network}.{number}"
+        self._port = f"{cluster.bridge}p{number}"
+        script = f"hostname {self.name}; mount -t tmpfs tmpfs /tmp; ip link set lo up; echo up; {_INIT}"
+        self._process = subprocess.Popen(
+            ["unshare", "-npum", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"up\n", "namespaces are not permitted here: run as root"
+        self._process.stdout.close()
+        children = _children(self._process.pid)
+        assert len(children) == 1
+        self.init = str(children[0])
+        _run("ip", "link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", self.init)
+        _run("ip", "link", "set", self._port, "master", cluster.bridge, "up")
+        self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
+        self.run("ip", "link", "set", "eth0", "up")
+
+    def inside(self, *command: str) -> list[str]:
+        """Return the command that runs another one in this machine."""
+        return ["nsenter", "-t", self.init, "-n", "-u", "-p", "-m", *command]
+
+    def popen(self, *command: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a command here; the caller ends it."""
+        return subprocess.Popen(self.inside(*command), **options)
+
+    def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
+        """Run a command here and return what it prints."""
+        return _run(*self.inside(*command), env=env)
+
+    def cut(self) -> None:
+        """Pull the cable: what is sent from now on is lost, in both directions, and no connection is closed."""
+        _run("ip", "link", "set", self._port, "down")
+
+    def restore(self) -> None:
+        """Plug the cable in again."""
+        _run("ip", "link", "set", self._port, "up")
+
+    def slow(self, kilobits: int) -> None:
+        """Limit what the machine receives, to so many kilobits a second; 0: no limit."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # there was none
+            _run("tc", "qdisc", "del", "dev", self._port, "root")
+        if kilobits:
+            limit = f"{kilobits}kbit"
+            _run("tc", "qdisc", "add", "dev", self._port, "root", "tbf", "rate", limit, "burst", "32k", "latency", "1s")
+
+    def processes(self, containing: str) -> list[int]:
+        """Return the pids here, of this machine's own numbering, of processes whose command contains a text."""
+        lines = self.run("ps", "-eo", "pid,stat,args").splitlines()[1:]
+        words = [line.split(maxsplit=2) for line in lines]
+        return [int(pid) for pid, state, args in words if containing in args and not state.startswith("Z")]
+
+    def python(self) -> list[int]:
+        """Return the pids of every Python process here."""
+        return self.processes(os.path.basename(sys.executable)) + self.processes("nblaunch-")
+
+    def kill(self, *pids: int) -> None:
+        """SIGKILL."""
+        self.run("kill", "-9", *map(str, pids))
+
+    def close(self) -> None:
+        """End every process here."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Cluster:
+    """A bridge, and machines on it.
+
+    Args:
+        count: The number of machines.
+    """
+
+    def __init__(self, count: int) -> None:
+        for program in _PROGRAMS:
+            assert any(os.access(f"{folder}/{program}", os.X_OK) for folder in _PATH), f"there is no {program}"
+        number = (os.getpid() + 7919 * next(_numbers)) % 10_000  # other workers have clusters of their own
+        self.network, self.bridge = f"10.{77 + number // 250}.{number % 250}", f"nbl{number}"
+        self.machines: list[Machine] = []
+        try:
+            _run("ip", "link", "add", self.bridge, "type", "bridge")
+            _run("ip", "addr", "add", f"{self.network}.254/24", "dev", self.bridge)
+            _run("ip", "link", "set", self.bridge, "up")
+            for number in range(1, count + 1):
+                self.machines.append(Machine(self, number))
+        except BaseException:
+            self.close()
+            raise
+
+    def __getitem__(self, number: int) -> Machine:
+        return self.machines[number]
+
+    def settle(self) -> None:
+        """Wait until no machine has a Python process."""
+        eventually(lambda: not any(machine.python() for machine in self.machines), 30, self._left)
+
+    def _left(self) -> str:
+        return "; ".join(f"{machine.name}: {machine.run('ps', '-ef')}" for machine in self.machines if machine.python())
+
+    def close(self) -> None:
+        """End every machine, and unplug this process."""
+        for machine in self.machines:
+            machine.close()
+        with contextlib.suppress(subprocess.CalledProcessError):  # it was never made
+            _run("ip", "link", "del", self.bridge)
+
+
+_PATH = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
+_INIT = "sleep infinity & wait"
+"""PID 1: a shell that waits collects the processes that it adopts."""
+
+
+def _run(*command: str, env: Mapping[str, str] | None = None) -> str:
+    path = ":".join(dict.fromkeys([*os.environ["PATH"].split(":"), *_PATH]))
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {}), "PATH": path})
+    assert done.returncode == 0 or "qdisc" in command, f"{command}: {done.stderr}"
+    done.check_returncode()
+    return done.stdout
+
+
+def _children(pid: int) -> Sequence[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]

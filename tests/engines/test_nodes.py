@@ -1,0 +1,113 @@
+"""Launches over two machines: the same as on one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nblaunch
+from nblaunch.errors import LaunchStoppedError, RankDiedError
+from nblaunch.wire.messages import Cell
+from tests.conftest import eventually
+from tests.engines.machines import Cluster
+
+Launcher = Callable[..., Any]
+
+
+def placed() -> tuple[str, dict[str, str], list[float]]:
+    total = torch.ones(2) * dist.get_rank()
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR")
+    return socket.gethostname(), {name: os.environ[name] for name in names}, total.tolist()
+
+
+def test_ranks_are_placed_node_by_node_with_torchruns_variables(launch: Launcher, cluster: Cluster) -> None:
+    result = launch(placed, num_processes=2)
+    assert [host for host, _, _ in result] == ["n1", "n1", "n2", "n2"]
+    assert [env["LOCAL_RANK"] for _, env, _ in result] == ["0", "1", "0", "1"]
+    assert [env["GROUP_RANK"] for _, env, _ in result] == ["0", "0", "1", "1"]
+    assert (
+        {env["LOCAL_WORLD_SIZE"] for _, env, _ in result} == {env["GROUP_WORLD_SIZE"] for _, env, _ in result} == {"2"}
+    )
+    assert {env["MASTER_ADDR"] for _, env, _ in result} == {cluster[0].address}
+    assert [total for _, _, total in result] == [[6.0, 6.0]] * 4
+
+
+def test_a_users_exception_comes_back_as_itself(launch: Launcher) -> None:
+    def fail(rank: int) -> None:
+        if rank == 1:
+            raise LookupError("no such key")
+        dist.barrier()
+
+    with pytest.raises(LookupError, match="no such key") as caught:
+        launch(fail)
+    assert caught.value.rank == 1  # type: ignore[attr-defined]
+    assert "in fail" in str(caught.value.__cause__)
+
+
+def test_what_ranks_print_report_and_return_comes_back(launch: Launcher) -> None:
+    def work(rank: int) -> torch.Tensor:
+        for step in range(3):
+            nblaunch.report(step=step, loss=rank + step / 10)
+        print("a line of", rank)
+        return torch.full((300_000,), float(rank))
+
+    result = launch(work)
+    assert [log.text() for log in result.logs] == ["a line of 0\n", "a line of 1\n"]
+    assert [float(value.sum()) for value in result] == [0.0, 300_000.0]
+    assert len(result.metrics) == 6
+
+
+def test_a_flood_of_lines_arrives_whole(launch: Launcher) -> None:
+    def flood() -> None:
+        for number in range(100_000):
+            print(number)
+
+    result = launch(flood)
+    for log in result.logs:
+        assert log.text() == "".join(f"{number}\n" for number in range(100_000))
+
+
+def test_a_stop_lets_ranks_finish_on_every_node(launch: Launcher) -> None:
+    def work() -> None:
+        print("begun", flush=True)
+        try:
+            time.sleep(600)
+        finally:
+            print("saved")
+
+    running = launch(work, block=False)
+    eventually(lambda: running.stacks().keys() == {0, 1})
+    running.stop()
+    with pytest.raises(LaunchStoppedError) as caught:
+        running.result()
+    files = caught.value._nblaunch_files  # type: ignore[attr-defined]
+    assert [files.out(rank).read_text() for rank in (0, 1)] == ["begun\nsaved\n"] * 2
+
+
+def test_a_rank_that_is_killed_is_named(launch: Launcher) -> None:
+    def die(rank: int) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    with pytest.raises(RankDiedError, match=r"^rank 1 was killed by SIGKILL before"):
+        launch(die)
+
+
+def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
+    with nblaunch.session(1, **nodes) as kept:
+        kept.push(weights=torch.ones(3))
+        kept.run_cell(
+            Cell("import torch.distributed as dist\ndist.all_reduce(weights)", "<a cell>", "a cell"), [], view="none"
+        )
+        assert [value.tolist() for value in kept.pull("weights")] == [[2.0] * 3] * 2
+        assert list(kept.pull("__import__('socket').gethostname()")) == ["n1", "n2"]
