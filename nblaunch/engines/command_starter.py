@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot
 
+AGENT = "nblaunch.engines.agent"
+"""The module that commands run."""
 _LAST_BYTES = 2000
 """Of a command's stderr, in an error."""
 
@@ -28,6 +32,11 @@ class Command:
     name: str
     """For messages."""
     arguments: Sequence[str]
+
+
+def python_on_nodes() -> str:
+    """Return the Python that runs agents: ``NBLAUNCH_PYTHON``, else this one, by its path."""
+    return os.environ.get("NBLAUNCH_PYTHON") or sys.executable
 
 
 class CommandStarter:
@@ -62,7 +71,7 @@ class CommandStarter:
                     process.stdin.write(json.dumps(asdict(replace(boot, node=command.node))).encode() + b"\n")
                     process.stdin.close()
         except BaseException:
-            self.stop()
+            self.end(at_once=True)
             raise
 
     def problem(self) -> str:
@@ -83,8 +92,16 @@ class CommandStarter:
 
     def stop(self) -> None:
         """End the commands: their agents have been told to exit. Idempotent."""
+        self.end()
+
+    def end(self, *, at_once: bool = False) -> None:
+        """End the commands.
+
+        Args:
+            at_once: Whether no agent can exit by itself. Default: False.
+        """
         running, self._running = self._running, []
-        deadline = time.monotonic() + timeouts.AGENT_EXIT_TIMEOUT_S
+        deadline = time.monotonic() + (0.0 if at_once else timeouts.AGENT_EXIT_TIMEOUT_S)
         for _, process, errors in running:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,33 +1,132 @@
-"""Nodes by Slurm: one srun gets the nodes and starts an agent on each."""
+"""Nodes by Slurm: one srun gets the nodes, or uses those of the allocation that the notebook is in, and starts an
+agent on each.
+
+The keys go over srun's stdin, which Slurm passes to every task. Agents keep neither srun's stdin nor its stdout: what
+holds them would keep a node from being freed.
+"""
 
 from __future__ import annotations
 
+import os
+import secrets
+import shutil
+import subprocess
+import time
 from collections.abc import Sequence
 
-from nblaunch.engines.command_starter import CommandStarter
-from nblaunch.errors import StartError
+from nblaunch.engines.command_starter import AGENT, Command, CommandStarter, python_on_nodes
+from nblaunch.errors import ArgumentError, StartError
+from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot
+
+_OURS = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-K", "--kill-on-bad-exit", "-J", "--job-name")
+"""Options of srun that are not the user's."""
+_PROGRAMS = ("srun", "squeue", "scontrol")
+_MAX_ASKED = 16
+"""Nodes of a large cluster whose addresses are looked at."""
 
 
 class SlurmStarter(CommandStarter):
     """A `node_engine.Starter`.
 
     Args:
-        words: Options of srun.
-        num_nodes: The number of nodes.
+        words: Options of srun, such as ``--partition=gpu``, ``--time=1:00:00``, ``--gres=gpu:4``, ``--account=me``.
+        num_nodes: The number of nodes. Default: all of the allocation that the notebook is in, else 1.
+
+    Raises:
+        ArgumentError: An option is not the user's.
     """
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
         super().__init__()
-        self.name, self.count = "slurm", num_nodes or 1
+        for word in words:
+            option = word.partition("=")[0]
+            if option in _OURS or (word[:2] in _OURS and not word.startswith("--")):
+                instead = "use num_nodes= (--nodes)" if option in ("-N", "--nodes") else "nblaunch sets it"
+                raise ArgumentError(f"engine='slurm {' '.join(words)}': {option}: {instead}")
+        self._words = list(words)
+        self._allocation = "" if _names_job(words) else os.environ.get("SLURM_JOB_ID", "")
+        held = int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) if self._allocation else 0
+        self.count = num_nodes or held or 1
+        if self._allocation and self.count > held:
+            raise ArgumentError(
+                f"num_nodes={self.count}, but job {self._allocation}, which this notebook runs in, has {held}"
+            )
+        self._job_name = f"nblaunch-{secrets.token_hex(4)}"
+        self._job = self._allocation
+        self._state, self._asked_at, self._is_queued = "", 0.0, False
+
+    @property
+    def name(self) -> str:
+        """The job, once it is known."""
+        return f"slurm job {self._job}" if self._job else "slurm"
 
     def addresses(self) -> Sequence[str]:
-        """Return the nodes' addresses."""
-        raise StartError("engine='slurm' is not available yet")
+        """Return the addresses of the nodes, or of some that the job may get."""
+        missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+        if missing:
+            raise StartError(
+                f"engine='slurm': there is no `{missing[0]}` on the PATH: start the notebook where Slurm's commands work"
+            )
+        asked = os.environ.get("SLURM_JOB_NODELIST", "") if self._allocation else ""
+        lines = _answer("scontrol", "show", "node", "--oneliner", *([asked] if asked else [])).splitlines()
+        fields = [dict(word.partition("=")[::2] for word in line.split()) for line in lines]
+        up = [each for each in fields if not each.get("State", "").startswith("DOWN")] or fields
+        return [each["NodeAddr"] for each in up[:_MAX_ASKED]]
 
     def start(self, boot: Boot) -> None:
         """Run srun."""
+        within = ["--overlap", f"--jobid={self._allocation}"] if self._allocation else [f"--job-name={self._job_name}"]
+        nodes = [f"--nodes={self.count}", f"--ntasks={self.count}", "--ntasks-per-node=1"]
+        self._state, self._is_queued = "", not self._allocation
+        self.run(
+            [
+                Command(
+                    -1,
+                    "srun",
+                    ["srun", *within, *nodes, "--kill-on-bad-exit=0", *self._words, python_on_nodes(), "-m", AGENT],
+                )
+            ],
+            boot,
+        )
 
     def state(self) -> str:
-        """Return what the job waits for."""
-        return ""
+        """Return the job's place in the queue, and why it waits; empty once it has its nodes."""
+        if self._is_queued and time.monotonic() - self._asked_at > timeouts.QUEUE_POLL_S:
+            self._asked_at = time.monotonic()
+            self._ask()
+        return self._state
+
+    def _ask(self) -> None:
+        said = _answer("squeue", "--noheader", "--me", f"--name={self._job_name}", "--format=%i %T %r").split(
+            maxsplit=2
+        )
+        if len(said) < 3:  # not yet known, or it has ended: `problem` says so
+            return
+        self._job, state, reason = said[0], said[1], said[2].strip()
+        self._is_queued = state in ("PENDING", "CONFIGURING")
+        self._state = f"slurm job {self._job} is queued ({reason}); an interrupt cancels it" if self._is_queued else ""
+
+    def stop(self) -> None:
+        """End srun: at once if the job is still queued."""
+        self._state, self._job = "", self._allocation
+        self.end(at_once=self._is_queued)
+
+
+def _names_job(words: Sequence[str]) -> bool:
+    return any(word.startswith("--jobid") for word in words)
+
+
+def _answer(*command: str) -> str:
+    """Return what a program of Slurm prints.
+
+    Raises:
+        StartError: It fails.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeouts.PROGRAM_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StartError(f"engine='slurm': {error}") from error
+    if done.returncode:
+        raise StartError(f"engine='slurm': {command[0]} failed: {done.stderr.strip()}")
+    return done.stdout

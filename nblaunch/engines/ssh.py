@@ -8,16 +8,14 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nblaunch.engines.command_starter import Command, CommandStarter
+from nblaunch.engines.command_starter import AGENT, Command, CommandStarter, python_on_nodes
 from nblaunch.errors import ArgumentError, StartError
 from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot
 
-AGENT = "nblaunch.engines.agent"
 _OPTIONS = ("-o", "BatchMode=yes", "-T")
 """Ask for no password, and no terminal."""
 
@@ -27,7 +25,7 @@ class SshStarter(CommandStarter):
 
     Args:
         words: The hosts, as ssh knows them; options of ssh may come first, such as ``-F config``. ``--hostfile PATH``
-            names a file with a host on each line. ``--python PATH`` is the Python to start. Default: the notebook's.
+            names a file with a host on each line.
         num_nodes: The number of hosts to use. Default: all.
 
     Raises:
@@ -37,17 +35,14 @@ class SshStarter(CommandStarter):
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
         super().__init__()
         self._options: list[str] = []
-        self._python = sys.executable
         hosts: list[str] = []
         rest = list(words)
         while rest:
             word = rest.pop(0)
-            if word in ("--hostfile", "--python") and not rest:
+            if word == "--hostfile" and not rest:
                 raise ArgumentError(f"engine={shlex.join(['ssh', *words])!r}: {word} needs a value")
             if word == "--hostfile":
                 hosts += _hosts_in(rest.pop(0))
-            elif word == "--python":
-                self._python = rest.pop(0)
             elif word.startswith("-"):
                 self._options += [word] if len(word) > 2 or not rest else [word, rest.pop(0)]
             else:
@@ -79,7 +74,7 @@ class SshStarter(CommandStarter):
         """Run ssh for each host."""
         self.run(
             [
-                Command(number, host, ["ssh", *self._options, *_OPTIONS, host, self._python, "-m", AGENT])
+                Command(number, host, ["ssh", *self._options, *_OPTIONS, host, python_on_nodes(), "-m", AGENT])
                 for number, host in enumerate(self._hosts)
             ],
             boot,

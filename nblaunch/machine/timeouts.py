@@ -77,6 +77,8 @@ NODE_GONE_S = 1.5
 """After the end of an agent's connection without another one before its node counts as lost."""
 KERNEL_LOST_S = 10.0
 """Without a connection to the kernel before an agent kills its ranks and exits."""
+QUEUE_POLL_S = 1.0
+"""Between two questions about a queued job."""
 PROGRAM_TIMEOUT_S = 20.0
 """For a program of an engine to answer, such as squeue or ``ssh -G``."""
 NODES_START_TIMEOUT_S = 120.0

@@ -13,8 +13,10 @@ from nblaunch.engines import current
 from nblaunch.engines.generations import servers
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.rendezvous import Rendezvous
+from tests.conftest import eventually
 from tests.engines.agents import MachineStarter
 from tests.engines.machines import Cluster
+from tests.engines.slurm_cluster import SlurmCluster
 
 NODES = ("machines", 2)
 """The name of an engine that only tests have."""
@@ -83,3 +85,21 @@ def launch_alone(alone: dict[str, Any]) -> Callable[..., Any]:
 @pytest.fixture
 def _warm() -> None:
     servers.stop()
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(cluster: Cluster) -> Iterator[SlurmCluster]:
+    """A real Slurm over the two machines."""
+    made = SlurmCluster(cluster)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """The same, which this process uses; every node is free again after the test."""
+    for name, value in slurm_cluster.env.items():
+        monkeypatch.setenv(name, value)
+    yield slurm_cluster
+    current.release()
+    eventually(slurm_cluster.is_idle, 30, slurm_cluster.log)
