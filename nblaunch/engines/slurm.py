@@ -1,5 +1,4 @@
-"""Nodes by Slurm: one srun gets the nodes, or uses those of the allocation that the notebook is in, and starts an
-agent on each.
+"""Nodes by Slurm: one srun starts an agent on each, in a job of its own or in the notebook's own allocation.
 
 The keys go over srun's stdin, which Slurm passes to every task. Agents keep neither srun's stdin nor its stdout: what
 holds them would keep a node from being freed.
@@ -66,7 +65,7 @@ class SlurmStarter(CommandStarter):
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
         if missing:
             raise StartError(
-                f"engine='slurm': there is no `{missing[0]}` on the PATH: start the notebook where Slurm's commands work"
+                f"engine='slurm': there is no `{missing[0]}` on the PATH: start the notebook where Slurm's commands are"
             )
         asked = os.environ.get("SLURM_JOB_NODELIST", "") if self._allocation else ""
         lines = _answer("scontrol", "show", "node", "--oneliner", *([asked] if asked else [])).splitlines()
@@ -98,9 +97,8 @@ class SlurmStarter(CommandStarter):
         return self._state
 
     def _ask(self) -> None:
-        said = _answer("squeue", "--noheader", "--me", f"--name={self._job_name}", "--format=%i %T %r").split(
-            maxsplit=2
-        )
+        asked = _answer("squeue", "--noheader", "--me", f"--name={self._job_name}", "--format=%i %T %r")
+        said = asked.split(maxsplit=2)
         if len(said) < 3:  # not yet known, or it has ended: `problem` says so
             return
         self._job, state, reason = said[0], said[1], said[2].strip()

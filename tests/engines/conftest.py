@@ -102,4 +102,5 @@ def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Itera
         monkeypatch.setenv(name, value)
     yield slurm_cluster
     current.release()
+    slurm_cluster.run("scancel", "--user=root")
     eventually(slurm_cluster.is_idle, 30, slurm_cluster.log)

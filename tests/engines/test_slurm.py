@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
-from nblaunch import notebook_launcher
+import nblaunch
 from nblaunch.engines import current
+from nblaunch.errors import ArgumentError, LaunchStoppedError, NodeLostError, StartError
 from tests.conftest import eventually
 from tests.engines.slurm_cluster import SlurmCluster
 
-ENGINE: dict[str, Any] = {"engine": "slurm", "num_nodes": 2, "view": "none"}
+
+def launch(function: Callable[..., Any], **options: Any) -> Any:
+    chosen: dict[str, Any] = {"engine": "slurm", "num_nodes": 2, "view": "none", **options}
+    return nblaunch.notebook_launcher(function, **chosen)
 
 
 def hosts() -> tuple[str, list[str]]:
@@ -22,15 +31,101 @@ def hosts() -> tuple[str, list[str]]:
     return socket.gethostname(), [name for name in os.environ if name.startswith(("SLURM_NTASKS", "SLURM_PROCID"))]
 
 
+def work() -> None:
+    print("begun", flush=True)
+    try:
+        time.sleep(600)
+    finally:
+        time.sleep(0.5)
+        print("saved")
+
+
+def have_begun() -> bool:
+    """Return True if both ranks have printed."""
+    logs = Path(os.environ["NBLAUNCH_STATE_DIR"]).glob("*/rank*.out")
+    return [log.read_text() for log in logs] == ["begun\n"] * 2
+
+
+def jobs(slurm: SlurmCluster) -> list[list[str]]:
+    """The id, state and reason of each job."""
+    return [line.split(maxsplit=2) for line in slurm.run("squeue", "-h", "-o", "%i %T %r").splitlines()]
+
+
 def test_ranks_run_on_the_nodes_that_slurm_gives(slurm: SlurmCluster) -> None:
-    result = notebook_launcher(hosts, num_processes=2, **ENGINE)
-    assert list(result) == [("n1", []), ("n1", []), ("n2", []), ("n2", [])]
-    (job,) = slurm.run("squeue", "-h", "-o", "%i %j %D").splitlines()
-    assert job.split()[1].startswith("nblaunch-")
-    assert job.split()[2] == "2"
-    assert current.status()[-1] == f"slurm job {job.split()[0]}: n1, n2"
-    begin = time.monotonic()
-    notebook_launcher(hosts, **ENGINE)
-    assert time.monotonic() - begin < 10  # the nodes are held
-    assert len(current.release()) == 1
+    assert list(launch(hosts, num_processes=2)) == [("n1", []), ("n1", []), ("n2", []), ("n2", [])]
+    ((job, state, _),) = jobs(slurm)
+    assert state == "RUNNING"
+    assert current.status()[-1] == f"slurm job {job}: n1, n2"
+    list(launch(hosts))
+    assert [each[0] for each in jobs(slurm)] == [job]  # the nodes are held
+    assert current.release() == [f"slurm job {job}: n1, n2"]
     eventually(slurm.is_idle, 20, slurm.log)
+
+
+def test_the_notebooks_own_allocation_is_used(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm.run("salloc", "-N2", "--no-shell", "-Jmine")
+    (job,) = [each[0] for each in jobs(slurm)]
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert [host for host, _ in launch(hosts, engine="auto", num_nodes=None)] == ["n1", "n2"]
+    assert [each[0] for each in jobs(slurm)] == [job]
+    with pytest.raises(ArgumentError, match=f"^num_nodes=3, but job {job}, which this notebook runs in, has 2"):
+        launch(hosts, num_nodes=3)
+    current.release()
+    assert [each[1] for each in jobs(slurm)] == ["RUNNING"]  # it is the user's
+    slurm.run("scancel", job)
+
+
+def test_a_queued_job_says_why_and_an_interrupt_cancels_it(
+    slurm: SlurmCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.run("salloc", "-N1", "--exclusive", "--no-shell", "-Jother")
+    (other,) = [each[0] for each in jobs(slurm)]
+
+    def interrupt() -> None:
+        eventually(lambda: len(jobs(slurm)) == 2 and "is queued (" in "".join(said), 60)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    said: list[str] = []
+    thread = threading.Thread(target=interrupt)
+    engine = current.chosen("slurm", 2)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.machines(said.append)
+    thread.join()
+    assert "slurm job" in said[-1]
+    assert "is queued (Resources)" in said[-1]
+    eventually(lambda: [each[0] for each in jobs(slurm)] == [other])
+    slurm.run("scancel", other)
+
+
+def test_a_cancelled_job_lets_ranks_finish_first(slurm: SlurmCluster) -> None:
+    running = launch(work, block=False)
+    eventually(have_begun)
+    slurm.run("scancel", jobs(slurm)[0][0])
+    with pytest.raises(
+        LaunchStoppedError, match=r"^n\d: the node is being taken back \(SIGTERM\), so work was"
+    ) as caught:
+        running.result()
+    files = caught.value._nblaunch_files  # type: ignore[attr-defined]
+    assert [files.out(rank).read_text() for rank in (0, 1)] == ["begun\nsaved\n"] * 2
+
+
+def test_a_killed_srun_ends_the_ranks_and_frees_the_nodes(slurm: SlurmCluster) -> None:
+    running = launch(work, block=False)
+    eventually(have_begun)
+    engine: Any = current.chosen("slurm", 2)
+    ((_, process, _),) = engine._starter._running
+    process.kill()
+    with pytest.raises((NodeLostError, LaunchStoppedError)):
+        running.result()
+    eventually(slurm.is_idle, 30, slurm.log)
+    assert [host for host, _ in launch(hosts)] == ["n1", "n2"]
+
+
+def test_what_slurm_refuses_is_the_error(slurm: SlurmCluster) -> None:
+    with pytest.raises(StartError, match=r"srun: .*invalid partition"):
+        launch(hosts, engine="slurm --partition=none")
+    with pytest.raises(ArgumentError, match=r"engine='slurm -N 3': -N: use num_nodes= "):
+        launch(hosts, engine="slurm -N 3")
