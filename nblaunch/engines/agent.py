@@ -7,6 +7,7 @@ ends it, or after 10 s without a connection to the kernel; its fork server and r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -102,6 +104,8 @@ class Agent:
         self._context = zmq.Context()
         self._socket = self._connected()
         self._monitor = self._socket.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._has_reconnected = False
+        """What was on its way when the last connection ended may be lost: the loop asks for it."""
         self._lost_at: float | None = time.monotonic()
         """Since when there is no connection."""
         self._wake_read, self._wake_write = os.pipe()
@@ -144,6 +148,12 @@ class Agent:
             if self._reason_to_leave:
                 self._outbox.put(Leaving(self._reason_to_leave))
                 self._reason_to_leave = ""
+            if self._has_reconnected:
+                self._has_reconnected = False
+                self._join()  # once more, in case the first was lost; the kernel takes one
+                self._send(self._delivery.request())
+                for parts in self._delivery.again():
+                    self._send(parts)
             if now >= beat_at:
                 beat_at = now + timeouts.LINK_BEAT_S
                 behind = self._delivery.is_behind
@@ -152,8 +162,7 @@ class Agent:
                 self._send(parts)
         for group in self._groups.values():
             group.close()
-        self._engine.stop()
-        self._context.destroy(linger=0)
+        self._engine.stop()  # and no socket is closed: the other thread uses one
 
     def _poll(self, seconds: float) -> None:
         """Wait until there is something to do."""
@@ -194,17 +203,13 @@ class Agent:
             if self._monitor.poll(int(timeouts.LINK_BEAT_S * 1000)):
                 event = recv_monitor_message(self._monitor)["event"]
                 is_connected = event == _CONNECTED
-                if is_connected and self._lost_at is not None:
-                    self._again()
+                self._has_reconnected = self._has_reconnected or is_connected
                 self._lost_at = None if is_connected else self._lost_at or time.monotonic()
             lost_at = self._lost_at
             if lost_at is not None and time.monotonic() - lost_at > timeouts.KERNEL_LOST_S:
-                os.write(2, f"no connection to {self._boot.endpoint} for {timeouts.KERNEL_LOST_S:.0f} s\n".encode())
+                with contextlib.suppress(OSError):  # no one reads it any more
+                    os.write(2, f"no connection to {self._boot.endpoint} for {timeouts.KERNEL_LOST_S:.0f} s\n".encode())
                 os._exit(1)  # the fork servers and reapers see it, and kill every rank
-
-    def _again(self) -> None:
-        """Let the loop ask for what was lost with the old connection."""
-        self._delivery.is_behind = True
 
     # -------------------------------------------------------------- joining
     def _join(self) -> None:
@@ -322,8 +327,15 @@ def main() -> NoReturn:
     engine = LocalEngine()
     engine.warm_up()
     machine = replace(this_machine(), name=socket.gethostname(), address=address, interface=interface_of(address))
-    Agent(boot, machine, engine).run()
-    os._exit(0)  # threads of libraries must not keep the node
+    status = 1
+    try:
+        Agent(boot, machine, engine).run()
+        status = 0
+    except BaseException:  # noqa: BLE001  # the process must exit here in any case
+        with contextlib.suppress(OSError):  # as above
+            traceback.print_exc()
+    finally:
+        os._exit(status)  # threads of libraries must not keep the node
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from nblaunch.wire.link_messages import Boot
 
 AGENT = "nblaunch.engines.agent"
 """The module that commands run."""
+_log = logging.getLogger(__name__)
 _LAST_BYTES = 2000
 """Of a command's stderr, in an error."""
 
@@ -37,6 +39,13 @@ class Command:
 def python_on_nodes() -> str:
     """Return the Python that runs agents: ``NBLAUNCH_PYTHON``, else this one, by its path."""
     return os.environ.get("NBLAUNCH_PYTHON") or sys.executable
+
+
+def said_in(errors: IO[bytes]) -> str:
+    """Return the end of a command's stderr."""
+    errors.seek(0, 2)
+    errors.seek(max(0, errors.tell() - _LAST_BYTES))
+    return errors.read().decode(errors="replace").strip()
 
 
 class CommandStarter:
@@ -79,16 +88,9 @@ class CommandStarter:
         for command, process, errors in self._running:
             status = process.poll()
             if status is not None:
-                said = self.said(errors).strip()
+                said = said_in(errors)
                 return f"{command.name}: the agent has exited with status {status}" + (f": {said}" if said else "")
         return ""
-
-    @staticmethod
-    def said(errors: IO[bytes]) -> str:
-        """Return the end of a command's stderr."""
-        errors.seek(0, 2)
-        errors.seek(max(0, errors.tell() - _LAST_BYTES))
-        return errors.read().decode(errors="replace")
 
     def stop(self) -> None:
         """End the commands: their agents have been told to exit. Idempotent."""
@@ -102,7 +104,7 @@ class CommandStarter:
         """
         running, self._running = self._running, []
         deadline = time.monotonic() + (0.0 if at_once else timeouts.AGENT_EXIT_TIMEOUT_S)
-        for _, process, errors in running:
+        for command, process, errors in running:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -110,4 +112,6 @@ class CommandStarter:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeouts.SERVER_KILL_TIMEOUT_S)
                 process.kill()
+            if process.returncode and not at_once:
+                _log.warning("%s: the agent has exited with %s: %s", command.name, process.returncode, said_in(errors))
             errors.close()

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import pickle
+import socket
 import threading
 import time
 from collections import deque
@@ -92,8 +93,8 @@ class Link:
         public, secret = zmq.curve_keypair()
         self._client_public, self._client_secret = zmq.curve_keypair()
         self._context = zmq.Context()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_write, False)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_write.setblocking(False)
         try:
             self._zap = self._context.socket(zmq.REP)
             self._zap.bind("inproc://zeromq.zap.01")  # where libzmq asks about each connection, before any message
@@ -141,20 +142,22 @@ class Link:
     def _request(self, act: Callable[[], None]) -> None:
         self._requests.append(act)
         try:
-            os.write(self._wake_write, b"!")
-        except (BlockingIOError, OSError):
+            self._wake_write.send(b"!")
+        except OSError:
             return  # full of wakeups, or closed
 
     def close(self) -> None:
         """Tell the agents to exit, and stop listening. Idempotent."""
-        if self._is_closing or os.getpid() != self._owner:
+        if os.getpid() != self._owner or not self._thread.is_alive():
             return
-        self._is_closing = True
-        for peer in list(self._peers.values()):
-            self.send(peer, Leave())
-        self._request(lambda: None)
+        self._request(self._take_leave)
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def _take_leave(self) -> None:
+        for peer in self._peers.values():
+            peer.outbox.put(Leave())
+        self._is_closing = True  # in the thread of the link, or it could end before it has sent them
 
     # -------------------------------------------------------------- the thread
     def _serve(self) -> None:
@@ -170,8 +173,8 @@ class Link:
                     self._authenticate()
                 while self._monitor.poll(0):
                     self._note_closed(recv_monitor_message(self._monitor)["value"])
-                if self._wake_read in ready:
-                    os.read(self._wake_read, 4096)
+                if self._wake_read.fileno() in ready:
+                    self._wake_read.recv(4096)
                 while self._requests:
                     self._requests.popleft()()
                 self._receive()
@@ -185,8 +188,8 @@ class Link:
             _log.exception("nblaunch: the link to the nodes has failed")
         finally:
             self._context.destroy(linger=int(timeouts.LINK_CLOSE_S * 1000))
-            os.close(self._wake_read)
-            os.close(self._wake_write)
+            self._wake_read.close()
+            self._wake_write.close()
 
     def _owes(self) -> bool:
         return any(not peer.outbox.is_empty for peer in self._peers.values() if not peer.is_lost)
@@ -289,11 +292,11 @@ def _reason(peer: Peer, now: float) -> str:
     return ""
 
 
-def heartbeats(socket: zmq.Socket[bytes]) -> None:
+def heartbeats(link: zmq.Socket[bytes]) -> None:
     """Let ZeroMQ's own thread notice a dead connection: it needs no Python, which may be busy."""
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(timeouts.LINK_BEAT_S * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeouts.LINK_SILENCE_S * 1000))
-    socket.setsockopt(zmq.HEARTBEAT_TTL, int(timeouts.LINK_SILENCE_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_IVL, int(timeouts.LINK_BEAT_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(timeouts.LINK_SILENCE_S * 1000))
+    link.setsockopt(zmq.HEARTBEAT_TTL, int(timeouts.LINK_SILENCE_S * 1000))
 
 
 def address_for(nodes: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from tests.conftest import eventually
 from tests.engines.agents import MachineStarter
 from tests.engines.machines import Cluster
 from tests.engines.slurm_cluster import SlurmCluster
+from tests.engines.ssh_hosts import SshHosts
 
 NODES = ("machines", 2)
 """The name of an engine that only tests have."""
@@ -104,3 +105,18 @@ def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Itera
     current.release()
     slurm_cluster.run("scancel", "--user=root")
     eventually(slurm_cluster.is_idle, 30, slurm_cluster.log)
+
+
+@pytest.fixture(scope="session")
+def _sshd(cluster: Cluster) -> Iterator[SshHosts]:
+    made = SshHosts(cluster)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ssh_hosts(_sshd: SshHosts) -> Iterator[SshHosts]:
+    """The machines, by a real sshd each."""
+    yield _sshd
+    current.release()
+    _sshd.cluster.settle()

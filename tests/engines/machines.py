@@ -9,8 +9,7 @@ import contextlib
 import itertools
 import os
 import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tests.conftest import eventually
@@ -78,13 +77,17 @@ class Machine:
 
     def processes(self, containing: str) -> list[int]:
         """Return the pids here, of this machine's own numbering, of processes whose command contains a text."""
-        lines = self.run("ps", "-eo", "pid,stat,args").splitlines()[1:]
-        words = [line.split(maxsplit=2) for line in lines]
-        return [int(pid) for pid, state, args in words if containing in args and not state.startswith("Z")]
+        return [pid for pid, _, command in self._listed() if containing in command]
 
     def python(self) -> list[int]:
-        """Return the pids of every Python process here."""
-        return self.processes(os.path.basename(sys.executable)) + self.processes("nblaunch-")
+        """Return the pids of every Python process here, and of our processes that have a name of their own."""
+        return [pid for pid, name, _ in self._listed() if name.startswith(("python", "nblaunch"))]
+
+    def _listed(self) -> Iterator[tuple[int, str, str]]:
+        for line in self.run("ps", "-eo", "pid,stat,comm,args").splitlines()[1:]:
+            pid, state, name, command = line.split(maxsplit=3)
+            if not state.startswith("Z"):
+                yield int(pid), name, command
 
     def kill(self, *pids: int) -> None:
         """SIGKILL."""

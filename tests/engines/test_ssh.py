@@ -1,0 +1,78 @@
+"""Launches over ssh, with a real sshd on each machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import nblaunch
+from nblaunch.engines import current
+from nblaunch.errors import ArgumentError, StartError
+from tests.conftest import eventually
+from tests.engines.machines import Cluster
+from tests.engines.ssh_hosts import SshHosts
+
+
+def hosts() -> tuple[str, str]:
+    dist.barrier()
+    return socket.gethostname(), os.getcwd()
+
+
+def launch(engine: str, **options: Any) -> Any:
+    return nblaunch.notebook_launcher(hosts, engine=engine, view="none", **options)
+
+
+def test_ranks_run_on_the_hosts_that_are_named(ssh_hosts: SshHosts) -> None:
+    assert list(launch(f"ssh -F {ssh_hosts.config} n1 n2")) == [("n1", os.getcwd()), ("n2", os.getcwd())]
+    assert [host for host, _ in launch(f"ssh -F {ssh_hosts.config} n2 n1", num_nodes=1)] == ["n2", "n2"]
+    assert current.release() == ["ssh n1 n2: n1, n2", "ssh n2: n2"]
+    ssh_hosts.cluster.settle()
+
+
+def test_a_hostfile_names_them_too(ssh_hosts: SshHosts, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# two hosts\nn2 slots=2\n\nn1\n")
+    assert [host for host, _ in launch(f"ssh -F {ssh_hosts.config} --hostfile {tmp_path}/hosts")] == ["n2", "n1"]
+
+
+def test_keys_are_in_no_command_line_and_no_environment(ssh_hosts: SshHosts) -> None:
+    launch(f"ssh -F {ssh_hosts.config} n1 n2")
+    engine: Any = current.chosen(f"ssh -F {ssh_hosts.config} n1 n2")
+    secret = engine._nodes.boot.secret_key.encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        for file in ("cmdline", "environ"):
+            try:
+                assert secret not in (process / file).read_bytes()
+            except OSError:
+                continue  # it has exited
+
+
+def test_what_ssh_says_is_the_error(ssh_hosts: SshHosts) -> None:
+    with pytest.raises(StartError, match=r"^127.0.0.1: the agent has exited with status 255: .*(refused|failed)"):
+        launch("ssh -p 9 127.0.0.1")
+    with pytest.raises(StartError, match=r"^no route to nowhere: .*; NBLAUNCH_ADDRESS chooses an address here"):
+        launch("ssh nowhere")
+    with pytest.raises(ArgumentError, match=r"^engine='ssh': name the hosts"):
+        launch("ssh")
+    with pytest.raises(ArgumentError, match=r"^num_nodes=3, but engine='ssh …' names 2 hosts"):
+        launch("ssh n1 n2", num_nodes=3)
+
+
+def test_a_killed_sshd_does_not_end_a_launch(ssh_hosts: SshHosts, cluster: Cluster) -> None:
+    def work() -> str:
+        time.sleep(3)
+        return socket.gethostname()
+
+    engine = f"ssh -F {ssh_hosts.config} n1 n2"
+    launch(engine)
+    running: Any = nblaunch.notebook_launcher(work, engine=engine, view="none", block=False)
+    eventually(lambda: running.stacks().keys() == {0, 1})
+    sessions = cluster[1].processes("sshd: root@notty")
+    assert sessions
+    cluster[1].kill(*sessions)
+    assert list(running.result()) == ["n1", "n2"]
