@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pickle
+import queue
 import signal
 import socket
 import sys
@@ -40,6 +41,7 @@ from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.network import address_towards, interface_of
+from nblaunch.machine.own_modules import digest_of
 from nblaunch.machine.process_state import Process, this_process
 from nblaunch.wire.delivery import Delivery, Part, Parts
 from nblaunch.wire.link_messages import (
@@ -48,9 +50,11 @@ from nblaunch.wire.link_messages import (
     Clock,
     Drop,
     End,
+    Files,
     Joined,
     Leave,
     Leaving,
+    NeedFiles,
     Place,
     Placed,
     SendTasks,
@@ -96,6 +100,12 @@ class Agent:
         self._groups: dict[str, AgentGroup] = {}
         self._placed: deque[tuple[Place, LocalWorkers | None, AgentFiles | None, Placed]] = deque()
         """Groups that a thread has placed, or could not."""
+        self._contents: dict[bytes, bytes] = {}
+        """Files of the user's modules, by digest."""
+        self._awaited: dict[str, queue.SimpleQueue[Files]] = {}
+        """By group: where a thread waits for them."""
+        self._asked: deque[NeedFiles] = deque()
+        """Questions of these threads."""
         self._closed: set[str] = set()
         """Groups that were closed before they were placed."""
         self._silence = _Silence()
@@ -141,6 +151,8 @@ class Agent:
         while not self._is_leaving:
             self._poll(timeouts.AGENT_POLL_S if has_written or self._groups else timeouts.AGENT_IDLE_POLL_S)
             self._receive()
+            while self._asked:
+                self._outbox.put(self._asked.popleft())
             while self._placed:
                 self._adopt(*self._placed.popleft())
             now = time.monotonic()
@@ -230,6 +242,9 @@ class Agent:
             self._blobs.drop(message.keys)
         elif isinstance(message, Place):
             threading.Thread(target=self._place, args=(message,), name=f"nblaunch-{message.group}").start()
+        elif isinstance(message, Files):
+            if message.group in self._awaited:
+                self._awaited[message.group].put(message)
         elif isinstance(message, End) and message.how == "close":
             self._close(message.group)
         else:
@@ -260,7 +275,7 @@ class Agent:
         files: AgentFiles | None = None
         try:
             files = AgentFiles(message.group, self._machine.name)
-            process, note = self._process(message.process, files)
+            process, note = self._process(message, files)
             method = self._engine.usable(message.method, message.env, message.named, lambda: "")
             log_dir = str(files.directory(message.log_dir))
             order = Order(
@@ -282,16 +297,44 @@ class Agent:
             self._placed.append((message, None, files, Placed(message.group, refusal=str(error) or repr(error))))
         os.write(self._wake_write, b"!")
 
-    def _process(self, wanted: Process, files: AgentFiles) -> tuple[Process, str]:
+    def _process(self, message: Place, files: AgentFiles) -> tuple[Process, str]:
         """Return what ranks start from here, as like the notebook's process as this node allows, and a note."""
-        own, note, cwd = this_process(), "", wanted.cwd
+        wanted, own, note = message.process, this_process(), ""
+        cwd = wanted.cwd
+        modules = self._modules(message, files)
         if not os.path.isdir(cwd):
             cwd = str(files.root / "cwd")
             os.mkdir(cwd)
             note = f"{self._machine.name} has no directory {wanted.cwd}: its ranks run in an empty one"
-        path = [entry for entry in wanted.sys_path if not entry or os.path.exists(entry)]
+        path = modules + [entry for entry in wanted.sys_path if not entry or os.path.exists(entry)]
         path += [entry for entry in own.sys_path if entry and entry not in path]
         return replace(wanted, cwd=cwd, sys_path=tuple(path), limits=own.limits, cpus=own.cpus), note
+
+    def _modules(self, message: Place, files: AgentFiles) -> list[str]:
+        """Return what comes first in the ranks' ``sys.path``: a directory with the user's modules that differ here.
+
+        Of a package that differs, all files are taken from the notebook's machine.
+
+        Raises:
+            StartError: The kernel does not send them.
+        """
+        differing = {file.package for file in message.modules if digest_of(file.path) != file.digest}
+        wanted = [file for file in message.modules if file.package in differing]
+        if not wanted:
+            return []
+        lacking = {file.digest for file in wanted} - self._contents.keys()
+        if lacking:
+            arrived: queue.SimpleQueue[Files] = queue.SimpleQueue()
+            self._awaited[message.group] = arrived
+            self._asked.append(NeedFiles(message.group, sorted(lacking)))
+            os.write(self._wake_write, b"!")
+            try:
+                self._contents.update(arrived.get(timeout=timeouts.PROGRAM_TIMEOUT_S).contents)
+            except queue.Empty:
+                raise StartError("the notebook's own modules have not arrived") from None
+            finally:
+                del self._awaited[message.group]
+        return [files.write_modules(wanted, self._contents)]
 
     def _adopt(self, message: Place, workers: LocalWorkers | None, files: AgentFiles | None, answer: Placed) -> None:
         if workers is None or message.group in self._closed:

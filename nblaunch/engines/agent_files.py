@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from nblaunch.engines.outbox import Message
+from nblaunch.machine.own_modules import OwnFile
 from nblaunch.machine.segments import in_words
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.link_messages import Written
@@ -61,6 +62,16 @@ class AgentFiles:
                 for old in list(self._directories.values())[1:-_KEPT_DIRECTORIES]:
                     shutil.rmtree(old, ignore_errors=True)
         return self._directories[log_dir]
+
+    def write_modules(self, modules: Sequence[OwnFile], contents: Mapping[bytes, bytes]) -> str:
+        """Write files of the user's modules; return the directory, for ``sys.path``."""
+        root = self.root / "modules"
+        for file in modules:
+            path = root / file.name
+            if file.digest in contents and root in path.resolve().parents:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(contents[file.digest])
+        return str(root)
 
     def has_new(self, rank: int) -> bool:
         """Return True if a rank has written something that was not sent. Looks at its present and last task."""

@@ -85,6 +85,11 @@ class LocalWorkers:
         """`Swept` or `Lost` was reported."""
         self._opened = contextlib.ExitStack()
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """Nothing: ranks run where the notebook does."""
+        return ()
+
     def fileno(self) -> int:
         """Return a descriptor that is readable while `wait` has something to return; for an agent, which polls."""
         return self._selector.fileno()

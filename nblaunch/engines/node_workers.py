@@ -23,6 +23,7 @@ from nblaunch.engines.nodes import Node, Nodes
 from nblaunch.engines.protocol import Order, Store, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
+from nblaunch.machine.own_modules import own_files
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.delivery import Part
@@ -30,11 +31,13 @@ from nblaunch.wire.link_messages import (
     Blob,
     Closed,
     End,
+    Files,
     FromAgent,
     FromGroup,
     FromRank,
     LetGo,
     Measure,
+    NeedFiles,
     Observed,
     Place,
     Placed,
@@ -47,6 +50,8 @@ from nblaunch.wire.link_messages import (
 )
 from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, RankStarted, Swept, Task
 
+MAX_NAMED_NODES = 8
+"""In the note on where ranks run."""
 _log = logging.getLogger(__name__)
 
 
@@ -96,6 +101,7 @@ class NodeWorkers:
         self._selector.register(self._read, selectors.EVENT_READ)
         self._selector.register(wakeup, selectors.EVENT_READ)
         self._is_closed = False
+        self._modules = own_files()
         nodes.add(self._name, self)
         for node, ranks in zip(self._used, order.ranks, strict=True):
             self._nodes.send(
@@ -111,6 +117,7 @@ class NodeWorkers:
                     order.log_dir,
                     order.is_kept,
                     serves_store=node.index == 0,
+                    modules=self._modules,
                 ),
             )
 
@@ -135,8 +142,11 @@ class NodeWorkers:
 
     @property
     def notes(self) -> list[str]:
-        """What the agents have noted, for the user."""
-        return [placed.note for placed in self._placed.values() if placed.note]
+        """Where the ranks run, and what their agents have noted."""
+        pairs = list(zip(self._used, self._order.ranks, strict=True))
+        where = [f"{_ranks_in_words(ranks)} on {node.machine.name}" for node, ranks in pairs[:MAX_NAMED_NODES]]
+        more = [f"… on {len(pairs)} nodes"] if len(pairs) > MAX_NAMED_NODES else []
+        return [", ".join(where + more), *(placed.note for placed in self._placed.values() if placed.note)]
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[NodeWorker]:
         """Let each agent start its ranks."""
@@ -241,12 +251,23 @@ class NodeWorkers:
         elif isinstance(message, Stacks):
             self._workers[message.rank].stacks.take(message.main, message.dump)
             self._wake()
+        elif isinstance(message, NeedFiles):
+            self._send_files(node, message.digests)
         elif isinstance(message, Closed):
             self._workers[message.rank].is_open = False
         else:
             with self._changed:
                 self._placed[node] = message
                 self._changed.notify_all()
+
+    def _send_files(self, node: int, digests: Sequence[bytes]) -> None:
+        """Answer an agent that lacks files of the user's modules."""
+        paths = {file.digest: file.path for file in self._modules}
+        contents = {}
+        for digest in digests:
+            with contextlib.suppress(OSError):  # removed meanwhile: importing it fails there
+                contents[digest] = Path(paths[digest]).read_bytes()
+        self._nodes.send(self._used[node], Files(self._name, contents))
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # full of wakeups, or closed

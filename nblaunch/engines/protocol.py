@@ -198,6 +198,10 @@ class Workers(Protocol):
     def has_begun(self) -> bool:
         """Return True if the process that supervises the ranks has answered."""
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the user should know of where the ranks run, once the store is open."""
+
     def open_store(self) -> Store:
         """Serve the TCPStore of the ranks until `close`.
 

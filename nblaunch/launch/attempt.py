@@ -110,6 +110,8 @@ class Attempt:
     def _start(self, opened: contextlib.ExitStack) -> None:
         job, plan = self.job, self.job.plan
         store = self.group.workers.open_store()
+        for note in self.group.workers.notes:
+            self.view.on(Note(note))
         self.group.start(lambda rank: plan.environment(rank, store, job.launch_id, self.number))
         self.view.on(RanksPlaced(self.group.workers))
         limits = plan.stop_grace, job.deadline

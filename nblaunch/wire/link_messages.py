@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from nblaunch.machine.inventory import Machine
+from nblaunch.machine.own_modules import OwnFile
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
@@ -132,6 +133,16 @@ class Place:
     """The kernel's, which names the agent's own."""
     is_kept: bool
     serves_store: bool
+    modules: Sequence[OwnFile] = ()
+    """The user's own, which the ranks may import."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The contents of files of the user's own modules, by their digests: the answer to `NeedFiles`."""
+
+    group: str
+    contents: Mapping[bytes, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +227,7 @@ class End:
     """``dismiss``: let the ranks exit; ``abandon``: kill them; ``close``: release everything."""
 
 
-ToGroup = Place | Start | Restart | SendTasks | ToRank | Signal | AskStacks | Measure | LetGo | End
+ToGroup = Place | Files | Start | Restart | SendTasks | ToRank | Signal | AskStacks | Measure | LetGo | End
 
 
 # ------------------------------------------------------------------ groups, agent -> kernel
@@ -231,6 +242,14 @@ class Placed:
     """The address and port of the TCPStore, if this node serves it."""
     note: str = ""
     """For the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class NeedFiles:
+    """The node has not got these files of the user's own modules, or has others in their place."""
+
+    group: str
+    digests: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,4 +313,4 @@ class Observed:
     usage: Sequence[Usage] | None = None
 
 
-FromAgent = Placed | FromGroup | FromRank | Written | Closed | Stacks | Observed
+FromAgent = Placed | NeedFiles | FromGroup | FromRank | Written | Closed | Stacks | Observed

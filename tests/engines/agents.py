@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from nblaunch.engines.command_starter import Command, CommandStarter
 from nblaunch.wire.link_messages import Boot
 from tests.conftest import MARK
-from tests.engines.machines import Machine
+from tests.engines.machines import KnownMachine
 
 
 class MachineStarter(CommandStarter):
@@ -17,7 +18,7 @@ class MachineStarter(CommandStarter):
 
     name = "machines"
 
-    def __init__(self, machines: Sequence[Machine]) -> None:
+    def __init__(self, machines: Sequence[KnownMachine]) -> None:
         super().__init__()
         self._machines, self.count = machines, len(machines)
         self.queue = ""
@@ -38,3 +39,9 @@ class MachineStarter(CommandStarter):
 
     def state(self) -> str:
         return self.queue
+
+
+def have_begun() -> bool:
+    """Return True if both ranks of the only launch of a test have printed ``begun``."""
+    logs = Path(os.environ["NBLAUNCH_STATE_DIR"]).glob("*/rank*.out")
+    return [log.read_text() for log in logs] == ["begun\n"] * 2

@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tests.conftest import eventually
@@ -18,7 +19,21 @@ _numbers = itertools.count()
 _PROGRAMS = ("unshare", "nsenter", "ip", "tc")
 
 
-class Machine:
+@dataclass
+class KnownMachine:
+    """A machine that another process has made."""
+
+    name: str
+    address: str
+    init: str
+    """The pid of its PID 1."""
+
+    def inside(self, *command: str) -> list[str]:
+        """Return the command that runs another one in this machine."""
+        return ["nsenter", "-t", self.init, "-n", "-u", "-p", "-m", *command]
+
+
+class Machine(KnownMachine):
     """One machine. `close` ends every process in it.
 
     Args:
@@ -27,9 +42,9 @@ class Machine:
     """
 
     def __init__(self, cluster: Cluster, number: int) -> None:
-        self.name, self.address = f"n{number}", f"{cluster.network}.{number}"
+        name, address = f"n{number}", f"{cluster.network}.{number}"
         self._port = f"{cluster.bridge}p{number}"
-        script = f"hostname {self.name}; mount -t tmpfs tmpfs /tmp; ip link set lo up; echo up; {_INIT}"
+        script = f"hostname {name}; mount -t tmpfs tmpfs /tmp; ip link set lo up; echo up; {_INIT}"
         self._process = subprocess.Popen(
             ["unshare", "-npum", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script],
             stdin=subprocess.DEVNULL,
@@ -41,15 +56,11 @@ class Machine:
         self._process.stdout.close()
         children = _children(self._process.pid)
         assert len(children) == 1
-        self.init = str(children[0])
+        super().__init__(name, address, str(children[0]))
         _run("ip", "link", "add", self._port, "type", "veth", "peer", "name", "eth0", "netns", self.init)
         _run("ip", "link", "set", self._port, "master", cluster.bridge, "up")
         self.run("ip", "addr", "add", f"{self.address}/24", "dev", "eth0")
         self.run("ip", "link", "set", "eth0", "up")
-
-    def inside(self, *command: str) -> list[str]:
-        """Return the command that runs another one in this machine."""
-        return ["nsenter", "-t", self.init, "-n", "-u", "-p", "-m", *command]
 
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[bytes]:
         """Start a command here; the caller ends it."""

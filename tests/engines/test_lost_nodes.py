@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nblaunch.engines import current
+from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.errors import NodeLostError
 from tests.conftest import eventually
+from tests.engines.agents import MachineStarter, have_begun
 from tests.engines.machines import Cluster
 
 Launcher = Callable[..., Any]
@@ -53,3 +61,81 @@ def test_a_cut_cable_is_a_lost_node_and_nothing_is_left_there(launch_alone: Laun
     finally:
         weak_cluster[1].restore()
     assert list(launch_alone(hosts)) == ["n1", "n2"]
+
+
+NOTEBOOK = """
+import sys, time
+import nblaunch
+from nblaunch.engines import current
+from nblaunch.engines.node_engine import NodeEngine
+from tests.engines.agents import MachineStarter
+from tests.engines.machines import KnownMachine
+
+machines = [KnownMachine(*words.split()) for words in sys.argv[1:]]
+current.KINDS = (*current.KINDS, "machines")
+current._held["machines", 2] = NodeEngine(MachineStarter(machines))
+
+def work():
+    print("begun", flush=True)
+    time.sleep(600)
+
+nblaunch.notebook_launcher(work, engine="machines", num_nodes=2, view="none")
+"""
+
+
+def test_a_killed_kernel_leaves_nothing_on_any_node(weak_cluster: Cluster, tmp_path: Path) -> None:
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    known = [f"{machine.name} {machine.address} {machine.init}" for machine in weak_cluster.machines]
+    command = [sys.executable, str(tmp_path / "notebook.py"), *known]
+    kernel = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    try:
+        eventually(have_begun)
+        assert all(machine.python() for machine in weak_cluster.machines)
+    finally:
+        kernel.kill()
+        kernel.wait()
+    begin = time.monotonic()
+    weak_cluster.settle()
+    assert time.monotonic() - begin < 20
+
+
+def test_a_kernel_that_is_busy_loses_no_node(launch_alone: Launcher) -> None:
+    def work() -> str:
+        time.sleep(9)
+        return socket.gethostname()
+
+    running = launch_alone(work, block=False)
+    eventually(lambda: running.stacks().keys() == {0, 1})
+    ctypes.PyDLL(None).usleep(8_000_000)  # with the GIL: no thread of this process runs Python
+    assert list(running.result()) == ["n1", "n2"]
+
+
+def test_a_slow_link_delays_and_loses_nothing(launch_alone: Launcher, weak_cluster: Cluster) -> None:
+    def work() -> torch.Tensor:
+        print("x" * 100_000)
+        return torch.zeros(50_000)
+
+    launch_alone(work)
+    for machine in weak_cluster.machines:
+        machine.slow(2000)
+    try:
+        result = launch_alone(work)
+    finally:
+        for machine in weak_cluster.machines:
+            machine.slow(0)
+    assert [len(log.text()) for log in result.logs] == [100_001] * 2
+    assert [len(value) for value in result] == [50_000] * 2
+
+
+def test_two_notebooks_share_the_nodes(launch_alone: Launcher, weak_cluster: Cluster) -> None:
+    other = NodeEngine(MachineStarter(weak_cluster.machines))
+    current._held["machines", 3] = other  # the name of the other notebook's engine
+    try:
+        first = launch_alone(hosts, block=False)
+        second = launch_alone(hosts, num_nodes=3, block=False)
+        assert list(first.result()) == list(second.result()) == ["n1", "n2"]
+        other.stop()
+        assert list(launch_alone(hosts)) == ["n1", "n2"]  # the other's end has not touched this one
+    finally:
+        other.stop()
+        del current._held["machines", 3]

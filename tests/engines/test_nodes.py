@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 import nblaunch
+from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.errors import LaunchStoppedError, RankDiedError
 from nblaunch.wire.messages import Cell
 from tests.conftest import eventually
+from tests.engines.agents import have_begun
 from tests.engines.machines import Cluster
 
 Launcher = Callable[..., Any]
@@ -85,7 +90,7 @@ def test_a_stop_lets_ranks_finish_on_every_node(launch: Launcher) -> None:
             print("saved")
 
     running = launch(work, block=False)
-    eventually(lambda: running.stacks().keys() == {0, 1})
+    eventually(have_begun)
     running.stop()
     with pytest.raises(LaunchStoppedError) as caught:
         running.result()
@@ -111,3 +116,45 @@ def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
         )
         assert [value.tolist() for value in kept.pull("weights")] == [[2.0] * 3] * 2
         assert list(kept.pull("__import__('socket').gethostname()")) == ["n1", "n2"]
+
+
+def test_own_modules_and_the_directory_need_no_shared_disk(
+    launch: Launcher, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is below /tmp, which each machine has for itself."""
+    package = tmp_path / "ownpackage"
+    package.mkdir()
+    (package / "__init__.py").write_text("from ownpackage.values import VALUE\n")
+    (package / "values.py").write_text("VALUE = 1\n")
+    (package / "later.py").write_text("LATER = 'imported in the rank alone'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+    def use() -> tuple[int, str, str]:
+        later = importlib.import_module("ownpackage.later").LATER
+        return importlib.import_module("ownpackage").VALUE, later, os.getcwd()
+
+    importlib.import_module("ownpackage")
+    first = list(launch(use))
+    assert [(value, later) for value, later, _ in first] == [(1, "imported in the rank alone")] * 2
+    assert all(cwd.endswith("/cwd") for _, _, cwd in first)
+    (package / "values.py").write_text("VALUE = 22\n")
+    assert [value for value, _, _ in launch(use)] == [22, 22]
+    monkeypatch.delitem(sys.modules, "ownpackage")
+    assert cluster[0].run("ls", "/tmp") == ""
+
+
+def test_data_goes_to_each_node_once_and_is_there_once(launch: Launcher, held: NodeEngine) -> None:
+    data = torch.arange(4 << 20, dtype=torch.float32)
+
+    def use() -> float:
+        return float(data[-1])
+
+    nodes: Any = held._nodes
+    before = [node.peer.delivery._sent for node in nodes.joined]
+    assert list(launch(use, num_processes=4)) == [float((4 << 20) - 1)] * 8
+    sent = [node.peer.delivery._sent - old for node, old in zip(nodes.joined, before, strict=True)]
+    assert all(16 <= count < 40 for count in sent)  # 16 parts of 1 MB, and what else a launch needs
+    again = [node.peer.delivery._sent for node in nodes.joined]
+    launch(use, num_processes=4)
+    assert all(node.peer.delivery._sent - old < 16 for node, old in zip(nodes.joined, again, strict=True))

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ import nblaunch
 from nblaunch.engines import current
 from nblaunch.errors import ArgumentError, LaunchStoppedError, NodeLostError, StartError
 from tests.conftest import eventually
+from tests.engines.agents import have_begun
 from tests.engines.slurm_cluster import SlurmCluster
 
 
@@ -38,12 +38,6 @@ def work() -> None:
     finally:
         time.sleep(0.5)
         print("saved")
-
-
-def have_begun() -> bool:
-    """Return True if both ranks have printed."""
-    logs = Path(os.environ["NBLAUNCH_STATE_DIR"]).glob("*/rank*.out")
-    return [log.read_text() for log in logs] == ["begun\n"] * 2
 
 
 def jobs(slurm: SlurmCluster) -> list[list[str]]:

@@ -201,6 +201,8 @@ class FakeWorkers:
         self.is_abandoned = self.is_closed = self.is_forsaken = self.is_dismissed = False
         self.hint: str | None = "waiting"
 
+    notes = ()
+
     def open_store(self) -> Store:
         return Store("127.0.0.1", 1)
 
