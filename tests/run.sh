@@ -8,22 +8,38 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../notebooks/venv.sh"
 
-install_chromium() {
-    local sudo=()
-    if command -v chromium > /dev/null; then return; fi
-    command -v apt-get > /dev/null || die "tests/browser needs \`chromium\` on the PATH, and there is no apt-get here to install it."
+install() {  # PURPOSE PACKAGE...: Debian's packages, whose services do not start
+    local sudo=() policy=/usr/sbin/policy-rc.d purpose=$1
+    shift
+    command -v apt-get > /dev/null || die "$purpose, and there is no apt-get here to install it."
     if [ "$(id -u)" -ne 0 ]; then
-        command -v sudo > /dev/null || die "tests/browser needs Debian's chromium: as root, run apt-get install chromium"
+        command -v sudo > /dev/null || die "$purpose: as root, run apt-get install $*"
         sudo=(sudo)
     fi
-    say "Installing Debian's chromium for tests/browser"
+    say "Installing Debian's packages: $purpose"
     ${sudo[@]+"${sudo[@]}"} apt-get update -qq
-    ${sudo[@]+"${sudo[@]}"} env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium > /dev/null
+    if [ ! -e $policy ]; then
+        printf '#!/bin/sh\nexit 101\n' | ${sudo[@]+"${sudo[@]}"} tee $policy > /dev/null
+        ${sudo[@]+"${sudo[@]}"} chmod +x $policy
+        trap "${sudo[*]+${sudo[*]}} rm -f $policy" EXIT
+    fi
+    ${sudo[@]+"${sudo[@]}"} env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" > /dev/null
+}
+
+install_programs() {
+    command -v chromium > /dev/null || install "tests/browser needs \`chromium\` on the PATH" chromium
+    local program
+    for program in slurmctld slurmd srun munged sshd ssh ip tc ps; do
+        PATH="$PATH:/usr/sbin:/sbin" command -v $program > /dev/null && continue
+        install "tests/engines needs Slurm, OpenSSH, ip, tc and ps" \
+            slurmctld slurmd slurm-client munge openssh-server openssh-client iproute2 procps
+        break
+    done
 }
 
 check() { say "» $*"; "$python" -m "$@"; }
 
-install_chromium
+install_programs
 use_venv test
 cd "$root"
 check ruff check .
