@@ -109,6 +109,8 @@ class NodeEngine:
                 state = self._starter.state()
                 if state:
                     deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
+                else:
+                    state = f"{self._starter.name}: {len(nodes.joined)} of {nodes.count} nodes have joined"
                 if state != said:
                     said = state
                     show(state)

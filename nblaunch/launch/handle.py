@@ -358,7 +358,7 @@ class Launch:
         plan, where, kept = self._plan, files.directory, self.keeps_ranks
         name = f"{self.name}, session {self._place.session}" if self._place is not None else self.name
         shape = plan.world_size, plan.device, plan.method
-        return LaunchInfo(self.id, name, *shape, where, number, plan.env, files, is_session=kept)
+        return LaunchInfo(self.id, name, *shape, where, number, plan.env, files, is_session=kept, hosts=plan.hosts)
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin

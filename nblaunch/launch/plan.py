@@ -63,6 +63,8 @@ class RankPlace:
     device: str
     """``"cpu"`` or ``"cuda:N"``."""
     threads: int
+    host: str = ""
+    """The name of the node; empty for the notebook's own machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,11 @@ class Plan:
         """The ranks of each node."""
         counts = [place.local_world_size for place in self.places if place.local_rank == 0]
         return [range(sum(counts[:node]), sum(counts[: node + 1])) for node in range(len(counts))]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The node of each rank, by name; none if all are on the notebook's own machine."""
+        return tuple(place.host for place in self.places if place.host)
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -184,6 +191,10 @@ def make_plan(
     if backend == "nccl" and device == "cpu":
         raise ArgumentError("backend='nccl' needs GPUs, but the device is 'cpu': use backend='gloo'")
     extra = {**(_CHECKS if checks else {}), **_extra_environment(env)}
+
+    def device_of(local_rank: int, machine: Machine) -> str:
+        return f"cuda:{local_rank % machine.gpus}" if device == "cuda" else "cpu"
+
     places: list[RankPlace] = []
     envs: list[Mapping[str, str]] = []
     for count, machine in zip(counts, machines, strict=True):
@@ -192,8 +203,7 @@ def make_plan(
         node = len(envs)
         envs.append(_common_environment(machine, extra, threads, mixed_precision, device))
         places += [
-            RankPlace(node, local, count, f"cuda:{local % machine.gpus}" if device == "cuda" else "cpu", threads)
-            for local in range(count)
+            RankPlace(node, local, count, device_of(local, machine), threads, machine.name) for local in range(count)
         ]
     return Plan(
         places=tuple(places),

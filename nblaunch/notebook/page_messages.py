@@ -197,6 +197,8 @@ class PanelInfo:
     start_method: str
     blocking: bool
     is_session: bool
+    hosts: Sequence[str] = ()
+    """The node of each rank; none if all are on the notebook's own machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -224,6 +224,7 @@ class PanelView(View):
             start_method=self._info.start_method,
             blocking=self._blocking,
             is_session=self._info.is_session,
+            hosts=self._info.hosts,
         )
         widget = PanelWidget(info, self._receive)
         with self._lock:

@@ -57,6 +57,8 @@ class LaunchInfo:
     """Keeps the logs from being pruned."""
     is_session: bool = False
     """Whether the ranks stay after it, with their variables."""
+    hosts: Sequence[str] = ()
+    """The node of each rank, by name; none if all are on the notebook's own machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,8 @@
  * @property {string} device
  * @property {string} start_method
  * @property {boolean} blocking
- * @property {boolean} is_session */
+ * @property {boolean} is_session
+ * @property {string[]} hosts */
 /** The parts of a panel that have changed; an absent part has not.
  * @typedef {object} Changes
  * @property {StateEntry} [state]

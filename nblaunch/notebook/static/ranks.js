@@ -41,7 +41,7 @@ export class RanksView {
         title: `Show the log of rank ${rank}`,
         on_click: () => this.show(rank),
       },
-      `rank ${rank}`,
+      this.panel.info.hosts.length ? `rank ${rank} · ${this.panel.info.hosts[rank]}` : `rank ${rank}`,
     );
     cell.box = el(
       "div",
