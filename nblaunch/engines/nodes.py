@@ -63,6 +63,8 @@ class Node:
     machine: Machine
     agent: int
     """The agent's pid."""
+    number: int
+    """As in `Boot`."""
     kept: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """The blobs that it has, with their sizes; the most recently used last."""
     lost: str = ""
@@ -135,10 +137,10 @@ class Nodes:
             if problem:
                 self.problems[name] = f"{name} {problem}"
             elif joined is not None:
-                found = [*((node.peer, node.machine, node.agent, node.index) for node in self._joined)]
+                found = [*((node.peer, node.machine, node.agent, node.number) for node in self._joined)]
                 found.append((peer, joined.machine, joined.pid, joined.node))
                 found.sort(key=lambda each: (each[3], _natural(each[1].name)))
-                self._joined = [Node(index, *each[:3]) for index, each in enumerate(found)]
+                self._joined = [Node(index, *each) for index, each in enumerate(found)]
                 self._by_peer = {node.peer.identity: node for node in self._joined}
             self._changed.notify_all()
 

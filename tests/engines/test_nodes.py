@@ -14,7 +14,12 @@ import torch
 import torch.distributed as dist
 
 import nblaunch
+from nblaunch.engines.link import Peer
+from nblaunch.engines.nodes import Nodes
+from nblaunch.engines.versions import versions_here
 from nblaunch.errors import LaunchStoppedError, RankDiedError
+from nblaunch.machine.inventory import Machine
+from nblaunch.wire.link_messages import Joined
 from nblaunch.wire.messages import Cell
 from tests.conftest import eventually
 from tests.engines.machines import Cluster
@@ -111,3 +116,15 @@ def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
         )
         assert [value.tolist() for value in kept.pull("weights")] == [[2.0] * 3] * 2
         assert list(kept.pull("__import__('socket').gethostname()")) == ["n1", "n2"]
+
+
+@pytest.mark.parametrize("names", [["n1", "n2", "n10"], ["n10", "n2", "n1"], ["n2", "n10", "n1"]])
+def test_nodes_without_numbers_are_in_the_order_of_their_names(names: list[str]) -> None:
+    nodes = Nodes("127.0.0.1", 3)
+    try:
+        for name in names:
+            joined = Joined(Machine(0, 1, "linux", {}, name=name), 1)
+            nodes._join(Peer.of(name.encode()), versions_here(), joined)
+        assert [(node.index, node.machine.name) for node in nodes.joined] == [(0, "n1"), (1, "n2"), (2, "n10")]
+    finally:
+        nodes.close()
