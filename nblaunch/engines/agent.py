@@ -43,6 +43,7 @@ from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.network import address_towards, interface_of
 from nblaunch.machine.own_modules import digest_of
 from nblaunch.machine.process_state import Process, this_process
+from nblaunch.machine.processes import die_with_parent
 from nblaunch.wire.delivery import Delivery, Part, Parts
 from nblaunch.wire.link_messages import (
     BlobPart,
@@ -358,7 +359,9 @@ def _hush_nameless(address: str) -> None:
 
 
 def main() -> NoReturn:
-    """Run an agent until its end; the process's main function."""
+    """Run an agent until its end; the process's main function. An argument is the pid of a process to die with."""
+    if len(sys.argv) > 1:  # Ray's actor: to kill it must end the agent, too
+        die_with_parent(int(sys.argv[1]))
     boot = Boot(**json.loads(sys.stdin.readline()))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):  # Slurm keeps a node while anything holds a task's stdout

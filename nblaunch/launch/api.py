@@ -87,9 +87,10 @@ def notebook_launcher(
         max_restarts: How many times to restart all ranks after a failure. Default: 0.
         kwargs: Its keyword arguments, as a dict.
         engine: Where the ranks run. ``"local"``: on this machine. ``"slurm"``, ``"ray"`` or ``"ssh host1 host2"``: on
-            other nodes, with the engine's own options behind its name, as in ``"slurm --partition=gpu --time=60"``. The
-            nodes are held for further launches, until ``%distributed release``. ``"auto"`` (default): Slurm in an
-            allocation of several nodes, else this machine.
+            other nodes, with the engine's own options behind its name, as in ``"slurm --partition=gpu --time=60"``. Ray
+            reserves every GPU and 1 CPU of each node, unless ``--num-gpus``, ``--num-cpus`` and ``--resources`` say
+            otherwise. The nodes are held for further launches, until ``%distributed release``. ``"auto"`` (default):
+            Slurm in an allocation of several nodes, else this machine.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.
         backend: The backend of the process group: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"ucc"`` or ``"xccl"``. Default:
             gloo on CPUs; on GPUs nccl for GPU tensors and gloo for CPU tensors.

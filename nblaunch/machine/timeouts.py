@@ -81,6 +81,10 @@ QUEUE_POLL_S = 1.0
 """Between two questions about a queued job."""
 PROGRAM_TIMEOUT_S = 20.0
 """For a program of an engine to answer, such as squeue or ``ssh -G``."""
+RAY_PROBE_TIMEOUT_S = 5.0
+"""For the address of a Ray cluster to accept a connection: Ray itself would try for minutes."""
+RAY_CONNECT_TIMEOUT_S = 60.0
+"""For Ray's driver to connect to its cluster: it imports Ray first."""
 NODES_START_TIMEOUT_S = 120.0
 """For the agents of a set of nodes to join, once the nodes are there: they import torch."""
 NODES_POLL_S = 0.2

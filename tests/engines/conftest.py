@@ -16,6 +16,7 @@ from nblaunch.engines.rendezvous import Rendezvous
 from tests.conftest import eventually
 from tests.engines.agents import MachineStarter
 from tests.engines.machines import Cluster
+from tests.engines.ray_cluster import RayCluster
 from tests.engines.slurm_cluster import SlurmCluster
 from tests.engines.ssh_hosts import SshHosts
 
@@ -120,3 +121,23 @@ def ssh_hosts(_sshd: SshHosts) -> Iterator[SshHosts]:
     yield _sshd
     current.release()
     _sshd.cluster.settle()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """A real Ray with two nodes and a head."""
+    with Rendezvous(1):  # as for `cluster`
+        pass
+    made = RayCluster()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ray_nodes(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
+    """The same, which this process uses; nothing of nblaunch is left in it after the test."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    ray_cluster.restore()
+    yield ray_cluster
+    current.release()
+    eventually(ray_cluster.is_free, 20, ray_cluster.log)

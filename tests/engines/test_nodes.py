@@ -17,8 +17,13 @@ import torch
 import torch.distributed as dist
 
 import nblaunch
+from nblaunch.engines.link import Peer
 from nblaunch.engines.node_engine import NodeEngine
+from nblaunch.engines.nodes import Nodes
+from nblaunch.engines.versions import versions_here
 from nblaunch.errors import LaunchStoppedError, RankDiedError
+from nblaunch.machine.inventory import Machine
+from nblaunch.wire.link_messages import Joined
 from nblaunch.wire.messages import Cell
 from tests.conftest import eventually
 from tests.engines.agents import have_begun
@@ -158,3 +163,15 @@ def test_data_goes_to_each_node_once_and_is_there_once(launch: Launcher, held: N
     again = [node.peer.delivery._sent for node in nodes.joined]
     launch(use, num_processes=4)
     assert all(node.peer.delivery._sent - old < 16 for node, old in zip(nodes.joined, again, strict=True))
+
+
+@pytest.mark.parametrize("names", [["n1", "n2", "n10"], ["n10", "n2", "n1"], ["n2", "n10", "n1"]])
+def test_nodes_without_numbers_are_in_the_order_of_their_names(names: list[str]) -> None:
+    nodes = Nodes("127.0.0.1", 3)
+    try:
+        for name in names:
+            joined = Joined(Machine(0, 1, "linux", {}, name=name), 1)
+            nodes._join(Peer.of(name.encode()), versions_here(), joined)
+        assert [(node.index, node.machine.name) for node in nodes.joined] == [(0, "n1"), (1, "n2"), (2, "n10")]
+    finally:
+        nodes.close()

@@ -1,0 +1,146 @@
+"""A real Ray: its head here, without CPUs, and a node with 2 GPUs, as Ray believes, on each of two machines of its own.
+
+Only one process of the tests connects to it, as an observer; nblaunch connects by itself. All nodes have their files at
+the path of the head's, and each has a disk of its own there: two nodes that start would race for names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.conftest import MARK, eventually
+from tests.engines.machines import Cluster, Machine
+
+_SMALL = ["--object-store-memory=80000000", "--include-log-monitor=false", "--disable-usage-stats"]
+_ENV = {"TMPDIR": "/tmp", "RAY_enable_worker_prestart": "0"}  # idle workers would only cost time
+_RAY = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+_OBSERVER = r"""
+import json, os, sys, ray
+out = os.dup(1)
+os.dup2(2, 1)  # Ray prints errors of the cluster
+from ray._private.state import actors
+from ray.util.placement_group import placement_group_table
+ray.init(log_to_driver=False, logging_level="ERROR")
+for _ in sys.stdin:
+    os.write(out, json.dumps({
+        "nodes": sorted(node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]),
+        "actors": [each["Pid"] for each in actors().values() if each["State"] != "DEAD"],
+        "groups": [each["state"] for each in placement_group_table().values() if each["state"] != "REMOVED"],
+    }).encode() + b"\n")
+"""
+
+
+class RayCluster:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.machines = Cluster(2)
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/var/tmp"))
+        self.address = f"{self.machines.network}.254:{20_000 + (os.getpid() + 1) % 10_000}"
+        self.env = {name: value for name, value in os.environ.items() if name != MARK} | _ENV
+        host, _, port = self.address.partition(":")
+        self._started: list[subprocess.Popen[bytes]] = []
+        try:
+            head = ["--head", "--block", f"--node-ip-address={host}", f"--port={port}", f"--temp-dir={self.folder}"]
+            self._popen("head", *_RAY, *head, "--num-cpus=0", "--num-gpus=0", "--include-dashboard=false", *_SMALL)
+            for machine in self.machines.machines:
+                machine.run("mount", "-t", "tmpfs", "tmpfs", str(self.folder))
+            eventually(lambda: _answers(host, int(port)), 60, self.log)
+            nodes = [self._start(machine) for machine in self.machines.machines]
+            with (self.folder / "observer.log").open("wb") as log:
+                self._observer = subprocess.Popen(
+                    [sys.executable, "-c", _OBSERVER],
+                    env={**self.env, "RAY_ADDRESS": self.address},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            self._started.append(self._observer)
+            for node in nodes:
+                assert node.wait(120) == 0, self.log()
+            assert self.look()["nodes"] == ["n1", "n2", os.uname().nodename], self.log()
+        except BaseException:
+            self.close()
+            raise
+
+    def _popen(self, name: str, *command: str) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            started = subprocess.Popen(
+                command,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._started.append(started)
+        return started
+
+    def _start(self, machine: Machine) -> subprocess.Popen[bytes]:
+        own = [f"--address={self.address}", f"--node-ip-address={machine.address}", "--num-cpus=1", "--num-gpus=2"]
+        return self._popen(machine.name, *machine.inside(*_RAY, *own, *_SMALL))
+
+    def restore(self) -> None:
+        """Start the nodes again that a test has killed."""
+        up = self.look()["nodes"]
+        for machine in self.machines.machines:
+            if machine.name not in up:
+                assert self._start(machine).wait(120) == 0, self.log()
+        eventually(lambda: len(self.look()["nodes"]) == 3, 30, self.log)
+
+    def look(self) -> dict[str, Any]:
+        """Return the names of the living nodes, the pids of actors, and the states of placement groups."""
+        assert self._observer.stdin is not None
+        assert self._observer.stdout is not None
+        self._observer.stdin.write(b"look\n")
+        self._observer.stdin.flush()
+        answer = self._observer.stdout.readline()
+        assert answer, self.log()
+        seen: dict[str, Any] = json.loads(answer)
+        return seen
+
+    def is_free(self) -> bool:
+        """Return True if there is no actor and no placement group, and no process of nblaunch on a node."""
+        seen = self.look()
+        left = [pid for machine in self.machines.machines for pid in machine.processes("nblaunch")]
+        return not (seen["actors"] or seen["groups"] or left)
+
+    def log(self) -> str:
+        """Return what `ray start` has printed, what there is, and what runs."""
+        logs = [f"{path.name}: {path.read_text()[-2000:]}" for path in self.folder.glob("*.log")]
+        return "\n".join(
+            [
+                *logs,
+                *(machine.run("ps", "-eo", "pid,ppid,stat,args:150") for machine in self.machines.machines),
+            ]
+        )
+
+    def close(self) -> None:
+        """End every process of it and remove its files."""
+        self.machines.close()
+        for started in reversed(self._started):
+            if started.poll() is None:
+                running = psutil.Process(started.pid)
+                for process in [*running.children(recursive=True), running]:
+                    process.kill()
+            started.communicate()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((host, port), 1).close()
+        return True
+    return False

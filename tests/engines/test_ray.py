@@ -1,0 +1,203 @@
+"""Launches by a real Ray with a node on each of two machines, beside the head."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nblaunch import notebook_launcher
+from nblaunch.engines import current
+from nblaunch.engines.ray import RayStarter
+from nblaunch.engines.ray_driver import most_gpus
+from nblaunch.errors import ArgumentError, NodeLostError, StartError
+from nblaunch.wire.link_messages import Boot
+from tests.conftest import eventually
+from tests.engines.ray_cluster import RayCluster
+
+TWO: dict[str, Any] = {"engine": "ray", "num_nodes": 2}
+NO_KERNEL = Boot("tcp://127.0.0.1:9", "", "", "")
+launch: Callable[..., Any] = functools.partial(notebook_launcher, **TWO, view="none")
+
+
+def where() -> tuple[str, dict[str, str]]:
+    dist.barrier()
+    names = ("CUDA_VISIBLE_DEVICES", "RAY_JOB_ID", "RAY_RAYLET_PID", "PYTHONBREAKPOINT", "SPT_NOENV")
+    return socket.gethostname(), {name: os.environ[name] for name in names if name in os.environ}
+
+
+def wait_for_each_other() -> None:
+    total = torch.ones(1)
+    while True:
+        dist.all_reduce(total)
+        time.sleep(0.05)
+
+
+def test_ranks_run_on_every_node_and_a_release_frees_them(ray_nodes: RayCluster) -> None:
+    ours = {"CUDA_VISIBLE_DEVICES": "0,1"}  # every GPU of a node, and nothing that Ray's workers have
+    result = launch(where, num_processes=2, device="cpu")
+    assert list(result) == [("n1", ours)] * 2 + [("n2", ours)] * 2
+    assert current.status()[-1] == "ray: n1, n2"
+    seen = ray_nodes.look()
+    assert (len(seen["actors"]), seen["groups"]) == (2, ["CREATED"])
+
+    def fail(rank: int) -> None:
+        if rank == 1:
+            raise LookupError("no such key")
+        dist.barrier()
+
+    with pytest.raises(LookupError, match="no such key") as caught:  # by the same agents
+        launch(fail)
+    assert caught.value.rank == 1  # type: ignore[attr-defined]
+    assert ray_nodes.look()["actors"] == seen["actors"]
+    assert current.release() == ["ray: n1, n2"]
+    eventually(ray_nodes.is_free, 5, ray_nodes.log)
+
+
+@pytest.mark.parametrize("of_ray", ["ray::AgentActor", "nblaunch.engines.agent"])
+def test_a_killed_actor_or_agent_is_a_lost_node(ray_nodes: RayCluster, of_ray: str) -> None:
+    running = launch(wait_for_each_other, block=False)
+    eventually(lambda: running.stacks().keys() == {0, 1})
+    n2 = ray_nodes.machines[1]
+    begin = time.monotonic()
+    n2.kill(*n2.processes(of_ray))
+    with pytest.raises(NodeLostError, match=r"^rank 1 is lost with node n2: its agent was killed"):
+        running.result()
+    assert time.monotonic() - begin < 10
+    eventually(lambda: not n2.processes("nblaunch"))
+
+
+def test_nodes_that_ray_lacks_are_waited_for_until_an_interrupt(ray_nodes: RayCluster) -> None:
+    starter = RayStarter([], 3)
+    starter.addresses()
+    try:
+        starter.start(NO_KERNEL)
+        eventually(starter.state, 20)
+        assert starter.state() == (
+            "ray: waiting for 3 nodes with 1 CPU each; the cluster has 2 such nodes, and in all 2 CPUs free; "
+            "an interrupt gives up"
+        )
+        assert ray_nodes.look()["groups"] == ["PENDING"]
+        assert starter.problem() == ""
+    finally:
+        begin = time.monotonic()
+        starter.stop()
+    assert time.monotonic() - begin < 3  # no agent is waited for
+    eventually(ray_nodes.is_free, 5, ray_nodes.log)
+
+
+def test_an_agent_that_cannot_start_is_an_error(ray_nodes: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_PYTHON", "/nowhere/python")
+    with pytest.raises(StartError, match=r"^ray: n[12]: the agent has exited with status 127: .*No such file"):
+        launch(where)
+
+
+NOTEBOOK = """
+import sys, ray
+from nblaunch import notebook_launcher
+from tests.engines.test_ray import where
+ray.init(sys.argv[1], log_to_driver=False)
+kept = ray.put("kept")
+print([host for host, _ in notebook_launcher(where, engine="ray", num_nodes=2, view="none")])
+print(ray.is_initialized(), ray.get(kept), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_cluster_that_the_notebook_uses_is_used(ray_nodes: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    with subprocess.Popen(
+        [sys.executable, "-c", NOTEBOOK, ray_nodes.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as notebook:
+        assert notebook.stdout is not None
+        assert [notebook.stdout.readline() for _ in range(2)] == [b"['n1', 'n2']\n", b"True kept\n"]
+        assert ray_nodes.look()["groups"] == ["CREATED"]
+        notebook.kill()
+    eventually(ray_nodes.is_free, 10, ray_nodes.log)  # also without a release
+
+
+def test_a_killed_raylet_is_a_lost_node_and_leaves_nothing(ray_nodes: RayCluster) -> None:
+    running = launch(wait_for_each_other, block=False)
+    eventually(lambda: running.stacks().keys() == {0, 1})
+    n2 = ray_nodes.machines[1]
+    begin = time.monotonic()
+    n2.kill(*n2.processes("raylet/raylet"))
+    with pytest.raises(NodeLostError, match=r"^rank 1 is lost with node n2"):
+        running.result()
+    eventually(lambda: not n2.processes("nblaunch"), 10)
+    assert time.monotonic() - begin < 10
+    eventually(lambda: not n2.python(), 30, ray_nodes.log)
+
+
+# ------------------------------------------------------------------ without a cluster
+def test_an_address_without_a_cluster_is_an_error() -> None:
+    begin = time.monotonic()
+    why = (
+        r"127\.0\.0\.1:9 \(ConnectionRefusedError: .*\)\. The notebook must run on a machine of the cluster: `ray start"
+    )
+    with pytest.raises(StartError, match=f"^engine='ray' cannot connect to {why}"):
+        notebook_launcher(where, engine="ray --address 127.0.0.1:9", view="none")
+    assert time.monotonic() - begin < 20  # Ray itself takes minutes
+    current.release()
+
+
+WITHOUT = "from nblaunch.engines.ray import RayStarter; RayStarter([]).addresses()"
+
+
+def test_a_machine_without_a_cluster_is_an_error() -> None:
+    """Ray looks for its processes, so this one gets to see none but its own."""
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    alone = ["unshare", "-pm", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", WITHOUT]
+    done = subprocess.run(alone, env=env, capture_output=True, text=True)
+    why = "cannot connect to this machine's cluster (ConnectionError: Could not find any running Ray instance"
+    assert why in done.stderr.splitlines()[-1]
+    assert "`ray start --head` starts one here" in done.stderr.splitlines()[-1]
+
+
+def test_no_ray_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(StartError, match=r"Ray is not installed here: pip install nblaunch\[ray\]$"):
+        RayStarter([]).addresses()
+
+
+@pytest.mark.parametrize(
+    ("counts", "agents", "pack", "each"),
+    [
+        ([0, 8, 8], 2, False, 8),
+        ([0, 8, 4], 2, False, 4),
+        ([8, 8], 3, False, 0),
+        ([8], 2, True, 4),
+        ([8, 3], 3, True, 3),
+        ([], 1, False, 0),
+    ],
+)
+def test_each_agent_gets_as_many_gpus_as_all_can(counts: list[int], agents: int, pack: bool, each: int) -> None:
+    assert most_gpus(counts, agents, pack=pack) == each
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--gpus", "2"], "'--gpus' is none of --address, --num-cpus"),
+        (["--num-gpus"], "--num-gpus needs a value"),
+        (["--num-cpus=many"], "--num-cpus must be a number"),
+        (["--num-cpus", "-1"], "--num-cpus must be a number"),
+        (["--resources", "2"], "--resources must be a JSON object of numbers"),
+        (["--resources={'TPU': 4}"], "--resources must be a JSON object of numbers"),
+    ],
+)
+def test_a_wrong_option_is_an_error(words: list[str], why: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^engine=.*: {why}"):
+        RayStarter(words)
