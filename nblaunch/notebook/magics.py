@@ -20,9 +20,10 @@ from IPython.core.magic_arguments import argument, magic_arguments
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
 from nblaunch.engines.current import engine
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
+from nblaunch.launch.export.exported import export_cell
 from nblaunch.launch.handle import INSIST, Launch, live_launches
 from nblaunch.launch.live_sessions import how_to_start, live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES
@@ -44,6 +45,8 @@ _USAGE = (
     "write %distributed status, stacks, stop, free, who, session, auto on or preload NAME, or put %%distributed on top "
     "of a cell"
 )
+_OF_EXPORT = ("num_processes", "device", "backend", "threads_per_rank", "max_restarts", "timeout", "checks")
+"""Options that a script takes; the others are of the launch alone."""
 _NO_FRAME = 1 << 20
 """Deeper than any stack: IPython then looks names up in the notebook, not in our frames."""
 
@@ -162,6 +165,13 @@ class DistributedMagics(Magics):
         "named groups hold numbers (a group named step: the step); each line's first 8 KB are searched, in the "
         "notebook's process; may be given several times",
     )
+    @argument(
+        "--export",
+        metavar="FILE",
+        help="do not run the cell: write it, with what it uses, as a script for torchrun; see nblaunch.export?",
+    )
+    @argument("--sbatch", action="store_true", help="with --export: also write a job file for Slurm")
+    @argument("--force", action="store_true", help="with --export: replace files that no export has written")
     @line_cell_magic
     @no_var_expand
     @output_can_be_silenced
@@ -194,7 +204,28 @@ class DistributedMagics(Magics):
             raise UsageError(
                 f"%%distributed {action}: a cell takes options, such as -n 2; without a cell: %distributed {action}"
             )
+        path = arguments.pop("export")
+        sbatch, force = arguments.pop("sbatch"), arguments.pop("force")
+        if path is not None:
+            return self._export(cell, path, arguments, sbatch, force)
+        if sbatch or force:
+            raise UsageError(f"--{'sbatch' if sbatch else 'force'}: only with --export, as in --export train.py")
         return self._run(cell, arguments)
+
+    def _export(self, body: str, path: str, arguments: dict[str, Any], sbatch: bool, force: bool) -> None:
+        __tracebackhide__ = True  # IPython omits this frame
+        ranks = _ranks("--ranks", arguments.pop("ranks"))
+        cell = make_cell(self.shell, body, ranks)
+        typed = self.shell.history_manager.input_hist_raw[-1]  # type: ignore[union-attr]  # there is a shell
+        chosen = {name: value for name, value in arguments.items() if name in _OF_EXPORT}
+        try:
+            used = names_used(cell, self._names())
+            _show(repr(export_cell(cell, used, typed, path, sbatch=sbatch, force=force, **chosen)))
+        except ArgumentError as error:
+            text = str(error).replace("path=", "export=", 1).replace("force=True", "--force")
+            raise UsageError(_as_option(text)) from None
+        except PayloadError as error:
+            raise error.with_traceback(None) from None  # the frames below are nblaunch's own
 
     def _run(self, body: str, arguments: dict[str, Any]) -> Any:
         __tracebackhide__ = True  # IPython omits this frame
