@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import shlex
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ def export(
     names = ExportedNames(host().cells(), notebook, PROVIDED.difference(FILLED_IN))
     filled = parameters.left_out(function, payload.args, payload.kwargs)
     call = _call(function, payload.args, payload.kwargs, filled, names)
-    main = Main(call, frozenset(filled), False, None, device, backend, False, False)
+    main = Main(call, frozenset(filled), False, None, device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
 
 
@@ -159,7 +160,7 @@ def export_cell(
     for name in sorted(reads - binds - PROVIDED - notebook.keys() - vars(builtins).keys()):
         raise PayloadError(f"`{name}`: the notebook has no such name: assign it in the cell, or in the notebook first")
     names.need(used)
-    main = Main(text, reads & set(FILLED_IN), True, cell.ranks, start.device, backend, False, False)
+    main = Main(text, reads & set(FILLED_IN), True, cell.ranks, start.device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
 
 
@@ -176,10 +177,11 @@ def _target(path: str | os.PathLike[str]) -> Path:
 def _start(
     num_processes: Any, device: Any, backend: Any, threads: Any, env: Any, max_restarts: Any, timeout: Any, checks: Any
 ) -> Start:
-    """Check the options of a launch. GPUs need not be here: the script may run elsewhere."""
-    machine = this_machine()
-    if device == "cuda" or backend == "nccl":
-        machine = replace(machine, gpus=machine.gpus or (num_processes if type(num_processes) is int else 1))
+    """Check the options of a launch. The GPUs need not be here: the script may run elsewhere."""
+    machine = replace(this_machine(), free_descriptors=sys.maxsize)
+    if device == "cuda" or backend == "nccl" or machine.gpus:
+        most = num_processes if type(num_processes) is int else 1
+        machine = replace(machine, gpus=max(machine.gpus, most))
     plan = make_plan(
         machine,
         engine,
@@ -306,12 +308,14 @@ def _write(target: Path, names: ExportedNames, main: Main, start: Start, sbatch:
     words = set(re.findall(r"\w+", code))
     modules = {"torch", *names.modules}
     imported = script.imports_text(names.imports, (), names.submodules_of(code))
-    states = notebook_settings.random_states(settings, f"{imported}\n{code}", _SAVED, saved, modules)
+    code = f"{imported}\n{code}"
+    states = notebook_settings.random_states(settings, code, _SAVED, saved, modules)
     main = replace(
         main,
         uses=main.uses | (words & set(FILLED_IN) if main.is_cell else set()),
         owns_group="init_process_group" in words,
         owns_address=bool(words & {"MASTER_ADDR", "MASTER_PORT"}),
+        uses_accelerate=bool({"accelerate", "transformers"} & notebook_settings.packages_in(code)),
         settings=states,
     )
     dist = next((n for n, each in names.imports.items() if each.text.startswith("import torch.distributed as")), "")

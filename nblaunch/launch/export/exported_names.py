@@ -33,6 +33,14 @@ class _Carried:
     survey: Survey | None
     statement: Statement | None = None
     text: str = ""
+    again: Survey | None = None
+    """Of what the expression gives: what both have in common, the script gets from other names."""
+
+    @property
+    def shared(self) -> set[tuple[str, int]]:
+        """What the value may have in common with others, which two copies would lose."""
+        own = self.survey.shared if self.survey is not None else set()
+        return own - self.again.shared if self.again is not None else own
 
 
 @dataclass
@@ -124,13 +132,16 @@ class ExportedNames:
         return (each for each in reversed(self.statements) if name in each.binds)
 
     def _find_import(self, name: str, value: Any) -> Imported | None:
-        for statement in self._binding(name):
-            for node in statement.nodes:
-                if isinstance(node, (ast.Import, ast.ImportFrom)):
-                    for alias in node.names:
-                        if origins.bound_by(node, alias) == name and origins.is_import_of(node, alias, value):
-                            return Imported(statement.order, origins.one_import(node, alias), statement)
-        return None
+        found = [
+            (alias.name.count(".") * (alias.asname is None), Imported(statement.order, text, statement))
+            for statement in self._binding(name)
+            for node in statement.nodes
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+            if origins.bound_by(node, alias) == name and origins.is_import_of(node, alias, value)
+            for text in [origins.one_import(node, alias)]
+        ]
+        return min(found, key=lambda each: each[0])[1] if found else None  # import torch, not import torch.utils.data
 
     def submodules_of(self, text: str) -> list[Imported]:
         """Return the notebook's imports such as ``import torch.utils.data`` that a text relies on."""
@@ -189,10 +200,12 @@ class ExportedNames:
         if isinstance(value, (*_CODE, types.ModuleType)):
             return
         given = origins.argument(call, factory, variable)
-        if given is None or not literals.is_repeatable(given, self.names, self.hidden):
-            is_equal = False
+        if given is None:
+            again = origins.default(factory, variable)
         else:
-            is_equal = saved_values.is_same(Survey(literals.repeat(given, self.names)), Survey(value))
+            is_known = literals.is_repeatable(given, self.names, self.hidden)
+            again = [literals.repeat(given, self.names)] if is_known else []
+        is_equal = any(saved_values.is_same(Survey(each), Survey(value)) for each in again)
         if not is_equal:
             raise PayloadError(
                 f"`{name}` has its own `{variable}`, and `{ast.unparse(call)}` might give another one in a script: "
@@ -223,9 +236,9 @@ class ExportedNames:
                 if type(again) is not type(value):
                     continue
                 if saved_values.is_same(survey, repeated):
-                    return _Carried("expression", value, survey, statement)
+                    return _Carried("expression", value, survey, statement, again=repeated)
                 if saved_values.is_module(value) and saved_values.is_same_module(value, survey, repeated):
-                    return _Carried("module", value, survey, statement)
+                    return _Carried("module", value, survey, statement, again=repeated)
             except Exception:  # noqa: BLE001, S112  # the user's classes may raise anything: the value itself is saved
                 continue
         return None
@@ -270,7 +283,7 @@ class ExportedNames:
         Raises:
             PayloadError: There is too much data.
         """
-        shared = {name: each.survey.shared if each.survey else set() for name, each in self._carried.items()}
+        shared = {name: each.shared for name, each in self._carried.items()}
         kinds = {name: each.kind for name, each in self._carried.items()}
         joined = {name for name, kind in kinds.items() if kind == "object"}
         alone = [name for name, kind in kinds.items() if kind in ("module", "literal", "tensor")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import cmath
 import contextlib
 import dataclasses
 import enum
@@ -17,7 +18,7 @@ from typing import Any
 from nblaunch.transfer import pickling
 
 MAX_LITERAL_CHARS = 2000
-_PLAIN = (type(None), bool, int, bytes, complex, type(...), range)
+_PLAIN = (type(None), bool, int, bytes, type(...), range)
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict)
 _BUILTINS = frozenset({"abs", "len", "max", "min", "round", "sorted", "sum"})
 _OF_CUDA = ("is_available", "device_count")
@@ -45,6 +46,8 @@ def literal(value: Any, need: Callable[[str, Any], bool]) -> str | None:
         return None
     if kind is str:
         return quoted(value)
+    if kind is complex:
+        return repr(value) if cmath.isfinite(value) else None
     if kind in _PLAIN:
         return repr(value)
     if kind is float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import re
 from typing import Any
 
+from nblaunch.machine.packages import package_of
 from nblaunch.wire.messages import Settings
 
 
@@ -24,13 +26,21 @@ def defaults(settings: Settings) -> list[str]:
     return lines
 
 
+def packages_in(code: str) -> set[str]:
+    """Return the top-level packages that code imports, also in functions."""
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {package_of(name) for name in names}
+
+
 def random_states(
     settings: Settings, code: str, saved_name: str, saved: dict[str, Any], modules: set[str]
 ) -> list[str]:
     """Return lines that restore the notebook's random states. Their data is added to `saved`.
 
-    torch's is restored if the user has seeded it, those of Python and NumPy if the code may use them: under torchrun
-    each rank would have another.
+    Under torchrun each rank would have random states of its own. Those of Python and NumPy are restored if the code
+    may use them.
 
     Args:
         settings: The notebook's.
@@ -48,12 +58,13 @@ def random_states(
         if not torch.equal(state, torch.Generator().manual_seed(settings.torch_seed).get_state()):
             saved["torch's random state"] = state
             lines.append(f'torch.set_rng_state({saved_name}["torch\'s random state"])')
-    if re.search(r"^(import|from) random\b", code, re.MULTILINE):
+    packages = packages_in(code)
+    if "random" in packages:
         saved["Python's random state"] = random.getstate()
         lines.append(f'random.setstate({saved_name}["Python\'s random state"])')
         modules.add("random")
     state = settings.numpy_rng
-    if re.search(r"^(import|from) numpy\b", code, re.MULTILINE) and re.search(r"\brandom\b", code) and state:
+    if "numpy" in packages and re.search(r"\brandom\b", code) and state:
         kind, keys, *rest = state
         if kind == "MT19937":
             saved["NumPy's random state"] = torch.from_numpy(keys.astype("int64"))

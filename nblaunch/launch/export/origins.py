@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nblaunch.launch.export.cell_statements import Statement, inner_codes, is_same_code
+from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.transfer import definitions
 
 
@@ -81,19 +82,19 @@ def makes(factory: Any, function: Any) -> bool:
 
 def argument(call: ast.Call, factory: types.FunctionType, parameter: str) -> ast.expr | None:
     """Return what a call gives for a parameter; None if that cannot be seen."""
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
     names = list(inspect.signature(factory).parameters)
-    given |= dict(zip(names, call.args, strict=False))
-    default = inspect.signature(factory).parameters.get(parameter)
-    if parameter not in given and default is not None and default.default is not default.empty:
-        return ast.Constant(default.default)
-    return given.get(parameter)
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    return (given | dict(zip(names, call.args, strict=False))).get(parameter)
+
+
+def default(factory: types.FunctionType, parameter: str) -> list[Any]:
+    """Return the default of a parameter, in a list; empty if there is none."""
+    found = inspect.signature(factory).parameters.get(parameter)
+    return [] if found is None or found.default is found.empty else [found.default]
 
 
 def own_file(module: str) -> str:
     """Return the file of a module that a user can edit; empty for installed ones."""
-    from nblaunch.machine.packages import package_of, why_not_ahead
-
     package = package_of(module)
     spec = importlib.util.find_spec(package) if package in sys.modules and package != "nblaunch" else None
     return spec.origin or "" if spec is not None and why_not_ahead(package) else ""

@@ -130,10 +130,18 @@ def is_plain(value: Any) -> bool:
 
 def why(name: str, value: Any, error: Exception) -> str:
     """Return why a value cannot be saved, and what to do."""
-    reason = pickling.explain(value, f"`{name}`")
-    if reason is not None:
-        what = reason.reason.replace("which cannot be sent to another process", "which cannot be saved for a script")
-        return f"{reason.path}{what}: {FIX}"
     if "not the same object" in str(error):
         return f"`{name}` is of a class that a cell has defined again since: run the cell that makes `{name}` again"
-    return f"`{name}` cannot be saved for a script ({error}): write what it holds with def or class in a cell, or {FIX}"
+    reason = pickling.explain(value, f"`{name}`", attempt=_attempt)
+    if reason is None:
+        return f"`{name}` cannot be saved for a script ({error}): {FIX}"
+    what = reason.reason.replace("which cannot be sent to another process", "which cannot be saved for a script")
+    return f"{reason.path}{what}: {FIX}"
+
+
+def _attempt(value: Any) -> Exception | None:
+    try:
+        Survey(value)
+    except Exception as error:  # noqa: BLE001  # a user's __reduce__ may raise anything
+        return error
+    return None

@@ -97,6 +97,7 @@ class Main:
         backend: Of the process group; None: by the device.
         owns_group: The code initializes the process group itself.
         owns_address: The code sets the address of its rendezvous itself.
+        uses_accelerate: The code imports accelerate, or transformers, which uses it.
         settings: Lines that restore the notebook's random states.
     """
 
@@ -108,6 +109,7 @@ class Main:
     backend: str | None
     owns_group: bool
     owns_address: bool
+    uses_accelerate: bool
     settings: Sequence[str] = ()
 
 
@@ -133,6 +135,9 @@ def main_block(main: Main, dist: str) -> str:
     lines = [f"{name} = {values[name]}" for name in FILLED_IN if name in needed]
     if uses_gpu:
         lines += ['if device.type == "cuda":', "    torch.cuda.set_device(device)"]
+    if main.uses_accelerate and main.device != "cuda":
+        line = 'os.environ.setdefault("ACCELERATE_USE_CPU", "true")  # else Accelerator() ignores the other CPU ranks'
+        lines += ["else:", f"    {line}"] if uses_gpu else [line]
     if main.owns_address:
         lines.append('os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # the code below has its own rendezvous')
     if not main.owns_group:
