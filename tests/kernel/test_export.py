@@ -91,7 +91,7 @@ def test_an_exported_function_gives_the_same_numbers(notebook: Kernel, tmp_path:
     assert "run it: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 job/train.py" in shown.value
     assert found_by(job) == expected
     assert printed == ""
-    assert {path.name for path in job.iterdir()} >= {"train.py", "train.pt", "train.objects.pt"}
+    assert {path.name for path in job.iterdir()} >= {"train.py", "train.data.pt", "train.objects.pt"}
 
 
 def test_an_exported_cell_gives_the_same_numbers(notebook: Kernel, tmp_path: Path) -> None:

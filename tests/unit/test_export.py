@@ -12,7 +12,7 @@ import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hypothesis
 import numpy
@@ -130,6 +130,11 @@ class Colour(enum.Enum):
     RED = 1
 
 
+class Pair(NamedTuple):
+    first: list[int]
+    second: str
+
+
 @dataclasses.dataclass
 class Point:
     x: float
@@ -180,7 +185,7 @@ def test_a_literal_gives_the_value_again(value: object) -> None:
     "value",
     [
         *(pathlib.Path("data") / "it's", torch.device("cuda", 1), torch.float16, Colour.RED, Point(1.0, ["a"])),
-        *(range(3), numpy.float32(0.5), math.inf, set(), (), (1,)),
+        *(range(3), numpy.float32(0.5), math.inf, set(), (), (1,), Pair([1], "b")),
     ],
     ids=repr,
 )
@@ -497,10 +502,10 @@ def test_a_file_of_an_export_may_be_replaced_until_it_is_edited(tmp_path: Path) 
 
 def test_a_users_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    data = path.with_suffix(".pt")
+    data = path.with_suffix(".data.pt")
     data.write_bytes(b"\x80")
 
-    with pytest.raises(ArgumentError, match=r"train.pt exists: use another name, or force=True"):
+    with pytest.raises(ArgumentError, match=r"train.data.pt exists: use another name, or force=True"):
         marked_files.check(path, [path], [data], force=False)
     path.write_text("import os\n")
     with pytest.raises(ArgumentError, match=r"train.py exists: use another name, or force=True"):

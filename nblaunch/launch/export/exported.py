@@ -18,6 +18,7 @@ from typing import Any
 
 from nblaunch.engines.current import engine
 from nblaunch.errors import ArgumentError, PayloadError
+from nblaunch.launch import live_sessions
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.export import job_file, marked_files, notebook_settings, origins, script
 from nblaunch.launch.export.cell_statements import SHELL, CellSource, Statement, awaits, statements_of
@@ -83,8 +84,8 @@ def export(
 
     Values become literals if they are short, plain data. A value that its statement gives again, such as
     ``nn.CrossEntropyLoss()``, keeps the statement: export evaluates it again to compare, if it only creates objects of
-    installed classes, modules and dataclasses. Tensors, arrays and weights go to a ``.pt`` file beside the script, and
-    what only pickle can load to an ``.objects.pt`` file, up to 500 MB. Definitions are as the cells have them: what
+    installed classes, modules and dataclasses. Tensors, arrays and weights go to ``train.data.pt`` beside the script,
+    and what only pickle can load to ``train.objects.pt``, up to 500 MB. Definitions are as the cells have them: what
     was assigned to a class or function later is left out.
 
     The script needs nblaunch only if your code uses it. It prints and saves nothing itself, and the return value is
@@ -158,7 +159,8 @@ def export_cell(
     reads = frozenset[str]().union(*(each.reads for each in statements))
     binds = frozenset[str]().union(*(each.binds for each in statements))
     for name in sorted(reads - binds - PROVIDED - notebook.keys() - vars(builtins).keys()):
-        raise PayloadError(f"`{name}`: the notebook has no such name: assign it in the cell, or in the notebook first")
+        more = "" if live_sessions.find() is None else " (a script starts without the names of a session's ranks)"
+        raise PayloadError(f"`{name}`: the notebook has no such name{more}: assign it in the cell")
     names.need(used)
     main = Main(text, reads & set(FILLED_IN), True, cell.ranks, start.device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
@@ -344,7 +346,7 @@ def _write(target: Path, names: ExportedNames, main: Main, start: Start, sbatch:
         texts[job] = job_file.job_file(start, target.name, job.name)
         folder = f"--chdir={shlex.quote(str(target.parent))} " if str(target.parent) != "." else ""
         command += f"\n    or: sbatch {folder}{shlex.quote(str(job))}"
-    data = {target.with_suffix(".pt"): saved, target.with_suffix(".objects.pt"): objects}
+    data = {target.with_suffix(".data.pt"): saved, target.with_suffix(".objects.pt"): objects}
     data = {path: values for path, values in data.items() if values}
     marked_files.check(target, list(texts), list(data), force)
     for path, values in data.items():

@@ -367,7 +367,8 @@ class ExportedNames:
             by_name[name] = entry
         if pickled:
             needed = frozenset(d for name in pickled for d in (self._carried[name].survey or Survey(None)).definitions)
-            load = f"{objects} = torch.load({beside('.objects.pt')}, weights_only=False)  # runs code: trust the file"
+            load = f"{objects} = torch.load({beside('.objects.pt')}, weights_only=False)"
+            load = f"# A pickle can run any code: load only one that you trust.\n{load}"
             first = min(by_name[name].order for name in pickled)
             by_name[objects] = found[0] = Entry(first, load, frozenset({objects}), needed, needed)
             self.modules.add("pathlib")

@@ -47,7 +47,7 @@ def literal(value: Any, need: Callable[[str, Any], bool]) -> str | None:
     if kind is str:
         return quoted(value)
     if kind is complex:
-        return repr(value) if cmath.isfinite(value) else None
+        return f"complex({value.real!r}, {value.imag!r})" if cmath.isfinite(value) else None
     if kind in _PLAIN:
         return repr(value)
     if kind is float:
@@ -89,12 +89,19 @@ def _named(value: Any, need: Callable[[str, Any], bool]) -> str | None:
         return f"numpy.{kind.__name__}({literal(value.item(), need)})"
     if isinstance(value, enum.Enum) and not isinstance(value, enum.Flag) and need(kind.__name__, kind):
         return f"{kind.__name__}.{value.name}"
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and need(kind.__name__, kind):
+        parts = {name: literal(getattr(value, name), need) for name in kind._fields}
+        return None if None in parts.values() else _call(kind, parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: literal(getattr(value, field.name), need) for field in dataclasses.fields(value)}
         has_no_more = fields.keys() == getattr(value, "__dict__", fields).keys() and None not in fields.values()
         if _is_plain_dataclass(kind) and has_no_more and need(kind.__name__, kind):
-            return f"{kind.__name__}({', '.join(f'{name}={text}' for name, text in fields.items())})"
+            return _call(kind, fields)
     return None
+
+
+def _call(kind: type, arguments: Mapping[str, str | None]) -> str:
+    return f"{kind.__name__}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
 
 
 def _is_plain_dataclass(kind: type) -> bool:

@@ -58,7 +58,7 @@ def beside(suffix: str) -> str:
 
 def load_saved(saved: str) -> str:
     """Return the line that loads what `ExportedNames.saved` has returned."""
-    return f"{saved} = torch.load({beside('.pt')}, weights_only=True)"
+    return f"{saved} = torch.load({beside('.data.pt')}, weights_only=True)"
 
 
 def in_order(entries: Sequence[Entry], by_name: Mapping[str, Entry]) -> Iterator[Entry]:
