@@ -152,11 +152,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 drops the file name: tracebacks would lose the cell
             make, parts = self.dispatch_table[types.CodeType](obj)
             return definitions.in_file, (obj.co_filename, make, parts)
-        if (
-            isinstance(obj, types.ModuleType)
-            and type(obj) is not types.ModuleType
-            and sys.modules.get(obj.__name__) is obj
-        ):
+        kind = type(obj)
+        if kind is not types.ModuleType and isinstance(obj, types.ModuleType) and obj is sys.modules.get(obj.__name__):
             return importlib.import_module, (obj.__name__,)  # cloudpickle sends no module of a subclass
         reduced = tensors.reduce(obj, self._buffers) or notebook_shell.reduce_shell(obj) or _reduce_cached(obj)
         if reduced is not None:
