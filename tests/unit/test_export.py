@@ -21,7 +21,7 @@ import torch
 from hypothesis import strategies
 
 from nblaunch.errors import ArgumentError, PayloadError
-from nblaunch.launch.export import job_file, literals, marked_files, saved_values, script
+from nblaunch.launch.export import job_file, literals, marked_files, origins, saved_values, script
 from nblaunch.launch.export.cell_statements import CellSource, Statement, is_same_code, statements_of
 from nblaunch.launch.export.exported_names import ExportedNames
 from nblaunch.launch.export.job_file import Start
@@ -48,7 +48,9 @@ class Notebook:
     def script(self, *names: str) -> str:
         """Imports and entries of what these names need."""
         needed = self.needed(*names)
-        imports = script.imports_text(needed.imports, needed.modules, needed.submodules_of(""))
+        imports = script.imports_text(
+            needed.imports, needed.modules, origins.other_imports(needed.statements, needed.imports, "")
+        )
         return f"{imports}\n---\n{script.entries_text(needed.entries('_saved', '_objects'))}"
 
     def needed(self, *names: str) -> ExportedNames:
@@ -408,7 +410,33 @@ def test_ipythons_syntax_in_a_definition_is_refused(notebook: Notebook) -> None:
         notebook.needed("f")
 
 
+def test_a_method_that_was_added_later_is_refused(notebook: Notebook) -> None:
+    notebook.run("import functools\n@functools.total_ordering\nclass Net:\n    def __lt__(self, other): return True")
+    notebook.needed("Net")
+    notebook.run("def late(self): return 1\nNet.late = late")
+
+    with pytest.raises(PayloadError, match=r"`Net\.late` was added to the class after its cell had run: write it into"):
+        notebook.needed("Net")
+
+
+def test_an_older_base_class_is_noted(notebook: Notebook) -> None:
+    notebook.run("class Base:\n    def f(self): return 1\nclass Net(Base):\n    def g(self): return 2")
+    assert notebook.needed("Net").notes == []
+
+    notebook.run("class Base:\n    def f(self): return 3")
+    assert notebook.needed("Net").notes == ["`Net` is based on an earlier `Base`; the script has the present one"]
+
+
 # ------------------------------------------------------------------ the script's text
+def test_imports_from_the_future_come_first(notebook: Notebook) -> None:
+    notebook.run("from __future__ import annotations\nimport math")
+    notebook.run("def f(x: Nothing): return math")
+
+    needed = notebook.needed("f")
+    text = script.imports_text(needed.imports, {"os"}, origins.other_imports(needed.statements, needed.imports, ""))
+    assert text == "from __future__ import annotations\nimport os\n\nimport math"
+
+
 def test_strings_over_several_lines_are_not_indented() -> None:
     text = 'x = """a\n  b\nc"""\nif x:\n    y = f"""{x}\nd"""\n\nz = 1'
 

@@ -123,7 +123,8 @@ def export(
     names = ExportedNames(host().cells(), notebook, PROVIDED.difference(FILLED_IN))
     filled = parameters.left_out(function, payload.args, payload.kwargs)
     call = _call(function, payload.args, payload.kwargs, filled, names)
-    main = Main(call, frozenset(filled), False, None, device, backend, False, False, False)
+    name = next(name for name in ("main", "run_rank", "_main") if name not in notebook)
+    main = Main(call, frozenset(filled), name, None, device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
 
 
@@ -162,7 +163,7 @@ def export_cell(
         more = "" if live_sessions.find() is None else " (a script starts without the names of a session's ranks)"
         raise PayloadError(f"`{name}`: the notebook has no such name{more}: assign it in the cell")
     names.need(used)
-    main = Main(text, reads & set(FILLED_IN), True, cell.ranks, start.device, backend, False, False, False)
+    main = Main(text, reads & set(FILLED_IN), "", cell.ranks, start.device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
 
 
@@ -309,12 +310,12 @@ def _write(target: Path, names: ExportedNames, main: Main, start: Start, sbatch:
         names.notes.append("display() prints")
     words = set(re.findall(r"\w+", code))
     modules = {"torch", *names.modules}
-    imported = script.imports_text(names.imports, (), names.submodules_of(code))
+    imported = script.imports_text(names.imports, (), origins.other_imports(names.statements, names.imports, code))
     code = f"{imported}\n{code}"
     states = notebook_settings.random_states(settings, code, _SAVED, saved, modules)
     main = replace(
         main,
-        uses=main.uses | (words & set(FILLED_IN) if main.is_cell else set()),
+        uses=main.uses | (set() if main.name else words & set(FILLED_IN)),
         owns_group="init_process_group" in words,
         owns_address=bool(words & {"MASTER_ADDR", "MASTER_PORT"}),
         uses_accelerate=bool({"accelerate", "transformers"} & notebook_settings.packages_in(code)),
@@ -331,7 +332,7 @@ def _write(target: Path, names: ExportedNames, main: Main, start: Start, sbatch:
     for name in modules:
         if name in names.names and name not in names.imports and re.search(rf"^{name} = ", body, re.MULTILINE):
             raise PayloadError(f"`{name}` is a value in the notebook, but the script needs the module: rename it")
-    imported = script.imports_text(names.imports, modules, names.submodules_of(code))
+    imported = script.imports_text(names.imports, modules, origins.other_imports(names.statements, names.imports, code))
     content = "\n\n".join(filter(None, [imported, "\n".join(top)]))
     if body:
         content += f"\n\n\n{body}" if script.is_definition(body) else f"\n\n{body}"

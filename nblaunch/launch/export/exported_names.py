@@ -109,7 +109,7 @@ class ExportedNames:
         return text
 
     def _add(self, name: str, value: Any) -> None:
-        imported = self._find_import(name, value)
+        imported = origins.find_import(self._binding(name), name, value)
         if imported is not None:
             self.imports[name] = imported
         elif isinstance(value, _CODE) and pickling.is_sent_by_value(value):
@@ -131,29 +131,6 @@ class ExportedNames:
         """Yield the statements that bind a name, the last one first."""
         return (each for each in reversed(self.statements) if name in each.binds)
 
-    def _find_import(self, name: str, value: Any) -> Imported | None:
-        found = [
-            (alias.name.count(".") * (alias.asname is None), Imported(statement.order, text, statement))
-            for statement in self._binding(name)
-            for node in statement.nodes
-            if isinstance(node, (ast.Import, ast.ImportFrom))
-            for alias in node.names
-            if origins.bound_by(node, alias) == name and origins.is_import_of(node, alias, value)
-            for text in [origins.one_import(node, alias)]
-        ]
-        return min(found, key=lambda each: each[0])[1] if found else None  # import torch, not import torch.utils.data
-
-    def submodules_of(self, text: str) -> list[Imported]:
-        """Return the notebook's imports such as ``import torch.utils.data`` that a text relies on."""
-        found = {}
-        for statement in self.statements:
-            for node in statement.nodes:
-                for alias in node.names if isinstance(node, ast.Import) else ():
-                    is_used = alias.asname is None and "." in alias.name and f"{alias.name}." in text
-                    if is_used and alias.name.partition(".")[0] in self.imports:
-                        found[alias.name] = Imported(statement.order, f"import {alias.name}")
-        return list(found.values())
-
     # -------------------------------------------------------------- definitions
     def _definition(self, name: str, value: Any) -> Statement:
         """Return the statement that has defined a function or class.
@@ -163,6 +140,7 @@ class ExportedNames:
         """
         for statement in self._binding(name):
             if self._defines(statement, name, value):
+                self._check_class(statement, value)
                 if (line := statement.shell_line()) is not None:
                     raise PayloadError(
                         f"{statement.cell.label}, line {line[0]}: `{line[1]}` is IPython's syntax, and a script "
@@ -173,6 +151,18 @@ class ExportedNames:
         raise PayloadError(
             f"`{name}`: no cell of the notebook defines this {kind} as it is now: define it in a cell, or {FIX}"
         )
+
+    def _check_class(self, statement: Statement, value: Any) -> None:
+        """Raise PayloadError for methods that were added to a class; note bases that were defined again."""
+        for method in origins.added_methods(statement, value):
+            raise PayloadError(
+                f"`{value.__name__}.{method}` was added to the class after its cell had run: write it into the class"
+            )
+        for base in value.__mro__[1:-1] if isinstance(value, type) else ():
+            if base.__module__ == "__main__" and self.names.get(base.__name__) is not base:
+                self.notes.append(
+                    f"`{value.__name__}` is based on an earlier `{base.__name__}`; the script has the present one"
+                )
 
     def _defines(self, statement: Statement, name: str, value: Any) -> bool:
         if isinstance(value, type):

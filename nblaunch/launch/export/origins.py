@@ -7,21 +7,54 @@ import importlib.util
 import inspect
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from nblaunch.launch.export.cell_statements import Statement, inner_codes, is_same_code
+from nblaunch.launch.export.script import Imported
 from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.transfer import definitions
 
 
 # ------------------------------------------------------------------ imports
-def bound_by(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
-    """Return the name that a part of an import binds."""
+def find_import(statements: Iterable[Statement], name: str, value: Any) -> Imported | None:
+    """Return the import that binds a name to a value: ``import torch`` rather than ``import torch.utils.data``."""
+    found = [
+        (alias.name.count(".") * (alias.asname is None), Imported(statement.order, _one_import(node, alias), statement))
+        for statement in statements
+        for node in statement.nodes
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if _bound_by(node, alias) == name and _is_import_of(node, alias, value)
+    ]
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def other_imports(statements: Sequence[Statement], names: Collection[str], text: str) -> list[Imported]:
+    """Return imports such as ``import torch.utils.data`` that a text relies on, and those of ``__future__``.
+
+    Args:
+        statements: The notebook's.
+        names: The names that imports of the script bind.
+        text: The script.
+    """
+    found = {}
+    for statement in statements:
+        for node in statement.nodes:
+            if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+                found["__future__"] = Imported(statement.order, ast.unparse(node))
+            for alias in node.names if isinstance(node, ast.Import) else ():
+                is_used = alias.asname is None and "." in alias.name and f"{alias.name}." in text
+                if is_used and alias.name.partition(".")[0] in names:
+                    found[alias.name] = Imported(statement.order, f"import {alias.name}")
+    return list(found.values())
+
+
+def _bound_by(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
     return alias.asname or (alias.name.partition(".")[0] if isinstance(node, ast.Import) else alias.name)
 
 
-def is_import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any) -> bool:
+def _is_import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any) -> bool:
     """Return True if a part of an import binds this value."""
     if isinstance(node, ast.Import):
         return sys.modules.get(alias.name if alias.asname else alias.name.partition(".")[0]) is value
@@ -30,7 +63,7 @@ def is_import_of(node: ast.Import | ast.ImportFrom, alias: ast.alias, value: Any
     return node.level == 0 and found is value and module is not None
 
 
-def one_import(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
+def _one_import(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> str:
     """Return the import of this part alone."""
     if isinstance(node, ast.Import):
         name = alias.name if alias.asname else alias.name.partition(".")[0]
@@ -63,6 +96,20 @@ def has_class(statement: Statement, name: str, value: type) -> bool:
     if not classes:
         return statement.value is not None
     return not any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) for node in classes[0].body)
+
+
+def added_methods(statement: Statement, value: Any) -> list[str]:
+    """Return the methods that cells have added to a class beside its statement."""
+    classes = [node for node in statement.nodes if isinstance(node, ast.ClassDef)]
+    if not (isinstance(value, type) and len(classes) == 1 and classes[0].name == value.__name__):
+        return []
+    bound = {getattr(node, "name", getattr(node, "id", "")) for node in ast.walk(classes[0])}
+    return [
+        name
+        for name, each in vars(value).items()
+        if isinstance(each, types.FunctionType) and each.__module__ == "__main__"
+        if name not in bound and not name.startswith("__")  # dataclasses write some
+    ]
 
 
 def enclosed(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -91,7 +91,7 @@ class Main:
     Attributes:
         text: The statements.
         uses: The names of `FILLED_IN` that they and the definitions use.
-        is_cell: The statements are a cell's, which binds globals; else they call a function.
+        name: Of the function that calls the user's; empty for a cell, whose statements bind globals.
         ranks: The ranks that run them; None: all.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         backend: Of the process group; None: by the device.
@@ -103,7 +103,7 @@ class Main:
 
     text: str
     uses: frozenset[str]
-    is_cell: bool
+    name: str
     ranks: tuple[int, ...] | None
     device: str
     backend: str | None
@@ -149,15 +149,15 @@ def main_block(main: Main, dist: str) -> str:
         lines.append(f"{dist}.init_process_group({quoted(main.backend) if main.backend else backend})")
     lines += main.settings
     text = main.text if main.ranks is None else f"if rank in {list(main.ranks)}:\n{indented(main.text)}"
-    lines += ["", text, ""] if main.is_cell else [text]
+    lines += [text] if main.name else ["", text, ""]
     if main.owns_group:
         lines += [f"if {dist}.is_initialized():", f"    {dist}.destroy_process_group()"]
     else:
         lines.append(f"{dist}.destroy_process_group()")
     block = indented("\n".join(lines))
-    if main.is_cell:
+    if not main.name:
         return f'if __name__ == "__main__":\n{block}\n'
-    return f'def main():\n{block}\n\n\nif __name__ == "__main__":\n    main()\n'
+    return f'def {main.name}():\n{block}\n\n\nif __name__ == "__main__":\n    {main.name}()\n'
 
 
 def indented(text: str) -> str:
