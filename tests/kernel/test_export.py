@@ -200,6 +200,25 @@ def test_a_cell_that_no_script_can_run_is_refused(kernel: Kernel, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_only_the_ranks_of_a_session_have_is_refused(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(
+        f"%cd -q {tmp_path}\ndef step(): return total + 1\ndef count():\n    global calls\n    calls = 1"
+    ).check()
+    shown = kernel.run("%%distributed --export cell.py\nstep(), count()").check()
+    kernel.run("%%distributed --export cell.py\ntotal = 1\nstep(), count()").check()
+    assert "note: `step` uses `total`, which the notebook does not have\n" in shown.stdout
+    assert "calls" not in shown.stdout
+
+    kernel.run("import nblaunch\ns = nblaunch.session(1, device='cpu')").check()
+    try:
+        done = kernel.run("%%distributed --export cell.py\nstep()")
+        gone = kernel.run("%%distributed --export cell.py\nprint(total)")
+    finally:
+        kernel.run("s.stop()").check()
+    assert "`step` uses `total`: the notebook has no such name (a script starts without" in done.error
+    assert "`total`: the notebook has no such name (a script starts without the names of a session's" in gone.error
+
+
 def test_a_users_file_stays_without_force(kernel: Kernel, tmp_path: Path) -> None:
     kernel.run(f"%cd -q {tmp_path}")
     script = tmp_path / "train.py"

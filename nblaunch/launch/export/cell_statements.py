@@ -53,6 +53,11 @@ class Statement:
         return frozenset(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
 
     @functools.cached_property
+    def sets(self) -> frozenset[str]:
+        """The names that it binds, and the globals that functions in it assign."""
+        return self.binds.union(global_names(self._table, reads=False))
+
+    @functools.cached_property
     def reads(self) -> frozenset[str]:
         """The names that it, and the functions in it, look up globally."""
         return frozenset((*global_names(self._table, reads=True), *changed_names(self.tree)))

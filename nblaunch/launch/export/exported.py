@@ -123,6 +123,7 @@ def export(
     names = ExportedNames(host().cells(), notebook, PROVIDED.difference(FILLED_IN))
     filled = parameters.left_out(function, payload.args, payload.kwargs)
     call = _call(function, payload.args, payload.kwargs, filled, names)
+    _check_missing(names, frozenset())
     name = next(name for name in ("main", "run_rank", "_main") if name not in notebook)
     main = Main(call, frozenset(filled), name, None, device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
@@ -160,11 +161,24 @@ def export_cell(
     reads = frozenset[str]().union(*(each.reads for each in statements))
     binds = frozenset[str]().union(*(each.binds for each in statements))
     for name in sorted(reads - binds - PROVIDED - notebook.keys() - vars(builtins).keys()):
-        more = "" if live_sessions.find() is None else " (a script starts without the names of a session's ranks)"
-        raise PayloadError(f"`{name}`: the notebook has no such name{more}: assign it in the cell")
+        raise PayloadError(f"`{name}`: the notebook has no such name{_of_session()}: assign it in the cell")
     names.need(used)
+    _check_missing(names, binds)
     main = Main(text, reads & set(FILLED_IN), "", cell.ranks, start.device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
+
+
+def _of_session() -> str:
+    return "" if live_sessions.find() is None else " (a script starts without the names of a session's ranks)"
+
+
+def _check_missing(names: ExportedNames, bound: frozenset[str]) -> None:
+    """Note names that functions use and neither the notebook nor the cell has; with a session, refuse them."""
+    for name, user in sorted(names.missing().items()):
+        if name not in bound and live_sessions.find() is not None:
+            raise PayloadError(f"`{user}` uses `{name}`: the notebook has no such name{_of_session()}")
+        if name not in bound:
+            names.notes.append(f"`{user}` uses `{name}`, which the notebook does not have")
 
 
 # ------------------------------------------------------------------ arguments

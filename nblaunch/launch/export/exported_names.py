@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import pprint
@@ -267,6 +268,13 @@ class ExportedNames:
             raise PayloadError(f"`{name}` holds tensors of a GPU: move them to the CPU first, or {FIX}")
 
     # -------------------------------------------------------------- the outcome
+    def missing(self) -> dict[str, str]:
+        """Return the names that functions and classes of the script use and the notebook lacks, with a user of each."""
+        found = {name: each.statement for name, each in self._carried.items() if each.kind == "definition"}
+        bound = {name for each in found.values() if each is not None for name in each.sets}
+        known = bound | self.hidden | self.names.keys() | vars(builtins).keys()
+        return {name: user for user, each in found.items() if each is not None for name in each.reads - known}
+
     def settle(self) -> None:
         """Keep what several names share in one file, and check the size of all data.
 
