@@ -9,6 +9,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from nblaunch.launch.api import notebook_launcher
+    from nblaunch.launch.export.exported import export
     from nblaunch.launch.handle import Launch
     from nblaunch.launch.live_sessions import session
     from nblaunch.launch.result import LaunchResult
@@ -23,6 +24,7 @@ __all__ = [
     "LaunchResult",
     "Session",
     "__version__",
+    "export",
     "notebook_launcher",
     "progress",
     "report",
@@ -34,6 +36,7 @@ _ROOMS = {
     "Launch": "nblaunch.launch.handle",
     "LaunchResult": "nblaunch.launch.result",
     "Session": "nblaunch.launch.session",
+    "export": "nblaunch.launch.export.exported",
     "notebook_launcher": "nblaunch.launch.api",
     "progress": "nblaunch.ranks.report",
     "report": "nblaunch.ranks.report",
@@ -47,7 +50,7 @@ def __getattr__(name: str) -> _typing.Any:
         raise AttributeError(f"module 'nblaunch' has no attribute {name!r}")
     from importlib import import_module
 
-    if name in ("notebook_launcher", "session"):
+    if name in ("export", "notebook_launcher", "session"):
         _set_up_notebook()
     return globals().setdefault(name, getattr(import_module(_ROOMS[name]), name))
 

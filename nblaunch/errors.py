@@ -4,7 +4,7 @@ An exception of the user's function is not wrapped: it is raised in the notebook
 
     NblaunchError
     ├── ArgumentError (ValueError)        an argument is wrong; nothing was started
-    ├── PayloadError (TypeError)          an object cannot be sent, or not be rebuilt there; nothing has run
+    ├── PayloadError (TypeError)          an object cannot be sent, rebuilt there, or exported; nothing has run
     ├── NestedLaunchError (RuntimeError)  a rank, or one of several Slurm tasks, tried to launch
     ├── StartError (RuntimeError)         the processes could not be started
     ├── LaunchStoppedError                the launch was stopped before every rank had returned
@@ -56,7 +56,7 @@ class ArgumentError(NblaunchError, ValueError):
 
 
 class PayloadError(NblaunchError, TypeError):
-    """An object that the function uses cannot be sent to the ranks, or not be rebuilt there; nothing has run."""
+    """An object that the function uses cannot be sent to the ranks, rebuilt there, or exported; nothing has run."""
 
 
 class NestedLaunchError(NblaunchError, RuntimeError):

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from nblaunch.engines.protocol import Workers
 from nblaunch.errors import ArgumentError
+from nblaunch.launch.export.cell_statements import CellSource
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.events import Stream
@@ -37,6 +38,9 @@ class Frontend(Protocol):
 
     def notebook_names(self) -> dict[str, Any] | None:
         """Return the notebook's global namespace; None outside a notebook."""
+
+    def cells(self) -> list[CellSource]:
+        """Return the cells that the notebook has run, in this order."""
 
     def show_session(
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]
@@ -93,6 +97,9 @@ class ScriptFrontend:
 
     def notebook_names(self) -> dict[str, Any] | None:
         return None
+
+    def cells(self) -> list[CellSource]:
+        return []
 
     def show_session(
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]

@@ -11,6 +11,7 @@ import tokenize
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nblaunch.launch.export.cell_statements import changed_names, global_names
 from nblaunch.notebook.auto_cells import goes_to_session, paused
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.wire.messages import Cell
@@ -78,8 +79,8 @@ def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
     bound: set[str] = set()
     for statement in map(_Synchronous().visit, ast.parse(cell.source).body):
         table = symtable.symtable(ast.unparse(statement), cell.filename, "exec")
-        reads = {*_global_names(table, reads=True), *_in_notebook_syntax(statement)}
-        reads |= _changed(statement).intersection(_global_names(table, reads=False))
+        reads = {*global_names(table, reads=True), *_in_notebook_syntax(statement)}
+        reads |= changed_names(statement).intersection(global_names(table, reads=False))
         used |= reads - bound
         if isinstance(statement, _BINDS) and getattr(statement, "value", ...) is not None:  # x: int binds nothing
             bound |= {
@@ -116,23 +117,6 @@ class _Synchronous(ast.NodeTransformer):
 
 _BINDS = (ast.Assign, ast.AnnAssign, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 """Statements that bind their names unconditionally, unlike ``if`` or ``for``."""
-
-
-def _global_names(table: symtable.SymbolTable, reads: bool) -> Iterator[str]:
-    """Yield names that are read (else: assigned or deleted) as globals. A class body may read globals too."""
-    maybe = table.get_type() in ("module", "class")
-    for symbol in table.get_symbols():
-        if (symbol.is_referenced() if reads else symbol.is_assigned()) and (maybe or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        yield from _global_names(child, reads)
-
-
-def _changed(tree: ast.AST) -> set[str]:
-    """Return the targets of ``x += 1`` and ``del x``: they need the name, but symtable does not count them as reads."""
-    targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
-    deleted = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)]
-    return {target.id for target in (*targets, *deleted) if isinstance(target, ast.Name)}
 
 
 def _in_notebook_syntax(tree: ast.AST) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -17,12 +17,12 @@ from IPython.core.magic import (
     output_can_be_silenced,
 )
 from IPython.core.magic_arguments import argument, magic_arguments
-from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
 
 from nblaunch.engines import current
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import api
 from nblaunch.launch import payload as payloads
+from nblaunch.launch.export.exported import export_cell
 from nblaunch.launch.handle import INSIST, Launch, live_launches
 from nblaunch.launch.live_sessions import how_to_start, live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES
@@ -31,19 +31,17 @@ from nblaunch.machine.segments import in_words
 from nblaunch.notebook import session_magics
 from nblaunch.notebook.auto_cells import paused
 from nblaunch.notebook.cells import make_cell, names_used
+from nblaunch.notebook.magic_line import option_of, ranks_of, words_of
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload
 
 ACTIONS = ("auto", "debug", "free", "preload", "release", "session", "stacks", "status", "stop", "who")
-_OPTIONS = {"metric_patterns": "metric", "num_nodes": "nodes", "on_error": "pdb"}
-"""Arguments of the launcher whose option has another name."""
-_QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|[^\s'"\\]"""
-_METRIC = re.compile(rf"(?<!\S)(--me[a-z]*)(?:=|\s+(?!-))((?:{_QUOTED})+)(?!\S)")
-"""The option or an abbreviation, and its pattern: quoted as in a shell, with backslashes kept."""
 _USAGE = (
     "write %distributed status, stacks, stop, free, who, session, auto on or preload NAME, or put %%distributed on top "
     "of a cell"
 )
+_OF_EXPORT = ("num_processes", "device", "backend", "threads_per_rank", "max_restarts", "timeout", "checks")
+"""Options that a script takes; the others are of the launch alone."""
 _NO_FRAME = 1 << 20
 """Deeper than any stack: IPython then looks names up in the notebook, not in our frames."""
 
@@ -68,11 +66,11 @@ class RankMagics(Magics):
             raise UsageError(
                 f"{command}: write the ranks alone, as in %%rank 0 or %%rank 0,2; %%distributed --ranks 0 takes options"
             )
-        ranks = _ranks("%%rank", line)
+        ranks = ranks_of("%%rank", line)
         session_magics.check_ranks(f"%%rank {line.strip()}", ranks, session.world_size)
         assert self.shell is not None
         made = make_cell(self.shell, cell, ranks, -1, keeps_value=True)
-        session_magics.run_cell(session, made, self.shell.user_ns, "auto", False, {}, _option)
+        session_magics.run_cell(session, made, self.shell.user_ns, "auto", False, {}, option_of)
 
     @cell_magic
     @no_var_expand
@@ -175,6 +173,13 @@ class DistributedMagics(Magics):
         "named groups hold numbers (a group named step: the step); each line's first 8 KB are searched, in the "
         "notebook's process; may be given several times",
     )
+    @argument(
+        "--export",
+        metavar="FILE",
+        help="do not run the cell: write it, with what it uses, as a script for torchrun; see nblaunch.export?",
+    )
+    @argument("--sbatch", action="store_true", help="with --export: also write a job file for Slurm")
+    @argument("--force", action="store_true", help="with --export: replace files that no export has written")
     @line_cell_magic
     @no_var_expand
     @output_can_be_silenced
@@ -194,9 +199,9 @@ class DistributedMagics(Magics):
         Without a cell: %distributed status, %distributed stacks, %distributed stop, %distributed free,
         %distributed preload NAME ..., %distributed session -n 2, %distributed who, %distributed auto on
         """
-        arguments = dict(vars(self.distributed.parser.parse_args(_words(line, self._expand))))
+        arguments = dict(vars(self.distributed.parser.parse_args(words_of(line, self._expand))))
         action, words = arguments.pop("action"), arguments.pop("words")
-        arguments["rank"] = _ranks("--rank", arguments["rank"] and ",".join(arguments["rank"]))
+        arguments["rank"] = ranks_of("--rank", arguments["rank"] and ",".join(arguments["rank"]))
         given = {name: value for name, value in arguments.items() if value is not None and value is not False}
         output = given.get("output", "_")
         if not output.isidentifier() or keyword.iskeyword(output):
@@ -207,7 +212,28 @@ class DistributedMagics(Magics):
             raise UsageError(
                 f"%%distributed {action}: a cell takes options, such as -n 2; without a cell: %distributed {action}"
             )
+        path = arguments.pop("export")
+        sbatch, force = arguments.pop("sbatch"), arguments.pop("force")
+        if path is not None:
+            return self._export(cell, path, arguments, sbatch, force)
+        if sbatch or force:
+            raise UsageError(f"--{'sbatch' if sbatch else 'force'}: only with --export, as in --export train.py")
         return self._run(cell, arguments)
+
+    def _export(self, body: str, path: str, arguments: dict[str, Any], sbatch: bool, force: bool) -> None:
+        __tracebackhide__ = True  # IPython omits this frame
+        ranks = ranks_of("--ranks", arguments.pop("ranks"))
+        cell = make_cell(self.shell, body, ranks)
+        typed = self.shell.history_manager.input_hist_raw[-1]  # type: ignore[union-attr]  # there is a shell
+        chosen = {name: value for name, value in arguments.items() if name in _OF_EXPORT}
+        try:
+            used = names_used(cell, self._names())
+            _show(repr(export_cell(cell, used, typed, path, sbatch=sbatch, force=force, **chosen)))
+        except ArgumentError as error:
+            text = str(error).replace("path=", "export=", 1).replace("force=True", "--force")
+            raise UsageError(as_option(text)) from None
+        except PayloadError as error:
+            raise error.with_traceback(None) from None  # the frames below are nblaunch's own
 
     def _run(self, body: str, arguments: dict[str, Any]) -> Any:
         __tracebackhide__ = True  # IPython omits this frame
@@ -219,9 +245,9 @@ class DistributedMagics(Magics):
             typed = arguments.pop(option)
             if typed is not None and typed is not False:  # 0 is a value
                 more = {"rank": "; --ranks 0 runs a cell on some ranks", "name": "; --session chooses one for a cell"}
-                raise UsageError(f"{_option(option)}: only for %distributed session{more.get(option, '')}")
+                raise UsageError(f"{option_of(option)}: only for %distributed session{more.get(option, '')}")
         typed = arguments.pop("ranks")
-        ranks = _ranks("--ranks", typed)
+        ranks = ranks_of("--ranks", typed)
         view = arguments.pop("view") or "auto"
         chosen = {name: value for name, value in arguments.items() if value is not None}
         session, note = (None, "") if is_fresh else session_magics.of_cell(name)
@@ -229,7 +255,7 @@ class DistributedMagics(Magics):
         if session is not None:
             session_magics.check_ranks(f"--ranks {typed}", ranks, session.world_size)
             cell = make_cell(self.shell, body, ranks, None if output is not None else -1, keeps_value=output is None)
-            result = session_magics.run_cell(session, cell, self._names(), view, background, chosen, _option)
+            result = session_magics.run_cell(session, cell, self._names(), view, background, chosen, option_of)
             if output is not None:
                 self._names()[output] = result
             return result[ranks[0] if ranks else 0] if output is not None and not background else None
@@ -248,12 +274,12 @@ class DistributedMagics(Magics):
     def _act(self, action: str | None, words: Sequence[str], given: dict[str, Any]) -> None:
         if action in session_magics.ACTIONS:
             try:
-                _show(session_magics.act(self.shell, action, words, given, _option))
+                _show(session_magics.act(self.shell, action, words, given, option_of))
             except ArgumentError as error:
-                raise UsageError(_as_option(str(error))) from None
+                raise UsageError(as_option(str(error))) from None
             return
         for name in given:
-            raise UsageError(f"{_option(name)}: options need a cell: write them after %%distributed")
+            raise UsageError(f"{option_of(name)}: options need a cell: write them after %%distributed")
         if action == "preload" and not words:
             raise UsageError("%distributed preload NAME ...: names of modules, as in torchvision.transforms")
         if action == "preload":
@@ -298,43 +324,7 @@ class DistributedMagics(Magics):
         try:
             return api.prepare(gather, view, **chosen)
         except ArgumentError as error:
-            raise UsageError(_as_option(str(error))) from None
-
-
-def _words(line: str, expand: Callable[[str], str]) -> list[str]:
-    """Return the words of the magic's line: patterns as typed, the rest expanded."""
-    first, *parts = _METRIC.split(line)
-    try:
-        words = arg_split(expand(first))
-        for option, pattern, rest in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
-            unquoted = "".join(part[1:-1] if part[0] in "'\"" else part for part in re.findall(_QUOTED, pattern))
-            words += [f"{option}={unquoted}", *arg_split(expand(rest))]
-    except ValueError:
-        raise UsageError(f"%%distributed {line}: unclosed quote") from None
-    return words
-
-
-def _ranks(option: str, text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UsageError(f"{option} {text}: must be comma-separated numbers, as in {option} 0,2") from None
-
-
-def _as_option(message: str) -> str:
-    """Rewrite ``num_processes=0: …`` as the magic's option: ``--num-processes 0: …``."""
-    name, equals, rest = message.partition("=")
-    if not equals or not name.isidentifier():
-        return message
-    if name == "metric_patterns":
-        rest = rest.replace(r"\\", "\\")  # cells do not double backslashes
-    return f"{_option(name)} {rest}"
-
-
-def _option(name: str) -> str:
-    return f"--{_OPTIONS.get(name, name).replace('_', '-')}"
+            raise UsageError(as_option(str(error))) from None
 
 
 def _show_status() -> None:

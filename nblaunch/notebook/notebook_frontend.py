@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -16,15 +17,20 @@ from ipykernel.iostream import OutStream
 from nblaunch.engines.current import engine
 from nblaunch.engines.protocol import Workers
 from nblaunch.errors import StartError, warn
+from nblaunch.launch.export.cell_statements import CellSource
 from nblaunch.launch.frontend import view_choice, wait_in_steps
 from nblaunch.launch.session_state import SessionState
 from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.events import Stream
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
+from nblaunch.notebook.auto_cells import paused
 from nblaunch.notebook.panel import PanelView
 from nblaunch.notebook.session_display import SessionDisplay
 from nblaunch.notebook.shell_channel import ShellChannel
+
+_RUNS_HERE = re.compile(r"\A\s*(?:%%(?:time|capture|local)\b.*(?:\n|\Z))+")
+"""Magics on top of a cell that runs in the notebook as if they were not there."""
 
 
 class NotebookFrontend:
@@ -68,6 +74,15 @@ class NotebookFrontend:
         """Return the globals of every cell."""
         names: dict[str, Any] = self.shell.user_ns
         return names
+
+    def cells(self) -> list[CellSource]:
+        """Return the cells that the notebook has run. A magic that runs its cell here is removed from the top."""
+        found = []
+        with paused():
+            for number, typed in enumerate(self.shell.history_manager.input_hist_raw):
+                python = self.shell.transform_cell(_RUNS_HERE.sub("", typed))
+                found.append(CellSource(f"Cell In[{number}]", typed, python))
+        return found
 
     def show_session(
         self, state: Callable[[], SessionState], env: Mapping[str, str], workers: Callable[[], Workers]

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copyreg
 import dis
 import functools
+import importlib
 import io
 import linecache
 import os
 import pickle
+import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -150,6 +152,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 drops the file name: tracebacks would lose the cell
             make, parts = self.dispatch_table[types.CodeType](obj)
             return definitions.in_file, (obj.co_filename, make, parts)
+        kind = type(obj)
+        if kind is not types.ModuleType and isinstance(obj, types.ModuleType) and obj is sys.modules.get(obj.__name__):
+            return importlib.import_module, (obj.__name__,)  # cloudpickle sends no module of a subclass
         reduced = tensors.reduce(obj, self._buffers) or notebook_shell.reduce_shell(obj) or _reduce_cached(obj)
         if reduced is not None:
             return reduced
@@ -193,18 +198,21 @@ def dump(build: Callable[[Found], Any]) -> bytes:
     return file.getvalue()
 
 
-def explain(obj: Any, name: str, home: Home | None = None) -> UnsendableError | None:
+def explain(
+    obj: Any, name: str, home: Home | None = None, attempt: Callable[[Any], Exception | None] | None = None
+) -> UnsendableError | None:
     """Return why `obj` cannot be pickled, with the path of the part at fault; None if it can.
 
     Args:
         obj: The object.
         name: The user's name for it, which begins the path.
         home: See `Pickler`.
+        attempt: Returns the exception that pickling a part raises. Default: that of `Pickler`.
     """
-    error = _attempt(obj, home)
+    error = _attempt(obj, home) if attempt is None else attempt(obj)
     if error is None:
         return None
-    path, leaf, error = _culprit(obj, name, error, set(), 0)
+    path, leaf, error = _culprit(obj, name, error, set(), 0, attempt or _attempt)
     if isinstance(error, OfNotebookError):
         return UnsendableError(path, f", {error}", "%%local on top of a cell of a session runs it in the notebook")
     return UnsendableError(path, f", {describe(leaf)}, which cannot be sent to another process ({_brief(error)})")
@@ -253,7 +261,9 @@ def _attempt(obj: Any, home: Home | None = None) -> Exception | None:
     return None
 
 
-def _culprit(obj: Any, path: str, error: Exception, seen: set[int], depth: int) -> tuple[str, Any, Exception]:
+def _culprit(
+    obj: Any, path: str, error: Exception, seen: set[int], depth: int, attempt: Callable[[Any], Exception | None]
+) -> tuple[str, Any, Exception]:
     """Return the innermost part that cannot be pickled: its path, the part, and its exception."""
     if depth == _MAX_EXPLAINED_DEPTH or id(obj) in seen:
         return path, obj, error
@@ -261,9 +271,9 @@ def _culprit(obj: Any, path: str, error: Exception, seen: set[int], depth: int) 
         return path, obj, error
     seen.add(id(obj))
     for template, part in _parts(obj):
-        inner = _attempt(part)
+        inner = attempt(part)
         if inner is not None:
-            return _culprit(part, template.format(path), inner, seen, depth + 1)
+            return _culprit(part, template.format(path), inner, seen, depth + 1, attempt)
     return path, obj, error
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nblaunch.launch.export.cell_statements import CellSource
 from nblaunch.launch.frontend import register, wait_in_steps
 from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.events import Stream
@@ -44,6 +45,9 @@ class Notebook:
 
     def notebook_names(self) -> dict[str, Any]:
         return self.names
+
+    def cells(self) -> list[CellSource]:
+        return []
 
     def show_session(self, state: object, env: object, workers: object) -> None:
         pass

@@ -305,3 +305,14 @@ def test_things_are_described_in_their_users_words(make: Callable[[], Any], word
 def test_a_reference_to_what_is_gone_says_what_to_do() -> None:
     with pytest.raises(definitions.LostReferenceError, match="this rank has deleted: run the cell again"):
         definitions.kept("model/1")
+
+
+def test_a_module_of_a_subclass_is_imported() -> None:
+    """torch.distributed.config is one, and cloudpickle sends it with code that uses these two names."""
+    import torch.distributed.config  # it is what cloudpickle finds
+
+    names: dict[str, Any] = {"__name__": "__main__", "torch": torch, "config": 3}
+    exec("def f(): return torch.distributed.is_available(), config", names)
+
+    assert sent(names["f"])()[1] == 3
+    assert sent(sys.modules["torch.distributed.config"]) is sys.modules["torch.distributed.config"]

@@ -1,0 +1,1 @@
+"""Export of cells and functions as scripts for torchrun."""

@@ -1,0 +1,221 @@
+"""The statements of the notebook's cells: their text, the names that they bind, and the names that they read."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import symtable
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_AT_ONCE = ("listcomp", "setcomp", "dictcomp", "genexpr")
+"""Symbol tables of comprehensions, which run where they stand."""
+SHELL = "get_ipython"
+"""What IPython's translation of ``%magic``, ``!command`` and ``name?`` calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class CellSource:
+    """A cell that the notebook has run.
+
+    Attributes:
+        label: Such as ``Cell In[3]``.
+        typed: The cell as the user wrote it.
+        python: The same, with IPython's syntax translated.
+    """
+
+    label: str
+    typed: str
+    python: str
+
+
+@dataclass(frozen=True, eq=False)
+class Statement:
+    """A statement at the top level of a cell; several, if they share a line.
+
+    Attributes:
+        cell: Its cell.
+        order: The number of the cell in the order of execution, and of the line.
+        text: Its lines, with the comment above.
+        nodes: Its syntax.
+    """
+
+    cell: CellSource
+    order: tuple[int, int]
+    text: str
+    nodes: tuple[ast.stmt, ...]
+
+    @functools.cached_property
+    def binds(self) -> frozenset[str]:
+        """The names that it assigns, defines or imports."""
+        symbols = self._table.get_symbols()
+        return frozenset(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
+
+    @functools.cached_property
+    def sets(self) -> frozenset[str]:
+        """The names that it binds, and the globals that functions in it assign."""
+        return self.binds.union(global_names(self._table, reads=False))
+
+    @functools.cached_property
+    def reads(self) -> frozenset[str]:
+        """The names that it, and the functions in it, look up globally."""
+        return frozenset((*global_names(self._table, reads=True), *changed_names(self.tree)))
+
+    @functools.cached_property
+    def reads_at_once(self) -> frozenset[str]:
+        """The names that it looks up when it runs, not when a function in it is called."""
+        return frozenset(_names_at_once(self._table))
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.Module([*self.nodes], [])
+
+    @property
+    def value(self) -> ast.expr | None:
+        """What it assigns to a single name, or to a tuple of names; None if it does something else."""
+        return self._assignment[1]
+
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """The names of the tuple that it assigns to; None if it assigns to a single name."""
+        target = self._assignment[0]
+        return tuple(ast.unparse(each) for each in target.elts) if isinstance(target, ast.Tuple) else None
+
+    @property
+    def _assignment(self) -> tuple[ast.expr | None, ast.expr | None]:
+        node = self.nodes[0] if len(self.nodes) == 1 else None
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            return node.target, node.value
+        target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+        is_tuple = isinstance(target, ast.Tuple) and all(isinstance(each, ast.Name) for each in target.elts)
+        if isinstance(node, ast.Assign) and (isinstance(target, ast.Name) or is_tuple):
+            return target, node.value
+        return None, None
+
+    @functools.cached_property
+    def codes(self) -> list[types.CodeType]:
+        """The code of the functions and class bodies in it."""
+        return list(inner_codes(compile(self.tree, "", "exec")))
+
+    def shell_line(self) -> tuple[int, str] | None:
+        """Return the number and the text of its first line in IPython's syntax; None if it has none."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Name) and node.id == SHELL:
+                typed, python = self.cell.typed.splitlines(), self.cell.python.splitlines()
+                lines = typed if len(typed) == len(python) else python
+                return node.lineno, lines[node.lineno - 1].strip()
+        return None
+
+    @functools.cached_property
+    def _table(self) -> symtable.SymbolTable:
+        return symtable.symtable(ast.unparse(self.tree), "", "exec")
+
+
+def statements_of(cells: Sequence[CellSource]) -> list[Statement]:
+    """Return the statements of all cells, in the order in which they ran. Cells that are no Python have none.
+
+    Statements that await at the top level are left out: a script cannot have them.
+    """
+    found = []
+    for number, cell in enumerate(cells):
+        try:
+            tree = ast.parse(cell.python)
+        except (SyntaxError, ValueError):
+            continue
+        lines = cell.python.splitlines()
+        end = 0
+        for nodes in _groups(tree.body):
+            first = min(_first_line(node) for node in nodes)
+            last = max(node.end_lineno or node.lineno for node in nodes)
+            while first - 1 > end and lines[first - 2].startswith("#"):
+                first -= 1
+            statement = Statement(cell, (number, first), "\n".join(lines[first - 1 : last]), tuple(nodes))
+            end = last
+            if not awaits(statement.tree):
+                found.append(statement)
+    return found
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+def _outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    if not isinstance(node, _FUNCTIONS):
+        for child in ast.iter_child_nodes(node):
+            yield from _outside_functions(child)
+
+
+def awaits(tree: ast.AST) -> int:
+    """Return the line of the first ``await`` outside functions; 0 if there is none."""
+    for node in _outside_functions(tree):
+        if isinstance(node, (ast.Await, ast.AsyncFor, ast.AsyncWith)):
+            return node.lineno
+    return 0
+
+
+def _groups(nodes: Sequence[ast.stmt]) -> Iterator[list[ast.stmt]]:
+    """Yield the statements, those that share a line together."""
+    group: list[ast.stmt] = []
+    for node in nodes:
+        if group and _first_line(node) > (group[-1].end_lineno or 0):
+            yield group
+            group = []
+        group.append(node)
+    if group:
+        yield group
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(int(each.lineno) for each in getattr(node, "decorator_list", ()))])
+
+
+def global_names(table: symtable.SymbolTable, reads: bool) -> Iterator[str]:
+    """Yield names that are read (else: assigned or deleted) as globals. A class body may read globals too."""
+    maybe = table.get_type() in ("module", "class")
+    for symbol in table.get_symbols():
+        if (symbol.is_referenced() if reads else symbol.is_assigned()) and (maybe or symbol.is_global()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from global_names(child, reads)
+
+
+def _names_at_once(table: symtable.SymbolTable) -> Iterator[str]:
+    maybe = table.get_type() in ("module", "class")
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and (maybe or symbol.is_global()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        if child.get_type() == "class" or child.get_name() in _AT_ONCE:
+            yield from _names_at_once(child)
+
+
+def changed_names(tree: ast.AST) -> set[str]:
+    """Return the targets of ``x += 1`` and ``del x``: they need the name, but symtable does not count them as reads."""
+    targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
+    deleted = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)]
+    return {target.id for target in (*targets, *deleted) if isinstance(target, ast.Name)}
+
+
+def inner_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code objects inside a code object."""
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from inner_codes(constant)
+
+
+def is_same_code(one: types.CodeType, other: types.CodeType) -> bool:
+    """Return True if two code objects differ at most in their file and lines."""
+    return _content(one) == _content(other)
+
+
+def _content(code: types.CodeType) -> tuple[object, ...]:
+    has_line = "__firstlineno__" in code.co_names  # of a class body, from Python 3.13 on
+    constants = tuple(
+        _content(each) if isinstance(each, types.CodeType) else (type(each), each)
+        for each in code.co_consts
+        if not (has_line and type(each) is int)
+    )
+    return code.co_name, code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars

@@ -1,0 +1,192 @@
+"""Values as Python source: literals, and the expressions of the notebook that give the same value again."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import cmath
+import contextlib
+import dataclasses
+import enum
+import pathlib
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from nblaunch.transfer import pickling
+
+MAX_LITERAL_CHARS = 2000
+_PLAIN = (type(None), bool, int, bytes, type(...), range)
+_SIZED = (str, bytes, list, tuple, set, frozenset, dict)
+_BUILTINS = frozenset({"abs", "len", "max", "min", "round", "sorted", "sum"})
+_OF_CUDA = ("is_available", "device_count")
+_METHODS = frozenset({"parameters", "named_parameters"})
+"""Methods of a module that change nothing."""
+_METHODS_OF_NEW = frozenset({"to", "cuda", "cpu", "eval", "train", "float", "double", "half"})
+"""Methods that change the module and return it: only called on one that the expression has just made."""
+_EXPRESSIONS = (
+    *(ast.Constant, ast.Name, ast.Attribute, ast.Call, ast.keyword, ast.Starred, ast.expr_context),
+    *(ast.Tuple, ast.List, ast.Dict, ast.Set, ast.Subscript, ast.Slice, ast.JoinedStr, ast.FormattedValue),
+    *(ast.UnaryOp, ast.BinOp, ast.BoolOp, ast.Compare, ast.IfExp),
+    *(ast.unaryop, ast.operator, ast.boolop, ast.cmpop),
+)
+
+
+def literal(value: Any, need: Callable[[str, Any], bool]) -> str | None:
+    """Return an expression for plain data; None if the value is something else.
+
+    Args:
+        value: The value.
+        need: Called with each name that the expression uses and what it stands for; returns whether it is available.
+    """
+    kind = type(value)
+    if kind in _SIZED and len(value) > MAX_LITERAL_CHARS:
+        return None
+    if kind is str:
+        return quoted(value)
+    if kind is complex:
+        return f"complex({value.real!r}, {value.imag!r})" if cmath.isfinite(value) else None
+    if kind in _PLAIN:
+        return repr(value)
+    if kind is float:
+        return repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
+    if kind in (list, tuple, set, frozenset):
+        parts = [literal(each, need) for each in value]
+        if any(part is None for part in parts):
+            return None
+        text = ", ".join(part for part in parts if part is not None)
+        if kind is tuple:
+            return f"({text}{',' if len(parts) == 1 else ''})"
+        if kind is list:
+            return f"[{text}]"
+        text = f"{{{text}}}" if parts else ""
+        return f"frozenset({text})" if kind is frozenset else text or "set()"
+    if kind is dict:
+        pairs = [(literal(key, need), literal(each, need)) for key, each in value.items()]
+        if any(key is None or each is None for key, each in pairs):
+            return None
+        return f"{{{', '.join(f'{key}: {each}' for key, each in pairs)}}}"
+    return _named(value, need)
+
+
+def quoted(text: str) -> str:
+    """Return a string as source, in double quotes unless it has some."""
+    return repr(text) if '"' in text else f'"{repr(text + chr(34))[1:-2]}"'
+
+
+def _named(value: Any, need: Callable[[str, Any], bool]) -> str | None:
+    """Return an expression for what a class or module has under a name, and for objects of plain fields."""
+    kind = type(value)
+    torch = sys.modules.get("torch")
+    if torch is not None and kind in (torch.device, torch.dtype):
+        return f"torch.device({quoted(str(value))})" if kind is torch.device else repr(value)
+    if isinstance(value, pathlib.PurePath) and kind.__module__.startswith("pathlib"):
+        return f"pathlib.Path({quoted(str(value))})" if need("pathlib", pathlib) else None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.number, numpy.bool_)) and need("numpy", numpy):
+        return f"numpy.{kind.__name__}({literal(value.item(), need)})"
+    if isinstance(value, enum.Enum) and not isinstance(value, enum.Flag) and need(kind.__name__, kind):
+        return f"{kind.__name__}.{value.name}"
+    if isinstance(value, tuple) and hasattr(kind, "_fields") and need(kind.__name__, kind):
+        parts = {name: literal(getattr(value, name), need) for name in kind._fields}
+        return None if None in parts.values() else _call(kind, parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: literal(getattr(value, field.name), need) for field in dataclasses.fields(value)}
+        has_no_more = fields.keys() == getattr(value, "__dict__", fields).keys() and None not in fields.values()
+        if _is_plain_dataclass(kind) and has_no_more and need(kind.__name__, kind):
+            return _call(kind, fields)
+    return None
+
+
+def _call(kind: type, arguments: Mapping[str, str | None]) -> str:
+    return f"{kind.__name__}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
+
+
+def _is_plain_dataclass(kind: type) -> bool:
+    """Return True for a dataclass that stores its arguments and does nothing else."""
+    code = getattr(vars(kind).get("__init__"), "__code__", None)
+    return (
+        dataclasses.is_dataclass(kind)
+        and code is not None
+        and code.co_filename == "<string>"  # the decorator has written it
+        and not hasattr(kind, "__post_init__")
+        and all(field.init for field in dataclasses.fields(kind))
+    )
+
+
+# ------------------------------------------------------------------ the notebook's own expression
+def is_repeatable(node: ast.expr, names: Mapping[str, Any], hidden: frozenset[str]) -> bool:
+    """Return True if an expression only combines names and plain data, and creates objects of known classes.
+
+    Args:
+        node: The expression.
+        names: The notebook's names.
+        hidden: Those that a script has later or not at all.
+    """
+    for each in ast.walk(node):
+        if not isinstance(each, _EXPRESSIONS):
+            return False
+        if isinstance(each, ast.Name) and (each.id in hidden or not (each.id in names or each.id in vars(builtins))):
+            return False
+        if isinstance(each, ast.Call) and not _is_harmless(each.func, names):
+            return False
+    return True
+
+
+def _is_harmless(function: ast.expr, names: Mapping[str, Any]) -> bool:
+    """Return True if a call creates an object of an installed class, a module or plain data, or computes a number."""
+    torch = sys.modules.get("torch")
+    modules: tuple[type, ...] = () if torch is None else (torch.nn.Module,)
+    called = _look_up(function, names)
+    if isinstance(called, type):
+        return not pickling.is_sent_by_value(called) or issubclass(called, modules) or _is_plain_dataclass(called)
+    if any(called is getattr(builtins, name) for name in _BUILTINS):
+        return True
+    if torch is not None and any(called is getattr(torch.cuda, name) for name in _OF_CUDA):
+        return True
+    if isinstance(function, ast.Attribute):
+        if isinstance(function.value, ast.Name):
+            return function.attr in _METHODS and isinstance(names.get(function.value.id), modules)
+        made = _look_up(function.value.func, names) if isinstance(function.value, ast.Call) else None
+        is_new = isinstance(made, type) and issubclass(made, modules)
+        return is_new and function.attr in _METHODS_OF_NEW
+    return False
+
+
+def _look_up(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """Return what a name, or an attribute of a module or class, stands for; None if it is anything else."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id, vars(builtins).get(node.id))
+    if isinstance(node, ast.Attribute):
+        owner = _look_up(node.value, names)
+        if isinstance(owner, types.ModuleType) or (isinstance(owner, type) and not isinstance(owner, enum.EnumMeta)):
+            return getattr(owner, node.attr, None)
+    return None
+
+
+def repeat(node: ast.expr, names: dict[str, Any]) -> Any:
+    """Return the expression's value. Random states stay as they are.
+
+    Raises:
+        Exception: The expression raised it.
+    """
+    with _own_random_states():
+        return eval(compile(ast.Expression(node), "<export>", "eval"), dict(names))
+
+
+@contextlib.contextmanager
+def _own_random_states() -> Iterator[None]:
+    torch, numpy_random = sys.modules.get("torch"), sys.modules.get("numpy.random")
+    python_state = random.getstate()
+    numpy_state = None if numpy_random is None else numpy_random.get_state()
+    torch_state = None if torch is None else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        if numpy_random is not None:
+            numpy_random.set_state(numpy_state)
+        if torch is not None:
+            torch.set_rng_state(torch_state)

@@ -1,0 +1,244 @@
+"""`nblaunch.export` and ``%%distributed --export`` in a real kernel; the scripts run under the real torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import LONG
+from tests.kernel.harness import Kernel
+
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+CELLS = (
+    "import json, random\nimport numpy as np\nimport torch\nimport torch.distributed as dist\nimport nblaunch\n"
+    "from torch import nn, optim\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n%matplotlib inline",
+    "from torch.utils.data import DataLoader, DistributedSampler, TensorDataset",
+    "# images on each rank\nBATCH, WIDTH = 4, 8",
+    "torch.manual_seed(5)\nnp.random.seed(1)\nrandom.seed(2)\nimages = torch.randn(32, WIDTH)\n"
+    "weights = np.arange(float(WIDTH))\nlabels = (images.sum(1) > 0).long()\ndataset = TensorDataset(images, labels)",
+    "class Base(nn.Module):\n    def scores(self, x):\n        return self.layer(x)\n",
+    "class Net(Base):\n    '''A net.'''\n    def __init__(self, width):\n        super().__init__()\n"
+    "        self.layer = nn.Linear(width, 2)\n    forward = Base.scores\nnet = Net(WIDTH)",
+    "class Scale:\n    def __init__(self, by): self.by = by\n    def __call__(self, x): return x * self.by\n"
+    "scale = Scale(torch.tensor(0.5))\nsquare = lambda x: x ** 2",
+    "def powers(exponent):\n    def power(x):\n        return x**exponent\n    return power\ncube = powers(3)",
+    "def draws():\n    seeded = [torch.rand(()).item(), float(np.random.rand()), random.random()]\n"
+    "    return [*seeded, cube(2), float(weights.sum())]",
+    "def train(epochs, lr, rank, world_size, device):\n"
+    "    model = DDP(net.to(device))\n"
+    "    optimizer = optim.SGD(model.parameters(), lr=lr)\n"
+    "    sampler = DistributedSampler(dataset, seed=1)\n"
+    "    for epoch in range(epochs):\n"
+    "        sampler.set_epoch(epoch)\n"
+    "        for x, y in DataLoader(dataset, batch_size=BATCH, sampler=sampler):\n"
+    "            loss = square(scale(nn.functional.cross_entropy(model(x.to(device)), y.to(device))))\n"
+    "            optimizer.zero_grad()\n"
+    "            loss.backward()\n"
+    "            optimizer.step()\n"
+    "    total = net.layer.weight.detach().sum() * (rank + 1)\n"
+    "    dist.all_reduce(total)\n"
+    "    found = [loss.item(), total.item(), world_size, *draws()]\n"
+    "    with open(f'rank{rank}.json', 'w') as file:\n"
+    "        json.dump(found, file)\n"
+    "    return found",
+)
+
+
+@pytest.fixture
+def notebook(kernel: Kernel, tmp_path: Path) -> Kernel:
+    """A notebook whose folder is the test's."""
+    kernel.run(f"%cd -q {tmp_path}\n%reset -f\nfrom nblaunch import notebook_launcher").check()
+    for cell in CELLS:
+        kernel.run(cell).check()
+    return kernel
+
+
+def torchrun(script: Path, has_nblaunch: bool = False) -> str:
+    """Run a script where no notebook is."""
+    if not has_nblaunch:
+        script.with_name("nblaunch.py").write_text("raise ImportError('only torch is here')\n")
+    temporary = script.with_name("tmp")  # torchrun leaves its folder there
+    temporary.mkdir()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)}
+    command = [str(TORCHRUN), "--standalone", "--nproc-per-node", "2", script.name]
+    done = subprocess.run(
+        command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=LONG, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def found_by(folder: Path) -> list[list[Any]]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+# ------------------------------------------------------------------ the same numbers
+def test_an_exported_function_gives_the_same_numbers(notebook: Kernel, tmp_path: Path) -> None:
+    options = "num_processes=2, device='cpu', threads_per_rank=1"
+    expected = notebook.ask(f"list(notebook_launcher(train, (2,), kwargs={{'lr': 0.1}}, view='none', {options}))")
+    job = tmp_path / "job"
+    job.mkdir()
+
+    shown = notebook.run(f"nblaunch.export(train, 'job/train.py', (2,), {{'lr': 0.1}}, {options})").check()
+    printed = torchrun(job / "train.py")
+
+    assert "run it: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 job/train.py" in shown.value
+    assert found_by(job) == expected
+    assert printed == ""
+    assert {path.name for path in job.iterdir()} >= {"train.py", "train.data.pt", "train.objects.pt"}
+
+
+def test_an_exported_cell_gives_the_same_numbers(notebook: Kernel, tmp_path: Path) -> None:
+    body = 'net.eval()\ntext = """a\nb"""\nif text == \'a\\nb\':\n    train(1, 0.2, rank, world_size, device)\ntext'
+    notebook.run(f"%%distributed -n 2 --threads-per-rank 1 --device cpu\n{body}").check()
+    expected = found_by(tmp_path)
+    for rank in range(2):
+        (tmp_path / f"rank{rank}.json").unlink()
+
+    line = "%%distributed --export cell.py -n 2 -o out --device cpu --metric 'x (?P<x>.)'"
+    shown = notebook.run(f"{line}\n%config\n{body}").check()
+    assert not (tmp_path / "rank0.json").exists()
+    printed = torchrun(tmp_path / "cell.py")
+
+    assert "line 2: `%config` is left out\nrun it: torchrun --nproc-per-node 2 cell.py" in shown.stdout
+    assert found_by(tmp_path) == expected
+    assert printed == ""
+
+
+def test_the_script_reads_as_the_notebook(notebook: Kernel, tmp_path: Path) -> None:
+    notebook.run("nblaunch.export(train, 'train.py', (1, 0.1), device='cpu')").check()
+
+    text = (tmp_path / "train.py").read_text()
+    for part in (
+        "\nimport json, random\n",
+        "\n# images on each rank\nBATCH, WIDTH = 4, 8\n",
+        '\nimages = _saved["images"]\n',
+        "\ndataset = TensorDataset(images, labels)\n",
+        '\nnet = Net(WIDTH)\nnet.load_state_dict(_saved["net"])\n',
+        "\ncube = powers(3)\n",
+        CELLS[4].strip(),
+        CELLS[-1],
+        'def main():\n    rank = int(os.environ["RANK"])\n    world_size = int(os.environ["WORLD_SIZE"])\n'
+        '    device = torch.device("cpu")\n    dist.init_process_group("gloo")\n    torch.manual_seed(5)',
+        "    train(1, 0.1, rank=rank, world_size=world_size, device=device)\n    dist.destroy_process_group()\n\n\n"
+        'if __name__ == "__main__":\n    main()\n',
+    ):
+        assert text.count(part) == 1
+
+
+def test_code_with_its_own_group_and_reports_runs(notebook: Kernel, tmp_path: Path) -> None:
+    notebook.run(
+        "import os, socket\nwith socket.socket() as s:\n    s.bind(('', 0)); port = s.getsockname()[1]"
+    ).check()
+    notebook.run(
+        "def setup(rank, world_size):\n    os.environ['MASTER_ADDR'] = 'localhost'\n"
+        "    os.environ['MASTER_PORT'] = str(port)\n"
+        "    dist.init_process_group('gloo', rank=rank, world_size=world_size)"
+    ).check()
+    notebook.run("def main(rank):\n    setup(rank, 2)\nnblaunch.export(main, 'main.py')").check()
+    assert "\ndef run_rank():\n" in (tmp_path / "main.py").read_text()
+    body = "setup(rank, world_size)\nnblaunch.report(step=rank, loss=1.0)\nprint(f'{dist.get_world_size()}\\n', end='')"
+    notebook.run(f"%%distributed --export own.py\n{body}").check()
+
+    assert torchrun(tmp_path / "own.py", has_nblaunch=True).split() == ["2", "2"]
+    assert "\nimport nblaunch\n" in (tmp_path / "own.py").read_text()
+
+
+_SRUN = """#!/bin/bash
+while [ "${1#-}" != "$1" ]; do shift; done
+for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done
+for pid in "${pids[@]}"; do wait "$pid" || exit 1; done
+"""
+
+
+def test_two_nodes_of_a_job_meet(kernel: Kernel, tmp_path: Path) -> None:
+    """Stand-ins for srun and scontrol start both nodes here; torchrun and its rendezvous are real."""
+    kernel.run(f"%cd -q {tmp_path}\nimport torch, torch.distributed as dist").check()
+    body = "t = torch.ones(1) * rank\ndist.all_reduce(t)\nprint(f'{world_size} {local_rank} {t.item()}\\n', end='')"
+    kernel.run(f"%%distributed --export job.py --sbatch -n 1 --device cpu\n{body}").check()
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"srun": _SRUN, "scontrol": '#!/bin/bash\necho "no-such-host"\necho "nor-this"\n'}.items():
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    slurm = {"SLURM_JOB_NODELIST": "two", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7"}
+    path = f"{commands}:{TORCHRUN.parent}:{os.environ['PATH']}"
+    env = {**os.environ, **slurm, "PATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env["TMPDIR"] = str(commands)  # torchrun leaves its folder there
+
+    done = subprocess.run(
+        ["bash", "job.sbatch"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LONG, check=False
+    )
+    assert done.stdout.splitlines() == ["2 0 1.0"] * 2, done.stderr
+
+
+# ------------------------------------------------------------------ what is refused
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("x = 1\n!ls", r"UsageError: Cell In[N], line 3: `!ls` is IPython's syntax, which a script cannot have"),
+        ("x = 1\ny = await f()", "UsageError: Cell In[N], line 3: await outside functions: write asyncio.run(...)"),
+        ("print(nowhere)", "PayloadError: `nowhere`: the notebook has no such name: assign it in the cell"),
+    ],
+    ids=["command", "await", "unknown"],
+)
+def test_a_cell_that_no_script_can_run_is_refused(kernel: Kernel, tmp_path: Path, cell: str, message: str) -> None:
+    kernel.run(f"%cd -q {tmp_path}")
+    done = kernel.run(f"%%distributed --export cell.py\n{cell}")
+
+    assert message.replace("[N]", f"[{done.reply['execution_count']}]") in (done.error or done.stderr + done.stdout)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_only_the_ranks_of_a_session_have_is_refused(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(
+        f"%cd -q {tmp_path}\ndef step(): return total + 1\ndef count():\n    global calls\n    calls = 1"
+    ).check()
+    shown = kernel.run("%%distributed --export cell.py\nstep(), count()").check()
+    kernel.run("%%distributed --export cell.py\ntotal = 1\nstep(), count()").check()
+    assert "note: `step` uses `total`, which the notebook does not have\n" in shown.stdout
+    assert "calls" not in shown.stdout
+
+    kernel.run("import nblaunch\ns = nblaunch.session(1, device='cpu')").check()
+    try:
+        done = kernel.run("%%distributed --export cell.py\nstep()")
+        gone = kernel.run("%%distributed --export cell.py\nprint(total)")
+    finally:
+        kernel.run("s.stop()").check()
+    assert "`step` uses `total`: the notebook has no such name (a script starts without" in done.error
+    assert "`total`: the notebook has no such name (a script starts without the names of a session's" in gone.error
+
+
+def test_a_users_file_stays_without_force(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(f"%cd -q {tmp_path}")
+    script = tmp_path / "train.py"
+    script.write_text("mine")
+    done = kernel.run("%%distributed --export train.py --sbatch\nprint(rank)")
+    assert "train.py exists: use another name, or --force" in done.error + done.text
+    assert script.read_text() == "mine"
+
+    shown = kernel.run("%%distributed --export train.py --sbatch --force -n 3\nprint(rank)").check()
+    again = kernel.run("%%distributed --export train.py --sbatch -n 3\nprint(rank + 1)").check()
+    assert shown.stdout.splitlines()[-2:] == [
+        "run it: torchrun --nproc-per-node 3 train.py",
+        "    or: sbatch train.sbatch",
+    ]
+    assert again.stdout
+    assert "print(rank + 1)" in script.read_text()
+    subprocess.run(["bash", "-n", str(tmp_path / "train.sbatch")], check=True)
+
+
+@pytest.mark.parametrize("option", ["sbatch", "force"])
+def test_options_of_export_need_it(kernel: Kernel, option: str) -> None:
+    done = kernel.run(f"%%distributed --{option}\n1")
+    assert f"--{option}: only with --export, as in --export train.py" in done.error + done.text
