@@ -31,7 +31,7 @@ from nblaunch.machine.segments import in_words
 from nblaunch.notebook import session_magics
 from nblaunch.notebook.auto_cells import paused
 from nblaunch.notebook.cells import make_cell, names_used
-from nblaunch.notebook.magic_line import option_of, ranks_of, words_of
+from nblaunch.notebook.magic_line import as_option, option_of, ranks_of, words_of
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload
 
