@@ -290,6 +290,8 @@ def _common_environment(
     env = {name: value for name, value in machine.env.items() if not _is_launch_variable(name)}
     env.update(dict.fromkeys(_INTERFACES, machine.socket_interface))
     env["OMP_NUM_THREADS"] = str(threads)
+    if env.get("PYTHONBREAKPOINT", "").startswith("ray."):  # ray.init has set it, for its own workers
+        del env["PYTHONBREAKPOINT"]
     if any(word in env.get("MPLBACKEND", "") for word in _NOTEBOOK_BACKENDS):
         env["MPLBACKEND"] = rank_variables.MATPLOTLIB_BACKEND
     if precision != "no":

@@ -40,7 +40,16 @@ _USAGE = (
     "write %distributed status, stacks, stop, free, who, session, auto on or preload NAME, or put %%distributed on top "
     "of a cell"
 )
-_OF_EXPORT = ("num_processes", "device", "backend", "threads_per_rank", "max_restarts", "timeout", "checks")
+_OF_EXPORT = (
+    "num_processes",
+    "num_nodes",
+    "device",
+    "backend",
+    "threads_per_rank",
+    "max_restarts",
+    "timeout",
+    "checks",
+)
 """Options that a script takes; the others are of the launch alone."""
 _NO_FRAME = 1 << 20
 """Deeper than any stack: IPython then looks names up in the notebook, not in our frames."""

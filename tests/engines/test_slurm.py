@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from nblaunch.errors import ArgumentError, LaunchStoppedError, NodeLostError, St
 from tests.conftest import eventually
 from tests.engines.agents import have_begun
 from tests.engines.slurm_cluster import SlurmCluster
+from tests.kernel.harness import running_kernel
 
 
 def launch(function: Callable[..., Any], **options: Any) -> Any:
@@ -123,3 +127,18 @@ def test_what_slurm_refuses_is_the_error(slurm: SlurmCluster) -> None:
         launch(hosts, engine="slurm --partition=none")
     with pytest.raises(ArgumentError, match=r"engine='slurm -N 3': -N: use num_nodes= "):
         launch(hosts, engine="slurm -N 3")
+
+
+def test_an_exported_job_runs_on_both_nodes(slurm: SlurmCluster) -> None:
+    body = "import torch.distributed as dist\ntotal = torch.ones(1) * rank\ndist.all_reduce(total)\n"
+    body += "if rank == 0:\n    open('total', 'w').write(str(total.item()))"
+    address = slurm.cluster[0].address  # names do not resolve here
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    exports = f"ALL,MASTER_ADDR={address},GLOO_SOCKET_IFNAME=eth0,PATH={path}"
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as shared, running_kernel() as kernel:
+        kernel.run("%load_ext nblaunch\nimport torch").check()
+        script, total = f"{shared}/train.py", Path(shared, "total")
+        kernel.run(f"%%distributed --export {script} --sbatch --nodes 2 -n 2 --device cpu\n{body}").check()
+        slurm.run("sbatch", f"--chdir={shared}", f"--export={exports}", f"{shared}/train.sbatch")
+        eventually(total.exists, 40, otherwise=lambda: [log.read_text() for log in Path(shared).glob("*.out")])
+        assert total.read_text() == "6.0"

@@ -318,6 +318,38 @@ def test_a_backend_that_only_a_kernel_can_draw_with_is_replaced(backend: str, se
     assert planned(machine(MPLBACKEND=backend)).env["MPLBACKEND"] == seen
 
 
+@pytest.mark.parametrize(("own", "kept"), [("ray.util.rpdb.set_trace", None), ("ipdb.set_trace", "ipdb.set_trace")])
+def test_rays_breakpoint_is_not_the_ranks(own: str, kept: str | None) -> None:
+    assert planned(machine(PYTHONBREAKPOINT=own)).env.get("PYTHONBREAKPOINT") == kept
+
+
+def test_several_nodes_each_place_their_own_ranks() -> None:
+    two, four = (Machine(gpus, 8, "linux", {}, name=f"n{gpus}", interface="eth0") for gpus in (2, 4))
+    plan = make_plan([two, four], LocalEngine())
+    assert plan.world_size == 6
+    assert [(p.node, p.local_rank, p.local_world_size, p.device, p.host) for p in plan.places][1:4] == [
+        (0, 1, 2, "cuda:1", "n2"),
+        (1, 0, 4, "cuda:0", "n4"),
+        (1, 1, 4, "cuda:1", "n4"),
+    ]
+    assert plan.ranks == [range(2), range(2, 6)]
+    env = plan.environment(3, Store("10.0.0.1", 4242), "the-id", 0)
+    assert (env["GROUP_RANK"], env["GROUP_WORLD_SIZE"], env["LOCAL_WORLD_SIZE"]) == ("1", "2", "4")
+    assert (env["MASTER_ADDR"], env["GLOO_SOCKET_IFNAME"]) == ("10.0.0.1", "eth0")
+    assert [place.threads for place in plan.places] == [4, 4, 2, 2, 2, 2]
+
+
+def test_nodes_that_cannot_work_together_are_named() -> None:
+    gpu, cpu = Machine(2, 8, "linux", {}, name="gpu1"), Machine(0, 8, "linux", {}, name="cpu1")
+    with pytest.raises(ArgumentError, match=r"^device='auto': cpu1 has no GPU, and other nodes have"):
+        make_plan([gpu, cpu], LocalEngine())
+    with pytest.raises(ArgumentError, match=r"^device='cuda', but no GPU is visible on cpu1"):
+        make_plan([gpu, cpu], LocalEngine(), device="cuda")
+    with pytest.raises(ArgumentError, match=r"^num_processes=3, but 2 GPUs are visible on gpu1: use num_processes=2"):
+        make_plan([gpu, gpu], LocalEngine(), num_processes=3)
+    assert make_plan([gpu, cpu], LocalEngine(), device="cpu").world_size == 2  # one on each
+
+
 def test_the_calls_own_variables_come_last() -> None:
     plan = planned(machine(A="1", MPLBACKEND="inline"), env={"A": "2", "B": "3", "MPLBACKEND": "svg"})
     assert {"A": "2", "B": "3", "MPLBACKEND": "svg"}.items() <= plan.env.items()

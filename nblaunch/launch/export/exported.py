@@ -27,6 +27,7 @@ from nblaunch.launch.export.job_file import Start
 from nblaunch.launch.export.script import Main
 from nblaunch.launch.frontend import host
 from nblaunch.launch.plan import make_plan
+from nblaunch.machine import argument_checks
 from nblaunch.machine.inventory import this_machine
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer import parameters
@@ -67,6 +68,7 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     *,
     num_processes: int | None = None,
+    num_nodes: int | None = None,
     device: str = "auto",
     backend: str | None = None,
     threads_per_rank: int | None = None,
@@ -98,6 +100,7 @@ def export(
         args: The function's positional arguments, as a tuple.
         kwargs: Its keyword arguments, as a dict.
         num_processes: The number of ranks in the command; on a cluster, of each node. Default: as for a launch.
+        num_nodes: The number of nodes in the job file. Default: 1.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): the script uses GPUs where it finds them.
         backend: The backend of the process group. Default: gloo on CPUs; on GPUs nccl, and gloo for CPU tensors.
         threads_per_rank: ``OMP_NUM_THREADS`` in the command. Default: torchrun's choice.
@@ -120,7 +123,7 @@ def export(
         raise ArgumentError("export: only for notebooks; in a script, torchrun can run the file that you have")
     payload = payloads.for_function(function, args, kwargs)
     target = _target(path)
-    start = _start(num_processes, device, backend, threads_per_rank, env, max_restarts, timeout, checks)
+    start = _start(num_processes, device, backend, threads_per_rank, env, max_restarts, timeout, checks, num_nodes)
     names = ExportedNames(host().cells(), notebook, PROVIDED.difference(FILLED_IN))
     filled = parameters.left_out(function, payload.args, payload.kwargs)
     call = _call(function, payload.args, payload.kwargs, filled, names)
@@ -137,6 +140,7 @@ def export_cell(
     path: str,
     *,
     num_processes: int | None = None,
+    num_nodes: int | None = None,
     device: str | None = None,
     backend: str | None = None,
     threads_per_rank: int | None = None,
@@ -156,7 +160,8 @@ def export_cell(
     """
     notebook = host().notebook_names() or {}
     target = _target(path)
-    start = _start(num_processes, device or "auto", backend, threads_per_rank, None, max_restarts or 0, timeout, checks)
+    device, restarts = device or "auto", max_restarts or 0
+    start = _start(num_processes, device, backend, threads_per_rank, None, restarts, timeout, checks, num_nodes)
     names = ExportedNames(host().cells(), notebook, PROVIDED)
     text, statements = _body(CellSource(cell.label, typed, cell.source), names)
     reads = frozenset[str]().union(*(each.reads for each in statements))
@@ -193,7 +198,15 @@ def _target(path: str | os.PathLike[str]) -> Path:
 
 
 def _start(
-    num_processes: Any, device: Any, backend: Any, threads: Any, env: Any, max_restarts: Any, timeout: Any, checks: Any
+    num_processes: Any,
+    device: Any,
+    backend: Any,
+    threads: Any,
+    env: Any,
+    max_restarts: Any,
+    timeout: Any,
+    checks: Any,
+    num_nodes: Any,
 ) -> Start:
     """Check the options of a launch. The GPUs need not be here: the script may run elsewhere."""
     machine = replace(this_machine(), free_descriptors=sys.maxsize)
@@ -213,7 +226,8 @@ def _start(
         checks=checks,
     )
     own = {name: plan.env[name] for name in plan.named}
-    return Start(plan.world_size, device, own, threads, plan.max_restarts, plan.timeout)
+    nodes = 1 if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
+    return Start(plan.world_size, device, own, threads, plan.max_restarts, plan.timeout, nodes)
 
 
 def _call(

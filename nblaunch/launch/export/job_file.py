@@ -10,12 +10,12 @@ from dataclasses import dataclass
 _JOB = """\
 #!/bin/bash
 #SBATCH --job-name={name}
-#SBATCH --nodes=1
+#SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task={cpus}
 {more}#SBATCH --output=%x-%j.out
 #
-# Submit it with `sbatch {file}`, or on two nodes with `sbatch --nodes=2 {file}`. Each node runs one torchrun,
+# Submit it with `sbatch {file}`, or on other nodes with `sbatch --nodes=2 {file}`. Each node runs one torchrun,
 # which starts {ranks}. Add what your cluster needs: a partition, a time, an environment.
 
 set -euo pipefail
@@ -28,10 +28,10 @@ export MASTER_PORT=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12768))}}
 export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-{cpus}}}
 
 # Node 0 serves the rendezvous, whatever its host is called.
-srun --kill-on-bad-exit=1 bash -c 'exec torchrun \\
+srun --kill-on-bad-exit=1 bash -c 'first=$((SLURM_NODEID == 0)); exec torchrun \\
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={nproc} {restarts}\\
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \\
-    --rdzv-conf=is_host="$((SLURM_NODEID == 0))" \\
+    --rdzv-conf=is_host="$first" $([ "$first" = 0 ] || echo --local-addr="$MASTER_ADDR") \\
     "$0"' {script}
 """
 
@@ -47,6 +47,7 @@ class Start:
         threads: CPU threads of each rank; None: torchrun's choice.
         max_restarts: How many times to start all ranks again after a failure.
         timeout: Seconds; None: no limit.
+        nodes: The number of nodes.
     """
 
     nproc: int
@@ -55,6 +56,7 @@ class Start:
     threads: int | None
     max_restarts: int
     timeout: float | None
+    nodes: int = 1
 
     @property
     def variables(self) -> dict[str, str]:
@@ -86,6 +88,7 @@ def job_file(start: Start, script: str, file: str) -> str:
     return _JOB.format(
         name=shlex.quote(script.removesuffix(".py")),
         cpus=start.nproc * (start.threads or 1),
+        nodes=start.nodes,
         more=more,
         file=shlex.quote(file),
         ranks="one rank" if start.nproc == 1 else f"{start.nproc} ranks",
