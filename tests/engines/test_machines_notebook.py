@@ -20,6 +20,7 @@ def test_machines(ssh_hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.Monke
     assert "rank 0 of 2 runs on n1\nrank 1 of 2 runs on n2\n" in printed
     assert "n2: epoch 2, loss 0." in printed
     assert "rank 1 raised ValueError: a damaged image on n2\n" in printed
+    assert "rank 0 is number 0 on n1\nrank 1 is number 0 on n2\n" in printed
     assert "hosts: ['n1', 'n2']\n" in printed
     assert headless.accuracy(notebook) >= 0.9
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

@@ -147,7 +147,7 @@ def test_accelerates_keywords_are_accepted_and_the_unneeded_named(kernel: Kernel
     ).check()
 
     assert cell.value == "'bf16'"
-    assert "use_port='29501' is ignored: each launch listens on a free loopback port" in cell.stderr
+    assert "use_port='29501' is ignored: each launch takes a free port" in cell.stderr
     assert "monitor_interval=5 is ignored" in cell.stderr
     assert cell.stderr.count("is ignored") == 2
 
