@@ -160,7 +160,7 @@ def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fi
 
 def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:
     said = kernel.run("%distributed").stderr
-    assert "write %distributed status, stacks, stop, free, who, session, auto on or preload NAME" in said
+    assert "write %distributed status, stacks, stop, release, free, who, session, auto on or preload NAME" in said
 
 
 @pytest.mark.parametrize(
