@@ -340,6 +340,7 @@ def _as_option(message: str) -> str:
         return message
     if name == "metric_patterns":
         rest = rest.replace(r"\\", "\\")  # cells do not double backslashes
+    rest = re.sub(r"\bengine='", "--engine '", rest)
     return f"{_option(name)} {rest}"
 
 

@@ -145,7 +145,7 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ("-n 2 --ranks -1", "--ranks -1: the ranks are 0 and 1"),
         ("-n 2 --device tpu", "--device 'tpu': must be one of 'auto', 'cpu', 'cuda'"),
         ("--engine 'ssh --hostfile'", "--engine 'ssh --hostfile': --hostfile needs a value"),
-        ("--nodes 2", "--nodes 2: engine='auto' is this machine alone; name an engine that has more nodes"),
+        ("--nodes 2", "--nodes 2: --engine 'auto' is this machine alone; name an engine that has more nodes"),
         ("-n 2 --no-such-option", "unrecognized arguments: --no-such-option"),
         ("status", "%%distributed status: a cell takes options, such as -n 2; without a cell: %distributed status"),
     ],
