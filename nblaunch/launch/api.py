@@ -24,11 +24,11 @@ from nblaunch.wire import rank_variables
 from nblaunch.wire.messages import Payload
 
 _IGNORED: dict[str, tuple[Any, str]] = {
-    "use_port": ("29500", "each launch listens on a free loopback port"),
-    "master_addr": ("127.0.0.1", "all ranks are on this machine and use loopback"),
-    "rdzv_backend": ("static", "the kernel serves the rendezvous"),
-    "rdzv_endpoint": ("", "the kernel serves the rendezvous"),
-    "rdzv_conf": (None, "the kernel serves the rendezvous"),
+    "use_port": ("29500", "each launch takes a free port"),
+    "master_addr": ("127.0.0.1", "nblaunch knows the addresses: that of the first node, or loopback on one machine"),
+    "rdzv_backend": ("static", "nblaunch serves the rendezvous itself"),
+    "rdzv_endpoint": ("", "nblaunch serves the rendezvous itself"),
+    "rdzv_conf": (None, "nblaunch serves the rendezvous itself"),
     "rdzv_id": ("none", "each launch has its own id"),
     "monitor_interval": (0.1, "rank exits are events, nothing is polled"),
     "log_line_prefix_template": (None, "each line starts with its rank, as in [rank 1]"),
@@ -87,18 +87,20 @@ def notebook_launcher(
         max_restarts: How many times to restart all ranks after a failure. Default: 0.
         kwargs: Its keyword arguments, as a dict.
         engine: Where the ranks run. ``"local"``: on this machine. ``"slurm"``, ``"ray"`` or ``"ssh host1 host2"``: on
-            other nodes, with the engine's own options behind its name, as in ``"slurm --partition=gpu --time=60"``. Ray
-            reserves every GPU and 1 CPU of each node, unless ``--num-gpus``, ``--num-cpus`` and ``--resources`` say
-            otherwise. The nodes are held for further launches, until ``%distributed release``. ``"auto"`` (default):
-            Slurm in an allocation of several nodes, else this machine.
+            other nodes, with options behind the name: for Slurm those of srun, as in ``"slurm --partition=gpu
+            --time=60"``; for ssh its own, or ``--hostfile FILE``; for Ray ``--address``, and what each node reserves
+            (``--num-gpus``, by default every GPU, ``--num-cpus``, ``--resources``). The nodes stay yours for further
+            launches with the same `engine` and `num_nodes`, until ``%distributed release`` or the kernel's end.
+            ``"auto"`` (default): Slurm in an allocation of several nodes, else this machine.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): ``"cuda"`` if a GPU is visible.
         backend: The backend of the process group: ``"gloo"``, ``"nccl"``, ``"mpi"``, ``"ucc"`` or ``"xccl"``. Default:
             gloo on CPUs; on GPUs nccl for GPU tensors and gloo for CPU tensors.
         start_method: How to start the ranks. ``"forkserver"`` (Linux only) forks a clean process with torch imported.
             ``"spawn"`` starts new interpreters. ``"fork"`` forks the kernel: it raises after CUDA has been initialized,
-            and can hang after the kernel has used OpenMP. ``"auto"`` (default): forkserver on Linux, spawn elsewhere.
+            and can hang after the kernel has used OpenMP; other nodes do not have it. ``"auto"`` (default): forkserver
+            on Linux, spawn elsewhere.
         threads_per_rank: The number of CPU threads of each rank. Default: ``OMP_NUM_THREADS``, or the usable CPUs
-            divided by the number of ranks.
+            divided by the number of ranks on the node.
         env: Environment variables for the ranks, in addition to the notebook's. If one of them is read when torch is
             imported (``TORCH_*``, ``OMP_*``, ...), the first launch with it starts another fork server, which takes
             1 to 3 s.
@@ -112,6 +114,7 @@ def notebook_launcher(
             Default: None.
         preload: Names of modules to import ahead of later launches, as with ``%distributed preload``. They must be
             installed packages. Default: None; well-known packages that the notebook has imported are always included.
+            On other nodes ranks import for themselves.
         on_error: ``"debug"``: a rank that raises an exception opens the debugger on it, in the cell, while the others
             wait. Default: ``"raise"``; after ``%pdb on``, ``"debug"``.
         on_breakpoint: What ``breakpoint()`` does where no one can type, as in papermill, or in the background with
@@ -124,7 +127,8 @@ def notebook_launcher(
             environment variable ``NBLAUNCH_VIEW`` replaces ``"auto"``.
         use_port, master_addr, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id, monitor_interval,
             log_line_prefix_template: Ignored, with a warning if changed: accelerate's ``notebook_launcher`` has them.
-        num_nodes: The number of nodes. Default: those that `engine` names, or 1.
+        num_nodes: The number of nodes. Default: every host that ``"ssh ..."`` names, every node of the Slurm allocation
+            that the notebook runs in, else 1.
         node_rank: Must be 0: every node is started from here.
 
     Returns:
@@ -134,7 +138,7 @@ def notebook_launcher(
         ArgumentError: An argument is invalid. Nothing was started.
         PayloadError: The function, or an object that it uses, cannot be sent to the ranks. Nothing was started.
         NestedLaunchError: This process is a rank, or one of several Slurm tasks. Nothing was started.
-        StartError: The ranks could not be started.
+        StartError: The ranks could not be started, or a node cannot be used.
         Exception: The exception of the rank that failed first, with its number as the attribute ``rank``.
         RankError: A rank failed without an exception that could be raised here; see the subclasses in
             `nblaunch.errors`.

@@ -46,11 +46,13 @@ def session(
     While a session is active, ``%%distributed`` cells run in it.
 
     Args:
-        num_processes: The number of ranks. Default: one per visible GPU, or 2 without a GPU.
+        num_processes: The number of ranks, on each node. Default: one per visible GPU; without a GPU 2, or on several
+            nodes 1 each.
         name: Names the session; several may live side by side. Default: ``"main"``.
         idle_timeout: Stop the session after this many seconds without a task. Default: None, never.
-        options: ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``), ``threads_per_rank``,
-            ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for `nblaunch.notebook_launcher`.
+        options: ``engine``, ``num_nodes``, ``device``, ``backend``, ``start_method`` (``"forkserver"`` or ``"spawn"``),
+            ``threads_per_rank``, ``env``, ``mixed_precision``, ``stop_grace`` and ``metric_patterns``, as for
+            `nblaunch.notebook_launcher`.
 
     Raises:
         ArgumentError: An argument is invalid, or a session of this name lives. Nothing was started.

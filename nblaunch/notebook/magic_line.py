@@ -23,10 +23,10 @@ def words_of(line: str, expand: Callable[[str], str]) -> list[str]:
     """
     first, *parts = _METRIC.split(line)
     try:
-        words = arg_split(expand(first))
+        words = arg_split(expand(first), posix=True)  # without the quotes of 'ssh gpu1 gpu2'
         for option, pattern, rest in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
             unquoted = "".join(part[1:-1] if part[0] in "'\"" else part for part in re.findall(_QUOTED, pattern))
-            words += [f"{option}={unquoted}", *arg_split(expand(rest))]
+            words += [f"{option}={unquoted}", *arg_split(expand(rest), posix=True)]
     except ValueError:
         raise UsageError(f"%%distributed {line}: unclosed quote") from None
     return words
@@ -53,6 +53,7 @@ def as_option(message: str) -> str:
         return message
     if name == "metric_patterns":
         rest = rest.replace(r"\\", "\\")  # cells do not double backslashes
+    rest = re.sub(r"\bengine='", "--engine '", rest)
     return f"{option_of(name)} {rest}"
 
 

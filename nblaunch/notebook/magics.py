@@ -37,8 +37,8 @@ from nblaunch.wire.messages import Cell, Payload
 
 ACTIONS = ("auto", "debug", "free", "preload", "release", "session", "stacks", "status", "stop", "who")
 _USAGE = (
-    "write %distributed status, stacks, stop, free, who, session, auto on or preload NAME, or put %%distributed on top "
-    "of a cell"
+    "write %distributed status, stacks, stop, release, free, who, session, auto on or preload NAME, or put "
+    "%%distributed on top of a cell"
 )
 _OF_EXPORT = (
     "num_processes",
@@ -100,8 +100,9 @@ class DistributedMagics(Magics):
     @argument(
         "action",
         nargs="?",
-        help="without a cell: status (live launches, sessions, the fork server), stacks (of all ranks), stop (all "
-        "launches), release (the nodes of other machines), free (data of earlier launches, cached for the next ones), "
+        help="without a cell: status (live launches, sessions, the fork server, nodes), stacks (of all ranks), stop "
+        "(all launches), release (give other machines' nodes back, and end the ranks there), free (data of earlier "
+        "launches, cached for the next ones), "
         "preload (import the modules that follow ahead of later launches), session (start ranks that stay; then "
         "status, restart, regroup or stop), who (the names that a session's ranks have) or auto on (every cell runs in "
         "the session; %%%%local does not)",
@@ -119,12 +120,17 @@ class DistributedMagics(Magics):
         type=int,
         help="ranks on each node; default: one per visible GPU; without GPUs 2, or on several nodes 1 each",
     )
-    @argument("--nodes", dest="num_nodes", type=int, help="nodes; default: those that --engine names, or 1")
+    @argument(
+        "--nodes",
+        dest="num_nodes",
+        type=int,
+        help="nodes; default: the hosts of ssh, the nodes of the notebook's own Slurm allocation, else 1",
+    )
     @argument(
         "--engine",
         help="where the ranks run: local (this machine), slurm, ray or ssh, with its own options, as in --engine "
-        "'slurm --partition=gpu' or --engine 'ssh gpu1 gpu2'; default auto: slurm in an allocation of several nodes, "
-        "else local",
+        "'slurm --partition=gpu --time=60' (srun's) or --engine 'ssh gpu1 gpu2'; its nodes stay yours until "
+        "%%distributed release; default auto: slurm in an allocation of several nodes, else local",
     )
     @argument(
         "-o",
@@ -163,7 +169,8 @@ class DistributedMagics(Magics):
         "--preload",
         action="append",
         metavar="NAME",
-        help="import this module of an installed package ahead of later launches; may be given several times",
+        help="import this module of an installed package ahead of later launches on this machine; may be given "
+        "several times",
     )
     @argument("--pdb", action="store_const", const="debug", dest="on_error", help="debug the rank that fails first")
     @argument("--on-breakpoint", help="continue (default) or fail: what breakpoint() does where no one can type")
@@ -205,8 +212,11 @@ class DistributedMagics(Magics):
             dist.all_reduce(t)
             t.item()
 
-        Without a cell: %distributed status, %distributed stacks, %distributed stop, %distributed free,
-        %distributed preload NAME ..., %distributed session -n 2, %distributed who, %distributed auto on
+        On two nodes of a cluster, with two ranks on each: %%distributed -n 2 --nodes 2 --engine slurm
+
+        Without a cell: %distributed status, %distributed stacks, %distributed stop, %distributed release,
+        %distributed free, %distributed preload NAME ..., %distributed session -n 2, %distributed who,
+        %distributed auto on
         """
         arguments = dict(vars(self.distributed.parser.parse_args(words_of(line, self._expand))))
         action, words = arguments.pop("action"), arguments.pop("words")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from tests.conftest import eventually
 from tests.engines.agents import have_begun
 from tests.engines.slurm_cluster import SlurmCluster
 from tests.kernel.harness import running_kernel
+from tests.kernel.test_readme import blocks
 
 
 def launch(function: Callable[..., Any], **options: Any) -> Any:
@@ -120,6 +122,22 @@ def test_a_killed_srun_ends_the_ranks_and_frees_the_nodes(slurm: SlurmCluster) -
         running.result()
     eventually(slurm.is_idle, 30, slurm.log)
     assert [host for host, _ in launch(hosts)] == ["n1", "n2"]
+
+
+def test_the_readmes_cells_run_on_two_nodes(slurm: SlurmCluster) -> None:
+    first, *others = blocks("python")
+    (debugged,) = [each for each in others if "breakpoint()" in each]
+    (cell,) = [each for each in others if "slurm" in each]
+    with running_kernel(**slurm.env) as kernel:
+        kernel.run(first).check()
+        there = debugged.replace("-n 2", "-n 1 --nodes 2 --engine 'slurm --time=60'")
+        stopped = kernel.debug(there, "p loss", "all p __import__('os').uname().nodename", "q")
+        done = kernel.run(cell).check()
+    assert stopped.prompts == ["(rank 1 of 2) "] * 3
+    assert {"tensor(nan)", "rank 0: 'n1'", "rank 1: 'n2'"} <= set(stopped.stdout.splitlines())
+    assert {f"[rank {rank}] {rank} of 4 has 6.0" for rank in range(4)} <= set(done.stdout.splitlines())
+    assert re.search(r"^released slurm job \d+: n1, n2$", done.text, flags=re.MULTILINE)
+    eventually(slurm.is_idle, 20, slurm.log)
 
 
 def test_what_slurm_refuses_is_the_error(slurm: SlurmCluster) -> None:

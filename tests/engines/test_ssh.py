@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -76,3 +79,24 @@ def test_a_killed_sshd_does_not_end_a_launch(ssh_hosts: SshHosts, cluster: Clust
     assert sessions
     cluster[1].kill(*sessions)
     assert list(running.result()) == ["n1", "n2"]
+
+
+KERNEL = """
+import sys, time
+from nblaunch import notebook_launcher
+def work():
+    print("begun", flush=True)
+    time.sleep(600)
+notebook_launcher(work, engine=sys.argv[1], view="text")
+"""
+
+
+def test_a_killed_kernel_leaves_nothing_on_the_hosts(ssh_hosts: SshHosts, cluster: Cluster) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KERNEL, f"ssh -F {ssh_hosts.config} n1 n2"], stdout=subprocess.PIPE
+    ) as kernel:
+        assert kernel.stdout is not None
+        lines = set(itertools.islice(kernel.stdout, 2))
+        assert lines == {b"[rank 0] begun\n", b"[rank 1] begun\n"}
+        kernel.kill()
+    eventually(lambda: not any(machine.python() for machine in cluster.machines), 14)

@@ -24,16 +24,21 @@ NARROWER = {
     "nn.Conv2d(1, 16, 3, 2)": "nn.Conv2d(1, 16, 3, 2)",
 }
 """Layers that learn the digits as well in a fraction of the time; the quickstart is executed with its own ones."""
-_executed: dict[str, NotebookNode] = {}
+_executed: dict[tuple[str, str], NotebookNode] = {}
+"""By engine and name."""
 
 
-def run(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *others: str) -> tuple[str, float]:
+def run(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *others: str, engine: str = "local"
+) -> tuple[str, float]:
     """Execute a copy; return what its cells printed, and the test accuracy."""
-    notebook = execute(name, folder, monkeypatch, *others)
+    notebook = execute(name, folder, monkeypatch, *others, engine=engine)
     return headless.printed(notebook), headless.accuracy(notebook)
 
 
-def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *others: str) -> NotebookNode:
+def execute(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *others: str, engine: str = "local"
+) -> NotebookNode:
     """Execute a copy and check that every cell ran without an error.
 
     Args:
@@ -42,17 +47,20 @@ def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *others: s
         monkeypatch: Sets its environment.
         others: Notebooks that will be asked for next. They run after it in the same kernel, emptied: importing torch
             and torchvision there, in its fork servers and in ranks takes longer than training.
+        engine: Where the ranks of `machines` run.
     """
-    if name not in _executed:
+    if (engine, name) not in _executed:
+        monkeypatch.setenv("NBLAUNCH_NOTEBOOK_ENGINE", engine)
         monkeypatch.setenv("NBLAUNCH_QUICKSTART_DATA", "digits")  # the same images with and without a network
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))  # torch makes it for an optimiser
         monkeypatch.setenv("HF_HOME", str(folder / "huggingface"))
-        _executed.update(_execute((name, *others), folder))
-    code = [cell for cell in _executed[name].cells if cell.cell_type == "code"]
+        executed = _execute((name, *others), folder)
+        _executed.update({(engine, each): notebook for each, notebook in executed.items()})
+    code = [cell for cell in _executed[engine, name].cells if cell.cell_type == "code"]
     assert code
     assert all(cell.execution_count for cell in code)
     assert not [output for cell in code for output in cell.outputs if output.output_type == "error"]
-    return _executed[name]
+    return _executed[engine, name]
 
 
 def _execute(names: tuple[str, ...], folder: Path) -> dict[str, NotebookNode]:

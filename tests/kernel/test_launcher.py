@@ -147,7 +147,7 @@ def test_accelerates_keywords_are_accepted_and_the_unneeded_named(kernel: Kernel
     ).check()
 
     assert cell.value == "'bf16'"
-    assert "use_port='29501' is ignored: each launch listens on a free loopback port" in cell.stderr
+    assert "use_port='29501' is ignored: each launch takes a free port" in cell.stderr
     assert "monitor_interval=5 is ignored" in cell.stderr
     assert cell.stderr.count("is ignored") == 2
 
@@ -156,7 +156,7 @@ def test_accelerates_keywords_are_accepted_and_the_unneeded_named(kernel: Kernel
     ("call", "message"),
     [
         ("lambda: 1, num_processes='two'", "num_processes='two': must be a whole number, at least 1"),
-        ("lambda: 1, num_nodes=2", "num_nodes=2: nblaunch runs on one machine"),
+        ("lambda: 1, num_nodes=2", "num_nodes=2: engine='auto' is this machine alone"),
         ("lambda a: a, (1, 2)", "args=(1, 2), kwargs={} do not fit"),
         ("lambda a: a", "missing a required argument: 'a'"),
         ("5", "function=5: must be a function"),

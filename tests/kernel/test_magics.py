@@ -144,6 +144,8 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ("-n 2 --ranks 0,2", "--ranks 0,2: the ranks are 0 and 1"),
         ("-n 2 --ranks -1", "--ranks -1: the ranks are 0 and 1"),
         ("-n 2 --device tpu", "--device 'tpu': must be one of 'auto', 'cpu', 'cuda'"),
+        ("--engine 'ssh --hostfile'", "--engine 'ssh --hostfile': --hostfile needs a value"),
+        ("--nodes 2", "--nodes 2: --engine 'auto' is this machine alone; name an engine that has more nodes"),
         ("-n 2 --no-such-option", "unrecognized arguments: --no-such-option"),
         ("status", "%%distributed status: a cell takes options, such as -n 2; without a cell: %distributed status"),
     ],
@@ -158,7 +160,7 @@ def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fi
 
 def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:
     said = kernel.run("%distributed").stderr
-    assert "write %distributed status, stacks, stop, free, who, session, auto on or preload NAME" in said
+    assert "write %distributed status, stacks, stop, release, free, who, session, auto on or preload NAME" in said
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import nbformat
@@ -35,7 +36,7 @@ def test_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sessions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed, accuracy = run("sessions", tmp_path, monkeypatch, "debugging")
+    printed, accuracy = run("sessions", tmp_path, monkeypatch, "debugging", "machines")
 
     trained, went_on = re.findall(r"^after .*: (0\.\d+)$", printed, flags=re.MULTILINE)
     assert 0.8 <= float(trained) <= float(went_on) + 0.05
@@ -51,6 +52,15 @@ def test_debugging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "rank 1: the loss is nan\n" in printed
     assert "rank 0: Dimension out of range" in printed
     assert accuracy >= 0.85
+
+
+def test_machines_without_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, accuracy = run("machines", tmp_path, monkeypatch)
+
+    name = socket.gethostname()
+    assert f"rank 0 of 2 runs on {name}\nrank 1 of 2 runs on {name}\n" in printed
+    assert f"rank 1 raised ValueError: a damaged image on {name}\n" in printed
+    assert accuracy >= 0.9
 
 
 def test_debugging_shows_what_one_types_and_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,8 +92,8 @@ def test_arguments_that_do_not_fit_the_function_are_refused(
         ({"env": {"A": 1}}, r"env=\{'A': 1\}: names and values must be strings"),
         ({"env": {"RANK": "1"}}, r"env=\{'RANK': '1'\}: nblaunch sets this variable for each rank"),
         ({"view": "loud"}, r'view=\'loud\': use "auto", "text" or "none"'),
-        ({"num_nodes": 2}, r"num_nodes=2: nblaunch runs on one machine, so this must be 1; use torchrun for several"),
-        ({"node_rank": 1}, r"node_rank=1: nblaunch runs on one machine, so this must be 0"),
+        ({"num_nodes": 2}, r"num_nodes=2: engine='auto' is this machine alone; name an engine that has more nodes"),
+        ({"node_rank": 1}, r"node_rank=1: must be 0, because the ranks of every node are started from this notebook"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
