@@ -38,6 +38,8 @@ class BlobStore:
         if part.key not in self._arriving:
             self._arriving[part.key] = _Arriving(*sealed_files.create())
         blob = self._arriving[part.key]
+        if part.offset == 0:  # the first, or again: what came before was cut short
+            blob.received = 0
         os.pwrite(blob.fd, data, part.offset)
         blob.received += len(data)
         if blob.received < part.size:
@@ -74,6 +76,10 @@ class BlobStore:
                 os.close(self._complete.pop(key))
             if key in self._arriving:
                 os.close(self._arriving.pop(key).fd)
+
+    def drop_of(self, prefix: str) -> None:
+        """Forget the blobs whose keys begin so."""
+        self.drop([key for key in (*self._complete, *self._arriving) if key.startswith(prefix)])
 
     def close(self) -> None:
         """Forget all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 from typing import Any
@@ -52,6 +53,8 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
         return engine
     key = shlex.join([kind, *words]), count
     if key not in _held:
+        if not _held:
+            atexit.register(release)  # else agents would hold the nodes for 10 s more
         _held[key] = _made(kind, words, count)
     return _held[key]
 
@@ -85,6 +88,7 @@ def release() -> list[str]:
     lines = [line for held in list(_held.values()) for line in held.status()]
     while _held:
         _held.popitem()[1].stop()
+    atexit.unregister(release)
     return lines
 
 

@@ -129,17 +129,18 @@ class Link:
     # -------------------------------------------------------------- sending, from any thread
     def send(self, peer: Peer, message: object) -> None:
         """Send an urgent message."""
-        self._request(lambda: peer.outbox.put(message))
+        self.act(lambda: peer.outbox.put(message))
 
     def send_in(self, peer: Peer, lane: str, messages: Iterable[Message]) -> None:
         """Send messages in the order of their lane, as fast as the agent takes them."""
-        self._request(lambda: peer.outbox.put_in(lane, messages))
+        self.act(lambda: peer.outbox.put_in(lane, messages))
 
     def drop(self, peer: Peer, lane: str) -> None:
         """Send no more of what a lane holds."""
-        self._request(lambda: peer.outbox.drop(lane))
+        self.act(lambda: peer.outbox.drop(lane))
 
-    def _request(self, act: Callable[[], None]) -> None:
+    def act(self, act: Callable[[], None]) -> None:
+        """Do something in the thread of the link."""
         self._requests.append(act)
         try:
             self._wake_write.send(b"!")
@@ -150,7 +151,7 @@ class Link:
         """Tell the agents to exit, and stop listening. Idempotent."""
         if os.getpid() != self._owner or not self._thread.is_alive():
             return
-        self._request(self._take_leave)
+        self.act(self._take_leave)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -318,5 +319,8 @@ def address_for(nodes: Iterable[str]) -> str:
         try:
             found.append(address_towards(node))
         except OSError as error:
-            raise StartError(f"no route to {node}: {error}; NBLAUNCH_ADDRESS chooses an address here") from error
+            raise StartError(
+                f"no route to {node}: {error}. Is the name right? NBLAUNCH_ADDRESS names the address of this machine "
+                "that nodes reach"
+            ) from error
     return max(set(found), key=found.count)

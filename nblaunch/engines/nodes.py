@@ -155,8 +155,9 @@ class Nodes:
         return bool(self._groups)
 
     def remove(self, name: str) -> None:
-        """End that."""
+        """End that, and forget the results that it has not taken."""
         self._groups.pop(name, None)
+        self._link.act(lambda: self._blobs.drop_of(f"{name}:"))
 
     def send(self, node: Node, message: ToGroup) -> None:
         """Send an urgent message."""
@@ -216,7 +217,8 @@ class Nodes:
         if node is None:
             return
         if isinstance(message, BlobPart):
-            self._blobs.add(message, data[0])
+            if message.key.partition(":")[0] in self._groups:  # else it has been closed, and will take none
+                self._blobs.add(message, data[0])
         elif isinstance(message, Want):
             self._link.send_in(peer, message.key, self._wanted_parts(message.key))
         elif isinstance(message, Leaving):

@@ -16,8 +16,10 @@ from nblaunch.errors import ArgumentError, StartError
 from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot
 
-_OPTIONS = ("-o", "BatchMode=yes", "-T")
-"""Ask for no password, and no terminal."""
+_FLAGS = "46AaCfGgKkMNnqsTtVvXxYy"
+"""Options of ssh that take no value."""
+_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-T")
+"""Ask for no password, notice a dead host, and want no terminal."""
 
 
 class SshStarter(CommandStarter):
@@ -44,7 +46,8 @@ class SshStarter(CommandStarter):
             if word == "--hostfile":
                 hosts += _hosts_in(rest.pop(0))
             elif word.startswith("-"):
-                self._options += [word] if len(word) > 2 or not rest else [word, rest.pop(0)]
+                takes_value = len(word) == 2 and word[1] not in _FLAGS and rest
+                self._options += [word, rest.pop(0)] if takes_value else [word]
             else:
                 hosts.append(word)
         if not hosts:
