@@ -38,7 +38,7 @@ from nblaunch.engines.outbox import Outbox
 from nblaunch.engines.protocol import Order
 from nblaunch.engines.versions import versions_here
 from nblaunch.errors import StartError
-from nblaunch.machine import timeouts
+from nblaunch.machine import munge, timeouts
 from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.network import address_towards, interface_of
 from nblaunch.machine.own_modules import digest_of
@@ -112,6 +112,7 @@ class Agent:
         self._silence = _Silence()
         self._is_leaving = False
         self._boot = boot
+        self._identity = os.urandom(12).hex().encode()
         self._context = zmq.Context()
         self._socket = self._connected()
         self._monitor = self._socket.get_monitor_socket(_CONNECTED | zmq.EVENT_DISCONNECTED)
@@ -130,7 +131,7 @@ class Agent:
         made.setsockopt(zmq.CURVE_SERVERKEY, self._boot.kernel_key.encode())
         made.setsockopt(zmq.CURVE_PUBLICKEY, self._boot.public_key.encode())
         made.setsockopt(zmq.CURVE_SECRETKEY, self._boot.secret_key.encode())
-        made.setsockopt(zmq.ROUTING_ID, os.urandom(12).hex().encode())  # the same after a reconnection
+        made.setsockopt(zmq.ROUTING_ID, self._identity)  # the same after a reconnection
         made.setsockopt(zmq.RECONNECT_IVL, int(timeouts.LINK_RECONNECT_S * 1000))
         made.setsockopt(zmq.LINGER, int(timeouts.LINK_CLOSE_S * 1000))
         made.setsockopt(zmq.SNDHWM, 0)
@@ -226,8 +227,9 @@ class Agent:
 
     # -------------------------------------------------------------- joining
     def _join(self) -> None:
+        proof = munge.credential(self._boot.text_to_prove(self._identity)) if self._boot.proof else ""
         joined = pickle.dumps(Joined(self._machine, os.getpid(), self._boot.node), protocol=5)
-        self._send([JOIN, json.dumps(asdict(versions_here())).encode(), joined])
+        self._send([JOIN, json.dumps(asdict(versions_here())).encode(), proof.encode(), joined])
 
     # -------------------------------------------------------------- messages
     def _take(self, message: object, buffers: Sequence[Part]) -> None:

@@ -16,7 +16,7 @@ from typing import IO
 
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
-from nblaunch.wire.link_messages import Boot
+from nblaunch.wire.link_messages import Boot, Proof
 
 AGENT = "nblaunch.engines.agent"
 """The module that commands run."""
@@ -50,6 +50,8 @@ def said_in(errors: IO[bytes]) -> str:
 
 class CommandStarter:
     """Runs commands, and ends them. The part of a `node_engine.Starter` that ssh and Slurm share."""
+
+    proof: Proof = ""
 
     def __init__(self) -> None:
         self._running: list[tuple[Command, subprocess.Popen[bytes], IO[bytes]]] = []

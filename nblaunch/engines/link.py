@@ -24,14 +24,14 @@ from zmq.utils.monitor import recv_monitor_message
 
 from nblaunch.engines.outbox import Message, Outbox, encoded
 from nblaunch.errors import StartError
-from nblaunch.machine import timeouts
+from nblaunch.machine import munge, timeouts
 from nblaunch.machine.network import address_towards
 from nblaunch.wire.delivery import Delivery, Part, Parts
-from nblaunch.wire.link_messages import Boot, Clock, Joined, Leave, Versions
+from nblaunch.wire.link_messages import Boot, Clock, Joined, Leave, Proof, Versions
 
 _log = logging.getLogger(__name__)
 JOIN = b"join"
-"""Begins an agent's first message, whose second part is JSON: releases that differ can read it."""
+"""Begins an agent's first message. Its versions come next, as JSON, which other releases can read; then its proof."""
 CLOCK_QUESTIONS = 8
 """To a new agent, to measure how far its clock is off."""
 MAX_MESSAGE_BYTES = 64 << 20
@@ -73,6 +73,7 @@ class Link:
         on_join: Called with a new agent, its versions, and its message. In the thread of the link, as the others.
         on_message: Called with each message of an agent that has joined, and the bytes beside it.
         on_lost: Called once if an agent is gone, or has been silent for too long, with the reason.
+        proof: See `Boot`.
 
     Raises:
         StartError: The address cannot be listened on.
@@ -84,6 +85,7 @@ class Link:
         on_join: Callable[[Peer, Versions, Joined | None], None],
         on_message: Callable[[Peer, object, Parts], None],
         on_lost: Callable[[Peer, str], None],
+        proof: Proof = "",
     ) -> None:
         self._on_join, self._on_message, self._on_lost = on_join, on_message, on_lost
         self._peers: dict[bytes, Peer] = {}
@@ -107,7 +109,7 @@ class Link:
             ) from error
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         client = self._client_public.decode(), self._client_secret.decode()
-        self.boot = Boot(endpoint, public.decode(), *client)
+        self.boot = Boot(endpoint, public.decode(), *client, proof=proof)
         self._thread = threading.Thread(target=self._serve, name="nblaunch-link", daemon=True)
         self._thread.start()
 
@@ -232,6 +234,8 @@ class Link:
         if parts and parts[0] == JOIN:
             self._join(peer, parts)
             return
+        if not peer.has_joined:  # it may have the keys from the network, and has not proved itself
+            return
         kind = peer.delivery.take(parts)
         if kind == "request":
             for again in peer.delivery.again():
@@ -248,9 +252,12 @@ class Link:
     def _join(self, peer: Peer, parts: Sequence[Part]) -> None:
         if peer.has_joined:
             return
+        if self.boot.proof and not munge.is_own(bytes(parts[2]).decode(), self.boot.text_to_prove(peer.identity)):
+            _log.warning("nblaunch: an agent could not prove that it is one of yours, and was not let in")
+            return
         peer.has_joined = True
         versions = Versions(**json.loads(bytes(parts[1])))
-        self._on_join(peer, versions, pickle.loads(parts[2]))
+        self._on_join(peer, versions, pickle.loads(parts[3]))
         for _ in range(CLOCK_QUESTIONS):
             peer.outbox.put(Clock(time.monotonic_ns()))
 

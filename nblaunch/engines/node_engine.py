@@ -21,7 +21,7 @@ from nblaunch.engines.protocol import Order, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
-from nblaunch.wire.link_messages import Boot
+from nblaunch.wire.link_messages import Boot, Proof
 
 
 class Starter(Protocol):
@@ -34,6 +34,10 @@ class Starter(Protocol):
     @property
     def count(self) -> int:
         """The number of nodes."""
+
+    @property
+    def proof(self) -> Proof:
+        """What agents prove themselves with, if others may read what `start` hands over; empty: nothing."""
 
     def addresses(self) -> Sequence[str]:
         """Return the addresses or names of the nodes, as far as they are known: the kernel must be reached from them.
@@ -93,7 +97,7 @@ class NodeEngine:
             return [node.machine for node in self._nodes.joined]
 
     def _start(self, show: Callable[[str], None]) -> None:
-        nodes = Nodes(address_for(self._starter.addresses()), self._starter.count)
+        nodes = Nodes(address_for(self._starter.addresses()), self._starter.count, self._starter.proof)
         self._nodes = nodes
         try:
             self._starter.start(nodes.boot)

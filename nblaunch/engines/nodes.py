@@ -29,6 +29,7 @@ from nblaunch.wire.link_messages import (
     FromAgent,
     Joined,
     Leaving,
+    Proof,
     ToGroup,
     Versions,
     Want,
@@ -77,13 +78,14 @@ class Nodes:
     Args:
         address: The address to listen on.
         count: The number of nodes.
+        proof: See `Boot`.
 
     Attributes:
         boot: What an agent must be given to join.
         problems: Why agents were refused, by node.
     """
 
-    def __init__(self, address: str, count: int) -> None:
+    def __init__(self, address: str, count: int, proof: Proof = "") -> None:
         self.count = count
         self.problems: dict[str, str] = {}
         self._joined: list[Node] = []
@@ -93,7 +95,7 @@ class Nodes:
         self._wanted: dict[str, int] = {}
         """Descriptors of blobs that a node may ask for, by key."""
         self._changed = threading.Condition()
-        self._link = Link(address, self._join, self._take, self._lose)
+        self._link = Link(address, self._join, self._take, self._lose, proof)
         self.boot: Boot = self._link.boot
 
     # -------------------------------------------------------------- joining

@@ -22,7 +22,7 @@ from typing import IO, Any
 from nblaunch.engines.ray_driver import News, Wish
 from nblaunch.errors import ArgumentError, StartError
 from nblaunch.machine import timeouts
-from nblaunch.wire.link_messages import Boot
+from nblaunch.wire.link_messages import Boot, Proof
 
 _DRIVER = "nblaunch.engines.ray_driver"
 _LAST_BYTES = 2000
@@ -45,6 +45,7 @@ class RayStarter:
     """
 
     name = "ray"
+    proof: Proof = ""
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
         self.count = num_nodes or 1

@@ -1,7 +1,8 @@
 """Nodes by Slurm: one srun starts an agent on each, in a job of its own or in the notebook's own allocation.
 
-The keys go over srun's stdin, which Slurm passes to every task. Agents keep neither srun's stdin nor its stdout: what
-holds them would keep a node from being freed.
+The keys go over srun's stdin, which Slurm passes to every task in clear. So an agent also proves with munge, by which
+Slurm itself knows users, that it is of the same user. Agents keep neither srun's stdin nor its stdout: what holds them
+would keep a node from being freed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 from nblaunch.engines.command_starter import AGENT, Command, CommandStarter, python_on_nodes
 from nblaunch.errors import ArgumentError, StartError
-from nblaunch.machine import timeouts
+from nblaunch.machine import munge, timeouts
 from nblaunch.wire.link_messages import Boot
 
 _OURS = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-K", "--kill-on-bad-exit", "-J", "--job-name")
@@ -67,6 +68,7 @@ class SlurmStarter(CommandStarter):
             raise StartError(
                 f"engine='slurm': there is no `{missing[0]}` on the PATH: start the notebook where Slurm's commands are"
             )
+        self.proof = "munge" if munge.is_available() else ""
         asked = os.environ.get("SLURM_JOB_NODELIST", "") if self._allocation else ""
         lines = _answer("scontrol", "show", "node", "--oneliner", *([asked] if asked else [])).splitlines()
         fields = [dict(word.partition("=")[::2] for word in line.split()) for line in lines]

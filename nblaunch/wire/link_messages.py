@@ -19,6 +19,7 @@ from nblaunch.wire.messages import Task
 if TYPE_CHECKING:
     from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
 
+Proof = Literal["", "munge"]
 LINK_PROTOCOL = 1
 """Bump it whenever one of these messages changes."""
 
@@ -35,6 +36,12 @@ class Boot:
     secret_key: str
     node: int = -1
     """The number of the node; -1: the kernel numbers nodes by their names."""
+    proof: Proof = ""
+    """What an agent proves itself with, as others may have read the keys on their way; empty: the keys are enough."""
+
+    def text_to_prove(self, identity: bytes) -> str:
+        """Return the text of an agent's credential, which no other agent can use."""
+        return f"nblaunch {identity.decode(errors='replace')} {self.kernel_key}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,19 +19,22 @@ import zmq
 
 from nblaunch.engines.link import JOIN, Link, Peer
 from nblaunch.engines.versions import versions_here
+from nblaunch.machine import munge
 from nblaunch.machine.inventory import Machine
 from nblaunch.wire.delivery import Delivery
-from nblaunch.wire.link_messages import Boot, Joined, Want
+from nblaunch.wire.link_messages import Boot, Joined, Proof, Want
 from tests.conftest import eventually
 
 
 class Kernel:
     """A link that notes what arrives."""
 
-    def __init__(self) -> None:
+    def __init__(self, proof: Proof = "") -> None:
         self.joined: list[Peer] = []
         self.heard: list[object] = []
-        self.link = Link("127.0.0.1", self._join, lambda peer, message, data: self.heard.append(message), self._lose)
+        self.link = Link(
+            "127.0.0.1", self._join, lambda peer, message, data: self.heard.append(message), self._lose, proof
+        )
         self.lost: list[str] = []
 
     def _join(self, peer: Peer, versions: object, joined: object) -> None:
@@ -58,13 +61,14 @@ class Speaker:
         self.socket.setsockopt(zmq.CURVE_SERVERKEY, boot.kernel_key.encode())
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self.socket.setsockopt(zmq.ROUTING_ID, os.urandom(12).hex().encode())
+        self.identity, self.proof = os.urandom(12).hex().encode(), b""
+        self.socket.setsockopt(zmq.ROUTING_ID, self.identity)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 20)
         self.socket.connect(endpoint or boot.endpoint)
 
     def join(self) -> None:
         joined = pickle.dumps(Joined(Machine(0, 1, "linux", {}, name="here"), os.getpid()))
-        self.socket.send_multipart([JOIN, json.dumps(asdict(versions_here())).encode(), joined])
+        self.socket.send_multipart([JOIN, json.dumps(asdict(versions_here())).encode(), self.proof, joined])
 
     def say(self, message: object) -> None:
         self.socket.send_multipart(self.delivery.wrap([pickle.dumps(message)]))
@@ -100,13 +104,34 @@ def test_only_the_keys_of_this_link_are_let_in(kernel: Kernel, tmp_path: Path) -
     unkeyed = plain.socket(zmq.DEALER)
     unkeyed.connect(boot.endpoint)
     for _ in range(100):
-        strangers[0].socket.send_multipart([JOIN, b"{}", *bomb])
-        unkeyed.send_multipart([JOIN, b"{}", *bomb])
+        strangers[0].socket.send_multipart([JOIN, b"{}", b"", *bomb])
+        unkeyed.send_multipart([JOIN, b"{}", b"", *bomb])
     works(kernel)
     assert len(kernel.joined) == 1
     assert not (tmp_path / "exploded").exists()
     strangers[0].close()
     plain.destroy(linger=0)
+
+
+def test_stolen_keys_are_not_enough_where_munge_proves_the_user(slurm_cluster: object, tmp_path: Path) -> None:
+    """Slurm, whose munge runs, passes keys on in clear."""
+    kernel = Kernel("munge")
+    boot, bomb = kernel.link.boot, pickle.dumps(Bomb(tmp_path / "exploded"))
+    thief, agent = Speaker(boot), Speaker(boot)
+    versions = json.dumps(asdict(versions_here())).encode()
+    stolen = munge.credential(boot.text_to_prove(agent.identity)).encode()
+    for proof in (b"", b"MUNGE:nonsense:", munge.credential("another text").encode(), stolen):
+        thief.socket.send_multipart([JOIN, versions, proof, bomb])
+    thief.socket.send_multipart(thief.delivery.wrap([bomb]))
+    agent.proof = munge.credential(boot.text_to_prove(agent.identity)).encode()
+    agent.join()
+    agent.say(Want("a key"))
+    eventually(lambda: kernel.heard == [Want("a key")])
+    assert len(kernel.joined) == 1
+    assert not (tmp_path / "exploded").exists()
+    for speaker in (thief, agent):
+        speaker.close()
+    kernel.link.close()
 
 
 def test_garbage_and_a_thousand_connections_do_not_end_it(kernel: Kernel) -> None:
