@@ -32,13 +32,14 @@ class Kernel:
     def __init__(self, proof: Proof = "") -> None:
         self.joined: list[Peer] = []
         self.heard: list[object] = []
-        self.link = Link(
-            "127.0.0.1", self._join, lambda peer, message, data: self.heard.append(message), self._lose, proof
-        )
+        self.link = Link("127.0.0.1", self._join, self._hear, self._lose, proof)
         self.lost: list[str] = []
 
     def _join(self, peer: Peer, versions: object, joined: object) -> None:
         self.joined.append(peer)
+
+    def _hear(self, peer: Peer, message: object, data: object) -> None:
+        self.heard.append(message)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         self.lost.append(reason)
