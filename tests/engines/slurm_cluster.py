@@ -6,13 +6,16 @@ Its configuration, state and spool are in a folder of its own; only munge uses t
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import eventually
 from tests.engines.machines import Cluster
@@ -44,7 +47,49 @@ SlurmdParameters=config_overrides
 {nodes}
 PartitionName=test Nodes=ALL Default=YES MaxTime=60 State=UP
 """
+_SILENT: dict[str, Any] = {
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.DEVNULL,
+    "stderr": subprocess.DEVNULL,
+    "start_new_session": True,
+}
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "squeue")
+
+
+class Munge:
+    """The system's munge, which the Slurms of several test workers share: the last to leave ends it."""
+
+    def __init__(self) -> None:
+        self._started = Path("/run/nblaunch-tests.munged")
+        """Holds the pid, if a test has started it; locked by all that use it."""
+        self._lock = self._started.open("a+")
+
+    def open(self) -> None:
+        """Start it, unless it runs."""
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if not self._answers():
+            Path("/run/munge").mkdir(exist_ok=True)
+            shutil.chown("/run/munge", "munge", "munge")
+            daemon = ["su", "-s", "/bin/bash", "munge", "-c", "exec /usr/sbin/munged --force"]
+            subprocess.run(daemon, check=True, **_SILENT)
+            eventually(self._answers, 10)
+            self._started.write_text(Path("/run/munge/munged.pid").read_text())
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    @staticmethod
+    def _answers() -> bool:
+        return subprocess.run(["munge", "-n"], capture_output=True).returncode == 0
+
+    def close(self) -> None:
+        """End it, if a test has started it and none uses it."""
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            pid = self._started.read_text()
+            self._started.write_text("")
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGTERM)
+        self._lock.close()
 
 
 class SlurmCluster:
@@ -60,6 +105,7 @@ class SlurmCluster:
         self.cluster = cluster
         self.folder = Path(tempfile.mkdtemp(prefix="nblaunch-slurm-", dir="/var/tmp"))  # machines have their own /tmp
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._munge = Munge()
         host = socket.gethostname()
         nodes = "\n".join(f"NodeName={m.name} NodeAddr={m.address} CPUs=4 RealMemory=4000" for m in cluster.machines)
         config = _CONFIG.format(
@@ -68,7 +114,7 @@ class SlurmCluster:
         (self.folder / "slurm.conf").write_text(config)
         (self.folder / "state").mkdir()
         try:
-            self._start_munge()
+            self._munge.open()
             self._daemon("slurmctld", "-D")
             for machine in cluster.machines:
                 self._daemon(*machine.inside("slurmd", "-D", "-N", machine.name))
@@ -99,32 +145,13 @@ class SlurmCluster:
         """Return what the daemons have logged."""
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in self.folder.glob("*.log"))
 
-    def _start_munge(self) -> None:
-        if subprocess.run(["munge", "-n"], capture_output=True).returncode == 0:  # another worker's, or the system's
-            return
-        Path("/run/munge").mkdir(exist_ok=True)
-        shutil.chown("/run/munge", "munge", "munge")
-        self._daemons.append(
-            subprocess.Popen(
-                ["su", "-s", "/bin/bash", "munge", "-c", "exec /usr/sbin/munged --foreground --force"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        )
-        eventually(lambda: subprocess.run(["munge", "-n"], capture_output=True).returncode == 0, 10)
-
     def _daemon(self, *command: str) -> None:
         env = {**os.environ, **self.env, "PATH": _PATH}
         self._daemons.append(
             subprocess.Popen(
                 command,
                 env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                **_SILENT,
             )
         )
 
@@ -136,6 +163,7 @@ class SlurmCluster:
                 daemon.wait(5)
             daemon.kill()
             daemon.wait()
+        self._munge.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
