@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +21,7 @@ from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.link_messages import Written
 
 _PIECE_BYTES = 1 << 18
-"""Of a file in one message."""
+"""Of files in one message."""
 MAX_BACKLOG_BYTES = 32 << 20
 """Of a log that a running rank writes, before its middle is left out."""
 MAX_REST_BYTES = 128 << 20
@@ -30,6 +31,16 @@ _KEPT_END_BYTES = 1 << 20
 _KEPT_DIRECTORIES = 3
 """Of the last tasks of kept ranks; the first directory of a group stays."""
 _STREAMS: tuple[Literal["spool", "out", "err"], ...] = ("spool", "out", "err")
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of one file."""
+
+    log_dir: str
+    """The kernel's."""
+    file: str
+    data: bytes
 
 
 class AgentFiles:
@@ -77,13 +88,30 @@ class AgentFiles:
         """Return True if a rank has written something that was not sent. Looks at its present and last task."""
         return any(self._size(path) > self._sent.get(path, 0) for _, path in self._streams(rank))
 
-    def unsent(self, rank: int, *, is_over: bool = False) -> Iterator[Message]:
-        """Yield what a rank has written since the last call: what it displays before the records that refer to it.
+    def unsent(self, ranks: Iterable[int], *, is_over: bool = False) -> Iterator[Message]:
+        """Yield what ranks have written since the last call: what they display before the records that refer to it.
+
+        Small pieces of many files share a message: each costs the kernel as much as a large one.
 
         Args:
-            rank: The rank.
-            is_over: Whether it is the last call of its task.
+            ranks: The ranks.
+            is_over: Whether it is the last call of their task.
         """
+        batch: list[_Piece] = []
+        for piece in (piece for rank in ranks for piece in self._unsent_of(rank, is_over)):
+            size = sum(len(each.data) for each in batch)
+            if batch and (piece.log_dir != batch[0].log_dir or size + len(piece.data) > _PIECE_BYTES):
+                yield self._message(batch)
+                batch = []
+            batch.append(piece)
+        if batch:
+            yield self._message(batch)
+
+    def _message(self, batch: Sequence[_Piece]) -> Message:
+        files = [(each.file, len(each.data)) for each in batch]
+        return Written(self._group, batch[0].log_dir, files), [b"".join(each.data for each in batch)]
+
+    def _unsent_of(self, rank: int, is_over: bool) -> Iterator[_Piece]:
         for log_dir, path in self._streams(rank):
             size = self._size(path)
             if size <= self._sent.get(path, 0):
@@ -99,28 +127,28 @@ class AgentFiles:
             for stream in _STREAMS:
                 yield log_dir, rank_file(directory, rank, stream)
 
-    def _displays(self, rank: int, log_dir: str, directory: Path) -> Iterator[Message]:
+    def _displays(self, rank: int, log_dir: str, directory: Path) -> Iterator[_Piece]:
         for path in sorted(directory.glob(f"rank{rank}-output*")):
             if path not in self._sent:
                 yield from self._pieces(log_dir, path, self._size(path))
 
-    def _pieces(self, log_dir: str, path: Path, end: int) -> Iterator[Message]:
+    def _pieces(self, log_dir: str, path: Path, end: int) -> Iterator[_Piece]:
         start = self._sent.setdefault(path, 0)
         with path.open("rb", buffering=0) as file:
             file.seek(start)
             while start < end and (data := file.read(min(_PIECE_BYTES, end - start))):
                 start += len(data)
                 self._sent[path] = start
-                yield Written(self._group, log_dir, path.name), [data]
+                yield _Piece(log_dir, path.name, data)
 
-    def _gap(self, log_dir: str, path: Path, size: int) -> Message:
+    def _gap(self, log_dir: str, path: Path, size: int) -> _Piece:
         """Leave out the middle of a log."""
         self.has_gaps = True
         start = self._sent.get(path, 0)
         self._sent[path] = size - _KEPT_END_BYTES
         omitted = in_words(self._sent[path] - start)
         said = f"\n[nblaunch: {omitted} are left out here; all is in {path} on {self._node}]\n"
-        return Written(self._group, log_dir, path.name), [said.encode()]
+        return _Piece(log_dir, path.name, said.encode())
 
     @staticmethod
     def _size(path: Path) -> int:

@@ -158,17 +158,17 @@ class AgentGroup:
                 self._closed.add(rank)
                 self._send([(Closed(self.group, rank), ())])
         new = [rank for rank in self._ranks if rank not in self._is_reading and self._files.has_new(rank)]
-        for rank in new:
-            self._is_reading.add(rank)
-            self._send(self._written(rank))
+        if new:
+            self._is_reading.update(new)
+            self._send(self._written(new))
         if now >= self._observe_at:
             self._observe_at = now + timeouts.AGENT_OBSERVE_S
             self._observe(now)
         return bool(new)
 
-    def _written(self, rank: int) -> Iterator[Message]:
-        self._is_reading.discard(rank)
-        yield from self._files.unsent(rank)
+    def _written(self, ranks: Sequence[int]) -> Iterator[Message]:
+        self._is_reading.difference_update(ranks)
+        yield from self._files.unsent(ranks)
 
     def _send(self, messages: Iterable[Message], *, at_once: bool = False) -> None:
         self._outbox.put_in(f"{self.group} at once" if at_once else self.group, messages)
@@ -177,16 +177,16 @@ class AgentGroup:
         if isinstance(event, Received):
             is_end = isinstance(event.message, (Done, Failed))
             if is_end:
-                self._send(self._files.unsent(event.rank, is_over=True))
+                self._send(self._files.unsent([event.rank], is_over=True))
             self._send(self._with_parcel(event), at_once=not is_end)
             return
         if isinstance(event, LostDescriptors):
             lost = FromRank(self.group, event.rank, event.message, lost=event.error.strerror or str(event.error))
             self._send([(lost, ())])
             return
-        for rank in [event.rank] if isinstance(event, RankExited) else self._ranks:
-            if not isinstance(event, NotStarted):
-                self._send(self._files.unsent(rank, is_over=True))
+        if not isinstance(event, NotStarted):
+            ended = [event.rank] if isinstance(event, RankExited) else self._ranks
+            self._send(self._files.unsent(ended, is_over=True))
         self._send([(FromGroup(self.group, event), ())])
 
     def _with_parcel(self, event: Received) -> Iterator[Message]:

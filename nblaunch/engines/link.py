@@ -89,7 +89,9 @@ class Link:
     ) -> None:
         self._on_join, self._on_message, self._on_lost = on_join, on_message, on_lost
         self._peers: dict[bytes, Peer] = {}
-        self._requests: deque[Callable[[], None]] = deque()
+        self._requests: deque[tuple[Callable[[], None], Sequence[Peer]]] = deque()
+        self._due: dict[bytes, Peer] = {}
+        """Agents that may get something now: it was queued, or they have confirmed something."""
         self._is_closing = False
         self._owner = os.getpid()
         public, secret = zmq.curve_keypair()
@@ -131,19 +133,19 @@ class Link:
     # -------------------------------------------------------------- sending, from any thread
     def send(self, peer: Peer, message: object) -> None:
         """Send an urgent message."""
-        self.act(lambda: peer.outbox.put(message))
+        self.act(lambda: peer.outbox.put(message), peer)
 
     def send_in(self, peer: Peer, lane: str, messages: Iterable[Message]) -> None:
         """Send messages in the order of their lane, as fast as the agent takes them."""
-        self.act(lambda: peer.outbox.put_in(lane, messages))
+        self.act(lambda: peer.outbox.put_in(lane, messages), peer)
 
     def drop(self, peer: Peer, lane: str) -> None:
         """Send no more of what a lane holds."""
-        self.act(lambda: peer.outbox.drop(lane))
+        self.act(lambda: peer.outbox.drop(lane), peer)
 
-    def act(self, act: Callable[[], None]) -> None:
-        """Do something in the thread of the link."""
-        self._requests.append(act)
+    def act(self, act: Callable[[], None], *peers: Peer) -> None:
+        """Do something in the thread of the link, and then send what these agents may get."""
+        self._requests.append((act, peers))
         try:
             self._wake_write.send(b"!")
         except OSError:
@@ -160,6 +162,7 @@ class Link:
     def _take_leave(self) -> None:
         for peer in self._peers.values():
             peer.outbox.put(Leave())
+        self._due.update(self._peers)
         self._is_closing = True  # in the thread of the link, or it could end before it has sent them
 
     # -------------------------------------------------------------- the thread
@@ -179,14 +182,16 @@ class Link:
                 if self._wake_read.fileno() in ready:
                     self._wake_read.recv(4096)
                 while self._requests:
-                    self._requests.popleft()()
+                    act, peers = self._requests.popleft()
+                    act()
+                    self._due.update((peer.identity, peer) for peer in peers)
                 self._receive()
                 woken_at = time.monotonic()
                 if woken_at >= beat_at:
                     beat_at = woken_at + timeouts.LINK_BEAT_S
                     self._beat(woken_at, was_away)
-                for peer in list(self._peers.values()):
-                    self._flush(peer)
+                while self._due:
+                    self._flush(self._due.popitem()[1])
         except Exception:  # noqa: BLE001  # nothing else may end the thread: nodes would be silent
             _log.exception("nblaunch: the link to the nodes has failed")
         finally:
@@ -220,6 +225,7 @@ class Link:
             identity, *parts = frames[0].bytes, *(frame.buffer for frame in frames[1:])
             peer = self._peers.get(identity) or self._peers.setdefault(identity, Peer.of(identity))
             peer.heard_at = time.monotonic()
+            self._due[identity] = peer
             if peer.connection < 0:
                 peer.connection, peer.gone_at = frames[-1].get(zmq.SRCFD), None
             try:

@@ -53,6 +53,7 @@ from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, RankSta
 MAX_NAMED_NODES = 8
 """In the note on where ranks run."""
 _log = logging.getLogger(__name__)
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class NodeSampler:
@@ -274,21 +275,22 @@ class NodeWorkers:
             self._write.send(b"!")
 
     def _copy(self, message: Written, data: Sequence[Part]) -> None:
-        """Append to the copy of a rank's file."""
-        if message.log_dir not in self._log_dirs or not is_rank_file(message.file):
-            _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, message.file)
-            return
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            fd = os.open(Path(message.log_dir, message.file), flags, 0o600)
+        """Append to the copies of ranks' files."""
+        rest = memoryview(data[0])
+        for file, size in message.files:
+            own, rest = rest[:size], rest[size:]
+            if message.log_dir not in self._log_dirs or not is_rank_file(file):
+                _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, file)
+                continue
             try:
-                view = memoryview(data[0])
-                while view:
-                    view = view[os.write(fd, view) :]
-            finally:
-                os.close(fd)
-        except OSError as error:  # a full disk here: the file on the node is complete
-            _log.warning("nblaunch: the copy of %s is incomplete: %s", message.file, error)
+                fd = os.open(os.path.join(message.log_dir, file), _APPENDING, 0o600)
+                try:
+                    while own:
+                        own = own[os.write(fd, own) :]
+                finally:
+                    os.close(fd)
+            except OSError as error:  # a full disk here: the file on the node is complete
+                _log.warning("nblaunch: the copy of %s is incomplete: %s", file, error)
 
     def _take_from_rank(self, node: int, message: FromRank) -> None:
         inner = self._in_our_clock(node, message.message)

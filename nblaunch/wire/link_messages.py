@@ -281,13 +281,13 @@ class FromRank:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Bytes that a rank has appended to one of its files, beside the message."""
+    """Bytes that ranks have appended to their files, one after the other beside the message."""
 
     group: str
     log_dir: str
     """The kernel's."""
-    file: str
-    """The name of the file."""
+    files: Sequence[tuple[str, int]]
+    """The name of each file, and how many of the bytes are its own."""
 
 
 @dataclass(frozen=True, slots=True)

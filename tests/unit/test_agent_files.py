@@ -1,0 +1,71 @@
+"""What an agent sends of its ranks' files: complete, in order, and in few messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from nblaunch.engines.agent_files import _PIECE_BYTES, AgentFiles
+from nblaunch.engines.outbox import Message
+from nblaunch.wire.launch_files import output_file, rank_file
+from nblaunch.wire.link_messages import Written
+
+
+@pytest.fixture
+def files() -> Iterator[AgentFiles]:
+    made = AgentFiles("a-group", "n1")
+    yield made
+    made.close()
+
+
+def taken(messages: list[Message]) -> list[tuple[str, str, bytes]]:
+    """The kernel's directory, file and bytes of each piece."""
+    found = []
+    for message, (data,) in messages:
+        assert isinstance(message, Written)
+        rest = bytes(data)
+        for file, size in message.files:
+            found.append((message.log_dir, file, rest[:size]))
+            rest = rest[size:]
+        assert not rest
+    return found
+
+
+def test_lines_of_all_ranks_share_a_message(files: AgentFiles) -> None:
+    directory = files.directory("/kernel")
+    for rank in range(8):
+        rank_file(directory, rank, "out").write_text(f"a line of {rank}\n")
+    messages = list(files.unsent(range(8)))
+    assert len(messages) == 1
+    assert taken(messages) == [("/kernel", f"rank{rank}.out", f"a line of {rank}\n".encode()) for rank in range(8)]
+    assert not list(files.unsent(range(8)))
+
+
+def test_messages_stay_small(files: AgentFiles) -> None:
+    directory = files.directory("/kernel")
+    written = {f"rank{rank}.out": bytes([rank]) * (_PIECE_BYTES * 3 // 4) for rank in range(4)}
+    written["rank4.out"] = bytes([4]) * (3 * _PIECE_BYTES + 1)
+    for name, data in written.items():
+        (directory / name).write_bytes(data)
+    messages = list(files.unsent(range(5)))
+    assert max(len(data[0]) for _, data in messages) <= _PIECE_BYTES
+    copies: dict[str, bytes] = {}
+    for _, file, data in taken(messages):
+        copies[file] = copies.get(file, b"") + data
+    assert copies == written
+
+
+def test_a_display_comes_before_the_record_that_names_it(files: AgentFiles) -> None:
+    directory = files.directory("/kernel")
+    rank_file(directory, 0, "spool").write_text("a record\n")
+    output_file(directory, 0, "1", "png").write_bytes(b"a figure")
+    assert [file for _, file, _ in taken(list(files.unsent([0])))] == ["rank0-output1.png", "rank0.spool"]
+
+
+def test_a_message_is_of_one_task(files: AgentFiles) -> None:
+    for log_dir in ("/first", "/second"):
+        rank_file(files.directory(log_dir), 0, "out").write_text(log_dir)
+    messages = list(files.unsent([0]))
+    assert len(messages) == 2
+    assert taken(messages) == [("/first", "rank0.out", b"/first"), ("/second", "rank0.out", b"/second")]
