@@ -1,13 +1,14 @@
-"""The kernel's end of one rank on another node: what its agent has said of it, and copies of its files."""
+"""The kernel's end of ranks on other nodes: what their agents have said of them, and copies of their files."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from nblaunch.engines.protocol import Stream
 from nblaunch.engines.rank_files import LogFile, OutputFile
+from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.debug_messages import ToDebugger
 from nblaunch.wire.display_records import SUFFIXES
@@ -101,3 +102,19 @@ class NodeWorker:
         """Note what the agent has read."""
         self._dropped = self._dropped if dropped is None else dropped
         self._begun = self._begun if begun is None else begun
+
+
+class NodeSampler:
+    """An `engines.protocol.Sampler`: the agents measure, and this returns what they have sent last."""
+
+    def __init__(self, end: Callable[[NodeSampler], None]) -> None:
+        self.latest: dict[int, Usage] = {}
+        self._end = end
+
+    def sample(self, ranks: Collection[int]) -> list[Usage]:
+        """Return the last usage of these ranks."""
+        return [usage for rank, usage in sorted(self.latest.items()) if rank in ranks]
+
+    def close(self) -> None:
+        """Let the agents measure no more. Idempotent."""
+        self._end(self)

@@ -18,13 +18,12 @@ from typing import Any
 
 from nblaunch.engines.agent_files import is_rank_file
 from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
-from nblaunch.engines.node_worker import NodeWorker
+from nblaunch.engines.node_worker import NodeSampler, NodeWorker
 from nblaunch.engines.nodes import Node, Nodes
 from nblaunch.engines.protocol import Order, Store, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.own_modules import own_files
-from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.delivery import Part
 from nblaunch.wire.link_messages import (
@@ -54,22 +53,6 @@ MAX_NAMED_NODES = 8
 """In the note on where ranks run."""
 _log = logging.getLogger(__name__)
 _APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-
-
-class NodeSampler:
-    """An `engines.protocol.Sampler`: the agents measure, and this returns what they have sent last."""
-
-    def __init__(self, end: Callable[[NodeSampler], None]) -> None:
-        self.latest: dict[int, Usage] = {}
-        self._end = end
-
-    def sample(self, ranks: Collection[int]) -> list[Usage]:
-        """Return the last usage of these ranks."""
-        return [usage for rank, usage in sorted(self.latest.items()) if rank in ranks]
-
-    def close(self) -> None:
-        """Let the agents measure no more. Idempotent."""
-        self._end(self)
 
 
 class NodeWorkers:

@@ -28,7 +28,8 @@ class MachineStarter(CommandStarter):
         return [machine.address for machine in self._machines]
 
     def start(self, boot: Boot) -> None:
-        env = ["env", f"{MARK}={os.environ.get(MARK, '')}", "TMPDIR=/tmp"]
+        # Unmarked: they stay between tests, and build other fork servers meanwhile. `settle` finds what is left.
+        env = ["env", "-u", MARK, "TMPDIR=/tmp"]
         self.run(
             [
                 Command(n, machine.name, machine.inside(*env, sys.executable, "-m", "nblaunch.engines.agent"))
