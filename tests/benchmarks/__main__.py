@@ -34,7 +34,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import data, plots, scale, scenario, sessions, streaming, training
+from tests.benchmarks import data, nodes, plots, scale, scenario, sessions, streaming, training, two_nodes
 from tests.benchmarks.contenders import BASELINE, CONTENDERS, Contender
 from tests.benchmarks.patience import seconds_of, shown
 from tests.conftest import LONG
@@ -149,6 +149,16 @@ def _sessions(options: argparse.Namespace) -> Part:
     return {"sessions": figures.as_json()}, sessions.table(figures)
 
 
+def _nodes(options: argparse.Namespace) -> Part:
+    figures = nodes.measure((1, 2), 1.0) if options.quick else nodes.measure((1, 4, 16, 64), 8.0)
+    return {"nodes": figures.as_json()}, nodes.table(figures)
+
+
+def _two_nodes(options: argparse.Namespace) -> Part:
+    figures = two_nodes.measure(1, 1 << 20) if options.quick else two_nodes.measure(options.rounds, 1 << 30)
+    return {"two_nodes": figures.as_json()}, two_nodes.table(figures)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "launch": _launch,
     "sessions": _sessions,
@@ -157,6 +167,8 @@ PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "day": _day,
     "lines": _lines,
     "training": _training,
+    "nodes": _nodes,
+    "two_nodes": _two_nodes,
 }
 
 

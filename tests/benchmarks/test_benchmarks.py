@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.benchmarks import data, scale, sessions
+from tests.benchmarks import data, nodes, scale, sessions
 from tests.benchmarks.__main__ import PARTS, README, _parts, measure, replaced, table
 from tests.benchmarks.contenders import CONTENDERS, Contender
 
@@ -48,6 +48,12 @@ def test_a_way_that_is_not_installed_is_named_without_a_column() -> None:
     assert "Not measured: absent." in rows
 
 
+def test_growth_with_simulated_agents_is_measured() -> None:
+    rows = nodes.table(nodes.measure((1, 2), 1.0)).splitlines()
+    assert rows[0] == "| the links alone: agents of 8 ranks | 1 | 2 | each more |"
+    assert "| a whole launch: agents of 8 ranks | 1 | 2 | each more |" in rows
+
+
 def captured_row(found: data.Captured) -> str:
     return data.captured_table(16 << 20, 2, [found])[-1]
 
@@ -71,6 +77,6 @@ def test_growth_is_the_line_of_least_squares() -> None:
 def test_a_part_is_asked_for_by_its_name() -> None:
     assert _parts("training,launch") == ["training", "launch"]
     with pytest.raises(
-        argparse.ArgumentTypeError, match="speed: there are launch, sessions, data, scale, day, lines, training"
+        argparse.ArgumentTypeError, match="speed: there are launch, sessions, data, scale, day, lines, training, nodes"
     ):
         _parts("launch,speed")
