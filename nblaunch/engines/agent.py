@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import pickle
-import queue
 import signal
 import socket
 import sys
@@ -30,18 +29,18 @@ from zmq.utils.monitor import recv_monitor_message
 
 from nblaunch.engines.agent_files import AgentFiles
 from nblaunch.engines.agent_group import AgentGroup
+from nblaunch.engines.agent_modules import AgentModules
 from nblaunch.engines.blob_store import BlobStore
+from nblaunch.engines.group_events import Lost
 from nblaunch.engines.link import JOIN, heartbeats
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.outbox import Outbox
 from nblaunch.engines.protocol import Order
 from nblaunch.engines.versions import versions_here
-from nblaunch.errors import StartError
 from nblaunch.machine import munge, timeouts
 from nblaunch.machine.inventory import Machine, this_machine
 from nblaunch.machine.network import address_towards, interface_of
-from nblaunch.machine.own_modules import digest_of
 from nblaunch.machine.process_state import Process, this_process
 from nblaunch.machine.processes import die_with_parent
 from nblaunch.wire.delivery import Delivery, Part, Parts
@@ -52,16 +51,17 @@ from nblaunch.wire.link_messages import (
     Drop,
     End,
     Files,
+    FromGroup,
     Joined,
     Leave,
     Leaving,
-    NeedFiles,
     Place,
     Placed,
     SendTasks,
     ToGroup,
     Want,
 )
+from nblaunch.wire.rank_variables import BELOW_AGENT
 
 _log = logging.getLogger(__name__)
 _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -101,12 +101,7 @@ class Agent:
         self._groups: dict[str, AgentGroup] = {}
         self._placed: deque[tuple[Place, LocalWorkers | None, AgentFiles | None, Placed]] = deque()
         """Groups that a thread has placed, or could not."""
-        self._contents: dict[bytes, bytes] = {}
-        """Files of the user's modules, by digest."""
-        self._awaited: dict[str, queue.SimpleQueue[Files]] = {}
-        """By group: where a thread waits for them."""
-        self._asked: deque[NeedFiles] = deque()
-        """Questions of these threads."""
+        self._modules = AgentModules(self._wake)
         self._closed: set[str] = set()
         """Groups that were closed before they were placed."""
         self._silence = _Silence()
@@ -153,12 +148,12 @@ class Agent:
         while not self._is_leaving:
             self._poll(timeouts.AGENT_POLL_S if has_written or self._groups else timeouts.AGENT_IDLE_POLL_S)
             self._receive()
-            while self._asked:
-                self._outbox.put(self._asked.popleft())
+            while self._modules.asked:
+                self._outbox.put(self._modules.asked.popleft())
             while self._placed:
                 self._adopt(*self._placed.popleft())
             now = time.monotonic()
-            has_written = sum(group.step(now) for group in self._groups.values()) > 0
+            has_written = sum(self._step(group, now) for group in list(self._groups.values())) > 0
             if self._reason_to_leave:
                 self._outbox.put(Leaving(self._reason_to_leave))
                 self._reason_to_leave = ""
@@ -177,6 +172,20 @@ class Agent:
         for group in self._groups.values():
             group.close()
         self._engine.stop()  # and no socket is closed: the other thread uses one
+
+    def _wake(self) -> None:
+        """Let the loop go on; from another thread."""
+        os.write(self._wake_write, b"!")
+
+    def _step(self, group: AgentGroup, now: float) -> bool:
+        """Let a group go on; end it alone if it fails."""
+        try:
+            return group.step(now)
+        except Exception:  # noqa: BLE001  # the other groups go on
+            _log.exception("nblaunch: group %s has failed", group.group)
+            self._outbox.put(FromGroup(group.group, Lost()))
+            self._close(group.group)
+            return False
 
     def _poll(self, seconds: float) -> None:
         """Wait until there is something to do."""
@@ -211,6 +220,11 @@ class Agent:
             if self._delivery.owes_confirmation:
                 self._send(self._delivery.confirmation())
 
+    def remove_files(self) -> None:
+        """Remove what ranks have written here, before the process exits."""
+        for group in list(self._groups.values()):
+            group.remove_files()
+
     def _watch_connection(self) -> None:
         """Exit if there is no connection for too long. Runs in a thread: the loop may be busy."""
         while True:
@@ -223,6 +237,7 @@ class Agent:
             if lost_at is not None and time.monotonic() - lost_at > timeouts.KERNEL_LOST_S:
                 with contextlib.suppress(OSError):  # no one reads it any more
                     os.write(2, f"no connection to {self._boot.endpoint} for {timeouts.KERNEL_LOST_S:.0f} s\n".encode())
+                self.remove_files()
                 os._exit(1)  # the fork servers and reapers see it, and kill every rank
 
     # -------------------------------------------------------------- joining
@@ -238,20 +253,30 @@ class Agent:
         elif isinstance(message, Leave):
             self._is_leaving = True
         elif isinstance(message, BlobPart):
-            if self._blobs.add(message, buffers[0]):
-                for group in self._groups.values():
-                    group.hand_out()
+            self._take_part(message, buffers[0])
         elif isinstance(message, Drop):
             self._blobs.drop(message.keys)
         elif isinstance(message, Place):
+            self._closed.discard(message.group)  # an earlier one of the same name, which was refused
             threading.Thread(target=self._place, args=(message,), name=f"nblaunch-{message.group}").start()
         elif isinstance(message, Files):
-            if message.group in self._awaited:
-                self._awaited[message.group].put(message)
+            self._modules.take(message)
         elif isinstance(message, End) and message.how == "close":
             self._close(message.group)
         else:
             self._to_group(message)  # type: ignore[arg-type]  # the only ones left
+
+    def _take_part(self, part: BlobPart, data: Part) -> None:
+        try:
+            is_whole = self._blobs.add(part, data)
+        except OSError as error:  # no room, or no descriptors
+            self._blobs.drop([part.key])
+            for group in self._groups.values():
+                group.lose_blob(part.key, f"{self._machine.name}: {error}")
+            return
+        if is_whole:
+            for group in self._groups.values():
+                group.hand_out()
 
     def _to_group(self, message: ToGroup) -> None:
         group = self._groups.get(message.group)
@@ -265,7 +290,8 @@ class Agent:
 
     def _close(self, name: str) -> None:
         group = self._groups.pop(name, None)
-        self._outbox.drop(name)
+        for lane in (name, f"{name} at once"):
+            self._outbox.drop(lane)
         if group is None:
             self._closed.add(name)
         else:
@@ -276,6 +302,7 @@ class Agent:
     def _place(self, message: Place) -> None:
         """Get the processes of a group. Runs in a thread: the fork server may have to start."""
         files: AgentFiles | None = None
+        workers: LocalWorkers | None = None
         try:
             files = AgentFiles(message.group, self._machine.name)
             process, note = self._process(message, files)
@@ -296,15 +323,17 @@ class Agent:
             store = workers.open_store(self._machine.address) if message.serves_store else None
             address = None if store is None else (store.address, store.port)
             self._placed.append((message, workers, files, Placed(message.group, store=address, note=note)))
-        except (StartError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  # the kernel waits: it must be told, whatever it is
+            if workers is not None:
+                workers.close()
             self._placed.append((message, None, files, Placed(message.group, refusal=str(error) or repr(error))))
-        os.write(self._wake_write, b"!")
+        self._wake()
 
     def _process(self, message: Place, files: AgentFiles) -> tuple[Process, str]:
         """Return what ranks start from here, as like the notebook's process as this node allows, and a note."""
         wanted, own, note = message.process, this_process(), ""
         cwd = wanted.cwd
-        modules = self._modules(message, files)
+        modules = self._modules.path_for(message, files)
         if not os.path.isdir(cwd):
             cwd = str(files.root / "cwd")
             os.mkdir(cwd)
@@ -312,32 +341,6 @@ class Agent:
         path = modules + [entry for entry in wanted.sys_path if not entry or os.path.exists(entry)]
         path += [entry for entry in own.sys_path if entry and entry not in path]
         return replace(wanted, cwd=cwd, sys_path=tuple(path), limits=own.limits, cpus=own.cpus), note
-
-    def _modules(self, message: Place, files: AgentFiles) -> list[str]:
-        """Return what comes first in the ranks' ``sys.path``: a directory with the user's modules that differ here.
-
-        Of a package that differs, all files are taken from the notebook's machine.
-
-        Raises:
-            StartError: The kernel does not send them.
-        """
-        differing = {file.package for file in message.modules if digest_of(file.path) != file.digest}
-        wanted = [file for file in message.modules if file.package in differing]
-        if not wanted:
-            return []
-        lacking = {file.digest for file in wanted} - self._contents.keys()
-        if lacking:
-            arrived: queue.SimpleQueue[Files] = queue.SimpleQueue()
-            self._awaited[message.group] = arrived
-            self._asked.append(NeedFiles(message.group, sorted(lacking)))
-            os.write(self._wake_write, b"!")
-            try:
-                self._contents.update(arrived.get(timeout=timeouts.PROGRAM_TIMEOUT_S).contents)
-            except queue.Empty:
-                raise StartError("the notebook's own modules have not arrived") from None
-            finally:
-                del self._awaited[message.group]
-        return [files.write_modules(wanted, self._contents)]
 
     def _adopt(self, message: Place, workers: LocalWorkers | None, files: AgentFiles | None, answer: Placed) -> None:
         if workers is None or message.group in self._closed:
@@ -371,17 +374,19 @@ def main() -> NoReturn:
     kernel = urlsplit(boot.endpoint).hostname or ""
     address = address_towards(kernel)
     _hush_nameless(address)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # for all below: Slurm sends it to every process of the node
+    os.environ[BELOW_AGENT] = "1"
     engine = LocalEngine()
     engine.warm_up()
     machine = replace(this_machine(), name=socket.gethostname(), address=address, interface=interface_of(address))
     status = 1
+    agent = Agent(boot, machine, engine)
     try:
-        Agent(boot, machine, engine).run()
+        agent.run()
         status = 0
     except BaseException:  # noqa: BLE001  # the process must exit here in any case
         with contextlib.suppress(OSError):  # as above
             traceback.print_exc()
+        agent.remove_files()
     finally:
         os._exit(status)  # threads of libraries must not keep the node
 

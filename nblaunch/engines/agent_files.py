@@ -61,17 +61,21 @@ class AgentFiles:
         """By the kernel's path for the same directory."""
         self._sent: dict[Path, int] = {}
         """How much of each file was sent."""
+        self._made = 0
         self.has_gaps = False
 
     def directory(self, log_dir: str) -> Path:
         """Return the directory here that stands for one of the kernel's."""
         if log_dir not in self._directories:
-            made = self.root / str(len(self._directories))
+            self._made += 1
+            made = self.root / str(self._made)
             made.mkdir(mode=0o700)
             self._directories[log_dir] = made
             if not self.has_gaps:
-                for old in list(self._directories.values())[1:-_KEPT_DIRECTORIES]:
+                for name, old in list(self._directories.items())[1:-_KEPT_DIRECTORIES]:
                     shutil.rmtree(old, ignore_errors=True)
+                    del self._directories[name]
+                    self._sent = {path: sent for path, sent in self._sent.items() if path.parent != old}
         return self._directories[log_dir]
 
     def write_modules(self, modules: Sequence[OwnFile], contents: Mapping[bytes, bytes]) -> str:
@@ -129,7 +133,7 @@ class AgentFiles:
 
     def _displays(self, rank: int, log_dir: str, directory: Path) -> Iterator[_Piece]:
         for path in sorted(directory.glob(f"rank{rank}-output*")):
-            if path not in self._sent:
+            if path not in self._sent and path.suffix != ".part":  # which is being written
                 yield from self._pieces(log_dir, path, self._size(path))
 
     def _pieces(self, log_dir: str, path: Path, end: int) -> Iterator[_Piece]:

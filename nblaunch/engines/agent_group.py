@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
+import secrets
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,7 +16,6 @@ from nblaunch.engines.group_events import Event, LostDescriptors, Received
 from nblaunch.engines.local_worker import LocalWorker
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.outbox import Message, Outbox
-from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.drops import Dropped
@@ -80,7 +80,8 @@ class AgentGroup:
         self._observe_at = self._measure_at = 0.0
         self._dropped: dict[int, Dropped] = {}
         self._collectives: dict[int, Sequence[Begun]] = {}
-        self._counter = 0
+        self._counter, self._token = 0, secrets.token_hex(4)
+        """Name blobs: another group may get the same id."""
 
     # -------------------------------------------------------------- from the kernel
     def take(self, message: ToGroup) -> None:
@@ -92,8 +93,12 @@ class AgentGroup:
             self._obey(message)
             while self._early:
                 self._obey(self._early.pop(0))
-        except StartError as error:
-            self._send([(FromGroup(self.group, NotStarted(getattr(message, "rank", -1), str(error))), ())])
+        except Exception as error:  # noqa: BLE001  # the kernel waits: it must be told, whatever it is
+            self.refuse(str(error) or repr(error), getattr(message, "rank", -1))
+
+    def refuse(self, reason: str, rank: int = -1) -> None:
+        """Report that ranks could not be started, or do not get their task."""
+        self._send([(FromGroup(self.group, NotStarted(rank, reason)), ())], at_once=True)
 
     def _obey(self, message: ToGroup) -> None:
         if isinstance(message, Start):
@@ -131,8 +136,20 @@ class AgentGroup:
         else:
             worker.interrupt(inner.task)
 
+    def lose_blob(self, key: str, reason: str) -> None:
+        """Refuse the tasks that wait for a blob, which cannot be kept here."""
+        if any(blob.key == key for message in self._waiting for blob in message.parcel):
+            self._waiting.clear()
+            self.refuse(reason)
+
     def hand_out(self) -> None:
         """Send the tasks whose blobs have arrived."""
+        try:
+            self._hand_out()
+        except Exception as error:  # noqa: BLE001  # as in `take`
+            self.refuse(str(error) or repr(error))
+
+    def _hand_out(self) -> None:
         while self._waiting and all(blob.key in self._blobs for blob in self._waiting[0].parcel):
             message = self._waiting.pop(0)
             tasks = [
@@ -154,7 +171,7 @@ class AgentGroup:
             self._send_event(event)
         self._send_stacks(now)
         for rank, worker in self._by_rank.items():
-            if not worker.is_open and rank not in self._closed:
+            if not (worker.is_open or worker.has_exited or rank in self._closed):
                 self._closed.add(rank)
                 self._send([(Closed(self.group, rank), ())])
         new = [rank for rank in self._ranks if rank not in self._is_reading and self._files.has_new(rank)]
@@ -178,7 +195,9 @@ class AgentGroup:
             is_end = isinstance(event.message, (Done, Failed))
             if is_end:
                 self._send(self._files.unsent([event.rank], is_over=True))
-            self._send(self._with_parcel(event), at_once=not is_end)
+            messages = self._with_parcel(event)
+            weakref.finalize(messages, event.parcel.close)  # also if the lane is dropped before it comes to them
+            self._send(messages, at_once=not is_end)
             return
         if isinstance(event, LostDescriptors):
             lost = FromRank(self.group, event.rank, event.message, lost=event.error.strerror or str(event.error))
@@ -194,7 +213,7 @@ class AgentGroup:
         try:
             for fd in fds:
                 self._counter += 1
-                blob = Blob(f"{self.group}:{self._ranks.start}:{self._counter}", os.fstat(fd).st_size)
+                blob = Blob(f"{self.group}:{self._token}:{self._counter}", os.fstat(fd).st_size)
                 yield from parts_of(fd, blob.key, blob.size)
                 blobs.append(blob)
         finally:
@@ -236,10 +255,9 @@ class AgentGroup:
         self._sampler = self.workers.sampler(device, os.environ) if device else None
 
     # -------------------------------------------------------------- the end
-    def kill(self) -> None:
-        """Kill every rank."""
-        for worker in self._by_rank.values():
-            worker.signal(signal.SIGKILL, group=True)
+    def remove_files(self) -> None:
+        """Remove what the ranks have written here, unless the kernel lacks some of it."""
+        self._files.close()
 
     def close(self) -> None:
         """Release everything; ranks that still run are killed."""

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nblaunch.machine import sealed_files
 from nblaunch.wire.delivery import Part
 from nblaunch.wire.link_messages import Blob, BlobPart
 
-PART_BYTES = 1 << 20
-"""Of a blob in one message."""
+PART_BYTES = 1 << 18
+"""Of a blob in one message. ZeroMQ takes a connection that brings no whole message for 4 s for dead."""
 
 
 @dataclass(slots=True)
 class _Arriving:
     fd: int
     in_memory: bool
+    offsets: set[int] = field(default_factory=set)
+    """Of the parts that have arrived: one may come twice, if two launches send the same data."""
     received: int = 0
 
 
@@ -38,10 +42,13 @@ class BlobStore:
         if part.key not in self._arriving:
             self._arriving[part.key] = _Arriving(*sealed_files.create())
         blob = self._arriving[part.key]
-        if part.offset == 0:  # the first, or again: what came before was cut short
-            blob.received = 0
-        os.pwrite(blob.fd, data, part.offset)
-        blob.received += len(data)
+        if part.offset in blob.offsets:
+            return False
+        written = os.pwrite(blob.fd, data, part.offset)
+        if written < len(data):
+            raise OSError(errno.ENOSPC, "there is no room for what the notebook sends")
+        blob.offsets.add(part.offset)
+        blob.received += written
         if blob.received < part.size:
             return False
         del self._arriving[part.key]
@@ -51,11 +58,12 @@ class BlobStore:
     def adopt(self, blob: Blob) -> bool:
         """Open the user's file that a blob was mapped from; return True if it is the same here."""
         try:
-            fd = os.open(blob.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(blob.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return False
         about = os.fstat(fd)
-        if (about.st_size, about.st_mtime_ns) == (blob.size, blob.modified_ns):
+        is_same = (about.st_size, about.st_mtime_ns) == (blob.size, blob.modified_ns)
+        if is_same and stat.S_ISREG(about.st_mode):
             self._complete[blob.key] = fd
             return True
         os.close(fd)

@@ -6,6 +6,7 @@ through, and nothing is unpickled before. The socket listens on one address for 
 
 from __future__ import annotations
 
+import dataclasses
 import hmac
 import json
 import logging
@@ -32,6 +33,8 @@ from nblaunch.wire.link_messages import Boot, Clock, Joined, Leave, Proof, Versi
 _log = logging.getLogger(__name__)
 JOIN = b"join"
 """Begins an agent's first message. Its versions come next, as JSON, which other releases can read; then its proof."""
+_CLOCK_DRIFT_NS = 1_000_000
+"""Between two questions of the time, 20 in a million: what quartz may be off."""
 CLOCK_QUESTIONS = 8
 """To a new agent, to measure how far its clock is off."""
 MAX_MESSAGE_BYTES = 64 << 20
@@ -51,6 +54,8 @@ class Peer:
     """To be added to the agent's monotonic times."""
     round_trip_ns: int = 1 << 62
     """Of the measurement that `offset_ns` comes from; the shortest is the most precise."""
+    clock_at: float = 0.0
+    """When its clock was asked last."""
     has_joined: bool = False
     is_lost: bool = False
     connection: int = -1
@@ -70,7 +75,8 @@ class Link:
 
     Args:
         address: The address to listen on.
-        on_join: Called with a new agent, its versions, and its message. In the thread of the link, as the others.
+        on_join: Called with a new agent, its versions, and what loads its message, which only the same release can.
+            In the thread of the link, as the others.
         on_message: Called with each message of an agent that has joined, and the bytes beside it.
         on_lost: Called once if an agent is gone, or has been silent for too long, with the reason.
         proof: See `Boot`.
@@ -82,7 +88,7 @@ class Link:
     def __init__(
         self,
         address: str,
-        on_join: Callable[[Peer, Versions, Joined | None], None],
+        on_join: Callable[[Peer, Versions, Callable[[], Joined]], None],
         on_message: Callable[[Peer, object, Parts], None],
         on_lost: Callable[[Peer, str], None],
         proof: Proof = "",
@@ -133,11 +139,18 @@ class Link:
     # -------------------------------------------------------------- sending, from any thread
     def send(self, peer: Peer, message: object) -> None:
         """Send an urgent message."""
-        self.act(lambda: peer.outbox.put(message), peer)
+        parts = encoded(message)  # here, where an error reaches the caller
+        self.act(lambda: peer.outbox.put_encoded(parts), peer)
 
-    def send_in(self, peer: Peer, lane: str, messages: Iterable[Message]) -> None:
-        """Send messages in the order of their lane, as fast as the agent takes them."""
-        self.act(lambda: peer.outbox.put_in(lane, messages), peer)
+    def send_in(
+        self,
+        peer: Peer,
+        lane: str,
+        messages: Iterable[Message],
+        on_error: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """Send messages in the order of their lane, as fast as the agent takes them; see `Outbox.put_in`."""
+        self.act(lambda: peer.outbox.put_in(lane, messages, on_error), peer)
 
     def drop(self, peer: Peer, lane: str) -> None:
         """Send no more of what a lane holds."""
@@ -174,7 +187,6 @@ class Link:
         try:
             while not self._is_closing or self._requests or self._owes():
                 ready = dict(poller.poll(int(timeouts.LINK_POLL_S * 1000)))
-                was_away = time.monotonic() - woken_at > timeouts.LINK_AWAY_S
                 if self._zap in ready:
                     self._authenticate()
                 while self._monitor.poll(0):
@@ -186,6 +198,7 @@ class Link:
                     act()
                     self._due.update((peer.identity, peer) for peer in peers)
                 self._receive()
+                was_away = time.monotonic() - woken_at > timeouts.LINK_AWAY_S  # also by what it has received
                 woken_at = time.monotonic()
                 if woken_at >= beat_at:
                     beat_at = woken_at + timeouts.LINK_BEAT_S
@@ -195,6 +208,10 @@ class Link:
         except Exception:  # noqa: BLE001  # nothing else may end the thread: nodes would be silent
             _log.exception("nblaunch: the link to the nodes has failed")
         finally:
+            for peer in self._peers.values():
+                if peer.has_joined and not peer.is_lost:
+                    peer.is_lost = True
+                    self._on_lost(peer, "its nodes were released" if self._is_closing else "the link to it has failed")
             self._context.destroy(linger=int(timeouts.LINK_CLOSE_S * 1000))
             self._wake_read.close()
             self._wake_write.close()
@@ -226,17 +243,13 @@ class Link:
             peer = self._peers.get(identity) or self._peers.setdefault(identity, Peer.of(identity))
             peer.heard_at = time.monotonic()
             self._due[identity] = peer
-            if peer.connection < 0:
-                peer.connection, peer.gone_at = frames[-1].get(zmq.SRCFD), None
+            peer.connection, peer.gone_at = frames[-1].get(zmq.SRCFD), None
             try:
                 self._take(peer, parts)
             except Exception:  # noqa: BLE001  # a message of one agent must not end the link to the others
                 _log.exception("nblaunch: a message of a node could not be read")
 
     def _take(self, peer: Peer, parts: Sequence[Part]) -> None:
-        if peer.is_lost:  # its ranks are given up
-            self._send(peer, peer.delivery.wrap(encoded(Leave())))
-            return
         if parts and parts[0] == JOIN:
             self._join(peer, parts)
             return
@@ -248,6 +261,8 @@ class Link:
                 self._send(peer, again)
         elif kind == "new":
             message = pickle.loads(parts[1])
+            if peer.is_lost:  # its ranks are given up: it has been told to leave
+                return
             if isinstance(message, Clock):
                 self._set_clock(peer, message)
             else:
@@ -262,8 +277,9 @@ class Link:
             _log.warning("nblaunch: an agent could not prove that it is one of yours, and was not let in")
             return
         peer.has_joined = True
-        versions = Versions(**json.loads(bytes(parts[1])))
-        self._on_join(peer, versions, pickle.loads(parts[3]))
+        said = json.loads(bytes(parts[1]))
+        versions = Versions(**{each.name: said.get(each.name, "?") for each in dataclasses.fields(Versions)})
+        self._on_join(peer, versions, lambda: pickle.loads(parts[3]))
         for _ in range(CLOCK_QUESTIONS):
             peer.outbox.put(Clock(time.monotonic_ns()))
 
@@ -275,18 +291,22 @@ class Link:
 
     def _beat(self, now: float, was_away: bool) -> None:
         """Give a sign of life; note agents that give none, unless this thread has not run either."""
+        self._due.update(self._peers)
         for peer in list(self._peers.values()):
-            if peer.is_lost:
-                continue
             if peer.delivery.is_behind:
                 self._send(peer, peer.delivery.request())
             else:
                 self._send(peer, peer.delivery.confirmation())
             if was_away:
                 peer.heard_at, peer.gone_at = now, None if peer.gone_at is None else now
+            if now - peer.clock_at > timeouts.CLOCK_INTERVAL_S and peer.has_joined:
+                peer.clock_at = now
+                peer.round_trip_ns += _CLOCK_DRIFT_NS  # clocks drift: an old measurement counts less
+                peer.outbox.put(Clock(time.monotonic_ns()))
             reason = _reason(peer, now)
-            if peer.has_joined and reason:
+            if peer.has_joined and reason and not peer.is_lost:
                 peer.is_lost = True
+                peer.outbox.put(Leave())  # in case it comes back
                 self._on_lost(peer, reason)
 
     def _flush(self, peer: Peer) -> None:
@@ -327,13 +347,14 @@ def address_for(nodes: Iterable[str]) -> str:
     chosen = os.environ.get("NBLAUNCH_ADDRESS")
     if chosen:
         return checked_address("NBLAUNCH_ADDRESS", chosen)
-    found = []
+    found, failed = [], ""
     for node in nodes:
         try:
             found.append(address_towards(node))
         except OSError as error:
-            raise StartError(
-                f"no route to {node}: {error}. Is the name right? NBLAUNCH_ADDRESS names the address of this machine "
-                "that nodes reach"
-            ) from error
+            failed = failed or f"no route to {node}: {error}"
+    if not found:
+        raise StartError(
+            f"{failed}. Is the name right? NBLAUNCH_ADDRESS names the address of this machine that nodes reach"
+        )
     return max(set(found), key=found.count)

@@ -97,9 +97,9 @@ class NodeEngine:
             return [node.machine for node in self._nodes.joined]
 
     def _start(self, show: Callable[[str], None]) -> None:
-        nodes = Nodes(address_for(self._starter.addresses()), self._starter.count, self._starter.proof)
-        self._nodes = nodes
         try:
+            nodes = Nodes(address_for(self._starter.addresses()), self._starter.count, self._starter.proof)
+            self._nodes = nodes
             self._starter.start(nodes.boot)
             deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
             said = ""
@@ -138,9 +138,11 @@ class NodeEngine:
 
     def _release(self) -> None:
         nodes, self._nodes = self._nodes, None
-        if nodes is not None:
-            nodes.close()
-        self._starter.stop()
+        try:
+            if nodes is not None:
+                nodes.close()
+        finally:
+            self._starter.stop()
 
     # -------------------------------------------------------------- start methods
     def resolve(self, method: str) -> str:

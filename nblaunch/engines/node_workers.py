@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,11 +175,16 @@ class NodeWorkers:
             def build(blobs: Sequence[Blob], own: Sequence[Task] = own) -> ToGroup:
                 return SendTasks(self._name, own, blobs)
 
-            self._nodes.send_data(node, self._name, parcel, build)
+            fail = partial(self._fail, node)
+            self._nodes.send_data(node, self._name, parcel, build, fail)
 
     def _send(self, node: Node, message: ToGroup) -> None:
         """Send a message behind the data that was sent before."""
-        self._nodes.send_data(node, self._name, (), lambda _: message)
+        self._nodes.send_in(node, self._name, message)
+
+    def _fail(self, node: Node, reason: str) -> None:
+        """Report that a node does not get the task. In the thread of the link."""
+        self._add(NotStarted(-1, f"the task could not be sent to {node.machine.name}: {reason}"))
 
     def _node_of(self, rank: int) -> Node:
         return next(node for node, ranks in zip(self._used, self._order.ranks, strict=True) if rank in ranks)
@@ -213,8 +219,7 @@ class NodeWorkers:
 
     def _add(self, event: Event) -> None:
         self._events.append(event)
-        with contextlib.suppress(OSError):  # full of wakeups, or closed
-            self._write.send(b"!")
+        self._wake()
 
     # -------------------------------------------------------------- in the thread of the link
     def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
@@ -280,7 +285,10 @@ class NodeWorkers:
         if message.lost:
             self._add(LostDescriptors(message.rank, inner, OSError(message.lost)))
             return
-        self._add(Received(message.rank, inner, Descriptors(self._nodes.take_parcel(message.parcel))))
+        try:
+            self._add(Received(message.rank, inner, Descriptors(self._nodes.take_parcel(message.parcel))))
+        except OSError as error:
+            self._add(LostDescriptors(message.rank, inner, error))
 
     def _take_event(self, node: int, event: object) -> None:
         if isinstance(event, (RankStarted, NotStarted)):

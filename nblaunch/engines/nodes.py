@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,10 @@ class Node:
     """As in `Boot`."""
     kept: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """The blobs that it has, with their sizes; the most recently used last."""
+    pinned: dict[str, set[str]] = field(default_factory=dict)
+    """By group: the blobs of its last task, which must stay until its ranks have them."""
+    sending: Counter[str] = field(default_factory=Counter)
+    """How many lanes are sending a blob."""
     lost: str = ""
     """Why it is lost; empty if it is not."""
 
@@ -92,8 +97,8 @@ class Nodes:
         self._by_peer: dict[bytes, Node] = {}
         self._groups: dict[str, NodeGroup] = {}
         self._blobs = BlobStore()
-        self._wanted: dict[str, int] = {}
-        """Descriptors of blobs that a node may ask for, by key."""
+        self._wanted: dict[tuple[int, str], tuple[str, int]] = {}
+        """By node and key: a blob that the node may ask for, as the group that sends it and a descriptor."""
         self._changed = threading.Condition()
         self._link = Link(address, self._join, self._take, self._lose, proof)
         self.boot: Boot = self._link.boot
@@ -109,13 +114,16 @@ class Nodes:
         Raises:
             StartError: They will not, or a node cannot be used.
         """
-        with self._changed:
-            while len(self._joined) < self.count and not self.problems:
-                problem = is_off()
+        while True:
+            problem = is_off()  # and `poll`: without the lock, for which the thread of the link must not wait
+            poll()
+            with self._changed:
+                if len(self._joined) == self.count or self.problems:
+                    break
                 if problem:
                     raise StartError(problem)
                 self._changed.wait(timeouts.NODES_POLL_S)
-                poll()
+        with self._changed:
             if self.problems:
                 raise StartError("; ".join(self.problems.values()))
             return list(self._joined)
@@ -132,13 +140,13 @@ class Nodes:
         with self._changed:
             return len(self._joined) == self.count and not any(node.lost for node in self._joined)
 
-    def _join(self, peer: Peer, versions: Versions, joined: Joined | None) -> None:
-        name = joined.machine.name if joined is not None else "a node"
+    def _join(self, peer: Peer, versions: Versions, load: Callable[[], Joined]) -> None:
         problem = difference(versions, versions_here())
         with self._changed:
             if problem:
-                self.problems[name] = f"{name} {problem}"
-            elif joined is not None:
+                self.problems[versions.host] = f"{versions.host} {problem}"
+            else:
+                joined = load()
                 self._joined.append(Node(0, peer, joined.machine, joined.pid, joined.node))
                 self._joined.sort(key=lambda node: (node.number, _natural(node.machine.name)))
                 for index, node in enumerate(self._joined):
@@ -159,48 +167,85 @@ class Nodes:
     def remove(self, name: str) -> None:
         """End that, and forget the results that it has not taken."""
         self._groups.pop(name, None)
-        self._link.act(lambda: self._blobs.drop_of(f"{name}:"))
+        self._link.act(lambda: self._forget(name))
+
+    def _forget(self, name: str) -> None:
+        """Release what a group has held. In the thread of the link, as all that touches blobs."""
+        self._blobs.drop_of(f"{name}:")
+        for node in self._joined:
+            node.pinned.pop(name, None)
+        for key in [key for key, (group, _) in self._wanted.items() if group == name]:
+            os.close(self._wanted.pop(key)[1])
 
     def send(self, node: Node, message: ToGroup) -> None:
         """Send an urgent message."""
         self._link.send(node.peer, message)
 
-    def send_data(self, node: Node, lane: str, fds: Sequence[int], build: Callable[[Sequence[Blob]], ToGroup]) -> None:
+    def send_in(self, node: Node, lane: str, message: ToGroup) -> None:
+        """Send a message behind those that the lane holds."""
+        self._link.send_in(node.peer, lane, [(message, ())])
+
+    def send_data(
+        self,
+        node: Node,
+        lane: str,
+        fds: Sequence[int],
+        build: Callable[[Sequence[Blob]], ToGroup],
+        on_error: Callable[[str], None],
+    ) -> None:
         """Send a message with files, and only the files that the node does not have.
 
         Args:
             node: The node.
-            lane: Names the messages that keep their order.
+            lane: Names the messages that keep their order: the group.
             fds: The files, which are immutable. They are duplicated.
             build: Returns the message.
+            on_error: Called with the reason if a file cannot be read.
         """
         own = [os.dup(fd) for fd in fds]
-        messages = self._with_data(node, own, build)
+        messages = self._with_data(node, lane, own, build)
         weakref.finalize(messages, _close, own)  # also if the lane is dropped before it comes to them
-        self._link.send_in(node.peer, lane, messages)
+        self._link.send_in(node.peer, lane, messages, on_error)
 
     def drop(self, node: Node, lane: str) -> None:
         """Send no more of what a lane holds."""
         self._link.drop(node.peer, lane)
 
     def _with_data(
-        self, node: Node, fds: Sequence[int], build: Callable[[Sequence[Blob]], ToGroup]
+        self, node: Node, group: str, fds: Sequence[int], build: Callable[[Sequence[Blob]], ToGroup]
     ) -> Iterator[Message]:
         blobs = [_blob_of(fd) for fd in fds]
+        node.pinned[group] = {blob.key for blob in blobs}
         yield from self._make_room(node, blobs)
         for fd, blob in zip(fds, blobs, strict=True):
             if blob.key in node.kept:
                 node.kept.move_to_end(blob.key)
             elif blob.path:  # perhaps on a disk that the node shares: it asks if it is not
-                self._wanted[blob.key] = os.dup(fd)
+                _, old = self._wanted.pop((node.index, blob.key), ("", -1))
+                if old >= 0:
+                    os.close(old)
+                self._wanted[node.index, blob.key] = group, os.dup(fd)
             else:
-                yield from parts_of(fd, blob.key, blob.size)
+                yield from self._parts_to(node, fd, blob)
             node.kept[blob.key] = blob.size
         yield build(blobs), ()
 
+    @staticmethod
+    def _parts_to(node: Node, fd: int, blob: Blob) -> Iterator[Message]:
+        """Yield the parts of a blob. If they are not all sent, the node forgets those that were."""
+        node.sending[blob.key] += 1
+        is_whole = False
+        try:
+            yield from parts_of(fd, blob.key, blob.size)
+            is_whole = True
+        finally:
+            node.sending[blob.key] -= 1
+            if not (is_whole or node.sending[blob.key] or blob.key in node.kept):
+                node.peer.outbox.put(Drop([blob.key]))
+
     def _make_room(self, node: Node, blobs: Sequence[Blob]) -> Iterator[Message]:
         """Let a node forget small blobs, and the least recently used beyond the limit."""
-        needed = {blob.key for blob in blobs}
+        needed = {blob.key for blob in blobs}.union(*node.pinned.values())
         left, dropped = KEPT_BYTES - sum(blob.size for blob in blobs), []
         for key, size in reversed(list(node.kept.items())):
             if key in needed:
@@ -222,7 +267,7 @@ class Nodes:
             if message.key.partition(":")[0] in self._groups:  # else it has been closed, and will take none
                 self._blobs.add(message, data[0])
         elif isinstance(message, Want):
-            self._link.send_in(peer, message.key, self._wanted_parts(message.key))
+            self._link.send_in(peer, message.key, self._wanted_parts(node, message.key))
         elif isinstance(message, Leaving):
             for group in list(self._groups.values()):
                 group.warn(node.index, f"{node.machine.name}: {message.reason}")
@@ -231,15 +276,22 @@ class Nodes:
             if group_of is not None:
                 group_of.take(node.index, message, data)  # type: ignore[arg-type]  # as above
 
-    def _wanted_parts(self, key: str) -> Iterator[Message]:
-        fd = self._wanted.pop(key)
+    def _wanted_parts(self, node: Node, key: str) -> Iterator[Message]:
+        _, fd = self._wanted.pop((node.index, key))
         try:
             yield from parts_of(fd, key, os.fstat(fd).st_size)
         finally:
             os.close(fd)
 
     def take_parcel(self, parcel: Sequence[Blob]) -> list[int]:
-        """Return the descriptors of a parcel that has arrived; the caller closes them."""
+        """Return the descriptors of a parcel that has arrived; the caller closes them.
+
+        Raises:
+            OSError: A part of it is missing: there was no room.
+        """
+        if not all(blob.key in self._blobs for blob in parcel):
+            self._blobs.drop([blob.key for blob in parcel])
+            raise OSError(errno.ENOSPC, "there was no room for the result on the notebook's machine")
         return [self._blobs.take(blob.key) for blob in parcel]
 
     def _lose(self, peer: Peer, reason: str) -> None:
@@ -256,7 +308,7 @@ class Nodes:
         """Let the agents exit, with their ranks, and stop listening. Idempotent."""
         self._link.close()
         self._blobs.close()
-        for fd in self._wanted.values():
+        for _, fd in self._wanted.values():
             os.close(fd)
         self._wanted.clear()
 

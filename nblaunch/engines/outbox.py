@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from nblaunch.wire.delivery import Delivery, Part
 
@@ -36,15 +36,28 @@ class Outbox:
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
         self._urgent: deque[list[Part]] = deque()
-        self._lanes: dict[str, deque[Iterator[Message]]] = {}
+        self._lanes: dict[str, deque[tuple[Iterator[Message], Callable[[str], None]]]] = {}
+        """Sources of messages, and what is called if one fails."""
 
     def put(self, message: object, buffers: Sequence[Part] = ()) -> None:
         """Queue an urgent message, which overtakes those in lanes."""
-        self._urgent.append(encoded(message, buffers))
+        self.put_encoded(encoded(message, buffers))
 
-    def put_in(self, lane: str, messages: Iterable[Message]) -> None:
-        """Queue messages behind those that the lane holds."""
-        self._lanes.setdefault(lane, deque()).append(iter(messages))
+    def put_encoded(self, parts: list[Part]) -> None:
+        """Queue an urgent message that is encoded."""
+        self._urgent.append(parts)
+
+    def put_in(
+        self, lane: str, messages: Iterable[Message], on_error: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """Queue messages behind those that the lane holds.
+
+        Args:
+            lane: The lane.
+            messages: A source, which is read when its turn comes.
+            on_error: Called with the reason if the source fails. Default: nothing.
+        """
+        self._lanes.setdefault(lane, deque()).append((iter(messages), on_error))
 
     def drop(self, lane: str) -> None:
         """Forget what a lane holds."""
@@ -68,13 +81,15 @@ class Outbox:
             elif not lane:
                 self._lanes.pop(name, None)
 
-    def _next_of(self, lane: deque[Iterator[Message]]) -> list[Part] | None:
+    def _next_of(self, lane: deque[tuple[Iterator[Message], Callable[[str], None]]]) -> list[Part] | None:
         """Return the next message of a lane; None if its first source has none left."""
+        source, on_error = lane[0]
         try:
-            return encoded(*next(lane[0]))
+            return encoded(*next(source))
         except StopIteration:
             lane.popleft()
-        except Exception:  # noqa: BLE001  # a source that fails must not end the link, or a node is lost
+        except Exception as error:  # noqa: BLE001  # a source that fails must not end the link, or a node is lost
             _log.exception("nblaunch: something could not be sent over a link")
             lane.popleft()
+            on_error(f"{type(error).__name__}: {error}")
         return None

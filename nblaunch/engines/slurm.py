@@ -73,7 +73,7 @@ class SlurmStarter(CommandStarter):
         lines = _answer("scontrol", "show", "node", "--oneliner", *([asked] if asked else [])).splitlines()
         fields = [dict(word.partition("=")[::2] for word in line.split()) for line in lines]
         up = [each for each in fields if not each.get("State", "").startswith("DOWN")] or fields
-        return [each["NodeAddr"] for each in up[:_MAX_ASKED]]
+        return [each["NodeAddr"] for each in up[:_MAX_ASKED] if "NodeAddr" in each]
 
     def start(self, boot: Boot) -> None:
         """Run srun."""
@@ -99,7 +99,10 @@ class SlurmStarter(CommandStarter):
         return self._state
 
     def _ask(self) -> None:
-        asked = _answer("squeue", "--noheader", "--me", f"--name={self._job_name}", "--format=%i %T %r")
+        try:
+            asked = _answer("squeue", "--noheader", "--me", f"--name={self._job_name}", "--format=%i %T %r")
+        except StartError:  # a busy controller: the job has not lost its place for that
+            return
         said = asked.split(maxsplit=2)
         if len(said) < 3:  # not yet known, or it has ended: `problem` says so
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from importlib import metadata
 
@@ -11,7 +12,8 @@ from nblaunch.wire.link_messages import LINK_PROTOCOL, Versions
 def versions_here() -> Versions:
     """Return the versions of this process."""
     python = ".".join(map(str, sys.version_info[:2]))
-    return Versions(LINK_PROTOCOL, _version_of("nblaunch"), python, _version_of("torch"), _version_of("cloudpickle"))
+    packages = _version_of("torch"), _version_of("cloudpickle")
+    return Versions(LINK_PROTOCOL, _version_of("nblaunch"), python, *packages, host=socket.gethostname())
 
 
 def _version_of(package: str) -> str:

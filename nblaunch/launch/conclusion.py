@@ -80,7 +80,9 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
             f"{_places(task)}Logs: {attempt.files.directory}"
         )
     if task.taken_back:
-        return LaunchStoppedError(f"{task.taken_back}, so {name} was stopped. Logs: {attempt.files.directory}")
+        return LaunchStoppedError(
+            f"{task.taken_back}, so {name} was stopped{_incomplete(task)}. Logs: {attempt.files.directory}"
+        )
     return LaunchStoppedError(
         f"{name} was stopped after {seconds:.1f} s{_incomplete(task)}. Logs: {attempt.files.directory}"
     )

@@ -71,6 +71,8 @@ LINK_AWAY_S = 1.0
 """Of that thread's own absence before it no longer blames silence on the nodes: the kernel was busy."""
 LINK_CLOSE_S = 1.0
 """For the last messages of a link to be sent."""
+CLOCK_INTERVAL_S = 50.0
+"""Between two questions of a node's time."""
 NODE_LOST_S = 6.0
 """Of an agent's silence before its node counts as lost."""
 NODE_GONE_S = 1.5

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from nblaunch.machine import processes, timeouts
 from nblaunch.ranks import environment, process_group, reaper, server_builder, worker
+from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.messages import PROTOCOL, Hello, NewReaper, NotStarted, Succeed
 
@@ -42,6 +43,8 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
         preload: Modules to import first.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if rank_variables.BELOW_AGENT in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # reapers and ranks inherit that
     channel = Channel(socket.socket(fileno=fd))
     environment.open_streams()
     processes.set_name(NAME)

@@ -53,6 +53,8 @@ class Versions:
     python: str
     torch: str
     cloudpickle: str
+    host: str = ""
+    """Whose versions they are."""
 
 
 @dataclass(frozen=True, slots=True)

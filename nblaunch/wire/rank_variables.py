@@ -6,3 +6,6 @@ RANK = "NBLAUNCH_RANK"
 """The rank. Set in ranks and their child processes, and nowhere else."""
 MATPLOTLIB_BACKEND = "module://nblaunch.ranks.matplotlib_backend"
 """The value of ``MPLBACKEND`` in ranks whose notebook has a backend that needs a kernel."""
+BELOW_AGENT = "NBLAUNCH_BELOW_AGENT"
+"""Set in agents and all below. Slurm sends SIGTERM to every process of a node that it takes back: there fork servers
+and reapers ignore it, and ranks take it as an interrupt."""

@@ -61,12 +61,15 @@ class Munge:
 
     def __init__(self) -> None:
         self._started = Path("/run/nblaunch-tests.munged")
-        """Holds the pid, if a test has started it; locked by all that use it."""
-        self._lock = self._started.open("a+")
+        """Holds the pid, if a test has started it; locked by who starts or ends it."""
+        self._turn = self._started.open("a+")
+        self._users = Path("/run/nblaunch-tests.munge-users").open("a+")
+        """Locked by all that use it."""
 
     def open(self) -> None:
         """Start it, unless it runs."""
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        fcntl.flock(self._turn, fcntl.LOCK_EX)
+        fcntl.flock(self._users, fcntl.LOCK_SH)
         if not self._answers():
             Path("/run/munge").mkdir(exist_ok=True)
             shutil.chown("/run/munge", "munge", "munge")
@@ -74,22 +77,24 @@ class Munge:
             subprocess.run(daemon, check=True, **_SILENT)
             eventually(self._answers, 10)
             self._started.write_text(Path("/run/munge/munged.pid").read_text())
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        fcntl.flock(self._turn, fcntl.LOCK_UN)
 
     @staticmethod
     def _answers() -> bool:
         return subprocess.run(["munge", "-n"], capture_output=True).returncode == 0
 
     def close(self) -> None:
-        """End it, if a test has started it and none uses it."""
+        """End it, if a test has started it and no other uses it."""
+        fcntl.flock(self._turn, fcntl.LOCK_EX)
         with contextlib.suppress(BlockingIOError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             pid = self._started.read_text()
             self._started.write_text("")
             if pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGTERM)
-        self._lock.close()
+        self._users.close()
+        self._turn.close()
 
 
 class SlurmCluster:
