@@ -139,3 +139,11 @@ def test_two_notebooks_share_the_nodes(launch_alone: Launcher, weak_cluster: Clu
     finally:
         other.stop()
         del current._held["machines", 3]
+
+
+def test_a_release_ends_a_launch_that_runs(launch_alone: Launcher) -> None:
+    running = launch_alone(wait_for_each_other, block=False)
+    eventually(lambda: running.stacks().keys() == {0, 1})
+    current._held["machines", 2].stop()
+    with pytest.raises(NodeLostError, match=r"^rank \d is lost with node n\d: its nodes were released"):
+        running.result()

@@ -176,3 +176,26 @@ def test_nodes_without_numbers_are_in_the_order_of_their_names(names: list[str])
         assert [(node.index, node.machine.name) for node in nodes.joined] == [(0, "n1"), (1, "n2"), (2, "n10")]
     finally:
         nodes.close()
+
+
+def test_launches_that_send_the_same_data_at_once_both_get_it(launch: Launcher) -> None:
+    data = torch.arange(8 << 20, dtype=torch.int32)
+
+    def use() -> int:
+        return int(data.sum())
+
+    running = [launch(use, block=False) for _ in range(3)]
+    assert [list(each.result()) for each in running] == [[int(data.sum())] * 2] * 3
+
+
+def test_an_upload_that_was_stopped_begins_again(launch: Launcher) -> None:
+    data = torch.arange(16 << 20, dtype=torch.int32)
+
+    def use() -> int:
+        return int(data.sum())
+
+    stopped = launch(use, block=False)
+    stopped.kill()
+    with pytest.raises(LaunchStoppedError):
+        stopped.result()
+    assert list(launch(use)) == [int(data.sum())] * 2
