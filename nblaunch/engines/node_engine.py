@@ -114,7 +114,7 @@ class NodeEngine:
                 if state:
                     deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
                 else:
-                    state = f"{self._starter.name}: {len(nodes.joined)} of {nodes.count} nodes have joined"
+                    state = f"{self._starter.name}: starting agents on {nodes.count} nodes"
                 if state != said:
                     said = state
                     show(state)

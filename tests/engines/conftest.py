@@ -24,7 +24,7 @@ NODES = ("machines", 2)
 """The name of an engine that only tests have."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """Two machines."""
     with Rendezvous(1):  # libuv keeps a pipe in this process
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
     made.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def held(cluster: Cluster) -> Iterator[NodeEngine]:
     """Both machines as an engine, whose agents stay for all tests."""
     engine = NodeEngine(MachineStarter(cluster.machines))
@@ -59,7 +59,7 @@ def launch(nodes: dict[str, Any]) -> Callable[..., Any]:
     return functools.partial(notebook_launcher, **nodes, view="none")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def weak_cluster() -> Iterator[Cluster]:
     """Two more machines, which tests cut off and kill."""
     made = Cluster(2)
@@ -89,7 +89,7 @@ def _warm() -> None:
     servers.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def slurm_cluster(cluster: Cluster) -> Iterator[SlurmCluster]:
     """A real Slurm over the two machines."""
     made = SlurmCluster(cluster)
@@ -108,7 +108,7 @@ def slurm(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Itera
     eventually(slurm_cluster.is_idle, 30, slurm_cluster.log)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def _sshd(cluster: Cluster) -> Iterator[SshHosts]:
     made = SshHosts(cluster)
     yield made
@@ -123,7 +123,7 @@ def ssh_hosts(_sshd: SshHosts) -> Iterator[SshHosts]:
     _sshd.cluster.settle()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[RayCluster]:
     """A real Ray with two nodes and a head."""
     with Rendezvous(1):  # as for `cluster`

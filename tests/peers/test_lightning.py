@@ -92,6 +92,7 @@ def trained_by_lightning(package: str, its_own_group: bool) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning")
 # lightning advises more DataLoader workers than this machine has cores, for data that is in memory
 @pytest.mark.filterwarnings("ignore:The .*dataloader.* does not have many workers")
+@pytest.mark.filterwarnings("ignore:The .srun. command is available")  # tests/engines need it
 # its advice to log with sync_dist=True what it cannot know to be alike
 @pytest.mark.filterwarnings("ignore:It is recommended to use .self.log.*sync_dist=True")
 def test_lightning_trains_on_two_ranks(

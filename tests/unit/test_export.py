@@ -501,7 +501,8 @@ def job(tmp_path: Path) -> Callable[..., list[str]]:
 def test_each_node_runs_one_torchrun_that_meets_at_the_first(job: Callable[..., list[str]]) -> None:
     common = "it's here|--nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-id=7 --rdzv-endpoint=n1:20007"
 
-    assert job("n1,n2") == [f"{common} --rdzv-conf=is_host={is_host} my train.py" for is_host in (1, 0)]
+    conf = f"{common} --rdzv-conf=is_host"
+    assert job("n1,n2") == [f"{conf}=1 --local-addr=n1 my train.py", f"{conf}=0 my train.py"]
 
 
 def test_the_address_of_the_first_node_can_be_set(job: Callable[..., list[str]]) -> None:
