@@ -95,7 +95,7 @@ class Machine(KnownMachine):
         return [pid for pid, name, _ in self._listed() if name.startswith(("python", "nblaunch"))]
 
     def _listed(self) -> Iterator[tuple[int, str, str]]:
-        for line in self.run("ps", "-eo", "pid,stat,comm,args").splitlines()[1:]:
+        for line in self.run("ps", "-ww", "-eo", "pid,stat,comm,args").splitlines()[1:]:
             pid, state, name, command = line.split(maxsplit=3)
             if not state.startswith("Z"):
                 yield int(pid), name, command
