@@ -93,7 +93,7 @@ def measure(agents: Sequence[int], seconds: float) -> Figures:
         for count in agents:
             command = [sys.executable, "-m", "tests.benchmarks.nodes", level, str(count), str(seconds), str(LINES)]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_LIMIT_S, check=True)
-            figures.levels.setdefault(level, []).append(Growth(**json.loads(done.stdout)))
+            figures.levels.setdefault(level, []).append(Growth(**json.loads(done.stdout.splitlines()[-1])))
     return figures
 
 
@@ -246,7 +246,7 @@ def measured(level: Level, agents: int, seconds: float, lines: float) -> Growth:
         memory = _memory()
         begin = time.monotonic()
         engine = NodeEngine(_Simulated(agents, lines, str(rates)))
-        engine.machines(print)
+        engine.machines(lambda text: None)
         joined = time.monotonic()
         made = _Group if level == "links" else _Launch
         first = made(engine, agents, folder)  # it pays for imports
