@@ -243,7 +243,7 @@ class Agent:
     # -------------------------------------------------------------- joining
     def _join(self) -> None:
         proof = munge.credential(self._boot.text_to_prove(self._identity)) if self._boot.proof else ""
-        joined = pickle.dumps(Joined(self._machine, os.getpid(), self._boot.node), protocol=5)
+        joined = pickle.dumps(Joined(self._machine, self._boot.node), protocol=5)
         self._send([JOIN, json.dumps(asdict(versions_here())).encode(), proof.encode(), joined])
 
     # -------------------------------------------------------------- messages

@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 from nblaunch.engines.outbox import Message, Outbox, encoded
 from nblaunch.errors import StartError
 from nblaunch.machine import munge, timeouts
-from nblaunch.machine.network import address_towards
+from nblaunch.machine.network import address_towards, checked_address
 from nblaunch.wire.delivery import Delivery, Part, Parts
 from nblaunch.wire.link_messages import Boot, Clock, Joined, Leave, Proof, Versions
 
@@ -342,8 +342,6 @@ def address_for(nodes: Iterable[str]) -> str:
     Raises:
         StartError: A name does not resolve, or there is no route.
     """
-    from nblaunch.machine.network import checked_address
-
     chosen = os.environ.get("NBLAUNCH_ADDRESS")
     if chosen:
         return checked_address("NBLAUNCH_ADDRESS", chosen)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import threading
@@ -36,7 +35,6 @@ from nblaunch.wire.link_messages import (
     Want,
 )
 
-_log = logging.getLogger(__name__)
 KEPT_BYTES = 4 << 30
 """Of sent data on a node, the least recently used are dropped first."""
 MIN_KEPT_BYTES = 1 << 16
@@ -63,8 +61,6 @@ class Node:
     index: int
     peer: Peer
     machine: Machine
-    agent: int
-    """The agent's pid."""
     number: int
     """As in `Boot`."""
     kept: OrderedDict[str, int] = field(default_factory=OrderedDict)
@@ -104,8 +100,8 @@ class Nodes:
         self.boot: Boot = self._link.boot
 
     # -------------------------------------------------------------- joining
-    def wait(self, is_off: Callable[[], str], poll: Callable[[], None]) -> list[Node]:
-        """Wait until every agent has joined; return the nodes in their order.
+    def wait(self, is_off: Callable[[], str], poll: Callable[[], None]) -> None:
+        """Wait until every agent has joined.
 
         Args:
             is_off: Returns why no agent will join any more; empty: they may.
@@ -118,15 +114,13 @@ class Nodes:
             problem = is_off()  # and `poll`: without the lock, for which the thread of the link must not wait
             poll()
             with self._changed:
-                if len(self._joined) == self.count or self.problems:
-                    break
+                if self.problems:
+                    raise StartError("; ".join(self.problems.values()))
+                if len(self._joined) == self.count:
+                    return
                 if problem:
                     raise StartError(problem)
                 self._changed.wait(timeouts.NODES_POLL_S)
-        with self._changed:
-            if self.problems:
-                raise StartError("; ".join(self.problems.values()))
-            return list(self._joined)
 
     @property
     def joined(self) -> list[Node]:
@@ -147,7 +141,7 @@ class Nodes:
                 self.problems[versions.host] = f"{versions.host} {problem}"
             else:
                 joined = load()
-                self._joined.append(Node(0, peer, joined.machine, joined.pid, joined.node))
+                self._joined.append(Node(0, peer, joined.machine, joined.node))
                 self._joined.sort(key=lambda node: (node.number, _natural(node.machine.name)))
                 for index, node in enumerate(self._joined):
                     node.index = index

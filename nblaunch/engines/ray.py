@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
+from nblaunch.engines.command_starter import said_in
 from nblaunch.engines.ray_driver import News, Wish
 from nblaunch.errors import ArgumentError, StartError
 from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot, Proof
 
 _DRIVER = "nblaunch.engines.ray_driver"
-_LAST_BYTES = 2000
-"""Of the driver's stderr, in an error."""
 
 
 class RayStarter:
@@ -149,9 +148,8 @@ class RayStarter:
             self._news = News(**json.loads(lines[-1]))
         elif not read:
             assert self._errors is not None
-            self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _LAST_BYTES))
-            said = self._errors.read().decode(errors="replace").strip()
-            self._news = News(problem=f"ray: its driver has exited with status {self._driver.wait()}: {said}")
+            status, said = self._driver.wait(), said_in(self._errors)
+            self._news = News(problem=f"ray: its driver has exited with status {status}: {said}")
 
 
 def _wish_of(words: Sequence[str], count: int) -> Wish:

@@ -62,7 +62,6 @@ class Joined:
     """Agent -> kernel, as its first message, once it can start ranks."""
 
     machine: Machine
-    pid: int
     node: int = -1
     """As in `Boot`."""
 

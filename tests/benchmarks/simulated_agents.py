@@ -90,7 +90,7 @@ class SimulatedAgent:
         machine = Machine(
             0, 8, "linux", {}, name=f"n{self._number}", address=f"10.0.0.{self._number}", interface="eth0"
         )
-        joined = pickle.dumps(Joined(machine, os.getpid(), self._number), protocol=5)
+        joined = pickle.dumps(Joined(machine, self._number), protocol=5)
         self.socket.send_multipart([JOIN, json.dumps(asdict(versions_here())).encode(), b"", joined])
 
     def receive(self) -> None:

@@ -68,7 +68,7 @@ class Speaker:
         self.socket.connect(endpoint or boot.endpoint)
 
     def join(self) -> None:
-        joined = pickle.dumps(Joined(Machine(0, 1, "linux", {}, name="here"), os.getpid()))
+        joined = pickle.dumps(Joined(Machine(0, 1, "linux", {}, name="here")))
         self.socket.send_multipart([JOIN, json.dumps(asdict(versions_here())).encode(), self.proof, joined])
 
     def say(self, message: object) -> None:

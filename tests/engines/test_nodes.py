@@ -171,7 +171,7 @@ def test_nodes_without_numbers_are_in_the_order_of_their_names(names: list[str])
     nodes = Nodes("127.0.0.1", 3)
     try:
         for name in names:
-            joined = Joined(Machine(0, 1, "linux", {}, name=name), 1)
+            joined = Joined(Machine(0, 1, "linux", {}, name=name))
             nodes._join(Peer.of(name.encode()), versions_here(), partial(lambda given: given, joined))
         assert [(node.index, node.machine.name) for node in nodes.joined] == [(0, "n1"), (1, "n2"), (2, "n10")]
     finally:
