@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nblaunch.engines.agent_files import AgentFiles
+from nblaunch.engines.agent_files import AgentFiles, AgentFolder
 from nblaunch.engines.agent_group import AgentGroup
 from nblaunch.engines.agent_modules import AgentModules
 from nblaunch.engines.blob_store import BlobStore
@@ -98,6 +98,7 @@ class Agent:
         self._delivery = Delivery()
         self._outbox = Outbox(self._delivery)
         self._blobs = BlobStore()
+        self._folder = AgentFolder()
         self._groups: dict[str, AgentGroup] = {}
         self._placed: deque[tuple[Place, LocalWorkers | None, AgentFiles | None, Placed]] = deque()
         """Groups that a thread has placed, or could not."""
@@ -171,6 +172,7 @@ class Agent:
                 self._send(parts)
         for group in self._groups.values():
             group.close()
+        self._folder.close()
         self._engine.stop()  # and no socket is closed: the other thread uses one
 
     def _wake(self) -> None:
@@ -224,6 +226,7 @@ class Agent:
         """Remove what ranks have written here, before the process exits."""
         for group in list(self._groups.values()):
             group.remove_files()
+        self._folder.close()
 
     def _watch_connection(self) -> None:
         """Exit if there is no connection for too long. Runs in a thread: the loop may be busy."""
@@ -257,7 +260,6 @@ class Agent:
         elif isinstance(message, Drop):
             self._blobs.drop(message.keys)
         elif isinstance(message, Place):
-            self._closed.discard(message.group)  # an earlier one of the same name, which was refused
             threading.Thread(target=self._place, args=(message,), name=f"nblaunch-{message.group}").start()
         elif isinstance(message, Files):
             self._modules.take(message)
@@ -290,8 +292,7 @@ class Agent:
 
     def _close(self, name: str) -> None:
         group = self._groups.pop(name, None)
-        for lane in (name, f"{name} at once"):
-            self._outbox.drop(lane)
+        self._outbox.drop(name)
         if group is None:
             self._closed.add(name)
         else:
@@ -304,7 +305,7 @@ class Agent:
         files: AgentFiles | None = None
         workers: LocalWorkers | None = None
         try:
-            files = AgentFiles(message.group, self._machine.name)
+            files = AgentFiles(self._folder.path, message.group, self._machine.name)
             process, note = self._process(message, files)
             method = self._engine.usable(message.method, message.env, message.named, lambda: "")
             log_dir = str(files.directory(message.log_dir))
@@ -320,7 +321,7 @@ class Agent:
                 is_kept=message.is_kept,
             )
             workers = self._engine.place(order, self._silence)
-            store = workers.open_store(self._machine.address) if message.serves_store else None
+            store = workers.open_store(address=self._machine.address) if message.serves_store else None
             address = None if store is None else (store.address, store.port)
             self._placed.append((message, workers, files, Placed(message.group, store=address, note=note)))
         except Exception as error:  # noqa: BLE001  # the kernel waits: it must be told, whatever it is

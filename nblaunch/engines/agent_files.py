@@ -1,14 +1,16 @@
 """The files that the ranks of a node write, as an agent sends them on to the kernel, which keeps copies.
 
 The files of the node are complete. If a link cannot keep up, the middle of a log is left out of the copy, with a line
-that says where it is.
+that says where it is. What an agent leaves behind, for that or because it was killed, stays for a day.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +19,54 @@ from typing import Literal
 from nblaunch.engines.outbox import Message
 from nblaunch.machine.own_modules import OwnFile
 from nblaunch.machine.segments import in_words
-from nblaunch.wire.launch_files import rank_file
+from nblaunch.wire import directory_lock
+from nblaunch.wire.launch_files import LOCK, rank_file
 from nblaunch.wire.link_messages import Written
 
 _PIECE_BYTES = 1 << 18
 """Of files in one message."""
 MAX_BACKLOG_BYTES = 32 << 20
 """Of a log that a running rank writes, before its middle is left out."""
-MAX_REST_BYTES = 128 << 20
-"""The same once the rank has ended."""
 _KEPT_END_BYTES = 1 << 20
 """Of a log whose middle is left out, at its end."""
 _KEPT_DIRECTORIES = 3
 """Of the last tasks of kept ranks; the first directory of a group stays."""
+_KEPT_S = 24 * 3600.0
+"""How long files stay that an agent has left behind."""
+_PREFIX = "nblaunch-agent-"
 _STREAMS: tuple[Literal["spool", "out", "err"], ...] = ("spool", "out", "err")
+
+
+class AgentFolder:
+    """The folder of one agent, locked while it lives. Removes the old ones that other agents of this user have left."""
+
+    def __init__(self) -> None:
+        temporary = Path(tempfile.gettempdir())
+        for old in temporary.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # another user's, or another agent is removing it
+                about = old.lstat()
+                if about.st_uid == os.getuid() and time.time() - about.st_mtime > _KEPT_S:
+                    _remove_unlocked(old)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary))
+        self._lock = directory_lock.acquire(self.path)
+
+    def close(self) -> None:
+        """Remove the folder, unless a group has left files that the kernel lacks."""
+        if self._lock is not None:
+            (self.path / LOCK).unlink(missing_ok=True)
+            directory_lock.release(self._lock)
+            self._lock = None
+            with contextlib.suppress(OSError):  # not empty
+                self.path.rmdir()
+
+
+def _remove_unlocked(folder: Path) -> None:
+    lock = directory_lock.acquire(folder)
+    if lock is not None:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            directory_lock.release(lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +83,7 @@ class AgentFiles:
     """The files of the ranks of one group on this node.
 
     Args:
+        folder: The agent's.
         group: The id of the group.
         node: The name of the node, for the user.
 
@@ -54,9 +91,10 @@ class AgentFiles:
         has_gaps: The kernel lacks part of a log, so the files must stay.
     """
 
-    def __init__(self, group: str, node: str) -> None:
+    def __init__(self, folder: Path, group: str, node: str) -> None:
         self._group, self._node = group, node
-        self.root = Path(tempfile.mkdtemp(prefix=f"nblaunch-{group}-"))
+        self.root = folder / group
+        self.root.mkdir(mode=0o700)
         self._directories: dict[str, Path] = {}
         """By the kernel's path for the same directory."""
         self._sent: dict[Path, int] = {}
@@ -92,17 +130,17 @@ class AgentFiles:
         """Return True if a rank has written something that was not sent. Looks at its present and last task."""
         return any(self._size(path) > self._sent.get(path, 0) for _, path in self._streams(rank))
 
-    def unsent(self, ranks: Iterable[int], *, is_over: bool = False) -> Iterator[Message]:
+    def unsent(self, ranks: Iterable[int], limit: int = MAX_BACKLOG_BYTES) -> Iterator[Message]:
         """Yield what ranks have written since the last call: what they display before the records that refer to it.
 
         Small pieces of many files share a message: each costs the kernel as much as a large one.
 
         Args:
             ranks: The ranks.
-            is_over: Whether it is the last call of their task.
+            limit: Of a log, before its middle is left out. Default: `MAX_BACKLOG_BYTES`.
         """
         batch: list[_Piece] = []
-        for piece in (piece for rank in ranks for piece in self._unsent_of(rank, is_over)):
+        for piece in (piece for rank in ranks for piece in self._unsent_of(rank, limit)):
             size = sum(len(each.data) for each in batch)
             if batch and (piece.log_dir != batch[0].log_dir or size + len(piece.data) > _PIECE_BYTES):
                 yield self._message(batch)
@@ -115,14 +153,14 @@ class AgentFiles:
         files = [(each.file, len(each.data)) for each in batch]
         return Written(self._group, batch[0].log_dir, files), [b"".join(each.data for each in batch)]
 
-    def _unsent_of(self, rank: int, is_over: bool) -> Iterator[_Piece]:
+    def _unsent_of(self, rank: int, limit: int) -> Iterator[_Piece]:
         for log_dir, path in self._streams(rank):
             size = self._size(path)
             if size <= self._sent.get(path, 0):
                 continue
             if path.suffix == ".spool":
                 yield from self._displays(rank, log_dir, path.parent)
-            elif size - self._sent.get(path, 0) > (MAX_REST_BYTES if is_over else MAX_BACKLOG_BYTES):
+            elif size - self._sent.get(path, 0) > limit:
                 yield self._gap(log_dir, path, size)
             yield from self._pieces(log_dir, path, size)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -80,8 +79,7 @@ class AgentGroup:
         self._observe_at = self._measure_at = 0.0
         self._dropped: dict[int, Dropped] = {}
         self._collectives: dict[int, Sequence[Begun]] = {}
-        self._counter, self._token = 0, secrets.token_hex(4)
-        """Name blobs: another group may get the same id."""
+        self._blobs_made = 0
 
     # -------------------------------------------------------------- from the kernel
     def take(self, message: ToGroup) -> None:
@@ -188,13 +186,13 @@ class AgentGroup:
         yield from self._files.unsent(ranks)
 
     def _send(self, messages: Iterable[Message], *, at_once: bool = False) -> None:
-        self._outbox.put_in(f"{self.group} at once" if at_once else self.group, messages)
+        self._outbox.put_in(self.group, messages, goes_first=at_once)
 
     def _send_event(self, event: Event) -> None:
         if isinstance(event, Received):
             is_end = isinstance(event.message, (Done, Failed))
             if is_end:
-                self._send(self._files.unsent([event.rank], is_over=True))
+                self._send(self._files.unsent([event.rank], self._outbox.rest_bytes))
             messages = self._with_parcel(event)
             weakref.finalize(messages, event.parcel.close)  # also if the lane is dropped before it comes to them
             self._send(messages, at_once=not is_end)
@@ -205,15 +203,15 @@ class AgentGroup:
             return
         if not isinstance(event, NotStarted):
             ended = [event.rank] if isinstance(event, RankExited) else self._ranks
-            self._send(self._files.unsent(ended, is_over=True))
+            self._send(self._files.unsent(ended, self._outbox.rest_bytes))
         self._send([(FromGroup(self.group, event), ())])
 
     def _with_parcel(self, event: Received) -> Iterator[Message]:
         fds, blobs = event.parcel.take(), []
         try:
             for fd in fds:
-                self._counter += 1
-                blob = Blob(f"{self.group}:{self._token}:{self._counter}", os.fstat(fd).st_size)
+                self._blobs_made += 1
+                blob = Blob(f"{self.group}:{self._ranks[0]}:{self._blobs_made}", os.fstat(fd).st_size)
                 yield from parts_of(fd, blob.key, blob.size)
                 blobs.append(blob)
         finally:

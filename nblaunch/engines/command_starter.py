@@ -105,15 +105,24 @@ class CommandStarter:
             at_once: Whether no agent can exit by itself. Default: False.
         """
         running, self._running = self._running, []
-        deadline = time.monotonic() + (0.0 if at_once else timeouts.AGENT_EXIT_TIMEOUT_S)
+        processes = [process for _, process, _ in running]
+        if not at_once:
+            _wait_for(processes, timeouts.AGENT_EXIT_TIMEOUT_S)
+        for process in processes:
+            process.terminate()
+        _wait_for(processes, timeouts.SERVER_KILL_TIMEOUT_S)
+        for process in processes:
+            process.kill()
         for command, process, errors in running:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeouts.SERVER_KILL_TIMEOUT_S)
-                process.kill()
+            process.wait()
             if process.returncode and not at_once:
                 _log.warning("%s: the agent has exited with %s: %s", command.name, process.returncode, said_in(errors))
             errors.close()
+
+
+def _wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until all have exited, for `seconds` in all."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))

@@ -68,6 +68,7 @@ class LocalWorkers:
 
     def __init__(self, order: Order, reaper: Reaper, wakeup: Wakeup) -> None:
         self.has_begun = False
+        self.heard_at = 0.0
         self.is_kept = order.is_kept
         self.drops: Table | None = None
         self.collectives: CollectiveTable | None = None
@@ -95,8 +96,8 @@ class LocalWorkers:
         return self._selector.fileno()
 
     # -------------------------------------------------------------- starting
-    def open_store(self, address: str = LOOPBACK) -> Store:
-        """Serve the store on an address of this machine."""
+    def open_store(self, give_up: Callable[[], bool] = lambda: False, address: str = LOOPBACK) -> Store:
+        """Serve the store on an address of this machine, at once."""
         try:
             return self._opened.enter_context(Rendezvous(self._order.world_size, address)).store
         except OSError as error:

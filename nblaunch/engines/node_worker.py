@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -11,11 +13,33 @@ from nblaunch.engines.rank_files import LogFile, OutputFile
 from nblaunch.machine.usage import Usage
 from nblaunch.wire.collective_table import Begun
 from nblaunch.wire.debug_messages import ToDebugger
+from nblaunch.wire.delivery import Part
 from nblaunch.wire.display_records import SUFFIXES
 from nblaunch.wire.drops import Dropped
 from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import AskStacks, Signal, ToGroup, ToRank
 from nblaunch.wire.messages import Free, Interrupt
+
+_log = logging.getLogger(__name__)
+_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def append(path: str, data: Part) -> None:
+    """Append to the copy of a rank's file."""
+    try:
+        fd = os.open(path, _APPENDING, 0o600)
+        try:
+            while data:
+                data = data[os.write(fd, data) :]
+        finally:
+            os.close(fd)
+    except OSError as error:  # a full disk here: the file on the node is complete
+        _log.warning("nblaunch: the copy of %s is incomplete: %s", path, error)
+
+
+def ranks_in_words(ranks: range) -> str:
+    """Return the ranks of a node in words."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 class NodeStacks:

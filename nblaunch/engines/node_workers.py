@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import selectors
@@ -19,7 +20,7 @@ from typing import Any
 
 from nblaunch.engines.agent_files import is_rank_file
 from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
-from nblaunch.engines.node_worker import NodeSampler, NodeWorker
+from nblaunch.engines.node_worker import NodeSampler, NodeWorker, append, ranks_in_words
 from nblaunch.engines.nodes import Node, Nodes
 from nblaunch.engines.protocol import Order, Store, Wakeup
 from nblaunch.errors import StartError
@@ -50,10 +51,10 @@ from nblaunch.wire.link_messages import (
 )
 from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, RankStarted, Swept, Task
 
+_numbers = itertools.count()
 MAX_NAMED_NODES = 8
 """In the note on where ranks run."""
 _log = logging.getLogger(__name__)
-_APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class NodeWorkers:
@@ -67,8 +68,9 @@ class NodeWorkers:
 
     def __init__(self, nodes: Nodes, order: Order, wakeup: Wakeup) -> None:
         self.has_begun = False
+        self.heard_at = time.monotonic()
         self._nodes, self._order, self._wakeup = nodes, order, wakeup
-        self._name = order.launch_id
+        self._name = f"{order.launch_id}.{next(_numbers)}"  # a launch may have several attempts
         self._used: list[Node] = nodes.joined[: len(order.ranks)]
         self._workers: dict[int, NodeWorker] = {}
         self._log_dirs = {order.log_dir}
@@ -107,15 +109,21 @@ class NodeWorkers:
             )
 
     # -------------------------------------------------------------- starting
-    def open_store(self) -> Store:
+    def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store | None:
         """Wait until every node has what starts its ranks; return the store that the first one serves."""
         deadline = time.monotonic() + timeouts.PLACED_TIMEOUT_S
         with self._changed:
             while len(self._placed) < len(self._used):
-                lost = [node.lost for node in self._used if node.lost]
+                lost = [f"node {node.machine.name} is lost: {node.lost}" for node in self._used if node.lost]
+                if give_up():
+                    return None
                 if lost or time.monotonic() > deadline:
                     waiting = [node.machine.name for node in self._used if node.index not in self._placed]
-                    raise StartError(lost[0] if lost else f"no answer from {', '.join(waiting)}")
+                    late = (
+                        f"{', '.join(waiting)}: no answer within {timeouts.PLACED_TIMEOUT_S:.0f} s. Does `import "
+                        "torch` hang there? `%distributed release` frees the nodes, and the next launch starts others"
+                    )
+                    raise StartError(lost[0] if lost else late)
                 self._changed.wait(timeouts.NODES_POLL_S)
         for node in self._used:
             if refusal := self._placed[node.index].refusal:
@@ -129,7 +137,7 @@ class NodeWorkers:
     def notes(self) -> list[str]:
         """Where the ranks run, and what their agents have noted."""
         pairs = list(zip(self._used, self._order.ranks, strict=True))
-        where = [f"{_ranks_in_words(ranks)} on {node.machine.name}" for node, ranks in pairs[:MAX_NAMED_NODES]]
+        where = [f"{ranks_in_words(ranks)} on {node.machine.name}" for node, ranks in pairs[:MAX_NAMED_NODES]]
         more = [f"… on {len(pairs)} nodes"] if len(pairs) > MAX_NAMED_NODES else []
         return [", ".join(where + more), *(placed.note for placed in self._placed.values() if placed.note)]
 
@@ -148,7 +156,10 @@ class NodeWorkers:
         """Let the agent of the rank's node start it again."""
         node = self._node_of(rank)
         if node.lost:
-            raise StartError(f"rank {rank} could not be started: {node.lost}")
+            raise StartError(
+                f"rank {rank} cannot start again: node {node.machine.name} is lost ({node.lost}). End the session and "
+                "start it again: it gets new nodes"
+            )
         self._workers[rank] = self._worker(rank, node)
         self._send(node, Restart(self._name, rank, environment))
         return self._workers[rank]
@@ -218,12 +229,18 @@ class NodeWorkers:
             yield self._events.popleft()
 
     def _add(self, event: Event) -> None:
-        self._events.append(event)
+        with self._changed:
+            is_late = self._is_closed
+            if not is_late:
+                self._events.append(event)
+        if is_late and isinstance(event, Received):
+            event.parcel.close()
         self._wake()
 
     # -------------------------------------------------------------- in the thread of the link
     def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
         """See `nodes.NodeGroup`."""
+        self.heard_at = time.monotonic()
         if isinstance(message, Written):
             self._copy(message, data)
         elif isinstance(message, FromRank):
@@ -267,18 +284,10 @@ class NodeWorkers:
         rest = memoryview(data[0])
         for file, size in message.files:
             own, rest = rest[:size], rest[size:]
-            if message.log_dir not in self._log_dirs or not is_rank_file(file):
+            if message.log_dir in self._log_dirs and is_rank_file(file):
+                append(os.path.join(message.log_dir, file), own)
+            else:
                 _log.warning("nblaunch: an agent wanted to write %s/%s", message.log_dir, file)
-                continue
-            try:
-                fd = os.open(os.path.join(message.log_dir, file), _APPENDING, 0o600)
-                try:
-                    while own:
-                        own = own[os.write(fd, own) :]
-                finally:
-                    os.close(fd)
-            except OSError as error:  # a full disk here: the file on the node is complete
-                _log.warning("nblaunch: the copy of %s is incomplete: %s", file, error)
 
     def _take_from_rank(self, node: int, message: FromRank) -> None:
         inner = self._in_our_clock(node, message.message)
@@ -327,7 +336,7 @@ class NodeWorkers:
         """Report the exit of every rank of a node at its last sign of life: before the errors that follow from it."""
         ranks = self._order.ranks[node]
         verb = "is" if len(ranks) == 1 else "are"
-        said = f"{_ranks_in_words(ranks)} {verb} lost with node {self._used[node].machine.name}: {reason}"
+        said = f"{ranks_in_words(ranks)} {verb} lost with node {self._used[node].machine.name}: {reason}"
         for rank in ranks:
             worker = self._workers.get(rank)
             if worker is not None and not worker.has_exited:
@@ -374,9 +383,10 @@ class NodeWorkers:
 
     def close(self) -> None:
         """Let the agents release everything; ranks that still run are killed."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
         for node in self._used:
             self._nodes.drop(node, self._name)
             self._nodes.send(node, End(self._name, "close"))
@@ -387,7 +397,3 @@ class NodeWorkers:
         self._selector.close()
         self._read.close()
         self._write.close()
-
-
-def _ranks_in_words(ranks: range) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"

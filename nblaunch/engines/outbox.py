@@ -1,7 +1,7 @@
 """What waits to be sent over a link: urgent messages first, then the lanes in turn, as far as the window allows.
 
 A lane keeps the order of its messages. What it holds is read when its turn comes: a result of 1 GB is never in memory
-twice, and a peer that does not read stalls nothing else.
+twice, and a peer that does not read stalls nothing else. Some messages of a lane go before all others of all lanes.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from nblaunch.wire.delivery import Delivery, Part
 
 _log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 8 << 20
-"""Sent over a link and not confirmed, besides urgent messages."""
+_WINDOWS_OF_REST = 16
 Message = tuple[object, Sequence[Part]]
 """A message, and the bytes beside it."""
+Source = tuple[Iterator[Message], Callable[[str], None]]
+"""Of messages, and what is called with the reason if it fails."""
+Lanes = dict[str, deque[Source]]
 
 
 def encoded(message: object, buffers: Sequence[Part] = ()) -> list[Part]:
@@ -36,8 +38,8 @@ class Outbox:
     def __init__(self, delivery: Delivery) -> None:
         self._delivery = delivery
         self._urgent: deque[list[Part]] = deque()
-        self._lanes: dict[str, deque[tuple[Iterator[Message], Callable[[str], None]]]] = {}
-        """Sources of messages, and what is called if one fails."""
+        self._first: Lanes = {}
+        self._lanes: Lanes = {}
 
     def put(self, message: object, buffers: Sequence[Part] = ()) -> None:
         """Queue an urgent message, which overtakes those in lanes."""
@@ -48,7 +50,12 @@ class Outbox:
         self._urgent.append(parts)
 
     def put_in(
-        self, lane: str, messages: Iterable[Message], on_error: Callable[[str], None] = lambda reason: None
+        self,
+        lane: str,
+        messages: Iterable[Message],
+        on_error: Callable[[str], None] = lambda reason: None,
+        *,
+        goes_first: bool = False,
     ) -> None:
         """Queue messages behind those that the lane holds.
 
@@ -56,32 +63,40 @@ class Outbox:
             lane: The lane.
             messages: A source, which is read when its turn comes.
             on_error: Called with the reason if the source fails. Default: nothing.
+            goes_first: Whether they go before all that do not. Default: False.
         """
-        self._lanes.setdefault(lane, deque()).append((iter(messages), on_error))
+        lanes = self._first if goes_first else self._lanes
+        lanes.setdefault(lane, deque()).append((iter(messages), on_error))
 
     def drop(self, lane: str) -> None:
         """Forget what a lane holds."""
+        self._first.pop(lane, None)
         self._lanes.pop(lane, None)
+
+    @property
+    def rest_bytes(self) -> int:
+        """How much of each log may still be sent at the end of its rank: about 8 s of what the link takes."""
+        return _WINDOWS_OF_REST * self._delivery.window_bytes
 
     @property
     def is_empty(self) -> bool:
         """Return True if nothing waits."""
-        return not (self._urgent or self._lanes)
+        return not (self._urgent or self._first or self._lanes)
 
     def due(self) -> Iterator[list[Part]]:
         """Yield the messages that may be sent now, with their heads."""
         while self._urgent:
             yield self._delivery.wrap(self._urgent.popleft())
-        while self._lanes and self._delivery.unconfirmed_bytes < WINDOW_BYTES:
-            name, lane = next(iter(self._lanes.items()))
-            self._lanes[name] = self._lanes.pop(name)  # the other lanes come first next time
+        while (lanes := self._first or self._lanes) and self._delivery.unconfirmed_bytes < self._delivery.window_bytes:
+            name, lane = next(iter(lanes.items()))
+            lanes[name] = lanes.pop(name)  # the other lanes come first next time
             parts = self._next_of(lane)
             if parts is not None:
                 yield self._delivery.wrap(parts)
             elif not lane:
-                self._lanes.pop(name, None)
+                lanes.pop(name, None)
 
-    def _next_of(self, lane: deque[tuple[Iterator[Message], Callable[[str], None]]]) -> list[Part] | None:
+    def _next_of(self, lane: deque[Source]) -> list[Part] | None:
         """Return the next message of a lane; None if its first source has none left."""
         source, on_error = lane[0]
         try:

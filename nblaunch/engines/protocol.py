@@ -199,11 +199,18 @@ class Workers(Protocol):
         """Return True if the process that supervises the ranks has answered."""
 
     @property
+    def heard_at(self) -> float:
+        """Return when another machine has sent something last, by the monotonic clock; 0: there is no other."""
+
+    @property
     def notes(self) -> Sequence[str]:
         """What the user should know of where the ranks run, once the store is open."""
 
-    def open_store(self) -> Store:
+    def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store | None:
         """Serve the TCPStore of the ranks until `close`.
+
+        Args:
+            give_up: Return True to wait no longer for other machines; the store is then None. Default: never.
 
         Raises:
             StartError: The system refuses.

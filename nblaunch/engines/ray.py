@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from nblaunch.engines.command_starter import said_in
-from nblaunch.engines.ray_driver import News, Wish
+from nblaunch.engines.ray_driver import RayRequest, RayState
 from nblaunch.errors import ArgumentError, StartError
 from nblaunch.machine import timeouts
 from nblaunch.wire.link_messages import Boot, Proof
@@ -48,10 +48,10 @@ class RayStarter:
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
         self.count = num_nodes or 1
-        self._wish = _wish_of(words, self.count)
+        self._request = _request_of(words, self.count)
         self._driver: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
-        self._unread, self._news = b"", News()
+        self._unread, self._heard = b"", RayState()
 
     def addresses(self) -> Sequence[str]:
         """Connect to the cluster; return the addresses of its nodes."""
@@ -60,14 +60,14 @@ class RayStarter:
             raise StartError("engine='ray': Ray is not installed here: pip install nblaunch[ray]")
         self.stop()
         try:
-            self._connect(self._wish.address or _address_of_notebook())
+            self._connect(self._request.address or _address_of_notebook())
         except BaseException:
             self.stop()
             raise
-        return self._news.addresses
+        return self._heard.addresses
 
     def _connect(self, address: str) -> None:
-        wish = {**asdict(self._wish), "address": address}
+        request = {**asdict(self._request), "address": address}
         self._errors = tempfile.TemporaryFile()
         self._driver = subprocess.Popen(
             [sys.executable, "-m", _DRIVER],
@@ -76,14 +76,14 @@ class RayStarter:
             stderr=self._errors,
             start_new_session=True,  # the notebook's Interrupt is not for it
         )
-        self._write(wish)
+        self._write(request)
         deadline = time.monotonic() + timeouts.RAY_CONNECT_TIMEOUT_S
-        while not self._news.addresses:
+        while not self._heard.addresses:
             self._read(timeouts.NODES_POLL_S)
             late = time.monotonic() > deadline
-            if late or self._news.problem:
+            if late or self._heard.problem:
                 where = address or os.environ.get("RAY_ADDRESS") or "this machine's cluster"
-                why = self._news.problem or f"no answer within {timeouts.RAY_CONNECT_TIMEOUT_S:.0f} s"
+                why = self._heard.problem or f"no answer within {timeouts.RAY_CONNECT_TIMEOUT_S:.0f} s"
                 raise StartError(
                     f"engine='ray' cannot connect to {where} ({why}). The notebook must run on a machine of the "
                     "cluster: `ray start --head` starts one here, `ray start --address=HOST:6379` joins one, and "
@@ -97,17 +97,17 @@ class RayStarter:
     def state(self) -> str:
         """Return what the placement group waits for."""
         self._read()
-        return self._news.state
+        return self._heard.state
 
     def problem(self) -> str:
         """Return why the driver, an actor or an agent has failed; empty if none has."""
         self._read()
-        return self._news.problem
+        return self._heard.problem
 
     def stop(self) -> None:
         """End the agents' actors, remove the placement group, and disconnect. Idempotent."""
-        driver, errors, is_connected = self._driver, self._errors, bool(self._news.addresses)
-        self._driver, self._errors, self._unread, self._news = None, None, b"", News()
+        driver, errors, is_connected = self._driver, self._errors, bool(self._heard.addresses)
+        self._driver, self._errors, self._unread, self._heard = None, None, b"", RayState()
         if driver is None or errors is None:
             return
         assert driver.stdin is not None
@@ -135,7 +135,7 @@ class RayStarter:
 
     def _read(self, seconds: float = 0.0) -> None:
         """Read what the driver has written, waiting up to `seconds` for it."""
-        if self._driver is None or self._news.problem:
+        if self._driver is None or self._heard.problem:
             return
         assert self._driver.stdout is not None
         poller = select.poll()
@@ -145,14 +145,14 @@ class RayStarter:
         read = os.read(self._driver.stdout.fileno(), 1 << 16)
         *lines, self._unread = (self._unread + read).split(b"\n")
         if lines:
-            self._news = News(**json.loads(lines[-1]))
+            self._heard = RayState(**json.loads(lines[-1]))
         elif not read:
             assert self._errors is not None
             status, said = self._driver.wait(), said_in(self._errors)
-            self._news = News(problem=f"ray: its driver has exited with status {status}: {said}")
+            self._heard = RayState(problem=f"ray: its driver has exited with status {status}: {said}")
 
 
-def _wish_of(words: Sequence[str], count: int) -> Wish:
+def _request_of(words: Sequence[str], count: int) -> RayRequest:
     """Return what the words ask for."""
     engine = f"engine={shlex.join(['ray', *words])!r}"
     values: dict[str, Any] = {"--address": "", "--num-cpus": 1, "--num-gpus": None, "--resources": {}, "--pack": False}
@@ -168,7 +168,7 @@ def _wish_of(words: Sequence[str], count: int) -> Wish:
         else:
             values[option] = _value_of(engine, option, rest.pop(0))
     address, cpus, gpus, resources, pack = values.values()
-    return Wish(address, count, cpus, gpus, resources, pack, os.environ.get("NBLAUNCH_PYTHON", ""))
+    return RayRequest(address, count, cpus, gpus, resources, pack, os.environ.get("NBLAUNCH_PYTHON", ""))
 
 
 def _value_of(engine: str, option: str, text: str) -> Any:

@@ -1,8 +1,8 @@
 """Ray's driver, in a process of its own: it holds the nodes of a cluster, and an actor on each that holds an agent.
 
-Not in the kernel, because Ray ends its driver's process when the cluster's head is lost. It reads `Wish` and then
-`Boot` from its stdin, as lines of JSON, and writes `News` to its stdout. It frees the nodes at EOF, and when its parent
-has exited. If it is killed, Ray frees them.
+Not in the kernel, because Ray ends its driver's process when the cluster's head is lost. It reads `RayRequest` and then
+`Boot` from its stdin, as lines of JSON, and writes `RayState` to its stdout, whenever it changes. It frees the nodes at
+EOF, and when its parent has exited. If it is killed, Ray frees them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_SAID = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RayRequest:
     """What the notebook asks Ray for."""
 
     address: str
@@ -48,8 +48,8 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What has become of it."""
+class RayState:
+    """How the request stands."""
 
     addresses: Sequence[str] = ()
     """Of the cluster's nodes; empty: not connected yet."""
@@ -102,13 +102,13 @@ class Driver:
     """See the module.
 
     Args:
-        wish: What is asked for.
+        request: What is asked for.
         parent: The kernel's pid.
     """
 
-    wish: Wish
+    request: RayRequest
     parent: int
-    _said: News = field(default_factory=News)
+    _said: RayState = field(default_factory=RayState)
     _out: int = -1
     _group: Any = None
     _actors: list[Any] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Driver:
         """
         import ray
 
-        address = self.wish.address or os.environ.get("RAY_ADDRESS") or "auto"
+        address = self.request.address or os.environ.get("RAY_ADDRESS") or "auto"
         host, _, port = address.rpartition(":")
         if port.isdigit() and "://" not in address:  # Ray would try for minutes
             socket.create_connection((host, int(port)), timeouts.RAY_PROBE_TIMEOUT_S).close()
@@ -130,7 +130,7 @@ class Driver:
 
     def serve(self) -> None:
         """Hold the nodes until the kernel closes the pipe, or has exited."""
-        self._tell(News(addresses=[node["NodeManagerAddress"] for node in self._nodes()]))
+        self._tell(RayState(addresses=[node["NodeManagerAddress"] for node in self._nodes()]))
         unread = b""
         looked_at = 0.0
         while os.getppid() == self.parent:
@@ -145,11 +145,11 @@ class Driver:
                 looked_at = time.monotonic()
                 self._tell(replace(self._said, state=self._state(), problem=self._said.problem or self._problem()))
 
-    def _tell(self, news: News) -> None:
-        if news != self._said:
-            self._said = news
+    def _tell(self, state: RayState) -> None:
+        if state != self._said:
+            self._said = state
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._out, json.dumps(asdict(news)).encode() + b"\n")
+                os.write(self._out, json.dumps(asdict(state)).encode() + b"\n")
 
     @staticmethod
     def _nodes() -> list[dict[str, Any]]:
@@ -163,25 +163,25 @@ class Driver:
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        wish = self.wish
-        if wish.num_gpus is None:
+        request = self.request
+        if request.num_gpus is None:
             counts = [int(node["Resources"].get("GPU", 0)) for node in self._nodes()]
-            self.wish = wish = replace(wish, num_gpus=most_gpus(counts, wish.count, pack=wish.pack))
+            self.request = request = replace(request, num_gpus=most_gpus(counts, request.count, pack=request.pack))
         made: Any = ray.remote(AgentActor)
-        strategy = "PACK" if wish.pack else "STRICT_SPREAD"
-        self._group = placement_group([_bundle(wish)] * wish.count, strategy=strategy)
+        strategy = "PACK" if request.pack else "STRICT_SPREAD"
+        self._group = placement_group([_bundle(request)] * request.count, strategy=strategy)
         line = json.dumps(asdict(boot)) + "\n"  # the kernel numbers nodes by name: the order of bundles is Ray's
-        for number in range(wish.count):
+        for number in range(request.count):
             options = {
-                "num_cpus": wish.num_cpus,
-                "num_gpus": wish.num_gpus,
-                "resources": dict(wish.resources),
+                "num_cpus": request.num_cpus,
+                "num_gpus": request.num_gpus,
+                "resources": dict(request.resources),
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, number),
                 "max_restarts": 0,
             }
             actor = made.options(**options).remote()
             self._actors.append(actor)
-            self._runs.append(actor.run.remote(wish.python, line))
+            self._runs.append(actor.run.remote(request.python, line))
 
     @property
     def _is_placed(self) -> bool:
@@ -194,12 +194,12 @@ class Driver:
 
         if self._is_placed:
             return ""
-        bundle, count = _bundle(self.wish), self.wish.count
+        bundle, count = _bundle(self.request), self.request.count
         fit = [n for n in self._nodes() if all(n["Resources"].get(name, 0) >= most for name, most in bundle.items())]
         free = ray.available_resources()
         units = [_amount(free.get(name, 0), name) for name in bundle]
         asked = " and ".join(_amount(most, name) for name, most in bundle.items())
-        nodes = "1 node" if count == 1 else f"{count} {'agents' if self.wish.pack else 'nodes'}"
+        nodes = "1 node" if count == 1 else f"{count} {'agents' if self.request.pack else 'nodes'}"
         return (
             f"ray: waiting for {nodes} with {asked}{' each' if count > 1 else ''}; the cluster has "
             f"{len(fit)} such node{'s' * (len(fit) != 1)}, and in all {' and '.join(units)} free; an interrupt gives up"
@@ -244,8 +244,8 @@ def most_gpus(counts: Sequence[int], agents: int, *, pack: bool) -> int:
     return 0
 
 
-def _bundle(wish: Wish) -> dict[str, float]:
-    asked = {"CPU": wish.num_cpus, "GPU": wish.num_gpus or 0, **wish.resources}
+def _bundle(request: RayRequest) -> dict[str, float]:
+    asked = {"CPU": request.num_cpus, "GPU": request.num_gpus or 0, **request.resources}
     return {name: most for name, most in asked.items() if most}
 
 
@@ -262,12 +262,12 @@ def main() -> NoReturn:
             os._exit(0)
         line += read
     out = os.dup(1)
-    os.dup2(2, 1)  # what Ray prints is no news
-    driver = Driver(Wish(**json.loads(line)), parent, _out=out)
+    os.dup2(2, 1)  # what Ray prints goes to stderr
+    driver = Driver(RayRequest(**json.loads(line)), parent, _out=out)
     try:
         driver.connect()
     except (Exception, SystemExit) as error:  # noqa: BLE001  # Ray raises many kinds; the kernel says what to do
-        driver._tell(News(problem=f"{type(error).__name__}: {str(error).strip()[:_MAX_SAID]}"))
+        driver._tell(RayState(problem=f"{type(error).__name__}: {str(error).strip()[:_MAX_SAID]}"))
         os._exit(1)
     try:
         driver.serve()

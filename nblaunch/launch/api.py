@@ -16,8 +16,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
-from nblaunch.launch.views.base import preparing
-from nblaunch.launch.views.events import Preparing
+from nblaunch.launch.views.base import machines_of, preparing
 from nblaunch.machine import timeouts
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.wire import rank_variables
@@ -238,7 +237,7 @@ def _prepare(gather: Callable[[int], Payload], view: str, engine: Engine, argume
     if not engine.is_local:
         make_plan([ANY_MACHINE], engine, **arguments)  # before a node is asked for
     shown = host().view(view)
-    plan = make_plan(engine.machines(lambda text: shown.on(Preparing(text))), engine, **arguments)
+    plan = make_plan(machines_of(engine, shown), engine, **arguments)
     payload = gather(plan.world_size)
     plan = replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell))
     if plan.preload:

@@ -158,15 +158,17 @@ class WorkerGroup:
         live = self.live
         if self.members and not live and not self._is_kept:
             self._exited_at = self._exited_at or now
-            if now - self._exited_at > timeouts.GROUP_SWEEP_TIMEOUT_S:
+            if now - max(self._exited_at, self.workers.heard_at) > timeouts.GROUP_SWEEP_TIMEOUT_S:
                 self.is_lost = True
         if live and self._killed.issuperset(live):
             self._killed_at = self._killed_at or now
         if self._is_kept and not live:
             self._killed_at = None
-        if self._killed_at is not None and now - self._killed_at > timeouts.GROUP_DEAF_TIMEOUT_S:
-            self.workers.abandon()
-            self.is_lost = True
+        if self._killed_at is not None:  # behind a slow link the exits come after the logs
+            is_deaf = now - max(self._killed_at, self.workers.heard_at) > timeouts.GROUP_DEAF_TIMEOUT_S
+            if is_deaf:
+                self.workers.abandon()
+                self.is_lost = True
         late = now - self._begun_at > timeouts.GROUP_BEGIN_TIMEOUT_S
         if late and not self.is_over and not self.workers.has_begun and not self._was_nudged:
             self._was_nudged = True

@@ -264,7 +264,7 @@ class Launch:
         try:
             self._run()
         except BusyError:
-            self._error = LaunchStoppedError(f"{self.name} was stopped before its turn in the session")
+            self._error = LaunchStoppedError(f"{self.name} was stopped before its ranks had begun")
             self._view.on(Ended(self._outcome("stopped", self._error)))
         except BaseException as error:  # noqa: BLE001  # `result` raises it
             if isinstance(error, (StartError, RankError)):

@@ -13,8 +13,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.plan import ANY_MACHINE, changed, make_plan
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
-from nblaunch.launch.views.base import NullView
-from nblaunch.launch.views.events import Preparing
+from nblaunch.launch.views.base import NullView, machines_of
 from nblaunch.machine import argument_checks
 
 OPTIONS = {
@@ -78,8 +77,7 @@ def session(
     if not engine.is_local:
         make_plan([ANY_MACHINE], engine, num_processes=num_processes, **options)  # before a node is asked for
     shown = NullView() if engine.is_local else host().view("auto")
-    machines = engine.machines(lambda text: shown.on(Preparing(text)))
-    plan = make_plan(machines, engine, num_processes=num_processes, **options)
+    plan = make_plan(machines_of(engine, shown), engine, num_processes=num_processes, **options)
     engine.check_kept(plan.method)
     method = engine.usable(plan.method, plan.env, plan.named, host().cuda_cell)
     names = host().notebook_names()

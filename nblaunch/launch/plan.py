@@ -15,7 +15,7 @@ from nblaunch.engines.protocol import Engine, Store
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.output.metric_patterns import compile_patterns
 from nblaunch.machine import argument_checks, timeouts
-from nblaunch.machine.inventory import Machine
+from nblaunch.machine.inventory import Machine, free_descriptors
 from nblaunch.machine.packages import package_of, why_not_ahead
 from nblaunch.machine.slurm_variables import describes_task
 from nblaunch.wire import rank_variables
@@ -33,6 +33,8 @@ DEFAULT_CPU_RANKS = 2
 """The number of ranks on a machine without GPUs; of several, each has one."""
 _DESCRIPTORS_PER_RANK = 7
 """In the kernel: a channel, two logs, a spool, the store's connection, and the result (most are one segment)."""
+_DESCRIPTORS_PER_COPY = 4
+"""The same for a rank on another machine: two logs, a spool, and the result."""
 _DESCRIPTORS_TO_SEARCH = 2
 """More per rank with ``metric_patterns``."""
 _DESCRIPTORS_PER_LAUNCH = 30
@@ -188,6 +190,9 @@ def make_plan(
     patterns = compile_patterns(metric_patterns)
     for count, machine in zip(counts, machines, strict=True):
         _check_descriptors(count, _DESCRIPTORS_PER_RANK + _DESCRIPTORS_TO_SEARCH * bool(patterns), machine)
+    if machines[0].name:  # of another machine: the kernel follows copies of the logs
+        kernel = replace(machines[0], name="", free_descriptors=free_descriptors())
+        _check_descriptors(sum(counts), _DESCRIPTORS_PER_COPY + _DESCRIPTORS_TO_SEARCH * bool(patterns), kernel)
     if backend == "nccl" and device == "cpu":
         raise ArgumentError("backend='nccl' needs GPUs, but the device is 'cpu': use backend='gloo'")
     extra = {**(_CHECKS if checks else {}), **_extra_environment(env)}

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nblaunch.engines.group_events import NodeLeaving
 from nblaunch.engines.protocol import Engine, Order
 from nblaunch.errors import NblaunchError, RankError, RankLostError, StartError
 from nblaunch.launch.commands import Commands
@@ -74,6 +75,8 @@ class SessionRanks:
         self.last_sources: Mapping[str, Source] = {}
         self.idle_since = time.monotonic()
         self.late_output = LateOutput()
+        self.leaving = ""
+        """Why a node is being taken back, if its agent has said so between two tasks; empty if none is."""
         self.own_path: list[str] = []
         self._engine = engine
         self._tasks = 0
@@ -104,7 +107,9 @@ class SessionRanks:
             )
             self.group = WorkerGroup(self._engine.place(order, self._commands), lambda text: None, is_kept=True)
             opened.callback(self._lose, self.group)
-            self._store = self.group.workers.open_store()
+            store = self.group.workers.open_store()
+            assert store is not None
+            self._store = store
             self.group.start(self._environment)
             self._opened = opened.pop_all()
 
@@ -152,6 +157,8 @@ class SessionRanks:
             Task(0, self.group, NullView(), self._commands, {}, 0.0).take(event)
             if isinstance(event, RankExited):  # the others may have waited for it
                 self.generation += 1
+            elif isinstance(event, NodeLeaving):
+                self.leaving = event.reason
 
     # -------------------------------------------------------------- turns
     @contextlib.contextmanager

@@ -47,7 +47,7 @@ def this_machine() -> Machine:
     import torch
 
     gpus = torch.cuda.device_count()
-    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), free_descriptors=_free_descriptors())
+    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), free_descriptors=free_descriptors())
 
 
 def _import_torch() -> None:
@@ -63,7 +63,8 @@ def _import_torch() -> None:
         thread.join()
 
 
-def _free_descriptors() -> int:
+def free_descriptors() -> int:
+    """Return how many more file descriptors this process may open."""
     if sys.platform == "win32":
         return _UNLIMITED_DESCRIPTORS  # make_plan refuses Windows
     import resource

@@ -7,8 +7,9 @@ receiver has confirmed it, and sends it again after a gap. Nothing here waits or
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,10 +18,13 @@ Parts = Sequence[Part]
 """The parts of a message."""
 _HEAD = struct.Struct("!BQQQ")
 _MESSAGE, _CONFIRMATION, _REQUEST = 1, 2, 3
-CONFIRM_BYTES = 1 << 20
+CONFIRM_BYTES = 1 << 19
 """Received since the last confirmation before another is due."""
 CONFIRM_MESSAGES = 64
 """The same in messages."""
+MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 1 << 20, 8 << 20
+WINDOW_S = 0.5
+"""How long a new message may wait for those that were sent before it: on a slow link they are fewer."""
 
 
 @dataclass(slots=True)
@@ -30,13 +34,18 @@ class Delivery:
     Attributes:
         unconfirmed_bytes: Sent and not confirmed.
         is_behind: The other end has sent messages that have not arrived: request them.
+        window_bytes: How much may be unconfirmed before less urgent messages wait.
+        clock: Returns the time in seconds.
     """
 
     unconfirmed_bytes: int = 0
     is_behind: bool = False
+    window_bytes: int = MIN_WINDOW_BYTES
+    clock: Callable[[], float] = time.monotonic
     _sent: int = 0
     _received: int = 0
-    _kept: deque[tuple[int, Parts]] = field(default_factory=deque)
+    _kept: deque[tuple[int, Parts, float]] = field(default_factory=deque)
+    """Numbers, messages, and when they were sent."""
     _bytes_to_confirm: int = 0
     _messages_to_confirm: int = 0
 
@@ -44,13 +53,15 @@ class Delivery:
     def wrap(self, parts: Parts) -> list[Part]:
         """Return a new message with its head, and keep it until it is confirmed."""
         self._sent += 1
-        self._kept.append((self._sent, parts))
+        self._kept.append((self._sent, parts, self.clock()))
         self.unconfirmed_bytes += _size(parts)
         return [self._head(_MESSAGE, self._sent), *parts]
 
     def again(self) -> list[list[Part]]:
         """Return the messages that are not confirmed, to be sent again."""
-        return [[self._head(_MESSAGE, number), *parts] for number, parts in self._kept]
+        now = self.clock()
+        self._kept = deque((number, parts, now) for number, parts, _ in self._kept)
+        return [[self._head(_MESSAGE, number), *parts] for number, parts, _ in self._kept]
 
     def confirmation(self) -> list[Part]:
         """Return what confirms all that was received; also a sign of life."""
@@ -81,8 +92,7 @@ class Delivery:
             kind, number, confirmed, sent = _HEAD.unpack(parts[0])
         except (IndexError, struct.error) as error:
             raise ValueError("not a message of nblaunch") from error
-        while self._kept and self._kept[0][0] <= confirmed:
-            self.unconfirmed_bytes -= _size(self._kept.popleft()[1])
+        self._take_confirmation(confirmed)
         if kind == _MESSAGE and number == self._received + 1:
             self._received = number
             self._bytes_to_confirm += _size(parts)
@@ -90,6 +100,20 @@ class Delivery:
             return "new"
         self.is_behind = sent > self._received and (kind == _CONFIRMATION or number > self._received)
         return "request" if kind == _REQUEST else "old"
+
+    def _take_confirmation(self, confirmed: int) -> None:
+        size, sent_at = 0, 0.0
+        while self._kept and self._kept[0][0] <= confirmed:
+            _, parts, sent_at = self._kept.popleft()
+            size += _size(parts)
+        self.unconfirmed_bytes -= size
+        if size < CONFIRM_BYTES:  # a sign of life confirms a few bytes long after they have arrived
+            return
+        took = self.clock() - sent_at
+        if took > WINDOW_S:
+            self.window_bytes = max(MIN_WINDOW_BYTES, int(self.window_bytes * WINDOW_S / took))
+        elif took < WINDOW_S / 2:
+            self.window_bytes = min(MAX_WINDOW_BYTES, 2 * self.window_bytes)
 
 
 def _size(parts: Parts) -> int:

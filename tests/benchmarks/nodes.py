@@ -161,6 +161,7 @@ class _Group:
         self._running = threading.Semaphore(0)
         self._is_over = threading.Event()
         store = self.workers.open_store()
+        assert store is not None
         self.members = self.workers.start(lambda rank: {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS)})
         task = Task(1, World(store.address, store.port, "gloo", "cpu", 1), is_last=True)
         with tempfile.TemporaryFile() as payload:

@@ -34,9 +34,9 @@ def cluster() -> Iterator[Cluster]:
     made.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def held(cluster: Cluster) -> Iterator[NodeEngine]:
-    """Both machines as an engine, whose agents stay for all tests."""
+    """Both machines as an engine, whose agents stay for the tests of a file: others want the machines empty."""
     engine = NodeEngine(MachineStarter(cluster.machines))
     engine.machines(print)
     yield engine

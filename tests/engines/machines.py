@@ -19,7 +19,7 @@ _numbers = itertools.count()
 _PROGRAMS = ("unshare", "nsenter", "ip", "tc")
 
 
-@dataclass
+@dataclass(eq=False)
 class KnownMachine:
     """A machine that another process has made."""
 
@@ -79,12 +79,13 @@ class Machine(KnownMachine):
         _run("ip", "link", "set", self._port, "up")
 
     def slow(self, kilobits: int) -> None:
-        """Limit what the machine receives, to so many kilobits a second; 0: no limit."""
-        with contextlib.suppress(subprocess.CalledProcessError):  # there was none
-            _run("tc", "qdisc", "del", "dev", self._port, "root")
-        if kilobits:
-            limit = f"{kilobits}kbit"
-            _run("tc", "qdisc", "add", "dev", self._port, "root", "tbf", "rate", limit, "burst", "32k", "latency", "1s")
+        """Limit what the machine receives, and what it sends, to so many kilobits a second; 0: no limit."""
+        limit = ["tbf", "rate", f"{kilobits}kbit", "burst", "32k", "latency", "1s"]
+        for run, device in ((_run, self._port), (self.run, "eth0")):
+            with contextlib.suppress(subprocess.CalledProcessError):  # there was none
+                run("tc", "qdisc", "del", "dev", device, "root")
+            if kilobits:
+                run("tc", "qdisc", "add", "dev", device, "root", *limit)
 
     def processes(self, containing: str) -> list[int]:
         """Return the pids here, of this machine's own numbering, of processes whose command contains a text."""

@@ -6,11 +6,9 @@ the path of the head's, and each has a disk of its own there: two nodes that sta
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -56,8 +54,9 @@ class RayCluster:
             self._popen("head", *_RAY, *head, "--num-cpus=0", "--num-gpus=0", "--include-dashboard=false", *_SMALL)
             for machine in self.machines.machines:
                 machine.run("mount", "-t", "tmpfs", "tmpfs", str(self.folder))
-            eventually(lambda: _answers(host, int(port)), 60, self.log)
-            nodes = [self._start(machine) for machine in self.machines.machines]
+            eventually(lambda: "Ray runtime started" in (self.folder / "head.log").read_text(), 120, self.log)
+            for machine in self.machines.machines:
+                self._start(machine)
             with (self.folder / "observer.log").open("wb") as log:
                 self._observer = subprocess.Popen(
                     [sys.executable, "-c", _OBSERVER],
@@ -68,8 +67,6 @@ class RayCluster:
                     start_new_session=True,
                 )
             self._started.append(self._observer)
-            for node in nodes:
-                assert node.wait(120) == 0, self.log()
             assert self.look()["nodes"] == ["n1", "n2", os.uname().nodename], self.log()
         except BaseException:
             self.close()
@@ -88,16 +85,20 @@ class RayCluster:
         self._started.append(started)
         return started
 
-    def _start(self, machine: Machine) -> subprocess.Popen[bytes]:
+    def _start(self, machine: Machine) -> None:
+        """Start a node; once more if Ray gives up, which it does on a busy machine."""
         own = [f"--address={self.address}", f"--node-ip-address={machine.address}", "--num-cpus=1", "--num-gpus=2"]
-        return self._popen(machine.name, *machine.inside(*_RAY, *own, *_SMALL))
+        for _ in range(3):
+            if self._popen(machine.name, *machine.inside(*_RAY, *own, *_SMALL)).wait(120) == 0:
+                return
+        raise AssertionError(self.log())
 
     def restore(self) -> None:
         """Start the nodes again that a test has killed."""
         up = self.look()["nodes"]
         for machine in self.machines.machines:
             if machine.name not in up:
-                assert self._start(machine).wait(120) == 0, self.log()
+                self._start(machine)
         eventually(lambda: len(self.look()["nodes"]) == 3, 30, self.log)
 
     def look(self) -> dict[str, Any]:
@@ -137,10 +138,3 @@ class RayCluster:
                     process.kill()
             started.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _answers(host: str, port: int) -> bool:
-    with contextlib.suppress(OSError):
-        socket.create_connection((host, port), 1).close()
-        return True
-    return False

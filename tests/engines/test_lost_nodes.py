@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import nblaunch
 from nblaunch.engines import current
 from nblaunch.engines.node_engine import NodeEngine
-from nblaunch.errors import NodeLostError
+from nblaunch.errors import LaunchStoppedError, NodeLostError
 from tests.conftest import eventually
 from tests.engines.agents import MachineStarter, have_begun
-from tests.engines.machines import Cluster
+from tests.engines.machines import Cluster, Machine
 
 Launcher = Callable[..., Any]
 
@@ -125,6 +126,65 @@ def test_a_slow_link_delays_and_loses_nothing(launch_alone: Launcher, weak_clust
             machine.slow(0)
     assert [len(log.text()) for log in result.logs] == [100_001] * 2
     assert [len(value) for value in result] == [50_000] * 2
+
+
+def test_a_stop_reaches_ranks_that_flood_a_slow_link(launch_alone: Launcher, weak_cluster: Cluster) -> None:
+    def flood() -> None:
+        try:
+            for _ in range(20_000):  # more than the window that a quick link has
+                print("x" * 1000)
+            print("begun", flush=True)
+            time.sleep(600)
+        finally:
+            Path("/tmp/saved").touch()  # of its machine
+
+    launch_alone(hosts)
+    for machine in weak_cluster.machines:
+        machine.slow(16_000)
+    try:
+        running = launch_alone(flood, block=False)
+        eventually(lambda: running.stacks().keys() == {0, 1} and all("sleep" in s for s in running.stacks().values()))
+        running.stop()
+        with pytest.raises(LaunchStoppedError):
+            running.result()
+        assert all(machine.run("ls", "/tmp/saved") for machine in weak_cluster.machines)
+    finally:
+        for machine in weak_cluster.machines:
+            machine.slow(0)
+
+
+def test_an_interrupt_does_not_wait_for_agents_that_do_not_answer(
+    launch_alone: Launcher, weak_cluster: Cluster
+) -> None:
+    launch_alone(hosts)
+    agents = {machine: machine.processes("nblaunch.engines.agent") for machine in weak_cluster.machines}
+    signal_each(agents, "STOP")
+    try:
+        running = launch_alone(hosts, block=False)
+        running.stop()
+        with pytest.raises(LaunchStoppedError, match=r"was stopped before its ranks had begun$"):
+            running.result()
+    finally:
+        signal_each(agents, "CONT")
+    assert list(launch_alone(hosts)) == ["n1", "n2"]
+
+
+def signal_each(agents: dict[Machine, list[int]], name: str) -> None:
+    for machine, pids in agents.items():
+        machine.run("kill", f"-{name}", *map(str, pids))
+
+
+def test_a_node_that_leaves_between_two_cells_is_announced(
+    alone: dict[str, Any], weak_cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with nblaunch.session(1, **alone) as kept:
+        signal_each({weak_cluster[1]: weak_cluster[1].processes("nblaunch.engines.agent")}, "TERM")
+
+        def is_told() -> bool:
+            kept.run(hosts, view="text")
+            return "n2: the node is being taken back (SIGTERM): save what you need" in capsys.readouterr().out
+
+        eventually(is_told)
 
 
 def test_two_notebooks_share_the_nodes(launch_alone: Launcher, weak_cluster: Cluster) -> None:

@@ -49,7 +49,7 @@ class Group:
         assert isinstance(self.workers, LocalWorkers)
         self.group = WorkerGroup(self.workers, lambda text: None, is_kept=True)
         opened.callback(self.group.close)
-        self.store = self.group.workers.open_store()
+        self.store = self.workers.open_store()
         self.group.start(lambda rank: plan.environment(rank, self.store, "several", 0))
         self._numbers = itertools.count(1)
         opened.callback(self.leave)

@@ -196,6 +196,7 @@ class FakeWorkers:
         self.events: deque[Event] = deque()
         self.ranks = [FakeWorker(rank, self.events, clock) for rank in range(world_size)]
         self.has_begun = True
+        self.heard_at = 0.0
         self.tasks: list[Task] = []
         self.samplers: list[FakeSampler] = []
         self.is_abandoned = self.is_closed = self.is_forsaken = self.is_dismissed = False
@@ -203,7 +204,7 @@ class FakeWorkers:
 
     notes = ()
 
-    def open_store(self) -> Store:
+    def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
         return Store("127.0.0.1", 1)
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[FakeWorker]:

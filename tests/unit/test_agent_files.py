@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from nblaunch.engines.agent_files import _PIECE_BYTES, AgentFiles
+from nblaunch.engines.agent_files import _PIECE_BYTES, AgentFiles, AgentFolder
 from nblaunch.engines.outbox import Message
 from nblaunch.wire.launch_files import output_file, rank_file
 from nblaunch.wire.link_messages import Written
 
 
 @pytest.fixture
-def files() -> Iterator[AgentFiles]:
-    made = AgentFiles("a-group", "n1")
+def files(tmp_path: Path) -> Iterator[AgentFiles]:
+    made = AgentFiles(tmp_path, "a-group", "n1")
     yield made
     made.close()
+
+
+def test_what_an_agent_leaves_behind_stays_for_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    living, full, empty = AgentFolder(), AgentFolder(), AgentFolder()
+    AgentFiles(full.path, "a-group", "n1").directory("/kernel")
+    full.close()
+    empty.close()
+    assert set(tmp_path.iterdir()) == {living.path, full.path}
+    AgentFolder().close()
+    assert set(tmp_path.iterdir()) == {living.path, full.path}
+    for folder in (living, full):
+        os.utime(folder.path, (0, time.time() - 90_000))
+    AgentFolder().close()
+    assert set(tmp_path.iterdir()) == {living.path}
+    living.close()
+    assert not list(tmp_path.iterdir())
 
 
 def taken(messages: list[Message]) -> list[tuple[str, str, bytes]]:
@@ -30,6 +51,17 @@ def taken(messages: list[Message]) -> list[tuple[str, str, bytes]]:
             rest = rest[size:]
         assert not rest
     return found
+
+
+def test_the_middle_of_a_log_that_is_too_far_behind_is_left_out(files: AgentFiles) -> None:
+    log = rank_file(files.directory("/kernel"), 0, "out")
+    log.write_bytes(b"x" * (5 << 20))
+    sent = b"".join(data for _, _, data in taken(list(files.unsent([0], 4 << 20))))
+    gap, _, end = sent.partition(b"]\n")
+    assert f"are left out here; all is in {log} on n1" in gap.decode()
+    assert end == b"x" * (1 << 20)
+    assert files.has_gaps
+    assert not list(files.unsent([0]))
 
 
 def test_lines_of_all_ranks_share_a_message(files: AgentFiles) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import random
@@ -12,9 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nblaunch.engines.blob_store import PART_BYTES, BlobStore, parts_of
-from nblaunch.engines.outbox import WINDOW_BYTES, Outbox
+from nblaunch.engines.outbox import Outbox
 from nblaunch.wire.channel import write_blob
-from nblaunch.wire.delivery import CONFIRM_BYTES, CONFIRM_MESSAGES, Delivery, Part
+from nblaunch.wire.delivery import (
+    CONFIRM_BYTES,
+    CONFIRM_MESSAGES,
+    MAX_WINDOW_BYTES,
+    MIN_WINDOW_BYTES,
+    WINDOW_S,
+    Delivery,
+    Part,
+)
 from nblaunch.wire.link_messages import BlobPart
 
 
@@ -82,7 +91,7 @@ def test_lanes_wait_for_the_window_and_urgent_messages_do_not() -> None:
     outbox = Outbox(delivery)
     outbox.put_in("slow", endless())
     sent = list(outbox.due())
-    assert WINDOW_BYTES <= delivery.unconfirmed_bytes < WINDOW_BYTES + (2 << 20)
+    assert MIN_WINDOW_BYTES <= delivery.unconfirmed_bytes < MIN_WINDOW_BYTES + (2 << 20)
     assert list(outbox.due()) == []
     outbox.put("stop")
     assert len(list(outbox.due())) == 1
@@ -104,6 +113,48 @@ def test_lanes_take_turns_and_each_keeps_its_order() -> None:
     assert [number for lane, number in found if lane == "b"] == [0, 1, 2]
     assert {lane for lane, _ in found[:2]} == {"a", "b"}
     assert outbox.is_empty
+
+
+def test_what_goes_first_overtakes_all_lanes_and_waits_for_the_window() -> None:
+    delivery = Delivery()
+    outbox = Outbox(delivery)
+    outbox.put_in("a", endless())
+    list(outbox.due())
+    outbox.put_in("a", [("progress", ()), ("more", ())], goes_first=True)
+    outbox.put_in("a", [("result", ())])
+    assert list(outbox.due()) == []
+    other = Delivery()
+    for parts in delivery.again():
+        other.take(parts)
+    delivery.take(other.confirmation())
+    assert [pickle.loads(parts[1]) for parts in itertools.islice(outbox.due(), 3)] == ["progress", "more", "part"]
+
+
+def test_a_slow_link_has_a_small_window_and_a_quick_one_a_large_one() -> None:
+    now = 0.0
+    here, there = Delivery(clock=lambda: now), Delivery()
+
+    def exchange(seconds: float) -> None:
+        nonlocal now
+        sent = 0
+        while sent < here.window_bytes:
+            sent += CONFIRM_BYTES
+            there.take(here.wrap([b"x" * CONFIRM_BYTES]))
+        now += seconds
+        here.take(there.confirmation())
+
+    for _ in range(6):
+        exchange(WINDOW_S / 10)
+    assert here.window_bytes == MAX_WINDOW_BYTES
+    for _ in range(6):
+        exchange(here.window_bytes / (3 << 20))  # 3 MB/s
+    assert WINDOW_S / 2 <= here.window_bytes / (3 << 20) <= WINDOW_S
+    exchange(100.0)
+    assert here.window_bytes == MIN_WINDOW_BYTES
+    there.take(here.wrap([b"a sign of life"]))
+    now += 100.0
+    here.take(there.confirmation())
+    assert here.window_bytes == MIN_WINDOW_BYTES
 
 
 def test_a_source_that_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from nblaunch.errors import StartError
-from nblaunch.launch.output import directory_lock, log_directory, pruning
+from nblaunch.launch.output import log_directory, pruning
 from nblaunch.launch.output.log_directory import LaunchFiles, RankLogs
 from nblaunch.launch.output.pruning import prune
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.machine import processes
+from nblaunch.wire import directory_lock
 from tests.unit.test_state_root import give_away
 
 

@@ -12,8 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from nblaunch.launch.output import directory_lock
 from nblaunch.launch.output.state_root import state_root
+from nblaunch.wire import directory_lock
 from nblaunch.wire.launch_files import rank_file
 
 _log = logging.getLogger(__name__)

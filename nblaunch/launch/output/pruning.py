@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from nblaunch.errors import StartError
-from nblaunch.launch.output import directory_lock
 from nblaunch.launch.output.log_directory import CELL_SUFFIX, is_referenced
 from nblaunch.launch.output.state_root import state_root
+from nblaunch.wire import directory_lock
 
 _log = logging.getLogger(__name__)
 

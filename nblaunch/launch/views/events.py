@@ -127,9 +127,10 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Preparing:
-    """Packing takes long; from a thread, before `Begun`."""
+    """What takes long before `Begun`: packing, from a thread, or the start of nodes."""
 
     text: str
+    """Empty: it is over."""
 
 
 @dataclass(frozen=True, slots=True)
