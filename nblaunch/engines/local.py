@@ -32,8 +32,10 @@ class LocalEngine:
 
     is_local = True
 
-    def machines(self, show: Callable[[str], None] = lambda text: None) -> Sequence[Machine]:
-        """Return this machine."""
+    def machines(
+        self, show: Callable[[str], None] = lambda text: None, give_up: Callable[[], bool] = lambda: False
+    ) -> Sequence[Machine]:
+        """Return this machine, at once."""
         return [this_machine()]
 
     # -------------------------------------------------------------- start methods

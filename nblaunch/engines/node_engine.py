@@ -80,23 +80,23 @@ class NodeEngine:
         self._owner = os.getpid()
 
     # -------------------------------------------------------------- the nodes
-    def machines(self, show: Callable[[str], None]) -> Sequence[Machine]:
+    def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
         """Start the agents, unless they run; return their nodes, with the variables that the notebook has set."""
         changed = changed_variables()
-        return [replace(each, env={**each.env, **changed}) for each in self._held(show)]
+        return [replace(each, env={**each.env, **changed}) for each in self._held(show, give_up)]
 
-    def _held(self, show: Callable[[str], None]) -> list[Machine]:
+    def _held(self, show: Callable[[str], None], give_up: Callable[[], bool]) -> list[Machine]:
         with self._lock:
             if self._nodes is not None and not self._nodes.is_whole:
                 if self._nodes.has_groups:
                     raise StartError(f"{self._lost()}; launches or sessions still run on the others: end them first")
                 self._release()
             if self._nodes is None:
-                self._start(show)
+                self._start(show, give_up)
             assert self._nodes is not None
             return [node.machine for node in self._nodes.joined]
 
-    def _start(self, show: Callable[[str], None]) -> None:
+    def _start(self, show: Callable[[str], None], give_up: Callable[[], bool]) -> None:
         try:
             nodes = Nodes(address_for(self._starter.addresses()), self._starter.count, self._starter.proof)
             self._nodes = nodes
@@ -105,6 +105,8 @@ class NodeEngine:
             said = ""
 
             def is_off() -> str:
+                if give_up():
+                    return f"{self._starter.name}: cancelled"
                 late = not self._starter.state() and time.monotonic() > deadline
                 return self._starter.problem() or (self._late(nodes) if late else "")
 

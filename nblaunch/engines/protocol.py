@@ -283,14 +283,15 @@ class Workers(Protocol):
 class Engine(Protocol):
     """Where ranks run. Thread-safe: launches run in threads of their own."""
 
-    def machines(self, show: Callable[[str], None]) -> Sequence[Machine]:
+    def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
         """Return the nodes that ranks are placed on; start agents there unless they run.
 
         Args:
-            show: Shows what the nodes wait for, such as a job in a queue; empty: nothing any more.
+            show: Shows what is awaited, such as a job in a queue.
+            give_up: Return True to wait no longer, and to end what was started. Default: never.
 
         Raises:
-            StartError: A node cannot be used.
+            StartError: A node cannot be used, or `give_up` returned True.
         """
 
     @property

@@ -14,9 +14,10 @@ from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, war
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
+from nblaunch.launch.machines import machines_of
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
-from nblaunch.launch.views.base import machines_of, preparing
+from nblaunch.launch.views.base import preparing
 from nblaunch.machine import timeouts
 from nblaunch.machine.slurm_variables import refusal, slurm_task
 from nblaunch.wire import rank_variables

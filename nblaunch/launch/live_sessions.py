@@ -10,10 +10,11 @@ from nblaunch.engines import current
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
+from nblaunch.launch.machines import machines_of
 from nblaunch.launch.plan import ANY_MACHINE, changed, make_plan
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
-from nblaunch.launch.views.base import NullView, machines_of
+from nblaunch.launch.views.base import NullView
 from nblaunch.machine import argument_checks
 
 OPTIONS = {

@@ -89,6 +89,8 @@ RAY_CONNECT_TIMEOUT_S = 60.0
 """For Ray's driver to connect to its cluster: it imports Ray first."""
 NODES_START_TIMEOUT_S = 120.0
 """For the agents of a set of nodes to join, once the nodes are there: they import torch."""
+NODES_CANCEL_TIMEOUT_S = 10.0
+"""After an interrupt, for what was started to end before the cell does."""
 NODES_POLL_S = 0.2
 """Between two looks at an engine that has not yet started all agents."""
 PLACED_TIMEOUT_S = 130.0

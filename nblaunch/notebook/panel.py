@@ -65,6 +65,7 @@ from nblaunch.notebook.record import Record
 from nblaunch.notebook.record_html import as_html
 from nblaunch.notebook.record_text import as_text
 from nblaunch.notebook.usage_meter import UsageMeter
+from nblaunch.notebook.waiting_display import WIDGET, WaitingDisplay
 
 _log = logging.getLogger(__name__)
 _MAX_BYTES_PER_S = 200 << 10
@@ -75,7 +76,6 @@ _MAX_SHORT_LOG_BYTES = 1000
 _TAIL_LINES = 20
 _MAX_ENDED_PANELS = 20
 """Ended launches whose panels stay live; older ones keep only their record."""
-_WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
 class PanelView(View):
@@ -90,6 +90,7 @@ class PanelView(View):
 
     def __init__(self, shell: Any) -> None:
         self._display = CellDisplay(shell)
+        self._waiting = WaitingDisplay(self._display)
         self._feed = LogFeed()
         self._outputs = OutputStore()
         self._lock = threading.RLock()
@@ -126,8 +127,8 @@ class PanelView(View):
                 self._start(info)
             case RanksPlaced(workers):
                 self._workers = workers
-            case Preparing(text):
-                self._display.show({"text/plain": text})
+            case Preparing(text, cancel):
+                self._waiting.show(text, cancel)
             case Logs(pieces):
                 self._add_logs(pieces)
             case Ended(outcome):
@@ -197,7 +198,7 @@ class PanelView(View):
         record = self._record()
         bundle: dict[str, Any] = {"text/plain": as_text(record), "text/html": as_html(record)}
         if self._widget is not None and not self._over.is_set():
-            bundle[_WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
+            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self._widget.model_id}
         self._display.show(bundle)
 
     def _record(self) -> Record:

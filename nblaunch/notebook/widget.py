@@ -12,6 +12,7 @@ import traitlets
 
 from nblaunch.notebook.page_messages import Delta, PanelInfo, Snapshot, to_content
 from nblaunch.notebook.page_script import script, style
+from nblaunch.notebook.waiting_display import answer_in_main_shell
 
 
 class PanelWidget(anywidget.AnyWidget):
@@ -33,9 +34,7 @@ class PanelWidget(anywidget.AnyWidget):
     def __init__(self, info: PanelInfo, receive: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(_esm=script(), _css=style(), info=to_content(info))
         self.on_msg(lambda widget, content, buffers: receive(content))
-        # ipykernel 7.4 sends replies to the subshell that sent on the comm last: that of the busy cell.
-        if hasattr(self.comm, "_reply_subshell_for"):
-            self.comm._reply_subshell_for = lambda data, default: default
+        answer_in_main_shell(self)
 
     def send_numbered(self, message: Delta | Snapshot, data: bytes = b"") -> int:
         """Send a numbered message; return its size in bytes."""

@@ -1,4 +1,4 @@
-"""Machines for tests: network namespaces on a bridge, each with a host name, processes and a /tmp of its own.
+"""Machines for tests: network namespaces on a bridge, each with a host name, processes, clock and /tmp of its own.
 
 This process is on the bridge too, as the notebook's machine. Names do not resolve, as in many clusters.
 """
@@ -30,7 +30,7 @@ class KnownMachine:
 
     def inside(self, *command: str) -> list[str]:
         """Return the command that runs another one in this machine."""
-        return ["nsenter", "-t", self.init, "-n", "-u", "-p", "-m", *command]
+        return ["nsenter", "-t", self.init, "-n", "-u", "-p", "-m", "-T", *command]
 
 
 class Machine(KnownMachine):
@@ -43,10 +43,12 @@ class Machine(KnownMachine):
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         name, address = f"n{number}", f"{cluster.network}.{number}"
+        self.clock_s = 1000 * number
+        """How much later it is there, by the monotonic clock."""
         self._port = f"{cluster.bridge}p{number}"
         script = f"hostname {name}; mount -t tmpfs tmpfs /tmp; ip link set lo up; echo up; {_INIT}"
         self._process = subprocess.Popen(
-            ["unshare", "-npum", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script],
+            ["unshare", "-npumT", f"--monotonic={self.clock_s}", *_OPTIONS, "bash", "-c", script],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -152,6 +154,7 @@ class Cluster:
             _run("ip", "link", "del", self.bridge)
 
 
+_OPTIONS = ("--fork", "--kill-child", "--mount-proc")
 _PATH = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _INIT = "sleep infinity & wait"
 """PID 1: a shell that waits collects the processes that it adopts."""

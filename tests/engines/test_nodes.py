@@ -114,6 +114,22 @@ def test_a_rank_that_is_killed_is_named(launch: Launcher) -> None:
         launch(die)
 
 
+def test_the_first_failure_is_found_though_clocks_differ(launch: Launcher, held: NodeEngine, cluster: Cluster) -> None:
+    def fail(rank: int) -> None:
+        if rank == 1:
+            raise KeyError("first")
+        try:
+            time.sleep(600)
+        finally:
+            raise ValueError("in consequence")
+
+    with pytest.raises(KeyError, match="first"):
+        launch(fail)
+    assert held._nodes is not None
+    for node, machine in zip(held._nodes.joined, cluster.machines, strict=True):
+        assert abs(node.peer.offset_ns / 1e9 + machine.clock_s) < 0.05
+
+
 def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
     with nblaunch.session(1, **nodes) as kept:
         kept.push(weights=torch.ones(3))

@@ -276,7 +276,7 @@ class FakeEngine:
 
     is_local = True
 
-    def machines(self, show: Callable[[str], None]) -> Sequence[Machine]:
+    def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
         return [Machine(0, 2, "linux", {})]
 
     def resolve(self, method: str) -> str:

@@ -6,12 +6,10 @@ import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from nblaunch.engines.protocol import Engine
 from nblaunch.launch.views.events import Event, Preparing
 from nblaunch.machine import timeouts
-from nblaunch.machine.inventory import Machine
 
 _log = logging.getLogger(__name__)
 
@@ -69,23 +67,3 @@ def preparing(view: View, name: str) -> Iterator[None]:
         timer.cancel()
         if timer.ident is not None:
             timer.join()  # the event must not follow those of the launch
-
-
-def machines_of(engine: Engine, view: View) -> Sequence[Machine]:
-    """Return the machines of an engine, which may have to start agents on them; a view says what takes time.
-
-    Raises:
-        StartError: They cannot be had.
-    """
-    has_shown = False
-
-    def show(text: str) -> None:
-        nonlocal has_shown
-        has_shown = True
-        view.on(Preparing(text))
-
-    try:
-        return engine.machines(show)
-    finally:
-        if has_shown:
-            view.on(Preparing(""))

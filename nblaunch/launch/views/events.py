@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -131,6 +131,8 @@ class Preparing:
 
     text: str
     """Empty: it is over."""
+    cancel: Callable[[], None] | None = None
+    """Ends it; None: it cannot be ended alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ class TextView(View):
                 for output in outputs:
                     self._add(_Source(rank, "display", "the files beside the logs"), _output_lines(output))
                 self._emit_if_due()
-            case Note(text) | Preparing(text) if text:
+            case Note(text) | Preparing(text=text) if text:
                 self._note(text.splitlines())
             case Stuck(lines, is_repeated=False) if lines:
                 self._note(lines)

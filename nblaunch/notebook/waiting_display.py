@@ -1,0 +1,60 @@
+"""What a cell shows while its launch waits for nodes: a line of text, and a button that cancels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nblaunch.notebook.cell_display import CellDisplay
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+class WaitingDisplay:
+    """See the module. The same display shows the panel later.
+
+    Args:
+        display: Of the cell.
+    """
+
+    def __init__(self, display: CellDisplay) -> None:
+        self._display = display
+        self._box: Any = None
+        self._line: Any = None
+
+    def show(self, text: str, cancel: Callable[[], None] | None) -> None:
+        """Show a text; nothing if it is empty."""
+        if self._box is None and cancel is not None and text:
+            self._open(cancel)
+        bundle: dict[str, Any] = {"text/plain": text}
+        if self._box is not None and text:
+            self._line.value = text
+            bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
+        self._display.show(bundle)
+        if not text:
+            self._close()
+
+    def _open(self, cancel: Callable[[], None]) -> None:
+        import ipywidgets  # slow, and nodes that are there need no wait
+
+        button = ipywidgets.Button(description="Cancel", tooltip="Wait no longer, and free what was reserved")
+        button.on_click(lambda clicked: cancel())
+        button.is_prompt = True  # a click may be handled at any time: see `nblaunch.notebook.shell_channel`
+        answer_in_main_shell(button)
+        self._line = ipywidgets.Label()
+        self._box = ipywidgets.HBox([button, self._line])
+
+    def _close(self) -> None:
+        if self._box is not None:
+            for widget in (*self._box.children, self._box):
+                widget.close()
+            self._box = None
+
+
+def answer_in_main_shell(widget: Any) -> None:
+    """Let messages of the page to a widget not follow what the kernel has sent on its comm last.
+
+    ipykernel 7.4 sends replies to the subshell that sent on the comm last: that of the busy cell.
+    """
+    if hasattr(widget.comm, "_reply_subshell_for"):
+        widget.comm._reply_subshell_for = lambda data, default: default
