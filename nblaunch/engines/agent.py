@@ -57,6 +57,7 @@ from nblaunch.wire.link_messages import (
     Leaving,
     Place,
     Placed,
+    Preload,
     SendTasks,
     ToGroup,
     Want,
@@ -261,6 +262,8 @@ class Agent:
             self._blobs.drop(message.keys)
         elif isinstance(message, Place):
             threading.Thread(target=self._place, args=(message,), name=f"nblaunch-{message.group}").start()
+        elif isinstance(message, Preload):
+            self._engine.preload(message.modules)
         elif isinstance(message, Files):
             self._modules.take(message)
         elif isinstance(message, End) and message.how == "close":

@@ -80,12 +80,17 @@ def _made(kind: str, words: list[str], count: int | None) -> Engine:
 
 def status() -> list[str]:
     """Return the lines of ``%distributed status`` about all engines."""
-    return [*engine.status(), *(line for held in list(_held.values()) for line in held.status())]
+    return [*engine.status(), *(line for each in held() for line in each.status())]
+
+
+def held() -> list[Engine]:
+    """Return the engines of other machines that hold nodes, or have held some."""
+    return list(_held.values())
 
 
 def release() -> list[str]:
     """Free the nodes of other machines; return a line for each engine that held some."""
-    lines = [line for held in list(_held.values()) for line in held.status()]
+    lines = [line for each in held() for line in each.status()]
     while _held:
         _held.popitem()[1].stop()
     atexit.unregister(release)

@@ -21,7 +21,7 @@ from nblaunch.engines.protocol import Order, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
-from nblaunch.wire.link_messages import Boot, Proof
+from nblaunch.wire.link_messages import Boot, Preload, Proof
 
 
 class Starter(Protocol):
@@ -180,7 +180,10 @@ class NodeEngine:
         """Agents have their own environment."""
 
     def preload(self, modules: Sequence[str], env: Mapping[str, str] | None = None, named: Sequence[str] = ()) -> None:
-        """Ranks of other nodes import for themselves."""
+        """Let the agents do it, each in the environment that ranks had there."""
+        if (nodes := self._nodes) is not None:
+            for node in nodes.joined:
+                nodes.send(node, Preload(modules))
 
     def status(self) -> list[str]:
         """Return a line about the nodes."""

@@ -29,6 +29,7 @@ from nblaunch.wire.link_messages import (
     FromAgent,
     Joined,
     Leaving,
+    Preload,
     Proof,
     ToGroup,
     Versions,
@@ -171,7 +172,7 @@ class Nodes:
         for key in [key for key, (group, _) in self._wanted.items() if group == name]:
             os.close(self._wanted.pop(key)[1])
 
-    def send(self, node: Node, message: ToGroup) -> None:
+    def send(self, node: Node, message: ToGroup | Preload) -> None:
         """Send an urgent message."""
         self._link.send(node.peer, message)
 

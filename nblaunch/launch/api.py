@@ -198,7 +198,8 @@ def notebook_launcher(
 def preload(modules: Sequence[str]) -> None:
     """Import modules in the background, so that the ranks of later launches start with them.
 
-    The packages in `nblaunch.machine.packages.KNOWN_SAFE` that the notebook has imported are always included.
+    The packages in `nblaunch.machine.packages.KNOWN_SAFE` that the notebook has imported are always included. Nodes of
+    other engines import them, too, if they are held.
 
     Args:
         modules: Their names, such as ``("torchvision.transforms",)``.
@@ -209,6 +210,8 @@ def preload(modules: Sequence[str]) -> None:
     local = current.engine
     plan = make_plan(local.machines(lambda text: None), local, preload=modules)
     local.preload(plan.preload, plan.env, plan.named)
+    for engine in current.held():
+        engine.preload(plan.preload)
 
 
 def prepare(

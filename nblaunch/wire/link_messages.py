@@ -77,6 +77,13 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
+class Preload:
+    """Kernel -> agent: import these modules ahead of later launches."""
+
+    modules: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Leave:
     """Kernel -> agent: kill every rank and exit."""
 

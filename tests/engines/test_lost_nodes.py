@@ -102,12 +102,12 @@ def test_a_killed_kernel_leaves_nothing_on_any_node(weak_cluster: Cluster, tmp_p
 
 def test_a_kernel_that_is_busy_loses_no_node(launch_alone: Launcher) -> None:
     def work() -> str:
-        time.sleep(9)
+        time.sleep(13)
         return socket.gethostname()
 
     running = launch_alone(work, block=False)
     eventually(lambda: running.stacks().keys() == {0, 1})
-    ctypes.PyDLL(None).usleep(8_000_000)  # with the GIL: no thread of this process runs Python
+    ctypes.PyDLL(None).usleep(12_000_000)  # with the GIL, longer than `KERNEL_LOST_S`: no thread runs Python
     assert list(running.result()) == ["n1", "n2"]
 
 

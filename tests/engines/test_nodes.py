@@ -130,6 +130,15 @@ def test_the_first_failure_is_found_though_clocks_differ(launch: Launcher, held:
         assert abs(node.peer.offset_ns / 1e9 + machine.clock_s) < 0.05
 
 
+def test_modules_are_imported_ahead_on_every_node(launch: Launcher) -> None:
+    def has_module() -> bool:
+        return "colorsys" in sys.modules
+
+    assert list(launch(has_module)) == [False, False]
+    nblaunch.preload(["colorsys"])
+    eventually(lambda: list(launch(has_module)) == [True, True])
+
+
 def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
     with nblaunch.session(1, **nodes) as kept:
         kept.push(weights=torch.ones(3))
