@@ -46,7 +46,7 @@ class Machine(KnownMachine):
         self.clock_s = 1000 * number
         """How much later it is there, by the monotonic clock."""
         self._port = f"{cluster.bridge}p{number}"
-        script = f"hostname {name}; mount -t tmpfs tmpfs /tmp; ip link set lo up; echo up; {_INIT}"
+        script = f"hostname {name}; mount -t tmpfs tmpfs /tmp; ip link set lo up; {_INIT}"
         self._process = subprocess.Popen(
             ["unshare", "-npumT", f"--monotonic={self.clock_s}", *_OPTIONS, "bash", "-c", script],
             stdin=subprocess.DEVNULL,
@@ -156,7 +156,7 @@ class Cluster:
 
 _OPTIONS = ("--fork", "--kill-child", "--mount-proc")
 _PATH = ("/usr/sbin", "/usr/bin", "/sbin", "/bin")
-_INIT = "sleep infinity & wait"
+_INIT = "sleep infinity & echo up; wait"
 """PID 1: a shell that waits collects the processes that it adopts."""
 
 
