@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import nblaunch
 from nblaunch.engines import current
+from nblaunch.engines.group_events import NodeLeaving
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.errors import LaunchStoppedError, NodeLostError
 from tests.conftest import eventually
@@ -179,12 +180,10 @@ def test_a_node_that_leaves_between_two_cells_is_announced(
 ) -> None:
     with nblaunch.session(1, **alone) as kept:
         signal_each({weak_cluster[1]: weak_cluster[1].processes("nblaunch.engines.agent")}, "TERM")
-
-        def is_told() -> bool:
-            kept.run(hosts, view="text")
-            return "n2: the node is being taken back (SIGTERM): save what you need" in capsys.readouterr().out
-
-        eventually(is_told)
+        workers: Any = kept._ranks.group.workers
+        eventually(lambda: any(isinstance(event, NodeLeaving) for event in workers._events))
+        kept.run(hosts, view="text")
+    assert "n2: the node is being taken back (SIGTERM): save what you need" in capsys.readouterr().out
 
 
 def test_two_notebooks_share_the_nodes(launch_alone: Launcher, weak_cluster: Cluster) -> None:

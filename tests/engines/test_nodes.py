@@ -23,7 +23,10 @@ from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.nodes import Nodes
 from nblaunch.engines.versions import versions_here
 from nblaunch.errors import LaunchStoppedError, RankDiedError
+from nblaunch.launch.api import preload
+from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
+from nblaunch.wire.launch_files import LOCK
 from nblaunch.wire.link_messages import Joined
 from nblaunch.wire.messages import Cell
 from tests.conftest import eventually
@@ -134,9 +137,13 @@ def test_modules_are_imported_ahead_on_every_node(launch: Launcher) -> None:
     def has_module() -> bool:
         return "colorsys" in sys.modules
 
+    def is_there() -> bool:
+        time.sleep(2 * timeouts.BUILD_QUIET_S)  # nothing is built while launches follow one another
+        return list(launch(has_module)) == [True, True]
+
     assert list(launch(has_module)) == [False, False]
-    nblaunch.preload(["colorsys"])
-    eventually(lambda: list(launch(has_module)) == [True, True])
+    preload(["colorsys"])
+    eventually(is_there)
 
 
 def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
@@ -172,7 +179,8 @@ def test_own_modules_and_the_directory_need_no_shared_disk(
     (package / "values.py").write_text("VALUE = 22\n")
     assert [value for value, _, _ in launch(use)] == [22, 22]
     monkeypatch.delitem(sys.modules, "ownpackage")
-    assert "nblaunch" not in cluster[0].run("ls", "/tmp")
+    left = cluster[0].run("find", "/tmp", "-path", "/tmp/nblaunch*", "-type", "f").split()
+    assert [Path(path).name for path in left] == [LOCK]
 
 
 def test_data_goes_to_each_node_once_and_is_there_once(launch: Launcher, held: NodeEngine) -> None:
