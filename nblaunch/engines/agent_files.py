@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from nblaunch.engines.outbox import Message
+from nblaunch.machine import timeouts
 from nblaunch.machine.own_modules import OwnFile
 from nblaunch.machine.segments import in_words
 from nblaunch.wire import directory_lock
@@ -31,8 +32,6 @@ _KEPT_END_BYTES = 1 << 20
 """Of a log whose middle is left out, at its end."""
 _KEPT_DIRECTORIES = 3
 """Of the last tasks of kept ranks; the first directory of a group stays."""
-_KEPT_S = 24 * 3600.0
-"""How long files stay that an agent has left behind."""
 _PREFIX = "nblaunch-agent-"
 _STREAMS: tuple[Literal["spool", "out", "err"], ...] = ("spool", "out", "err")
 
@@ -45,7 +44,7 @@ class AgentFolder:
         for old in temporary.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):  # another user's, or another agent is removing it
                 about = old.lstat()
-                if about.st_uid == os.getuid() and time.time() - about.st_mtime > _KEPT_S:
+                if about.st_uid == os.getuid() and time.time() - about.st_mtime > timeouts.AGENT_FILES_KEPT_S:
                     _remove_unlocked(old)
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary))
         self._lock = directory_lock.acquire(self.path)

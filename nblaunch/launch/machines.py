@@ -19,7 +19,7 @@ def machines_of(engine: Engine, view: View) -> Sequence[Machine]:
     """Return the machines of an engine. Meanwhile a view says what is awaited, and its user may cancel.
 
     Raises:
-        StartError: They cannot be had.
+        StartError: One cannot be used.
         LaunchStoppedError: The user has cancelled.
         KeyboardInterrupt: The user has interrupted the cell.
     """

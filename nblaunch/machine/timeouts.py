@@ -69,6 +69,8 @@ LINK_POLL_S = 0.05
 """Longest wait of the thread that serves a link, and longest time that it reads without sending."""
 LINK_AWAY_S = 1.0
 """Of that thread's own absence before it no longer blames silence on the nodes: the kernel was busy."""
+LINK_WINDOW_S = 0.5
+"""How long an urgent message may wait for those that were sent before it: on a slow link they are fewer."""
 LINK_CLOSE_S = 1.0
 """For the last messages of a link to be sent."""
 CLOCK_INTERVAL_S = 50.0
@@ -95,6 +97,8 @@ NODES_POLL_S = 0.2
 """Between two looks at an engine that has not yet started all agents."""
 PLACED_TIMEOUT_S = 130.0
 """For an agent to get the processes that start ranks: its fork server may have to start first."""
+AGENT_FILES_KEPT_S = 24 * 3600.0
+"""How long files stay on a node that an agent has left behind."""
 AGENT_EXIT_TIMEOUT_S = 3.0
 """For agents to exit that were told to, before what has started them is ended."""
 AGENT_POLL_S = 0.05

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from nblaunch.machine import timeouts
+
 Part = bytes | memoryview
 Parts = Sequence[Part]
 """The parts of a message."""
@@ -23,8 +25,6 @@ CONFIRM_BYTES = 1 << 19
 CONFIRM_MESSAGES = 64
 """The same in messages."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 1 << 20, 8 << 20
-WINDOW_S = 0.5
-"""How long a new message may wait for those that were sent before it: on a slow link they are fewer."""
 
 
 @dataclass(slots=True)
@@ -110,9 +110,9 @@ class Delivery:
         if size < CONFIRM_BYTES:  # a sign of life confirms a few bytes long after they have arrived
             return
         took = self.clock() - sent_at
-        if took > WINDOW_S:
-            self.window_bytes = max(MIN_WINDOW_BYTES, int(self.window_bytes * WINDOW_S / took))
-        elif took < WINDOW_S / 2:
+        if took > timeouts.LINK_WINDOW_S:
+            self.window_bytes = max(MIN_WINDOW_BYTES, int(self.window_bytes * timeouts.LINK_WINDOW_S / took))
+        elif took < timeouts.LINK_WINDOW_S / 2:
             self.window_bytes = min(MAX_WINDOW_BYTES, 2 * self.window_bytes)
 
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from nblaunch.engines.blob_store import PART_BYTES, BlobStore, parts_of
 from nblaunch.engines.outbox import Outbox
+from nblaunch.machine import timeouts
 from nblaunch.wire.channel import write_blob
 from nblaunch.wire.delivery import (
     CONFIRM_BYTES,
     CONFIRM_MESSAGES,
     MAX_WINDOW_BYTES,
     MIN_WINDOW_BYTES,
-    WINDOW_S,
     Delivery,
     Part,
 )
@@ -144,11 +144,11 @@ def test_a_slow_link_has_a_small_window_and_a_quick_one_a_large_one() -> None:
         here.take(there.confirmation())
 
     for _ in range(6):
-        exchange(WINDOW_S / 10)
+        exchange(timeouts.LINK_WINDOW_S / 10)
     assert here.window_bytes == MAX_WINDOW_BYTES
     for _ in range(6):
         exchange(here.window_bytes / (3 << 20))  # 3 MB/s
-    assert WINDOW_S / 2 <= here.window_bytes / (3 << 20) <= WINDOW_S
+    assert timeouts.LINK_WINDOW_S / 2 <= here.window_bytes / (3 << 20) <= timeouts.LINK_WINDOW_S
     exchange(100.0)
     assert here.window_bytes == MIN_WINDOW_BYTES
     there.take(here.wrap([b"a sign of life"]))
