@@ -234,4 +234,4 @@ SHELL_SERVE_INTERVAL_S = 0.1
 BUSY_STATUS_INTERVAL_S = 1.0
 """Pause between two "busy" statuses for a page that connects while a cell runs."""
 BUSY_STATUS_DURATION_S = 5.0
-"""How long a page that connects is sent "busy" statuses: the threads that answer it report "idle"."""
+"""How long a page that connects, or gets a panel, has "busy" statuses: the threads that answer it report "idle"."""

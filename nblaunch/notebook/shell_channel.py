@@ -60,6 +60,8 @@ class ShellChannel:
             yield
             return
         self._cell, self._over = self._kernel.get_parent(), over
+        self._busy_at = time.monotonic()
+        self._busy_until = self._busy_at + timeouts.BUSY_STATUS_DURATION_S  # pages that open a panel show "idle"
         try:
             self._in_its_thread(self._begin)
             yield

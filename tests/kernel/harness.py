@@ -71,7 +71,7 @@ class Kernel:
         cell = self.cells[request]
         begin = time.monotonic()
         while not (cell.idle or (until and until in cell.text)):
-            self._take_message(begin + limit)
+            self.take_message(begin + limit)
         while cell.idle and not cell.reply:
             message = self.client.get_shell_msg(timeout=limit)
             if message["parent_header"]["msg_id"] == request:  # not a late answer to `wait_for_ready`
@@ -84,7 +84,7 @@ class Kernel:
         cell = self.cells[request]
         deadline = time.monotonic() + limit
         while until not in cell.text:
-            self._take_message(deadline)
+            self.take_message(deadline)
         return cell
 
     def debug(self, code: str, *lines: str, limit: float = LONG) -> Cell:
@@ -105,8 +105,8 @@ class Kernel:
         """Wait until the cell asks for a line, and return the prompt."""
         return str(self.client.get_stdin_msg(timeout=limit)["content"]["prompt"])
 
-    def _take_message(self, deadline: float) -> None:
-        """Wait for one message, and put it to the cell that it belongs to."""
+    def take_message(self, deadline: float) -> None:
+        """Wait for one message until `deadline`, and put it to the cell that it belongs to."""
         message = self.client.get_iopub_msg(timeout=max(0.01, deadline - time.monotonic()))
         cell = self.cells.get(message["parent_header"].get("msg_id", ""))
         if cell is not None:
