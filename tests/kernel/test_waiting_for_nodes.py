@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import LONG
 from tests.kernel.harness import Kernel
 
 SSH = """#!/bin/sh
