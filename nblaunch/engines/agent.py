@@ -104,8 +104,8 @@ class Agent:
         self._placed: deque[tuple[Place, LocalWorkers | None, AgentFiles | None, Placed]] = deque()
         """Groups that a thread has placed, or could not."""
         self._modules = AgentModules(self._wake)
-        self._closed: set[str] = set()
-        """Groups that were closed before they were placed."""
+        self._placing: dict[str, bool] = {}
+        """Groups that are not yet placed, and whether they were closed meanwhile."""
         self._silence = _Silence()
         self._is_leaving = False
         self._boot = boot
@@ -167,6 +167,7 @@ class Agent:
                     self._send(parts)
             if now >= beat_at:
                 beat_at = now + timeouts.LINK_BEAT_S
+                self._folder.touch()
                 behind = self._delivery.is_behind
                 self._send(self._delivery.request() if behind else self._delivery.confirmation())
             for parts in self._outbox.due():
@@ -261,6 +262,7 @@ class Agent:
         elif isinstance(message, Drop):
             self._blobs.drop(message.keys)
         elif isinstance(message, Place):
+            self._placing[message.group] = False
             threading.Thread(target=self._place, args=(message,), name=f"nblaunch-{message.group}").start()
         elif isinstance(message, Preload):
             self._engine.preload(message.modules)
@@ -296,9 +298,9 @@ class Agent:
     def _close(self, name: str) -> None:
         group = self._groups.pop(name, None)
         self._outbox.drop(name)
-        if group is None:
-            self._closed.add(name)
-        else:
+        if name in self._placing:
+            self._placing[name] = True
+        elif group is not None:
             group.close()
             self._engine.prepare_next()
 
@@ -347,11 +349,10 @@ class Agent:
         return replace(wanted, cwd=cwd, sys_path=tuple(path), limits=own.limits, cpus=own.cpus), note
 
     def _adopt(self, message: Place, workers: LocalWorkers | None, files: AgentFiles | None, answer: Placed) -> None:
-        if workers is None or message.group in self._closed:
+        if self._placing.pop(message.group) or workers is None:
             for each in (workers, files):
                 if each is not None:
                     each.close()
-            self._closed.discard(message.group)
         else:
             assert files is not None
             made = AgentGroup(message.group, message.ranks, workers, files, self._outbox, self._blobs)

@@ -7,8 +7,11 @@ that says where it is. What an agent leaves behind, for that or because it was k
 from __future__ import annotations
 
 import contextlib
+import glob
+import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,15 +27,17 @@ from nblaunch.wire import directory_lock
 from nblaunch.wire.launch_files import LOCK, rank_file
 from nblaunch.wire.link_messages import Written
 
+_log = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 18
 """Of files in one message."""
 MAX_BACKLOG_BYTES = 32 << 20
 """Of a log that a running rank writes, before its middle is left out."""
+MAX_LATE_BYTES = 8 << 20
+"""The same once the rank has ended and `timeouts.AGENT_REST_S` have passed."""
 _KEPT_END_BYTES = 1 << 20
 """Of a log whose middle is left out, at its end."""
 _KEPT_DIRECTORIES = 3
 """Of the last tasks of kept ranks; the first directory of a group stays."""
-_PREFIX = "nblaunch-agent-"
 _STREAMS: tuple[Literal["spool", "out", "err"], ...] = ("spool", "out", "err")
 
 
@@ -41,22 +46,34 @@ class AgentFolder:
 
     def __init__(self) -> None:
         temporary = Path(tempfile.gettempdir())
-        for old in temporary.glob(f"{_PREFIX}*"):
+        prefix = f"nblaunch-agent-{socket.gethostname()}-"  # a shared disk may have locks that other nodes do not see
+        for old in temporary.glob(f"{glob.escape(prefix)}*"):
             with contextlib.suppress(OSError):  # another user's, or another agent is removing it
-                about = old.lstat()
-                if about.st_uid == os.getuid() and time.time() - about.st_mtime > timeouts.AGENT_FILES_KEPT_S:
+                found = old.lstat()
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > timeouts.AGENT_FILES_KEPT_S:
                     _remove_unlocked(old)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary))
-        self._lock = directory_lock.acquire(self.path)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=temporary))
+        self._lock: int | None = None
+        try:
+            self._lock = directory_lock.acquire(self.path)
+        except OSError as error:
+            if error.errno not in directory_lock.UNSUPPORTED:
+                raise
+            _log.warning("nblaunch: %s may stay: its file system does not support locks", self.path)
+
+    def touch(self) -> None:
+        """Let the day begin that the folder stays."""
+        with contextlib.suppress(OSError):  # someone has removed it
+            os.utime(self.path)
 
     def close(self) -> None:
         """Remove the folder, unless a group has left files that the kernel lacks."""
+        (self.path / LOCK).unlink(missing_ok=True)
         if self._lock is not None:
-            (self.path / LOCK).unlink(missing_ok=True)
             directory_lock.release(self._lock)
             self._lock = None
-            with contextlib.suppress(OSError):  # not empty
-                self.path.rmdir()
+        with contextlib.suppress(OSError):  # not empty
+            self.path.rmdir()
 
 
 def _remove_unlocked(folder: Path) -> None:
@@ -82,7 +99,7 @@ class AgentFiles:
     """The files of the ranks of one group on this node.
 
     Args:
-        folder: The agent's.
+        folder: Where to make its own folder.
         group: The id of the group.
         node: The name of the node, for the user.
 
@@ -93,6 +110,7 @@ class AgentFiles:
     def __init__(self, folder: Path, group: str, node: str) -> None:
         self._group, self._node = group, node
         self.root = folder / group
+        folder.mkdir(mode=0o700, exist_ok=True)  # a cleaner of /tmp may have removed it
         self.root.mkdir(mode=0o700)
         self._directories: dict[str, Path] = {}
         """By the kernel's path for the same directory."""
@@ -129,17 +147,17 @@ class AgentFiles:
         """Return True if a rank has written something that was not sent. Looks at its present and last task."""
         return any(self._size(path) > self._sent.get(path, 0) for _, path in self._streams(rank))
 
-    def unsent(self, ranks: Iterable[int], limit: int = MAX_BACKLOG_BYTES) -> Iterator[Message]:
+    def unsent(self, ranks: Iterable[int], *, is_over: bool = False) -> Iterator[Message]:
         """Yield what ranks have written since the last call: what they display before the records that refer to it.
 
         Small pieces of many files share a message: each costs the kernel as much as a large one.
 
         Args:
             ranks: The ranks.
-            limit: Of a log, before its middle is left out. Default: `MAX_BACKLOG_BYTES`.
+            is_over: Whether it is the last call of their task.
         """
         batch: list[_Piece] = []
-        for piece in (piece for rank in ranks for piece in self._unsent_of(rank, limit)):
+        for piece in (piece for rank in ranks for piece in self._unsent_of(rank, is_over)):
             size = sum(len(each.data) for each in batch)
             if batch and (piece.log_dir != batch[0].log_dir or size + len(piece.data) > _PIECE_BYTES):
                 yield self._message(batch)
@@ -152,14 +170,16 @@ class AgentFiles:
         files = [(each.file, len(each.data)) for each in batch]
         return Written(self._group, batch[0].log_dir, files), [b"".join(each.data for each in batch)]
 
-    def _unsent_of(self, rank: int, limit: int) -> Iterator[_Piece]:
+    def _unsent_of(self, rank: int, is_over: bool) -> Iterator[_Piece]:
         for log_dir, path in self._streams(rank):
             size = self._size(path)
             if size <= self._sent.get(path, 0):
                 continue
             if path.suffix == ".spool":
                 yield from self._displays(rank, log_dir, path.parent)
-            elif size - self._sent.get(path, 0) > limit:
+            elif is_over:
+                yield from self._rest(log_dir, path, size)
+            elif size - self._sent.get(path, 0) > MAX_BACKLOG_BYTES:
                 yield self._gap(log_dir, path, size)
             yield from self._pieces(log_dir, path, size)
 
@@ -181,6 +201,16 @@ class AgentFiles:
                 start += len(data)
                 self._sent[path] = start
                 yield _Piece(log_dir, path.name, data)
+
+    def _rest(self, log_dir: str, path: Path, end: int) -> Iterator[_Piece]:
+        """Yield the rest of a log, or as much as is sent in time, and where the middle of the log is."""
+        until = time.monotonic() + timeouts.AGENT_REST_S
+        for piece in self._pieces(log_dir, path, end):
+            yield piece
+            if time.monotonic() > until and end - self._sent[path] > MAX_LATE_BYTES:
+                break
+        if end - self._sent[path] > MAX_LATE_BYTES:
+            yield self._gap(log_dir, path, end)
 
     def _gap(self, log_dir: str, path: Path, size: int) -> _Piece:
         """Leave out the middle of a log."""

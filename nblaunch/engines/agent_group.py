@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from nblaunch.engines.agent_files import AgentFiles
 from nblaunch.engines.blob_store import BlobStore, parts_of
-from nblaunch.engines.group_events import Event, LostDescriptors, Received
+from nblaunch.engines.group_events import Event, Lost, LostDescriptors, Received
 from nblaunch.engines.local_worker import LocalWorker
 from nblaunch.engines.local_workers import LocalWorkers
 from nblaunch.engines.outbox import Message, Outbox
@@ -36,7 +36,7 @@ from nblaunch.wire.link_messages import (
     ToGroup,
     ToRank,
 )
-from nblaunch.wire.messages import Done, Failed, Interrupt, NotStarted, RankExited
+from nblaunch.wire.messages import Done, Failed, Interrupt, NotStarted, RankExited, Swept
 
 if TYPE_CHECKING:
     from nblaunch.engines.local_sampler import LocalSampler
@@ -192,7 +192,7 @@ class AgentGroup:
         if isinstance(event, Received):
             is_end = isinstance(event.message, (Done, Failed))
             if is_end:
-                self._send(self._files.unsent([event.rank], self._outbox.rest_bytes))
+                self._send(self._files.unsent([event.rank], is_over=True))
             messages = self._with_parcel(event)
             weakref.finalize(messages, event.parcel.close)  # also if the lane is dropped before it comes to them
             self._send(messages, at_once=not is_end)
@@ -201,9 +201,9 @@ class AgentGroup:
             lost = FromRank(self.group, event.rank, event.message, lost=event.error.strerror or str(event.error))
             self._send([(lost, ())])
             return
-        if not isinstance(event, NotStarted):
+        if isinstance(event, (RankExited, Swept, Lost)):
             ended = [event.rank] if isinstance(event, RankExited) else self._ranks
-            self._send(self._files.unsent(ended, self._outbox.rest_bytes))
+            self._send(self._files.unsent(ended, is_over=True))
         self._send([(FromGroup(self.group, event), ())])
 
     def _with_parcel(self, event: Received) -> Iterator[Message]:

@@ -113,8 +113,8 @@ class CommandStarter:
         _wait_for(processes, timeouts.SERVER_KILL_TIMEOUT_S)
         for process in processes:
             process.kill()
+        _wait_for(processes, timeouts.SERVER_KILL_TIMEOUT_S)  # one may wait in the operating system
         for command, process, errors in running:
-            process.wait()
             if process.returncode and not at_once:
                 _log.warning("%s: the agent has exited with %s: %s", command.name, process.returncode, said_in(errors))
             errors.close()

@@ -17,7 +17,7 @@ from typing import Protocol
 from nblaunch.engines.link import address_for
 from nblaunch.engines.node_workers import NodeWorkers
 from nblaunch.engines.nodes import Nodes
-from nblaunch.engines.protocol import Order, Wakeup
+from nblaunch.engines.protocol import GivenUpError, Order, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
@@ -39,8 +39,11 @@ class Starter(Protocol):
     def proof(self) -> Proof:
         """What agents prove themselves with, if others may read what `start` hands over; empty: nothing."""
 
-    def addresses(self) -> Sequence[str]:
+    def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         """Return the addresses or names of the nodes, as far as they are known: the kernel must be reached from them.
+
+        Args:
+            check: Called now and then if it takes long; what it raises ends the wait.
 
         Raises:
             StartError: It cannot be used.
@@ -77,6 +80,8 @@ class NodeEngine:
         self._starter = starter
         self._nodes: Nodes | None = None
         self._lock = threading.Lock()
+        self._stops = 0
+        """A wait for nodes ends if this is raised."""
         self._owner = os.getpid()
 
     # -------------------------------------------------------------- the nodes
@@ -86,42 +91,56 @@ class NodeEngine:
         return [replace(each, env={**each.env, **changed}) for each in self._held(show, give_up)]
 
     def _held(self, show: Callable[[str], None], give_up: Callable[[], bool]) -> list[Machine]:
-        with self._lock:
+        stops = self._stops
+
+        def check() -> None:
+            if give_up() or self._stops != stops:
+                raise GivenUpError(f"{self._starter.name}: the nodes are not wanted any more")
+
+        while not self._lock.acquire(timeout=timeouts.NODES_POLL_S):
+            check()
+            show(f"{self._starter.name}: another launch starts agents on these nodes")
+        try:
+            check()
             if self._nodes is not None and not self._nodes.is_whole:
                 if self._nodes.has_groups:
                     raise StartError(f"{self._lost()}; launches or sessions still run on the others: end them first")
                 self._release()
             if self._nodes is None:
-                self._start(show, give_up)
+                self._start(show, check)
             assert self._nodes is not None
             return [node.machine for node in self._nodes.joined]
+        finally:
+            self._lock.release()
 
-    def _start(self, show: Callable[[str], None], give_up: Callable[[], bool]) -> None:
+    def _start(self, show: Callable[[str], None], check: Callable[[], None]) -> None:
         try:
-            nodes = Nodes(address_for(self._starter.addresses()), self._starter.count, self._starter.proof)
-            self._nodes = nodes
+            address = address_for(self._starter.addresses(check))
+            check()
+            nodes = self._nodes = Nodes(address, self._starter.count, self._starter.proof)
             self._starter.start(nodes.boot)
             deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
             said = ""
 
-            def is_off() -> str:
-                if give_up():
-                    return f"{self._starter.name}: cancelled"
+            def problem() -> str:
                 late = not self._starter.state() and time.monotonic() > deadline
                 return self._starter.problem() or (self._late(nodes) if late else "")
 
             def poll() -> None:
                 nonlocal said, deadline
+                check()
                 state = self._starter.state()
                 if state:
                     deadline = time.monotonic() + timeouts.NODES_START_TIMEOUT_S
                 else:
-                    state = f"{self._starter.name}: starting agents on {nodes.count} nodes"
+                    many = "1 node" if nodes.count == 1 else f"{nodes.count} nodes"
+                    state = f"{self._starter.name}: starting agents on {many}"
                 if state != said:
                     said = state
                     show(state)
 
-            nodes.wait(is_off, poll)
+            nodes.wait(problem, poll)
+            check()
         except BaseException:  # an interrupt, too: a queued job must not come later
             self._release()
             raise
@@ -196,8 +215,12 @@ class NodeEngine:
     def stop(self) -> None:
         """Free the nodes; ranks that run there are killed."""
         if os.getpid() == self._owner:
-            with self._lock:
-                self._release()
+            self._stops += 1
+            if self._lock.acquire(timeout=timeouts.NODES_CANCEL_TIMEOUT_S):  # else a wait for nodes ends by itself
+                try:
+                    self._release()
+                finally:
+                    self._lock.release()
 
 
 def changed_variables() -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from nblaunch.engines.protocol import Stream
@@ -21,6 +21,8 @@ from nblaunch.wire.link_messages import AskStacks, Signal, ToGroup, ToRank
 from nblaunch.wire.messages import Free, Interrupt
 
 _log = logging.getLogger(__name__)
+MAX_NAMED_NODES = 8
+"""In the note on where ranks run."""
 _APPENDING = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -40,6 +42,13 @@ def append(path: str, data: Part) -> None:
 def ranks_in_words(ranks: range) -> str:
     """Return the ranks of a node in words."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+
+
+def places_in_words(ranks: Sequence[range], nodes: Sequence[str]) -> str:
+    """Return which ranks run on which node, in words."""
+    where = [f"{ranks_in_words(own)} on {node}" for own, node in zip(ranks, nodes, strict=True)]
+    more = [f"… on {len(nodes)} nodes"] if len(nodes) > MAX_NAMED_NODES else []
+    return ", ".join(where[:MAX_NAMED_NODES] + more)
 
 
 class NodeStacks:
@@ -142,3 +151,35 @@ class NodeSampler:
     def close(self) -> None:
         """Let the agents measure no more. Idempotent."""
         self._end(self)
+
+
+class NodeSamplers:
+    """The samplers of a group, for which its agents measure.
+
+    Args:
+        measure: Lets them begin, on a device, or end: empty.
+    """
+
+    def __init__(self, measure: Callable[[str], None]) -> None:
+        self._open: list[NodeSampler] = []
+        self._measure = measure
+
+    def open(self, device: str) -> NodeSampler:
+        """Return another sampler."""
+        if device != "cpu" or not self._open:
+            self._measure(device)
+        sampler = NodeSampler(self._end)
+        self._open.append(sampler)
+        return sampler
+
+    def _end(self, sampler: NodeSampler) -> None:
+        if sampler in self._open:
+            self._open.remove(sampler)
+            if not self._open:
+                self._measure("")
+
+    def take(self, usages: Iterable[Usage]) -> None:
+        """Note what an agent has measured."""
+        latest = {usage.rank: usage for usage in usages}
+        for sampler in self._open:
+            sampler.latest.update(latest)

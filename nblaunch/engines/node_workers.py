@@ -20,9 +20,9 @@ from typing import Any
 
 from nblaunch.engines.agent_files import is_rank_file
 from nblaunch.engines.group_events import Descriptors, Event, LostDescriptors, NodeLeaving, Received
-from nblaunch.engines.node_worker import NodeSampler, NodeWorker, append, ranks_in_words
+from nblaunch.engines.node_worker import NodeSampler, NodeSamplers, NodeWorker, append, places_in_words, ranks_in_words
 from nblaunch.engines.nodes import Node, Nodes
-from nblaunch.engines.protocol import Order, Store, Wakeup
+from nblaunch.engines.protocol import GivenUpError, Order, Store, Wakeup
 from nblaunch.errors import StartError
 from nblaunch.machine import timeouts
 from nblaunch.machine.own_modules import own_files
@@ -52,8 +52,6 @@ from nblaunch.wire.link_messages import (
 from nblaunch.wire.messages import Done, Failed, NotStarted, RankExited, RankStarted, Swept, Task
 
 _numbers = itertools.count()
-MAX_NAMED_NODES = 8
-"""In the note on where ranks run."""
 _log = logging.getLogger(__name__)
 
 
@@ -68,18 +66,19 @@ class NodeWorkers:
 
     def __init__(self, nodes: Nodes, order: Order, wakeup: Wakeup) -> None:
         self.has_begun = False
-        self.heard_at = time.monotonic()
         self._nodes, self._order, self._wakeup = nodes, order, wakeup
         self._name = f"{order.launch_id}.{next(_numbers)}"  # a launch may have several attempts
         self._used: list[Node] = nodes.joined[: len(order.ranks)]
         self._workers: dict[int, NodeWorker] = {}
         self._log_dirs = {order.log_dir}
         self._placed: dict[int, Placed] = {}
+        self._heard_at = [time.monotonic()] * len(self._used)
+        """When the ranks of each node were heard of last."""
         self._over: set[int] = set()
         """Nodes that are swept or lost."""
         self._stuck: list[int] = []
         self._events: deque[Event] = deque()
-        self._samplers: list[NodeSampler] = []
+        self._samplers = NodeSamplers(self._measure)
         self._changed = threading.Condition()
         self._read, self._write = socket.socketpair()
         self._read.setblocking(False)
@@ -109,21 +108,21 @@ class NodeWorkers:
             )
 
     # -------------------------------------------------------------- starting
-    def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store | None:
+    def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
         """Wait until every node has what starts its ranks; return the store that the first one serves."""
         deadline = time.monotonic() + timeouts.PLACED_TIMEOUT_S
         with self._changed:
             while len(self._placed) < len(self._used):
                 lost = [f"node {node.machine.name} is lost: {node.lost}" for node in self._used if node.lost]
                 if give_up():
-                    return None
+                    raise GivenUpError("the ranks are not wanted any more")
                 if lost or time.monotonic() > deadline:
                     waiting = [node.machine.name for node in self._used if node.index not in self._placed]
-                    late = (
+                    no_answer = (
                         f"{', '.join(waiting)}: no answer within {timeouts.PLACED_TIMEOUT_S:.0f} s. Does `import "
                         "torch` hang there? `%distributed release` frees the nodes, and the next launch starts others"
                     )
-                    raise StartError(lost[0] if lost else late)
+                    raise StartError(lost[0] if lost else no_answer)
                 self._changed.wait(timeouts.NODES_POLL_S)
         for node in self._used:
             if refusal := self._placed[node.index].refusal:
@@ -136,10 +135,9 @@ class NodeWorkers:
     @property
     def notes(self) -> list[str]:
         """Where the ranks run, and what their agents have noted."""
-        pairs = list(zip(self._used, self._order.ranks, strict=True))
-        where = [f"{ranks_in_words(ranks)} on {node.machine.name}" for node, ranks in pairs[:MAX_NAMED_NODES]]
-        more = [f"… on {len(pairs)} nodes"] if len(pairs) > MAX_NAMED_NODES else []
-        return [", ".join(where + more), *(placed.note for placed in self._placed.values() if placed.note)]
+        names = [node.machine.name for node in self._used]
+        noted = [placed.note for placed in self._placed.values() if placed.note]
+        return [places_in_words(self._order.ranks, names), *noted]
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[NodeWorker]:
         """Let each agent start its ranks."""
@@ -163,6 +161,11 @@ class NodeWorkers:
         self._workers[rank] = self._worker(rank, node)
         self._send(node, Restart(self._name, rank, environment))
         return self._workers[rank]
+
+    @property
+    def heard_at(self) -> float:
+        """See `engines.protocol.Workers`."""
+        return min((at for node, at in enumerate(self._heard_at) if node not in self._over), default=0.0)
 
     def listen_to(self, wakeup: Wakeup) -> None:
         """Watch another wakeup in place of the present one."""
@@ -230,17 +233,18 @@ class NodeWorkers:
 
     def _add(self, event: Event) -> None:
         with self._changed:
-            is_late = self._is_closed
-            if not is_late:
+            is_wanted = not self._is_closed
+            if is_wanted:
                 self._events.append(event)
-        if is_late and isinstance(event, Received):
+        if not is_wanted and isinstance(event, Received):
             event.parcel.close()
         self._wake()
 
     # -------------------------------------------------------------- in the thread of the link
     def take(self, node: int, message: FromAgent, data: Sequence[Part]) -> None:
         """See `nodes.NodeGroup`."""
-        self.heard_at = time.monotonic()
+        if isinstance(message, (Written, FromRank, FromGroup)):  # not `Observed`, which needs no reaper
+            self._heard_at[node] = time.monotonic()
         if isinstance(message, Written):
             self._copy(message, data)
         elif isinstance(message, FromRank):
@@ -252,8 +256,7 @@ class NodeWorkers:
                 begun = message.collectives.get(rank)
                 local = None if begun is None else [self._in_our_clock(node, each) for each in begun]
                 self._workers[rank].take_counts(message.dropped.get(rank), local)
-            for sampler in self._samplers:
-                sampler.latest.update({usage.rank: usage for usage in message.usage or ()})
+            self._samplers.take(message.usage or ())
         elif isinstance(message, Stacks):
             self._workers[message.rank].stacks.take(message.main, message.dump)
             self._wake()
@@ -351,17 +354,7 @@ class NodeWorkers:
     # -------------------------------------------------------------- usage
     def sampler(self, device: str, env: Mapping[str, str]) -> NodeSampler:
         """Let the agents measure."""
-        if device != "cpu" or not self._samplers:
-            self._measure(device)
-        sampler = NodeSampler(self._end_sampler)
-        self._samplers.append(sampler)
-        return sampler
-
-    def _end_sampler(self, sampler: NodeSampler) -> None:
-        if sampler in self._samplers:
-            self._samplers.remove(sampler)
-            if not self._samplers:
-                self._measure("")
+        return self._samplers.open(device)
 
     def _measure(self, device: str) -> None:
         for node in self._used:

@@ -101,18 +101,18 @@ class Nodes:
         self.boot: Boot = self._link.boot
 
     # -------------------------------------------------------------- joining
-    def wait(self, is_off: Callable[[], str], poll: Callable[[], None]) -> None:
+    def wait(self, problem_of: Callable[[], str], poll: Callable[[], None]) -> None:
         """Wait until every agent has joined.
 
         Args:
-            is_off: Returns why no agent will join any more; empty: they may.
-            poll: Called meanwhile, a few times a second.
+            problem_of: Returns why no agent will join any more; empty: they may.
+            poll: Called meanwhile, a few times a second; what it raises ends the wait.
 
         Raises:
             StartError: They will not, or a node cannot be used.
         """
         while True:
-            problem = is_off()  # and `poll`: without the lock, for which the thread of the link must not wait
+            problem = problem_of()  # and `poll`: without the lock, for which the thread of the link must not wait
             poll()
             with self._changed:
                 if self.problems:

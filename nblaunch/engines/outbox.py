@@ -15,7 +15,6 @@ from nblaunch.wire.delivery import Delivery, Part
 
 _log = logging.getLogger(__name__)
 
-_WINDOWS_OF_REST = 16
 Message = tuple[object, Sequence[Part]]
 """A message, and the bytes beside it."""
 Source = tuple[Iterator[Message], Callable[[str], None]]
@@ -39,6 +38,7 @@ class Outbox:
         self._delivery = delivery
         self._urgent: deque[list[Part]] = deque()
         self._first: Lanes = {}
+        """What goes before all in `_lanes`."""
         self._lanes: Lanes = {}
 
     def put(self, message: object, buffers: Sequence[Part] = ()) -> None:
@@ -72,11 +72,6 @@ class Outbox:
         """Forget what a lane holds."""
         self._first.pop(lane, None)
         self._lanes.pop(lane, None)
-
-    @property
-    def rest_bytes(self) -> int:
-        """How much of each log may still be sent at the end of its rank: about 8 s of what the link takes."""
-        return _WINDOWS_OF_REST * self._delivery.window_bytes
 
     @property
     def is_empty(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from nblaunch.engines.group_events import Event
+from nblaunch.errors import StartError
 from nblaunch.machine.inventory import Machine
 from nblaunch.machine.process_state import Process
 from nblaunch.wire.collective_table import Begun
@@ -161,6 +162,10 @@ class Wakeup(Protocol):
         """Make it unreadable again."""
 
 
+class GivenUpError(StartError):
+    """What was waited for is not wanted any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """The address of a group's TCPStore."""
@@ -200,20 +205,24 @@ class Workers(Protocol):
 
     @property
     def heard_at(self) -> float:
-        """Return when another machine has sent something last, by the monotonic clock; 0: there is no other."""
+        """Return when the ranks of another machine were heard of last, by the monotonic clock; 0: there is no other.
+
+        Of several machines it is the one that has been silent for longest, of those whose ranks have not all exited.
+        """
 
     @property
     def notes(self) -> Sequence[str]:
         """What the user should know of where the ranks run, once the store is open."""
 
-    def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store | None:
+    def open_store(self, give_up: Callable[[], bool] = lambda: False) -> Store:
         """Serve the TCPStore of the ranks until `close`.
 
         Args:
-            give_up: Return True to wait no longer for other machines; the store is then None. Default: never.
+            give_up: Return True to wait no longer for other machines. Default: never.
 
         Raises:
             StartError: The system refuses.
+            GivenUpError: `give_up` returned True.
         """
 
     def start(self, environment: Callable[[int], Mapping[str, str]]) -> Sequence[Worker]:
@@ -291,7 +300,8 @@ class Engine(Protocol):
             give_up: Return True to wait no longer, and to end what was started. Default: never.
 
         Raises:
-            StartError: A node cannot be used, or `give_up` returned True.
+            StartError: A node cannot be used.
+            GivenUpError: `give_up` returned True.
         """
 
     @property

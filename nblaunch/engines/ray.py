@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import IO, Any
 
@@ -53,20 +53,20 @@ class RayStarter:
         self._errors: IO[bytes] | None = None
         self._unread, self._heard = b"", RayState()
 
-    def addresses(self) -> Sequence[str]:
+    def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         """Connect to the cluster; return the addresses of its nodes."""
         spec = importlib.util.find_spec("ray")
         if spec is None or spec.origin is None:  # a folder that only has the name
             raise StartError("engine='ray': Ray is not installed here: pip install nblaunch[ray]")
         self.stop()
         try:
-            self._connect(self._request.address or _address_of_notebook())
+            self._connect(self._request.address or _address_of_notebook(), check)
         except BaseException:
             self.stop()
             raise
         return self._heard.addresses
 
-    def _connect(self, address: str) -> None:
+    def _connect(self, address: str, check: Callable[[], None]) -> None:
         request = {**asdict(self._request), "address": address}
         self._errors = tempfile.TemporaryFile()
         self._driver = subprocess.Popen(
@@ -80,6 +80,7 @@ class RayStarter:
         deadline = time.monotonic() + timeouts.RAY_CONNECT_TIMEOUT_S
         while not self._heard.addresses:
             self._read(timeouts.NODES_POLL_S)
+            check()
             late = time.monotonic() > deadline
             if late or self._heard.problem:
                 where = address or os.environ.get("RAY_ADDRESS") or "this machine's cluster"

@@ -202,7 +202,7 @@ class Driver:
         nodes = "1 node" if count == 1 else f"{count} {'agents' if self.request.pack else 'nodes'}"
         return (
             f"ray: waiting for {nodes} with {asked}{' each' if count > 1 else ''}; the cluster has "
-            f"{len(fit)} such node{'s' * (len(fit) != 1)}, and in all {' and '.join(units)} free; an interrupt gives up"
+            f"{len(fit)} such node{'s' * (len(fit) != 1)}, and in all {' and '.join(units)} free"
         )
 
     def _problem(self) -> str:

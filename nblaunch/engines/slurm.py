@@ -12,7 +12,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nblaunch.engines.command_starter import AGENT, Command, CommandStarter, python_on_nodes
 from nblaunch.errors import ArgumentError, StartError
@@ -61,7 +61,7 @@ class SlurmStarter(CommandStarter):
         """The job, once it is known."""
         return f"slurm job {self._job}" if self._job else "slurm"
 
-    def addresses(self) -> Sequence[str]:
+    def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         """Return the addresses of the nodes, or of some that the job may get."""
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
         if missing:
@@ -108,7 +108,7 @@ class SlurmStarter(CommandStarter):
             return
         self._job, state, reason = said[0], said[1], said[2].strip()
         self._is_queued = state in ("PENDING", "CONFIGURING")
-        self._state = f"slurm job {self._job} is queued ({reason}); an interrupt cancels it" if self._is_queued else ""
+        self._state = f"slurm job {self._job} is queued ({reason})" if self._is_queued else ""
 
     def stop(self) -> None:
         """End srun: at once if the job is still queued."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nblaunch.engines.command_starter import AGENT, Command, CommandStarter, python_on_nodes
@@ -58,11 +58,15 @@ class SshStarter(CommandStarter):
         self.name = f"ssh {' '.join(self._hosts)}"
         self.count = len(self._hosts)
 
-    def addresses(self) -> Sequence[str]:
+    def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         """Return what ssh connects to."""
         if shutil.which("ssh") is None:
             raise StartError("engine='ssh': there is no `ssh` on the PATH: install OpenSSH's client")
-        return [self._address_of(host) for host in self._hosts]
+        found = []
+        for host in self._hosts:
+            check()
+            found.append(self._address_of(host))
+        return found
 
     def _address_of(self, host: str) -> str:
         asked = subprocess.run(

@@ -16,7 +16,6 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
-from nblaunch.launch.turn_queue import BusyError
 from nblaunch.launch.verdict import Verdict
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import Note, RanksPlaced
@@ -111,8 +110,6 @@ class Attempt:
     def _start(self, opened: contextlib.ExitStack) -> None:
         job, plan = self.job, self.job.plan
         store = self.group.workers.open_store(lambda: self.commands.stop)
-        if store is None:
-            raise BusyError
         for note in self.group.workers.notes:
             self.view.on(Note(note))
         self.group.start(lambda rank: plan.environment(rank, store, job.launch_id, self.number))

@@ -158,17 +158,16 @@ class WorkerGroup:
         live = self.live
         if self.members and not live and not self._is_kept:
             self._exited_at = self._exited_at or now
-            if now - max(self._exited_at, self.workers.heard_at) > timeouts.GROUP_SWEEP_TIMEOUT_S:
+            if now - self._silent_since(self._exited_at) > timeouts.GROUP_SWEEP_TIMEOUT_S:
                 self.is_lost = True
         if live and self._killed.issuperset(live):
             self._killed_at = self._killed_at or now
         if self._is_kept and not live:
             self._killed_at = None
-        if self._killed_at is not None:  # behind a slow link the exits come after the logs
-            is_deaf = now - max(self._killed_at, self.workers.heard_at) > timeouts.GROUP_DEAF_TIMEOUT_S
-            if is_deaf:
-                self.workers.abandon()
-                self.is_lost = True
+        is_killed = self._killed_at is not None
+        if is_killed and now - self._silent_since(self._killed_at or now) > timeouts.GROUP_DEAF_TIMEOUT_S:
+            self.workers.abandon()
+            self.is_lost = True
         late = now - self._begun_at > timeouts.GROUP_BEGIN_TIMEOUT_S
         if late and not self.is_over and not self.workers.has_begun and not self._was_nudged:
             self._was_nudged = True
@@ -177,6 +176,10 @@ class WorkerGroup:
                 self.is_lost = True
             else:
                 self._note(note)
+
+    def _silent_since(self, begin: float) -> float:
+        """Return since when nothing has come, after `begin`: on a slow link the exits come after the logs."""
+        return max(begin, min(self.workers.heard_at, begin + timeouts.GROUP_TRANSFER_TIMEOUT_S))
 
     def close(self) -> None:
         """Release the processes' files. Descriptors of unread messages are closed."""

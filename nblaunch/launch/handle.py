@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from nblaunch.engines.protocol import Engine
+from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import conclusion, failures
 from nblaunch.launch.attempt import Attempt, Job
@@ -263,7 +263,7 @@ class Launch:
     def _supervise(self) -> None:
         try:
             self._run()
-        except BusyError:
+        except (BusyError, GivenUpError):
             self._error = LaunchStoppedError(f"{self.name} was stopped before its ranks had begun")
             self._view.on(Ended(self._outcome("stopped", self._error)))
         except BaseException as error:  # noqa: BLE001  # `result` raises it

@@ -3,53 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Sequence
 
-from nblaunch.engines.protocol import Engine
+from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError
 from nblaunch.launch.frontend import host
-from nblaunch.launch.views.base import View
+from nblaunch.launch.views.base import ShieldedView, View
 from nblaunch.launch.views.events import Preparing
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
 
+_log = logging.getLogger(__name__)
+
 
 def machines_of(engine: Engine, view: View) -> Sequence[Machine]:
-    """Return the machines of an engine. Meanwhile a view says what is awaited, and its user may cancel.
+    """Return the machines of an engine. Meanwhile a view says what is waited for, and its user may cancel.
 
     Raises:
         StartError: One cannot be used.
         LaunchStoppedError: The user has cancelled.
         KeyboardInterrupt: The user has interrupted the cell.
     """
-    return engine.machines(lambda text: None) if engine.is_local else _Wait(engine, view).run()
+    return engine.machines(lambda text: None) if engine.is_local else _Wait(engine, ShieldedView(view)).run()
 
 
 class _Wait:
     """A wait for machines. A thread starts them: this one answers pages meanwhile."""
 
-    def __init__(self, engine: Engine, view: View) -> None:
+    def __init__(self, engine: Engine, view: ShieldedView) -> None:
         self._engine, self._view = engine, view
         self._is_over, self._is_cancelled = threading.Event(), threading.Event()
-        self._has_shown = False
+        self._lock = threading.Lock()
+        """Guards what is shown: nothing follows the end."""
+        self._shown = ""
         self._machines: Sequence[Machine] = ()
         self._error: BaseException | None = None
 
     def run(self) -> Sequence[Machine]:
-        threading.Thread(target=self._start, name="nblaunch-nodes", daemon=True).start()
         try:
+            threading.Thread(target=self._start, name="nblaunch-nodes", daemon=True).start()
             host().wait(self._is_over)
         except BaseException:  # an interrupt
             self._is_cancelled.set()
-            with contextlib.suppress(KeyboardInterrupt):  # the user is impatient: the thread frees them in any case
+            with contextlib.suppress(KeyboardInterrupt):  # the thread ends what it has started in any case
                 self._is_over.wait(timeouts.NODES_CANCEL_TIMEOUT_S)
             raise
         finally:
-            if self._has_shown:
-                self._view.on(Preparing(""))
-        if self._is_cancelled.is_set():
-            raise LaunchStoppedError("cancelled, before the nodes were there")
+            with self._lock:
+                if self._shown:
+                    self._view.on(Preparing(""))
+                self._is_cancelled.set()
+        if isinstance(self._error, GivenUpError):
+            raise LaunchStoppedError("cancelled while waiting for nodes")
         if self._error is not None:
             raise self._error
         return self._machines
@@ -59,9 +66,14 @@ class _Wait:
             self._machines = self._engine.machines(self._show, self._is_cancelled.is_set)
         except BaseException as error:  # noqa: BLE001  # `run` raises it
             self._error = error
+            if self._is_cancelled.is_set() and not isinstance(error, GivenUpError):
+                _log.warning("nblaunch: after the wait for nodes was cancelled: %s", error)
         finally:
+            host().forget_thread()
             self._is_over.set()
 
     def _show(self, text: str) -> None:
-        self._has_shown = True
-        self._view.on(Preparing(text, self._is_cancelled.set))
+        with self._lock:
+            if not self._is_cancelled.is_set() and text != self._shown:
+                self._shown = text
+                self._view.on(Preparing(text, self._is_cancelled.set))

@@ -107,9 +107,7 @@ class SessionRanks:
             )
             self.group = WorkerGroup(self._engine.place(order, self._commands), lambda text: None, is_kept=True)
             opened.callback(self._lose, self.group)
-            store = self.group.workers.open_store()
-            assert store is not None
-            self._store = store
+            self._store = self.group.workers.open_store()
             self.group.start(self._environment)
             self._opened = opened.pop_all()
 

@@ -111,6 +111,7 @@ class Turn:
                 self.view.on(Note(self.hint))
             if ranks.leaving:
                 self.view.on(Note(f"{ranks.leaving}: save what you need, as with pull; the ranks there end soon"))
+                ranks.leaving = ""
             ranks.late_output.show(self.view)
             if self._names:
                 self._note_sent()

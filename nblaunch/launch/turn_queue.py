@@ -10,7 +10,7 @@ from nblaunch.machine import timeouts
 
 
 class BusyError(Exception):
-    """The ranks run something else, or have not started, and the caller waits no longer."""
+    """The ranks run something else."""
 
 
 class Ticket:

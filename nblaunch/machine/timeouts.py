@@ -91,12 +91,14 @@ RAY_CONNECT_TIMEOUT_S = 60.0
 """For Ray's driver to connect to its cluster: it imports Ray first."""
 NODES_START_TIMEOUT_S = 120.0
 """For the agents of a set of nodes to join, once the nodes are there: they import torch."""
-NODES_CANCEL_TIMEOUT_S = 10.0
-"""After an interrupt, for what was started to end before the cell does."""
+NODES_CANCEL_TIMEOUT_S = 5.0
+"""After an interrupt or a release, for the wait for nodes to end, with what it has started."""
 NODES_POLL_S = 0.2
 """Between two looks at an engine that has not yet started all agents."""
 PLACED_TIMEOUT_S = 130.0
 """For an agent to get the processes that start ranks: its fork server may have to start first."""
+AGENT_REST_S = 8.0
+"""For what a rank has written to be sent after its end, before the middle of long logs is left out."""
 AGENT_FILES_KEPT_S = 24 * 3600.0
 """How long files stay on a node that an agent has left behind."""
 AGENT_EXIT_TIMEOUT_S = 3.0
@@ -126,6 +128,8 @@ GROUP_SWEEP_TIMEOUT_S = 8.0
 """For the last event of a group after every rank has exited."""
 GROUP_DEAF_TIMEOUT_S = 6.0
 """For killed ranks to exit; the reaper itself gives up on one after 5 s."""
+GROUP_TRANSFER_TIMEOUT_S = 120.0
+"""For what ranks of other machines have written to arrive, after their end."""
 PEER_FAILURE_WAIT_S = 0.1
 """Between the first failure and the stop of the other ranks, which may report failures of their own."""
 RESULT_FAILURE_WAIT_S = 5.0

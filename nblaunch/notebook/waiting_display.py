@@ -20,7 +20,6 @@ class WaitingDisplay:
     def __init__(self, display: CellDisplay) -> None:
         self._display = display
         self._box: Any = None
-        self._line: Any = None
 
     def show(self, text: str, cancel: Callable[[], None] | None) -> None:
         """Show a text; nothing if it is empty."""
@@ -28,7 +27,7 @@ class WaitingDisplay:
             self._open(cancel)
         bundle: dict[str, Any] = {"text/plain": text}
         if self._box is not None and text:
-            self._line.value = text
+            self._box.children[1].value = text
             bundle[WIDGET] = {"version_major": 2, "version_minor": 0, "model_id": self._box.model_id}
         self._display.show(bundle)
         if not text:
@@ -37,17 +36,24 @@ class WaitingDisplay:
     def _open(self, cancel: Callable[[], None]) -> None:
         import ipywidgets  # slow, and nodes that are there need no wait
 
+        line = ipywidgets.Label()
         button = ipywidgets.Button(description="Cancel", tooltip="Wait no longer, and free what was reserved")
-        button.on_click(lambda clicked: cancel())
+
+        def click(clicked: Any) -> None:
+            button.disabled, line.value = True, "cancelling …"
+            cancel()
+
+        button.on_click(click)
         button.is_prompt = True  # a click may be handled at any time: see `nblaunch.notebook.shell_channel`
         answer_in_main_shell(button)
-        self._line = ipywidgets.Label()
-        self._box = ipywidgets.HBox([button, self._line])
+        self._box = ipywidgets.HBox([button, line])
 
     def _close(self) -> None:
         if self._box is not None:
             for widget in (*self._box.children, self._box):
-                widget.close()
+                for each in (widget.layout, getattr(widget, "style", None), widget):
+                    if each is not None:
+                        each.close()
             self._box = None
 
 

@@ -6,6 +6,7 @@ receiver has confirmed it, and sends it again after a gap. Nothing here waits or
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections import deque
@@ -40,7 +41,7 @@ class Delivery:
 
     unconfirmed_bytes: int = 0
     is_behind: bool = False
-    window_bytes: int = MIN_WINDOW_BYTES
+    window_bytes: int = MAX_WINDOW_BYTES
     clock: Callable[[], float] = time.monotonic
     _sent: int = 0
     _received: int = 0
@@ -48,6 +49,12 @@ class Delivery:
     """Numbers, messages, and when they were sent."""
     _bytes_to_confirm: int = 0
     _messages_to_confirm: int = 0
+    _confirmed_bytes: int = 0
+    """Since the window was last judged."""
+    _window_since: int = 0
+    """The last message that was sent under another window."""
+    _round_trip_s: float = math.inf
+    """The shortest seen."""
 
     # -------------------------------------------------------------- sending
     def wrap(self, parts: Parts) -> list[Part]:
@@ -107,13 +114,23 @@ class Delivery:
             _, parts, sent_at = self._kept.popleft()
             size += _size(parts)
         self.unconfirmed_bytes -= size
-        if size < CONFIRM_BYTES:  # a sign of life confirms a few bytes long after they have arrived
+        self._confirmed_bytes += size
+        if not size or self._confirmed_bytes < CONFIRM_BYTES:  # a few bytes are confirmed long after they have arrived
+            return
+        self._confirmed_bytes = 0
+        if confirmed <= self._window_since:  # it was sent under an earlier window
             return
         took = self.clock() - sent_at
-        if took > timeouts.LINK_WINDOW_S:
-            self.window_bytes = max(MIN_WINDOW_BYTES, int(self.window_bytes * timeouts.LINK_WINDOW_S / took))
-        elif took < timeouts.LINK_WINDOW_S / 2:
-            self.window_bytes = min(MAX_WINDOW_BYTES, 2 * self.window_bytes)
+        self._round_trip_s = min(self._round_trip_s, took)
+        waited = took - self._round_trip_s
+        if waited > timeouts.LINK_WINDOW_S:
+            self._set_window(int(self.window_bytes * timeouts.LINK_WINDOW_S / waited))
+        elif waited < timeouts.LINK_WINDOW_S / 2:
+            self._set_window(2 * self.window_bytes)
+
+    def _set_window(self, size: int) -> None:
+        self.window_bytes = max(MIN_WINDOW_BYTES, min(size, MAX_WINDOW_BYTES))
+        self._window_since = self._sent
 
 
 def _size(parts: Parts) -> int:

@@ -1,4 +1,4 @@
-"""The lock of a log directory: while a process holds it, no kernel prunes the directory."""
+"""The lock of a directory of a kernel or agent: while the process holds it, no other one removes the directory."""
 
 from __future__ import annotations
 

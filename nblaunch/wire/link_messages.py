@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nblaunch.machine.usage import Usage  # which imports psutil: only panels measure
 
 Proof = Literal["", "munge"]
-LINK_PROTOCOL = 1
+LINK_PROTOCOL = 2
 """Bump it whenever one of these messages changes."""
 
 

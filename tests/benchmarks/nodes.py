@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -137,7 +137,7 @@ class _Simulated(CommandStarter):
         self.count = count
         self._arguments = [str(count), str(lines), rates]
 
-    def addresses(self) -> Sequence[str]:
+    def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         return ["127.0.0.1"]
 
     def start(self, boot: Boot) -> None:
@@ -161,7 +161,6 @@ class _Group:
         self._running = threading.Semaphore(0)
         self._is_over = threading.Event()
         store = self.workers.open_store()
-        assert store is not None
         self.members = self.workers.start(lambda rank: {"RANK": str(rank), "LOCAL_RANK": str(rank % RANKS)})
         task = Task(1, World(store.address, store.port, "gloo", "cpu", 1), is_last=True)
         with tempfile.TemporaryFile() as payload:

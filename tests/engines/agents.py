@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nblaunch.engines.command_starter import Command, CommandStarter
@@ -24,7 +24,7 @@ class MachineStarter(CommandStarter):
         self.queue = ""
         """What `state` returns."""
 
-    def addresses(self) -> Sequence[str]:
+    def addresses(self, check: Callable[[], None]) -> Sequence[str]:
         return [machine.address for machine in self._machines]
 
     def start(self, boot: Boot) -> None:

@@ -20,7 +20,7 @@ import nblaunch
 from nblaunch.engines import current
 from nblaunch.engines.group_events import NodeLeaving
 from nblaunch.engines.node_engine import NodeEngine
-from nblaunch.errors import LaunchStoppedError, NodeLostError
+from nblaunch.errors import LaunchStoppedError, NodeLostError, RankLostError
 from tests.conftest import eventually
 from tests.engines.agents import MachineStarter, have_begun
 from tests.engines.machines import Cluster, Machine
@@ -184,6 +184,18 @@ def test_a_node_that_leaves_between_two_cells_is_announced(
         eventually(lambda: any(isinstance(event, NodeLeaving) for event in workers._events))
         kept.run(hosts, view="text")
     assert "n2: the node is being taken back (SIGTERM): save what you need" in capsys.readouterr().out
+
+
+def test_a_reaper_that_hangs_does_not_keep_a_launch(launch_alone: Launcher, weak_cluster: Cluster) -> None:
+    running = launch_alone(wait_for_each_other, block=False)
+    eventually(lambda: running.stacks().keys() == {0, 1})
+    (session,) = current._held["machines", 2]._nodes._groups.values()  # type: ignore[attr-defined]
+    sampler = session.sampler("cpu", {})  # as a panel has: its agents send something each second
+    weak_cluster[1].run("pkill", "-STOP", "-x", "nblaunch-reaper")
+    running.stop()
+    with pytest.raises((LaunchStoppedError, RankLostError)):
+        running.result()
+    sampler.close()
 
 
 def test_two_notebooks_share_the_nodes(launch_alone: Launcher, weak_cluster: Cluster) -> None:

@@ -78,7 +78,7 @@ def test_a_killed_actor_or_agent_is_a_lost_node(ray_nodes: RayCluster, of_ray: s
 
 def test_nodes_that_ray_lacks_are_waited_for_until_an_interrupt(ray_nodes: RayCluster) -> None:
     starter = RayStarter([], 3)
-    starter.addresses()
+    starter.addresses(lambda: None)
     try:
         starter.start(NO_KERNEL)
         eventually(starter.state, 20)
@@ -153,7 +153,7 @@ def test_an_address_without_a_cluster_is_an_error() -> None:
     current.release()
 
 
-WITHOUT = "from nblaunch.engines.ray import RayStarter; RayStarter([]).addresses()"
+WITHOUT = "from nblaunch.engines.ray import RayStarter; RayStarter([]).addresses(lambda: None)"
 
 
 def test_a_machine_without_a_cluster_is_an_error() -> None:
@@ -169,7 +169,7 @@ def test_a_machine_without_a_cluster_is_an_error() -> None:
 def test_no_ray_is_an_error_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(StartError, match=r"Ray is not installed here: pip install nblaunch\[ray\]$"):
-        RayStarter([]).addresses()
+        RayStarter([]).addresses(lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,9 @@ def test_a_click_cancels(waiting: Kernel) -> None:
     client = waiting.client
     client.shell_channel.send(client.session.msg("comm_msg", {"comm_id": button, "data": data}))
     cell = waiting.finish_cell(request)
-    assert cell.error == "LaunchStoppedError: cancelled, before the nodes were there"
+    assert cell.error == "LaunchStoppedError: cancelled while waiting for nodes"
     assert not sleepers(waiting)
+    assert waiting.ask("len(__import__('ipywidgets').widgets.widget._instances)") == 0
     shown = [m["content"]["data"] for m in cell.messages if m["msg_type"].endswith("display_data")]
     assert shown[-1] == {"text/plain": ""}
 

@@ -6,6 +6,7 @@ import itertools
 import os
 import pickle
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -91,7 +92,7 @@ def test_lanes_wait_for_the_window_and_urgent_messages_do_not() -> None:
     outbox = Outbox(delivery)
     outbox.put_in("slow", endless())
     sent = list(outbox.due())
-    assert MIN_WINDOW_BYTES <= delivery.unconfirmed_bytes < MIN_WINDOW_BYTES + (2 << 20)
+    assert MAX_WINDOW_BYTES <= delivery.unconfirmed_bytes < MAX_WINDOW_BYTES + (2 << 20)
     assert list(outbox.due()) == []
     outbox.put("stop")
     assert len(list(outbox.due())) == 1
@@ -130,31 +131,52 @@ def test_what_goes_first_overtakes_all_lanes_and_waits_for_the_window() -> None:
     assert [pickle.loads(parts[1]) for parts in itertools.islice(outbox.due(), 3)] == ["progress", "more", "part"]
 
 
-def test_a_slow_link_has_a_small_window_and_a_quick_one_a_large_one() -> None:
-    now = 0.0
-    here, there = Delivery(clock=lambda: now), Delivery()
+class Link:
+    """A link that delivers so many bytes a second, with a round trip, and a receiver that confirms as it goes."""
 
-    def exchange(seconds: float) -> None:
-        nonlocal now
-        sent = 0
-        while sent < here.window_bytes:
-            sent += CONFIRM_BYTES
-            there.take(here.wrap([b"x" * CONFIRM_BYTES]))
-        now += seconds
-        here.take(there.confirmation())
+    def __init__(self, bytes_per_s: float, round_trip_s: float = 0.0) -> None:
+        self.now = 0.0
+        self.here, self.there = Delivery(clock=lambda: self.now), Delivery()
+        self.bytes_per_s, self.round_trip_s = bytes_per_s, round_trip_s
 
-    for _ in range(6):
-        exchange(timeouts.LINK_WINDOW_S / 10)
-    assert here.window_bytes == MAX_WINDOW_BYTES
-    for _ in range(6):
-        exchange(here.window_bytes / (3 << 20))  # 3 MB/s
-    assert timeouts.LINK_WINDOW_S / 2 <= here.window_bytes / (3 << 20) <= timeouts.LINK_WINDOW_S
-    exchange(100.0)
-    assert here.window_bytes == MIN_WINDOW_BYTES
-    there.take(here.wrap([b"a sign of life"]))
-    now += 100.0
-    here.take(there.confirmation())
-    assert here.window_bytes == MIN_WINDOW_BYTES
+    def send(self, pieces: int, piece: int = CONFIRM_BYTES) -> float:
+        """Send pieces as the window allows; return how long the last one was under way."""
+        sent: deque[tuple[float, list[Part]]] = deque()
+        free_at = self.now
+        took = 0.0
+        while pieces or sent:
+            while pieces and self.here.unconfirmed_bytes < self.here.window_bytes:
+                pieces -= 1
+                sent.append((self.now, self.here.wrap([b"x" * piece])))
+            begun, parts = sent.popleft()
+            free_at = max(free_at, begun) + piece / self.bytes_per_s
+            self.now = max(self.now, free_at + self.round_trip_s)
+            took = self.now - begun
+            self.there.take(parts)
+            self.here.take(self.there.confirmation())
+        return took
+
+
+@pytest.mark.parametrize("piece", [CONFIRM_BYTES, CONFIRM_BYTES // 8])
+@pytest.mark.parametrize("megabytes_per_s", [2.5, 4.0])
+def test_what_is_sent_over_a_slow_link_is_soon_there(megabytes_per_s: float, piece: int) -> None:
+    link = Link(megabytes_per_s * (1 << 20))
+    assert link.send(200 * CONFIRM_BYTES // piece, piece) < 2 * timeouts.LINK_WINDOW_S
+    link.bytes_per_s = 1 << 30
+    link.send(20)
+    assert link.here.window_bytes == MAX_WINDOW_BYTES
+
+
+def test_a_link_to_far_away_has_a_large_window() -> None:
+    link = Link(100 << 20, round_trip_s=0.7)
+    link.send(200)
+    assert link.here.window_bytes == MAX_WINDOW_BYTES
+
+
+def test_the_window_has_a_least_size() -> None:
+    link = Link(1 << 10)
+    link.send(20)
+    assert link.here.window_bytes == MIN_WINDOW_BYTES
 
 
 def test_a_source_that_fails_ends_alone(caplog: pytest.LogCaptureFixture) -> None:
