@@ -167,6 +167,7 @@ def test_an_interrupt_does_not_wait_for_agents_that_do_not_answer(
             running.result()
     finally:
         signal_each(agents, "CONT")
+        subprocess.run(["pkill", "-CONT", "-x", "nsenter"], check=True)  # it stops with its child
     assert list(launch_alone(hosts)) == ["n1", "n2"]
 
 
