@@ -1,7 +1,7 @@
 """A launch on two nodes, one rank on each, beside what else starts a function there; and data for four ranks on each.
 
-The nodes are network namespaces of this machine with a real Slurm and a real sshd, so this runs as root, where the
-tests of engines do. Each way runs in a real kernel of its own; the ways take turns. nblaunch's nodes are warm: its
+The nodes are network namespaces of this machine with a real Slurm, sshd and Ray, so this runs as root, where the tests
+of engines do. Each way runs in a real kernel of its own; the ways take turns. nblaunch's nodes are warm: its
 first launch has started the agents, as that of a notebook does. Every other way starts Python and imports torch.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
+import socket
 import statistics
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from typing import Any
 import nblaunch
 from tests.benchmarks.patience import shown
 from tests.engines.machines import Cluster
+from tests.engines.ray_cluster import RayCluster
 from tests.engines.slurm_cluster import SlurmCluster
 from tests.engines.ssh_hosts import SshHosts
 from tests.kernel.harness import Kernel, running_kernel
@@ -95,14 +97,36 @@ def launch():
     return executor.submit(in_task, random.randrange(20000, 30000)).results()[0]
 """
 _TORCHRUNX = """
+import os
 import torchrunx
+os.environ["GLOO_SOCKET_IFNAME"] = "{bridge}"  # its launcher joins a group of its agents
 launcher = torchrunx.Launcher(
     hostnames={addresses}, workers_per_host=1, ssh_config_file="{folder}/addresses", backend="gloo",
-    copy_env_vars=(*torchrunx.DEFAULT_ENV_VARS_FOR_COPY, "GLOO*"),
+    extra_env_vars={{"GLOO_SOCKET_IFNAME": "eth0"}},
 )
 
 def launch():
     return launcher.run(train).rank(0)
+"""
+_RAY_TRAIN = """
+import pathlib
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+on_nodes = {{"env_vars": {{"GLOO_SOCKET_IFNAME": "eth0"}}}}
+ray.init("{ray}", log_to_driver=False, logging_level="ERROR", runtime_env=on_nodes)
+spread = ScalingConfig(num_workers=2, resources_per_worker={{"CPU": 1}}, placement_strategy="STRICT_SPREAD")
+
+def loop():
+    value = train()  # its driver gets no value of a loop without a checkpoint, so its user has to write a file
+    if ray.train.get_context().get_world_rank() == 0:
+        pathlib.Path("{folder}", "value").write_text(str(value))
+
+def launch():
+    TorchTrainer(
+        loop, torch_config=TorchConfig("gloo"), scaling_config=spread, run_config=RunConfig(storage_path="{folder}/ray")
+    ).fit()
+    return float(pathlib.Path("{folder}", "value").read_text())
 """
 WAYS = {
     "nblaunch, slurm": _NBLAUNCH.replace("{engine}", "slurm"),
@@ -110,6 +134,7 @@ WAYS = {
     "srun torchrun": _TORCHRUN,
     "submitit": _SUBMITIT,
     "torchrunx": _TORCHRUNX,
+    "Ray Train": _RAY_TRAIN,
 }
 """The cell that defines ``launch()``, by name; in braces: what the machines have."""
 BASELINE = "srun torchrun"
@@ -174,16 +199,25 @@ def measure(rounds: int, size: int, names: Sequence[str] = tuple(WAYS)) -> Figur
         slurm, ssh = SlurmCluster(cluster), SshHosts(cluster)
         stack.callback(slurm.close)
         stack.callback(ssh.close)
+        ray = RayCluster() if "Ray Train" in names else None
+        if ray is not None:
+            stack.callback(ray.close)
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/var/tmp"))  # machines have a /tmp of their own
         config = ssh.config.read_text()
         for machine in cluster.machines:  # torchrunx asks for the address of a host, and names do not resolve here
             config = config.replace(f"Host {machine.name}\n", f"Host {machine.address}\n")
         Path(folder, "addresses").write_text(config)
+        hosts = Path(folder, "hosts")  # torchrunx connects to the notebook's machine by its name
+        hosts.write_text(f"127.0.0.1 localhost\n{cluster.network}.254 {socket.getfqdn()} {socket.gethostname()}\n")
+        for machine in cluster.machines:
+            machine.run("mount", "--bind", str(hosts), "/etc/hosts")
         places = {
             "{folder}": folder,
             "{address}": cluster[0].address,
             "{addresses}": str([m.address for m in cluster.machines]),
             "{ssh}": str(ssh.config),
+            "{bridge}": cluster.bridge,
+            "{ray}": "" if ray is None else ray.address,
         }
         kernels: dict[str, Kernel] = {}
         for name in names:

@@ -83,8 +83,7 @@ def test_nodes_that_ray_lacks_are_waited_for_until_an_interrupt(ray_nodes: RayCl
         starter.start(NO_KERNEL)
         eventually(starter.state, 20)
         assert starter.state() == (
-            "ray: waiting for 3 nodes with 1 CPU each; the cluster has 2 such nodes, and in all 2 CPUs free; "
-            "an interrupt gives up"
+            "ray: waiting for 3 nodes with 1 CPU each; the cluster has 2 such nodes, and in all 2 CPUs free"
         )
         assert ray_nodes.look()["groups"] == ["PENDING"]
         assert starter.problem() == ""
