@@ -28,7 +28,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from nblaunch.engines.agent_files import AgentFiles, AgentFolder
-from nblaunch.engines.agent_group import AgentGroup
+from nblaunch.engines.agent_group import AgentGroup, Silence
 from nblaunch.engines.agent_modules import AgentModules
 from nblaunch.engines.blob_store import BlobStore
 from nblaunch.engines.group_events import Lost
@@ -62,27 +62,10 @@ from nblaunch.wire.link_messages import (
     ToGroup,
     Want,
 )
-from nblaunch.wire.rank_variables import BELOW_AGENT
+from nblaunch.wire.rank_variables import AGENT_FOLDER, BELOW_AGENT
 
 _log = logging.getLogger(__name__)
 _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-
-
-class _Silence:
-    """An `engines.protocol.Wakeup` that never wakes: an agent polls."""
-
-    def __init__(self) -> None:
-        self._read, self._write = os.pipe()
-
-    def fileno(self) -> int:
-        return self._read
-
-    def clear(self) -> None:
-        """Nothing to read."""
-
-    def close(self) -> None:
-        os.close(self._read)
-        os.close(self._write)
 
 
 class Agent:
@@ -92,21 +75,21 @@ class Agent:
         boot: Where the kernel is, and the keys.
         machine: This node.
         engine: Starts ranks here.
+        folder: For the files of ranks.
     """
 
-    def __init__(self, boot: Boot, machine: Machine, engine: LocalEngine) -> None:
-        self._machine, self._engine = machine, engine
+    def __init__(self, boot: Boot, machine: Machine, engine: LocalEngine, folder: AgentFolder) -> None:
+        self._machine, self._engine, self._folder = machine, engine, folder
         self._delivery = Delivery()
         self._outbox = Outbox(self._delivery)
         self._blobs = BlobStore()
-        self._folder = AgentFolder()
         self._groups: dict[str, AgentGroup] = {}
         self._placed: deque[tuple[Place, LocalWorkers | None, AgentFiles | None, Placed]] = deque()
         """Groups that a thread has placed, or could not."""
         self._modules = AgentModules(self._wake)
         self._placing: dict[str, bool] = {}
         """Groups that are not yet placed, and whether they were closed meanwhile."""
-        self._silence = _Silence()
+        self._silence = Silence()
         self._is_leaving = False
         self._boot = boot
         self._identity = os.urandom(12).hex().encode()
@@ -122,6 +105,8 @@ class Agent:
         os.set_blocking(self._wake_write, False)
         signal.signal(signal.SIGTERM, self._note_term)
         self._reason_to_leave = ""
+        self._term_at: float | None = None
+        """When a SIGTERM was reported."""
 
     def _connected(self) -> zmq.Socket[bytes]:
         made = self._context.socket(zmq.DEALER)
@@ -158,7 +143,7 @@ class Agent:
             has_written = sum(self._step(group, now) for group in list(self._groups.values())) > 0
             if self._reason_to_leave:
                 self._outbox.put(Leaving(self._reason_to_leave))
-                self._reason_to_leave = ""
+                self._reason_to_leave, self._term_at = "", now
             if self._has_reconnected:
                 self._has_reconnected = False
                 self._join()  # once more, in case the first was lost; the kernel takes one
@@ -172,6 +157,8 @@ class Agent:
                 self._send(self._delivery.request() if behind else self._delivery.confirmation())
             for parts in self._outbox.due():
                 self._send(parts)
+            if self._term_at is not None and not (self._groups or self._placing):  # no rank needs the grace period
+                self._is_leaving = not self._delivery.unconfirmed_bytes or now - self._term_at > timeouts.LINK_CLOSE_S
         for group in self._groups.values():
             group.close()
         self._folder.close()
@@ -372,6 +359,7 @@ def main() -> NoReturn:
     """Run an agent until its end; the process's main function. An argument is the pid of a process to die with."""
     if len(sys.argv) > 1:  # Ray's actor: to kill it must end the agent, too
         die_with_parent(int(sys.argv[1]))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     boot = Boot(**json.loads(sys.stdin.readline()))
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1):  # Slurm keeps a node while anything holds a task's stdout
@@ -379,12 +367,13 @@ def main() -> NoReturn:
     kernel = urlsplit(boot.endpoint).hostname or ""
     address = address_towards(kernel)
     _hush_nameless(address)
-    os.environ[BELOW_AGENT] = "1"
+    folder = AgentFolder()
+    os.environ |= {BELOW_AGENT: str(os.getpid()), AGENT_FOLDER: str(folder.path)}
     engine = LocalEngine()
     engine.warm_up()
     machine = replace(this_machine(), name=socket.gethostname(), address=address, interface=interface_of(address))
     status = 1
-    agent = Agent(boot, machine, engine)
+    agent = Agent(boot, machine, engine, folder)
     try:
         agent.run()
         status = 0

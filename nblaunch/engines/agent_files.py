@@ -24,7 +24,7 @@ from nblaunch.machine import timeouts
 from nblaunch.machine.own_modules import OwnFile
 from nblaunch.machine.segments import in_words
 from nblaunch.wire import directory_lock
-from nblaunch.wire.launch_files import LOCK, rank_file
+from nblaunch.wire.launch_files import INCOMPLETE, LOCK, rank_file
 from nblaunch.wire.link_messages import Written
 
 _log = logging.getLogger(__name__)
@@ -215,6 +215,7 @@ class AgentFiles:
     def _gap(self, log_dir: str, path: Path, size: int) -> _Piece:
         """Leave out the middle of a log."""
         self.has_gaps = True
+        (self.root.parent / INCOMPLETE).touch()
         start = self._sent.get(path, 0)
         self._sent[path] = size - _KEPT_END_BYTES
         omitted = in_words(self._sent[path] - start)

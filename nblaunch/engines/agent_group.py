@@ -42,6 +42,23 @@ if TYPE_CHECKING:
     from nblaunch.engines.local_sampler import LocalSampler
 
 
+class Silence:
+    """An `engines.protocol.Wakeup` that never wakes: an agent polls."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+
+    def fileno(self) -> int:
+        return self._read
+
+    def clear(self) -> None:
+        """Nothing to read."""
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+
+
 class AgentGroup:
     """See the module. Used from the agent's thread.
 

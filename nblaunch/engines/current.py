@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import os
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Engine
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import argument_checks
+
+if TYPE_CHECKING:
+    from nblaunch.engines.node_engine import Starter  # which imports ZeroMQ
 
 engine: Engine = LocalEngine()
 """This machine."""
@@ -51,17 +54,25 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
         if count not in (None, 1):
             raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
         return engine
-    key = shlex.join([kind, *words]), count
-    if key not in _held:
-        if not _held:
-            atexit.register(release)  # else agents would hold the nodes for 10 s more
-        _held[key] = _made(kind, words, count)
-    return _held[key]
+    said = shlex.join([kind, *words])
+    return _held.get((said, count)) or _of_nodes(said, _starter(kind, words, count))
 
 
-def _made(kind: str, words: list[str], count: int | None) -> Engine:
-    from nblaunch.engines.node_engine import NodeEngine, Starter
+def _of_nodes(said: str, starter: Starter) -> Engine:
+    """Return the engine for these words and number of nodes: one that holds as many, or a new one."""
+    from nblaunch.engines.node_engine import FirstNodes, NodeEngine
 
+    for key, held in list(_held.items()):
+        if key[0] == said and isinstance(held, NodeEngine) and 0 < held.size < starter.count and not held.is_busy:
+            _held.pop(key).stop()  # its nodes may be those that are asked for
+        elif key[0] == said and isinstance(held, NodeEngine) and held.size > starter.count:
+            return cast("Engine", FirstNodes(held, starter.count))
+    if not _held:
+        atexit.register(release)  # else agents would hold the nodes for 10 s more
+    return _held.setdefault((said, starter.count), NodeEngine(starter))
+
+
+def _starter(kind: str, words: list[str], count: int | None) -> Starter:
     starter: Starter
     if kind == "slurm":
         from nblaunch.engines.slurm import SlurmStarter
@@ -75,7 +86,7 @@ def _made(kind: str, words: list[str], count: int | None) -> Engine:
         from nblaunch.engines.ssh import SshStarter
 
         starter = SshStarter(words, count)
-    return NodeEngine(starter)
+    return starter
 
 
 def status() -> list[str]:

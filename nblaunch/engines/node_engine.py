@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nblaunch.engines.link import address_for
 from nblaunch.engines.node_workers import NodeWorkers
@@ -83,6 +83,16 @@ class NodeEngine:
         self._stops = 0
         """A wait for nodes ends if this is raised."""
         self._owner = os.getpid()
+
+    @property
+    def size(self) -> int:
+        """The number of nodes that are held now."""
+        return 0 if self._nodes is None else len(self._nodes.joined)
+
+    @property
+    def is_busy(self) -> bool:
+        """Return True if a launch or session uses the nodes."""
+        return self._nodes is not None and self._nodes.has_groups
 
     # -------------------------------------------------------------- the nodes
     def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
@@ -155,7 +165,7 @@ class NodeEngine:
 
     def _lost(self) -> str:
         assert self._nodes is not None
-        return "; ".join(f"node {node.machine.name} is lost: {node.lost}" for node in self._nodes.joined if node.lost)
+        return "; ".join(f"node {n.machine.name} is lost: {n.problem}" for n in self._nodes.joined if n.problem)
 
     def _release(self) -> None:
         nodes, self._nodes = self._nodes, None
@@ -209,7 +219,7 @@ class NodeEngine:
         nodes = self._nodes
         if nodes is None:
             return []
-        names = ", ".join(node.machine.name + (" (lost)" if node.lost else "") for node in nodes.joined)
+        names = ", ".join(node.machine.name + (" (lost)" if node.problem else "") for node in nodes.joined)
         return [f"{self._starter.name}: {names or self._starter.state() or 'starting'}"]
 
     def stop(self) -> None:
@@ -221,6 +231,25 @@ class NodeEngine:
                     self._release()
                 finally:
                     self._lock.release()
+
+
+class FirstNodes:
+    """An engine of the first nodes that another one holds; the other does all but count them.
+
+    Args:
+        engine: The other.
+        count: The number of nodes.
+    """
+
+    def __init__(self, engine: NodeEngine, count: int) -> None:
+        self._engine, self._count = engine, count
+
+    def machines(self, show: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> Sequence[Machine]:
+        """Return the first nodes."""
+        return self._engine.machines(show, give_up)[: self._count]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
 
 def changed_variables() -> dict[str, str]:

@@ -155,8 +155,8 @@ class NodeWorkers:
         node = self._node_of(rank)
         if node.lost:
             raise StartError(
-                f"rank {rank} cannot start again: node {node.machine.name} is lost ({node.lost}). End the session and "
-                "start it again: it gets new nodes"
+                f"rank {rank} cannot start again: node {node.machine.name} is lost ({node.lost}). A restart of all "
+                "ranks gets new nodes"
             )
         self._workers[rank] = self._worker(rank, node)
         self._send(node, Restart(self._name, rank, environment))

@@ -72,6 +72,13 @@ class Node:
     """How many lanes are sending a blob."""
     lost: str = ""
     """Why it is lost; empty if it is not."""
+    leaving: str = ""
+    """Why it will be lost soon; empty if nothing is known."""
+
+    @property
+    def problem(self) -> str:
+        """Why no other group may use it; empty if one may."""
+        return self.lost or self.leaving
 
 
 class Nodes:
@@ -131,9 +138,11 @@ class Nodes:
 
     @property
     def is_whole(self) -> bool:
-        """Return True if every node has joined, and none is lost."""
+        """Return True if every node has joined, and none is lost or will be. Waits for one that may connect again."""
         with self._changed:
-            return len(self._joined) == self.count and not any(node.lost for node in self._joined)
+            while any(node.peer.gone_at is not None and not node.lost for node in self._joined):
+                self._changed.wait(timeouts.NODES_POLL_S)
+            return len(self._joined) == self.count and not any(node.problem for node in self._joined)
 
     def _join(self, peer: Peer, versions: Versions, load: Callable[[], Joined]) -> None:
         problem = difference(versions, versions_here())
@@ -264,6 +273,7 @@ class Nodes:
         elif isinstance(message, Want):
             self._link.send_in(peer, message.key, self._wanted_parts(node, message.key))
         elif isinstance(message, Leaving):
+            node.leaving = message.reason
             for group in list(self._groups.values()):
                 group.warn(node.index, f"{node.machine.name}: {message.reason}")
         else:
@@ -294,7 +304,7 @@ class Nodes:
         if node is None:
             return
         with self._changed:
-            node.lost = reason
+            node.lost = node.leaving or reason
             self._changed.notify_all()
         for group in list(self._groups.values()):
             group.lose(node.index, node.lost)

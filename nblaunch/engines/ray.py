@@ -43,11 +43,11 @@ class RayStarter:
         ArgumentError: An option is not known, or its value is wrong.
     """
 
-    name = "ray"
     proof: Proof = ""
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
         self.count = num_nodes or 1
+        self.name = shlex.join(["ray", *words])
         self._request = _request_of(words, self.count)
         self._driver: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nblaunch.engines.protocol import Engine, Order
 from nblaunch.errors import StartError
@@ -13,7 +13,7 @@ from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.plan import Plan
+from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
 from nblaunch.launch.verdict import Verdict
@@ -40,6 +40,18 @@ class Job:
     """When to stop it, by the monotonic clock."""
     console: DebugConsole
     """What the user types for the ranks."""
+
+
+def on_nodes_of_now(job: Job, engine: Engine, view: View, commands: Commands) -> Job:
+    """Return the job of the next attempt: nodes that are lost have been replaced.
+
+    Raises:
+        StartError: They could not be.
+    """
+    if engine.is_local:
+        return job
+    machines = engine.machines(lambda text: view.on(Note(text)), lambda: commands.stop)
+    return replace(job, plan=moved(job.plan, machines))
 
 
 class Attempt:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError, RankError, StartError, warn
 from nblaunch.launch import conclusion, failures
-from nblaunch.launch.attempt import Attempt, Job
+from nblaunch.launch.attempt import Attempt, Job, on_nodes_of_now
 from nblaunch.launch.cell_input import CellInput, console_for
 from nblaunch.launch.commands import Commands
 from nblaunch.launch.frontend import host
@@ -24,7 +24,7 @@ from nblaunch.launch.output.log_directory import CELL_SUFFIX, LaunchFiles, RankL
 from nblaunch.launch.output.pruning import prune
 from nblaunch.launch.payload import Shipment, name_of
 from nblaunch.launch.plan import Plan
-from nblaunch.launch.result import LaunchResult, Metrics, named
+from nblaunch.launch.result import LaunchResult, Metrics, notes_on
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.session_turn import Place, Turn
 from nblaunch.launch.turn_queue import BusyError
@@ -34,7 +34,6 @@ from nblaunch.launch.views.events import Begun, Ended, LaunchInfo, Note, Outcome
 from nblaunch.machine import timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.process_state import this_process
-from nblaunch.machine.segments import in_words
 from nblaunch.transfer.pickling import OfNotebookError
 from nblaunch.wire.messages import Payload
 
@@ -49,8 +48,6 @@ CELLS_PER_PRUNING = 10
 INSIST = "interrupt again to kill the ranks that do not respond, with their variables"
 MAX_STATES = 4
 """Ranks in a debugger that a handle's text names."""
-NOTED_BYTES = 10**9
-"""Size of a payload from which a note names its parts."""
 
 
 class Launch:
@@ -91,6 +88,7 @@ class Launch:
         )
         self._result: LaunchResult | None = None
         self._error: BaseException | None = None
+        """Of the last attempt."""
         self._returned: dict[int, Any] = {}
         """Return values by rank."""
         self._crash = ""
@@ -267,7 +265,10 @@ class Launch:
             self._error = LaunchStoppedError(f"{self.name} was stopped before its ranks had begun")
             self._view.on(Ended(self._outcome("stopped", self._error)))
         except BaseException as error:  # noqa: BLE001  # `result` raises it
-            if isinstance(error, (StartError, RankError)):
+            if isinstance(error, StartError) and self._error is not None:  # of the attempt before
+                self._view.on(Note(f"the ranks could not be restarted: {error}"))
+                error = self._error
+            elif isinstance(error, (StartError, RankError)):
                 error = error.with_traceback(None)  # the frames are nblaunch's own
             else:
                 _log.exception("the supervisor of launch %s failed", self.id)
@@ -297,22 +298,6 @@ class Launch:
             if not again:
                 return
 
-    def _note_payload(self) -> None:
-        """Note large values, once each, and tensors that are copied from a GPU."""
-        sent = self._shipment.sent
-        if sent.from_gpu:
-            self._view.on(
-                Note(
-                    f"{in_words(sent.from_gpu)} of tensors were on a GPU: each rank gets its own copy, "
-                    "through host memory"
-                )
-            )
-        largest = next((name for name, _ in sent.parts), "")
-        if sent.size > NOTED_BYTES and (key := f"{largest} is large") not in _noted:
-            _noted.add(key)
-            parts = named(dict(sent.parts))
-            self._view.on(Note(f"the ranks are sent {in_words(sent.size)}, and share one copy in memory: {parts}"))
-
     def _attempt(self, number: int) -> bool:
         """Run one attempt; return True if another follows."""
         try:
@@ -320,11 +305,16 @@ class Launch:
         except OSError as refusal:
             raise StartError(f"cannot create the log directory of {self.name}: {refusal}{remedy(refusal)}") from refusal
         try:
+            if number > 0:
+                self._job = on_nodes_of_now(self._job, self._engine, self._view, self._commands)
+                self._plan = self._job.plan
             self._view.on(Started(self._info(files, number)))
             if number == 0:
-                self._note_payload()
+                for note in notes_on(self._shipment.sent, _noted):
+                    self._view.on(Note(note))
             attempt, verdict = self._run_ranks(number, files)
             error = self._conclude(verdict, attempt, files)
+            self._error = error
             again = number < self._plan.max_restarts and not self._commands.stop
             if error is not None and verdict.state == "failed" and again:
                 self._view.on(
@@ -333,7 +323,6 @@ class Launch:
                     )
                 )
                 return True
-            self._error = error
             conclusion.keep_logs(error, files)
             state: State = "failed" if error is not None and verdict.state == "finished" else verdict.state
             self._view.on(Ended(self._outcome(state, error)))

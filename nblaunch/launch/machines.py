@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError
+from nblaunch.launch.conclusion import interruption
 from nblaunch.launch.frontend import host
 from nblaunch.launch.views.base import ShieldedView, View
 from nblaunch.launch.views.events import Preparing
@@ -45,11 +46,11 @@ class _Wait:
         try:
             threading.Thread(target=self._start, name="nblaunch-nodes", daemon=True).start()
             host().wait(self._is_over)
-        except BaseException:  # an interrupt
+        except KeyboardInterrupt:
             self._is_cancelled.set()
             with contextlib.suppress(KeyboardInterrupt):  # the thread ends what it has started in any case
                 self._is_over.wait(timeouts.NODES_CANCEL_TIMEOUT_S)
-            raise
+            raise interruption("interrupted while waiting for nodes: what was started has been ended", {}) from None
         finally:
             with self._lock:
                 if self._shown:

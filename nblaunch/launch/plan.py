@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nblaunch.engines.protocol import Engine, Store
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, StartError
 from nblaunch.launch.output.metric_patterns import compile_patterns
 from nblaunch.machine import argument_checks, timeouts
 from nblaunch.machine.inventory import Machine, free_descriptors
@@ -330,6 +330,24 @@ def _extra_environment(extra: Any) -> dict[str, str]:
         if name in _TORCHRUN or name.startswith("TORCHELASTIC_"):
             raise ArgumentError(f"env={{{name!r}: {value!r}}}: nblaunch sets this variable for each rank")
     return dict(extra)
+
+
+def moved(plan: Plan, machines: Sequence[Machine]) -> Plan:
+    """Return the plan for other nodes: those that were lost have been replaced.
+
+    Raises:
+        StartError: A node has not enough GPUs.
+    """
+    for place in plan.places:
+        node = machines[place.node]
+        if plan.device == "cuda" and node.gpus < place.local_world_size and plan.backend != "gloo":
+            raise StartError(f"{node.name} has {node.gpus} GPUs, and {place.local_world_size} ranks are to run there")
+    envs = [
+        env | {name: node.socket_interface for name in _INTERFACES if name not in plan.named}
+        for env, node in zip(map(dict, plan.envs), machines, strict=True)
+    ]
+    places = [replace(place, host=machines[place.node].name) for place in plan.places]
+    return replace(plan, places=tuple(places), envs=tuple(envs))
 
 
 def changed(plan: Plan, **changes: Any) -> Plan:

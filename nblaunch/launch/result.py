@@ -17,6 +17,8 @@ from nblaunch.wire.drops import Dropped
 if TYPE_CHECKING:
     import pandas
 
+NOTED_BYTES = 10**9
+"""Size of a payload from which a note names its parts."""
 _MAX_PARTS = 20
 """The largest parts that `Sent` lists."""
 _MAX_SHOWN = 6
@@ -182,3 +184,18 @@ def _values(values: Mapping[str, float], lead: str) -> str:
     shown = [f"{name} {value:.4g}" for name, value in itertools.islice(values.items(), _MAX_SHOWN)]
     more = ["…"] if len(values) > _MAX_SHOWN else []
     return lead + ", ".join(shown + more) if values else ""
+
+
+def notes_on(sent: Sent, noted: set[str]) -> Iterator[str]:
+    """Yield what to note of sent data: large values, once each, and tensors that are copied from a GPU.
+
+    Args:
+        sent: The data.
+        noted: What was noted before; what is noted now is added.
+    """
+    if sent.from_gpu:
+        yield f"{in_words(sent.from_gpu)} of tensors were on a GPU: each rank gets its own copy, through host memory"
+    largest = next((name for name, _ in sent.parts), "")
+    if sent.size > NOTED_BYTES and (key := f"{largest} is large") not in noted:
+        noted.add(key)
+        yield f"the ranks are sent {in_words(sent.size)}, and share one copy in memory: {named(dict(sent.parts))}"

@@ -50,7 +50,7 @@ class Session:
         self, name: str, plan: Plan, names: dict[str, Any], engine: Engine, idle: float | None, register: Register
     ) -> None:
         self.name, self.world_size = name, plan.world_size
-        self._plan, self._engine, self._idle_timeout, self._register = plan, engine, idle, register
+        self._engine, self._idle_timeout, self._register = engine, idle, register
         self._ranks = SessionRanks(name, plan, names, engine)
         self._questions = Questions(self._ranks)
         self.was_idle = False
@@ -66,7 +66,7 @@ class Session:
             self._ranks.start()
             self._questions.ask(Question("names"))
             self._register(self, True)
-            host().show_session(self.state, self._plan.env, lambda: self._ranks.group.workers)
+            host().show_session(self.state, self._ranks.plan.env, lambda: self._ranks.group.workers)
             if self._idle_timeout is not None:
                 threading.Thread(target=self._stop_when_idle, name=f"nblaunch-session-{self.name}", daemon=True).start()
         except BaseException:  # an interrupt, too: the user gets no session
@@ -160,7 +160,7 @@ class Session:
         __tracebackhide__ = True  # IPython omits this frame
         refuse_nested()
         self._check_open()
-        plan = changed(self._plan, **changes)
+        plan = changed(self._ranks.plan, **changes)
         shown = host().view(view)
         queue, ticket, launch = self._ranks.queue, Ticket(label), None
         try:
@@ -366,7 +366,7 @@ class Session:
             for rank, names in enumerate(ranks.bound)
         ]
         idle = 0.0 if ranks.queue else time.monotonic() - ranks.idle_since
-        return SessionState(self.name, self._plan.device, running, queued, idle, of_ranks, is_open=self.is_open)
+        return SessionState(self.name, self._ranks.plan.device, running, queued, idle, of_ranks, is_open=self.is_open)
 
     def _checked(self, ranks: Sequence[int] | None) -> tuple[int, ...] | None:
         return None if ranks is None else argument_checks.distinct_ranks("ranks", ranks, self.world_size)

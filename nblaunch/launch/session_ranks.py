@@ -25,7 +25,7 @@ from nblaunch.launch.debug_console import DebugConsole
 from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import LateOutput
 from nblaunch.launch.output.log_directory import LaunchFiles
-from nblaunch.launch.plan import Plan
+from nblaunch.launch.plan import Plan, moved
 from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
@@ -364,7 +364,7 @@ class SessionRanks:
         """Start all ranks again, with another reaper and the notebook's present folder. Call it within `claimed`.
 
         Raises:
-            StartError: The system refuses. Another attempt may succeed.
+            StartError: The system refuses, or a node is gone. Another attempt may succeed.
         """
         self._end_group()
         self._opened.close()
@@ -372,6 +372,8 @@ class SessionRanks:
         for rank in range(self.plan.world_size):
             self._forget(rank)
         self.generation += 1
+        if not self._engine.is_local:
+            self.plan = moved(self.plan, self._engine.machines(lambda text: None))
         self.start()
 
     def _forget(self, rank: int) -> None:

@@ -59,6 +59,7 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     except BaseException:  # noqa: BLE001  # the kernel reads the log and starts another server; reapers see the exit
         traceback.print_exc()
         os._exit(1)
+    reaper.remove_files_of_killed_agent()
     os._exit(0)
 
 

@@ -54,6 +54,7 @@ class KernelChannel:
         """Held while a thread sends."""
         self._arriving: queue.SimpleQueue[tuple[Task, list[int]] | None] = queue.SimpleQueue()
         self._main = threading.main_thread().ident or 0
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # Ray blocks SIGINT on its nodes
         signal.signal(signal.SIGINT, self._on_interrupt)
         is_ignored = signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
         # Slurm sends SIGTERM to all processes of a node that it takes back, and agents ignore it for their children.

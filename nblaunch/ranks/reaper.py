@@ -22,8 +22,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO, Literal, NoReturn
 
 from nblaunch.machine import processes, timeouts
+from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel
-from nblaunch.wire.launch_files import rank_file
+from nblaunch.wire.launch_files import INCOMPLETE, rank_file
 from nblaunch.wire.messages import (
     EndGroup,
     NewReaper,
@@ -72,10 +73,18 @@ def run(
         if spare_ranks is None or reaper.wait_for_launch(spare_ranks):
             reaper.serve()
         shutil.rmtree(reaper.scratch, ignore_errors=True)  # the kernel may be dead
+        remove_files_of_killed_agent()
     except BaseException:  # noqa: BLE001  # the process must exit here in any case
         traceback.print_exc()
         os._exit(1)  # the fork server kills what is left of the launch
     os._exit(0)
+
+
+def remove_files_of_killed_agent() -> None:
+    """Remove the folder of the agent above if it cannot: it was killed."""
+    folder, agent = os.environ.get(rank_variables.AGENT_FOLDER), os.environ.get(rank_variables.BELOW_AGENT)
+    if folder and agent and not processes.alive(int(agent)) and not os.path.exists(os.path.join(folder, INCOMPLETE)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Reaper:

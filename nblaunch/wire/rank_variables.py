@@ -7,5 +7,7 @@ RANK = "NBLAUNCH_RANK"
 MATPLOTLIB_BACKEND = "module://nblaunch.ranks.matplotlib_backend"
 """The value of ``MPLBACKEND`` in ranks whose notebook has a backend that needs a kernel."""
 BELOW_AGENT = "NBLAUNCH_BELOW_AGENT"
-"""Set in agents and all below. Slurm sends SIGTERM to every process of a node that it takes back: there fork servers
-and reapers ignore it, and ranks take it as an interrupt."""
+"""The agent's pid, in agents and all below. Slurm sends SIGTERM to every process of a node that it takes back: there
+fork servers and reapers ignore it, and ranks take it as an interrupt."""
+AGENT_FOLDER = "NBLAUNCH_AGENT_FOLDER"
+"""The agent's folder, there too: fork servers and reapers remove it if the agent was killed."""

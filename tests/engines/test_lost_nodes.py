@@ -20,7 +20,7 @@ import nblaunch
 from nblaunch.engines import current
 from nblaunch.engines.group_events import NodeLeaving
 from nblaunch.engines.node_engine import NodeEngine
-from nblaunch.errors import LaunchStoppedError, NodeLostError, RankLostError
+from nblaunch.errors import LaunchStoppedError, NodeLostError, RankLostError, StartError
 from tests.conftest import eventually
 from tests.engines.agents import MachineStarter, have_begun
 from tests.engines.machines import Cluster, Machine
@@ -33,6 +33,10 @@ def hosts() -> str:
     return socket.gethostname()
 
 
+def agents_of(machine: Machine) -> list[int]:
+    return machine.processes("nblaunch.engines.agent")
+
+
 def wait_for_each_other() -> None:
     total = torch.ones(1)
     while True:
@@ -43,10 +47,43 @@ def wait_for_each_other() -> None:
 def test_a_killed_agent_is_a_lost_node_and_the_next_launch_works(launch_alone: Launcher, weak_cluster: Cluster) -> None:
     running = launch_alone(wait_for_each_other, block=False)
     eventually(lambda: running.stacks().keys() == {0, 1})
-    weak_cluster[1].kill(*weak_cluster[1].processes("nblaunch.engines.agent"))
+    weak_cluster[1].kill(*agents_of(weak_cluster[1]))
     with pytest.raises(NodeLostError, match=r"^rank 1 is lost with node n2: its agent was killed"):
         running.result()
     eventually(lambda: not weak_cluster[1].python())
+    assert "nbl" not in weak_cluster[1].run("ls", "/tmp")
+    assert list(launch_alone(hosts)) == ["n1", "n2"]
+    weak_cluster[0].kill(*agents_of(weak_cluster[0]))  # while no rank runs
+    assert list(launch_alone(hosts)) == ["n1", "n2"]
+
+
+def test_a_restart_of_a_launch_gets_another_agent(launch_alone: Launcher, weak_cluster: Cluster) -> None:
+    def work() -> str:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(600)
+        return hosts()
+
+    running = launch_alone(work, block=False, max_restarts=1)
+    eventually(lambda: running.stacks().keys() == {0, 1})
+    weak_cluster[1].kill(*agents_of(weak_cluster[1]))
+    assert list(running.result()) == ["n1", "n2"]
+
+
+def test_a_restart_of_a_session_gets_another_agent(alone: dict[str, Any], weak_cluster: Cluster) -> None:
+    with nblaunch.session(1, **alone) as kept:
+        weak_cluster[1].kill(*agents_of(weak_cluster[1]))
+        eventually(lambda: "dead" in kept.status())
+        with pytest.raises(StartError, match=r"^rank 1 cannot start again: node n2 is lost \(its agent was killed"):
+            kept.restart([1])
+        kept.restart()
+        assert list(kept.run(hosts, view="none")) == ["n1", "n2"]
+
+
+def test_an_agent_without_ranks_leaves_at_sigterm(launch_alone: Launcher, weak_cluster: Cluster) -> None:
+    launch_alone(hosts)
+    signal_each({weak_cluster[0]: agents_of(weak_cluster[0])}, "TERM")
+    eventually(lambda: not weak_cluster[0].python())
+    assert "nbl" not in weak_cluster[0].run("ls", "/tmp")
     assert list(launch_alone(hosts)) == ["n1", "n2"]
 
 
@@ -158,7 +195,7 @@ def test_an_interrupt_does_not_wait_for_agents_that_do_not_answer(
     launch_alone: Launcher, weak_cluster: Cluster
 ) -> None:
     launch_alone(hosts)
-    agents = {machine: machine.processes("nblaunch.engines.agent") for machine in weak_cluster.machines}
+    agents = {machine: agents_of(machine) for machine in weak_cluster.machines}
     signal_each(agents, "STOP")
     try:
         running = launch_alone(hosts, block=False)
@@ -180,7 +217,7 @@ def test_a_node_that_leaves_between_two_cells_is_announced(
     alone: dict[str, Any], weak_cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with nblaunch.session(1, **alone) as kept:
-        signal_each({weak_cluster[1]: weak_cluster[1].processes("nblaunch.engines.agent")}, "TERM")
+        signal_each({weak_cluster[1]: agents_of(weak_cluster[1])}, "TERM")
         workers: Any = kept._ranks.group.workers
         eventually(lambda: any(isinstance(event, NodeLeaving) for event in workers._events))
         kept.run(hosts, view="text")

@@ -33,8 +33,11 @@ def launch(engine: str, **options: Any) -> Any:
 
 def test_ranks_run_on_the_hosts_that_are_named(ssh_hosts: SshHosts) -> None:
     assert list(launch(f"ssh -F {ssh_hosts.config} n1 n2")) == [("n1", os.getcwd()), ("n2", os.getcwd())]
+    assert [host for host, _ in launch(f"ssh -F {ssh_hosts.config} n1 n2", num_nodes=1)] == ["n1", "n1"]
     assert [host for host, _ in launch(f"ssh -F {ssh_hosts.config} n2 n1", num_nodes=1)] == ["n2", "n2"]
-    assert current.release() == ["ssh n1 n2: n1, n2", "ssh n2: n2"]
+    assert current.status()[-2:] == ["ssh n1 n2: n1, n2", "ssh n2: n2"]  # one node of the first was enough
+    assert [host for host, _ in launch(f"ssh -F {ssh_hosts.config} n2 n1")] == ["n2", "n1"]
+    assert current.release() == ["ssh n1 n2: n1, n2", "ssh n2 n1: n2, n1"]  # the smaller was given back
     ssh_hosts.cluster.settle()
 
 

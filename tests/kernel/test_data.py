@@ -43,7 +43,7 @@ def test_only_the_names_that_a_cell_uses_are_sent(kernel: Kernel) -> None:
 
 
 def test_a_large_payload_is_reported_once(kernel: Kernel) -> None:
-    kernel.run(f"{DATA}\nfrom nblaunch.launch import handle as launches").check()
+    kernel.run(f"{DATA}\nfrom nblaunch.launch import result as launches").check()
     kernel.run("noted, launches.NOTED_BYTES = launches.NOTED_BYTES, 1_000_000").check()
     said = [kernel.run("%%distributed -n 2\nfloat(data[0])").check().text for _ in range(2)]
     kernel.run("launches.NOTED_BYTES = noted").check()

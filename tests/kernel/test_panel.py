@@ -101,7 +101,7 @@ launch.wait(60)
 
 def test_a_large_payload_is_noted_among_the_lines(page: Page) -> None:
     page.kernel.run("import torch\ndata = torch.ones(1_000_000)").check()
-    with _changed(page.kernel, "nblaunch.launch.handle", "NOTED_BYTES", 1_000_000):
+    with _changed(page.kernel, "nblaunch.launch.result", "NOTED_BYTES", 1_000_000):
         page.run("notebook_launcher(lambda: float(data[0]), num_processes=2)")
     assert "the ranks are sent 4 MB, and share one copy in memory: data 4 MB" in page.displays[-1]["text/plain"]
 
