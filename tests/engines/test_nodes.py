@@ -26,7 +26,6 @@ from nblaunch.errors import LaunchStoppedError, RankDiedError
 from nblaunch.launch.api import preload
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
-from nblaunch.wire.launch_files import LOCK
 from nblaunch.wire.link_messages import Joined
 from nblaunch.wire.messages import Cell
 from tests.conftest import eventually
@@ -156,6 +155,10 @@ def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
         assert list(kept.pull("__import__('socket').gethostname()")) == ["n1", "n2"]
 
 
+def files_of_agents(cluster: Cluster) -> set[str]:
+    return set(cluster[0].run("find", "/tmp", "-path", "/tmp/nblaunch*", "-type", "f").split())
+
+
 def test_own_modules_and_the_directory_need_no_shared_disk(
     launch: Launcher, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,7 @@ def test_own_modules_and_the_directory_need_no_shared_disk(
         later = importlib.import_module("ownpackage.later").LATER
         return importlib.import_module("ownpackage").VALUE, later, os.getcwd()
 
+    before = files_of_agents(cluster)
     importlib.import_module("ownpackage")
     first = list(launch(use))
     assert [(value, later) for value, later, _ in first] == [(1, "imported in the rank alone")] * 2
@@ -179,8 +183,7 @@ def test_own_modules_and_the_directory_need_no_shared_disk(
     (package / "values.py").write_text("VALUE = 22\n")
     assert [value for value, _, _ in launch(use)] == [22, 22]
     monkeypatch.delitem(sys.modules, "ownpackage")
-    left = cluster[0].run("find", "/tmp", "-path", "/tmp/nblaunch*", "-type", "f").split()
-    assert [Path(path).name for path in left] == [LOCK]
+    assert files_of_agents(cluster) == before
 
 
 def test_data_goes_to_each_node_once_and_is_there_once(launch: Launcher, held: NodeEngine) -> None:
