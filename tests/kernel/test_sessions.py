@@ -1062,7 +1062,7 @@ def test_auto_without_a_session_runs_nothing(kernel: Kernel) -> None:
 
 def test_an_idle_session_stops_after_its_timeout(kernel: Kernel) -> None:
     kernel.run("brief = nblaunch.session(1, name='brief', idle_timeout=0.3)").check()
-    eventually(lambda: kernel.ask("brief.is_open") is False)
+    eventually(lambda: kernel.ask("_all._ended is brief"))
     assert "has ended after 0.3 s without a task: start it again" in kernel.run("brief.run(print)").error
     kernel.run("_all._active = ''").check()
     assert "session brief has ended, with its variables" in kernel.run("%%distributed\n1").text
