@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ AGENT = "nblaunch.engines.agent"
 _log = logging.getLogger(__name__)
 _LAST_BYTES = 2000
 """Of a command's stderr, in an error."""
+_NO_MODULE = re.compile(r"No module named '?(?P<module>torch|nblaunch(?P<inner>\.[\w.]+)?)(?![\w.])")
+"""Said by a Python without torch or nblaunch; `inner`: it has another nblaunch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,30 @@ class CommandStarter:
         for command, process, errors in self._running:
             status = process.poll()
             if status is not None:
-                said = said_in(errors)
-                return f"{command.name}: the agent has exited with status {status}" + (f": {said}" if said else "")
+                return self.reason(command.name, status, said_in(errors))
         return ""
+
+    def reason(self, name: str, status: int, said: str) -> str:
+        """Return why a command has exited, and what to do.
+
+        Args:
+            name: Names the command.
+            status: Its exit status.
+            said: The end of its stderr.
+        """
+        python, details = python_on_nodes(), f": {said}" if said else ""
+        if status in (126, 127) or f"{python}: No such file or directory" in said:  # srun exits with 2
+            return (
+                f"{name}: cannot start {python} there; let NBLAUNCH_PYTHON name a Python there that has torch and "
+                f"nblaunch{details}"
+            )
+        if missing := _NO_MODULE.search(said):
+            module = "nblaunch of the notebook's version" if missing["inner"] else missing["module"]
+            return (
+                f"{name}: {python} there has no {module}: install it there, or let NBLAUNCH_PYTHON name a Python that "
+                "has it"
+            )
+        return f"{name}: the agent has exited with status {status}{details}"
 
     def stop(self) -> None:
         """End the commands: their agents have been told to exit. Idempotent."""
@@ -105,6 +129,7 @@ class CommandStarter:
             at_once: Whether no agent can exit by itself. Default: False.
         """
         running, self._running = self._running, []
+        failed = [] if at_once else [each for each in running if each[1].poll()]  # by themselves: none is ended yet
         processes = [process for _, process, _ in running]
         if not at_once:
             _wait_for(processes, timeouts.AGENT_EXIT_TIMEOUT_S)
@@ -114,9 +139,10 @@ class CommandStarter:
         for process in processes:
             process.kill()
         _wait_for(processes, timeouts.SERVER_KILL_TIMEOUT_S)  # one may wait in the operating system
-        for command, process, errors in running:
-            if process.returncode and not at_once:
-                _log.warning("%s: the agent has exited with %s: %s", command.name, process.returncode, said_in(errors))
+        for command, process, errors in failed:
+            if said := said_in(errors):
+                _log.warning("%s", self.reason(command.name, process.returncode, said))
+        for _, _, errors in running:
             errors.close()
 
 

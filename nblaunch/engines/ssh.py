@@ -18,8 +18,12 @@ from nblaunch.wire.link_messages import Boot
 
 _FLAGS = "46AaCfGgKkMNnqsTtVvXxYy"
 """Options of ssh that take no value."""
+_VALUED = "BbcDEeFIiJLlmOoPpQRSWw"
+"""Options of ssh that take one."""
 _OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-T")
 """Ask for no password, notice a dead host, and want no terminal."""
+_SSH_FAILED = 255
+"""The exit status of ssh's own failures; others are the agent's."""
 
 
 class SshStarter(CommandStarter):
@@ -31,27 +35,40 @@ class SshStarter(CommandStarter):
         num_nodes: The number of hosts to use. Default: all.
 
     Raises:
-        ArgumentError: No host is named, or fewer than `num_nodes`.
+        ArgumentError: ssh has no such option, no host is named, or fewer than `num_nodes`.
     """
 
     def __init__(self, words: Sequence[str], num_nodes: int | None = None) -> None:
         super().__init__()
         self._options: list[str] = []
         hosts: list[str] = []
-        rest = list(words)
+        rest, typed = list(words), f"engine={shlex.join(['ssh', *words])!r}"
+
+        def value_of(option: str) -> str:
+            if not rest:
+                raise ArgumentError(f"{typed}: {option} needs a value")
+            return rest.pop(0)
+
         while rest:
             word = rest.pop(0)
-            if word == "--hostfile" and not rest:
-                raise ArgumentError(f"engine={shlex.join(['ssh', *words])!r}: {word} needs a value")
             if word == "--hostfile":
-                hosts += _hosts_in(rest.pop(0))
+                hosts += _hosts_in(value_of(word))
+            elif word.startswith("--"):
+                raise ArgumentError(
+                    f"{typed}: {word}: ssh has no long options; write --hostfile FILE, or the hosts as words, as in "
+                    "engine='ssh gpu1 gpu2'"
+                )
             elif word.startswith("-"):
-                takes_value = len(word) == 2 and word[1] not in _FLAGS and rest
-                self._options += [word, rest.pop(0)] if takes_value else [word]
+                valued = word[1:].lstrip(_FLAGS)  # an option that takes a value, and the value if it is not a word
+                if valued and valued[0] not in _VALUED:
+                    raise ArgumentError(f"{typed}: ssh has no option -{valued[0]}; `man ssh` lists its options")
+                self._options += [word, value_of(word)] if len(valued) == 1 else [word]
+            elif "," in word:
+                raise ArgumentError(f"{typed}: hosts are separated by spaces, as in engine='ssh gpu1 gpu2'")
             else:
                 hosts.append(word)
         if not hosts:
-            raise ArgumentError(f"engine={shlex.join(['ssh', *words])!r}: name the hosts, as in engine='ssh gpu1 gpu2'")
+            raise ArgumentError(f"{typed}: name the hosts, as in engine='ssh gpu1 gpu2'")
         if num_nodes is not None and num_nodes > len(hosts):
             raise ArgumentError(f"num_nodes={num_nodes}, but engine='ssh …' names {len(hosts)} hosts")
         self._hosts = hosts[: num_nodes or len(hosts)]
@@ -85,6 +102,16 @@ class SshStarter(CommandStarter):
                 for number, host in enumerate(self._hosts)
             ],
             boot,
+        )
+
+    def reason(self, name: str, status: int, said: str) -> str:
+        """Return why ssh has exited, and what to do."""
+        if status != _SSH_FAILED:
+            return super().reason(name, status, said)
+        by_hand = shlex.join(["ssh", *self._options, name, "true"])
+        return (
+            f"{name}: ssh has failed: {said.rstrip('.') or 'it does not say why'}. `{by_hand}` must work in a terminal "
+            "of this machine, without a password or question"
         )
 
     def state(self) -> str:

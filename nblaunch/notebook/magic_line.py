@@ -1,9 +1,12 @@
-"""The line of ``%%distributed``: its words, and its options' names for the launcher's arguments."""
+"""The line of ``%%distributed``: its words and arguments, and its options' names for the launcher's arguments."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import shlex
+from argparse import ArgumentParser
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.utils.process import arg_split  # type: ignore[attr-defined]  # a name that it imports
@@ -30,6 +33,30 @@ def words_of(line: str, expand: Callable[[str], str]) -> list[str]:
     except ValueError:
         raise UsageError(f"%%distributed {line}: unclosed quote") from None
     return words
+
+
+def arguments_of(parser: ArgumentParser, words: Sequence[str], is_cell: bool) -> dict[str, Any]:
+    """Return the values of the options, and of ``action`` and ``words``.
+
+    Args:
+        parser: The magic's.
+        words: Those of its line.
+        is_cell: Whether the line is that of a cell, where words need an option.
+
+    Raises:
+        UsageError: Some words belong to no option.
+    """
+    parsed, unknown = parser.parse_known_args(words)
+    loose = {*unknown, *([parsed.action, *parsed.words] if is_cell and parsed.action else [])}
+    if loose and parsed.engine is not None:
+        in_order = [word for word in words if word in loose]
+        quoted = " ".join([parsed.engine, *map(shlex.quote, in_order)])
+        raise UsageError(
+            f'unrecognized arguments: {" ".join(in_order)}; put the engine\'s words in quotes: --engine "{quoted}"'
+        )
+    if unknown:
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}")
+    return vars(parsed)
 
 
 def ranks_of(option: str, text: str | None) -> tuple[int, ...] | None:

@@ -31,7 +31,7 @@ from nblaunch.machine.segments import in_words
 from nblaunch.notebook import session_magics
 from nblaunch.notebook.auto_cells import paused
 from nblaunch.notebook.cells import make_cell, names_used
-from nblaunch.notebook.magic_line import as_option, option_of, ranks_of, words_of
+from nblaunch.notebook.magic_line import arguments_of, as_option, option_of, ranks_of, words_of
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload
 
@@ -218,7 +218,7 @@ class DistributedMagics(Magics):
         %distributed free, %distributed preload NAME ..., %distributed session -n 2, %distributed who,
         %distributed auto on
         """
-        arguments = dict(vars(self.distributed.parser.parse_args(words_of(line, self._expand))))
+        arguments = arguments_of(self.distributed.parser, words_of(line, self._expand), cell is not None)
         action, words = arguments.pop("action"), arguments.pop("words")
         arguments["rank"] = ranks_of("--rank", arguments["rank"] and ",".join(arguments["rank"]))
         given = {name: value for name, value in arguments.items() if value is not None and value is not False}

@@ -147,6 +147,12 @@ def test_what_slurm_refuses_is_the_error(slurm: SlurmCluster) -> None:
         launch(hosts, engine="slurm -N 3")
 
 
+def test_a_python_that_nodes_lack_is_named(slurm: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_PYTHON", "/nowhere/python")
+    with pytest.raises(StartError, match=r"^srun: cannot start /nowhere/python there; let NBLAUNCH_PYTHON name"):
+        launch(hosts)
+
+
 def test_an_exported_job_runs_on_both_nodes(slurm: SlurmCluster) -> None:
     body = "import torch.distributed as dist\ntotal = torch.ones(1) * rank\ndist.all_reduce(total)\n"
     body += "if rank == 0:\n    open('total', 'w').write(str(total.item()))"

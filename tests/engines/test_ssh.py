@@ -59,7 +59,8 @@ def test_keys_are_in_no_command_line_and_no_environment(ssh_hosts: SshHosts) -> 
 
 
 def test_what_ssh_says_is_the_error(ssh_hosts: SshHosts) -> None:
-    with pytest.raises(StartError, match=r"^127.0.0.1: the agent has exited with status 255: .*(refused|failed)"):
+    advice = r"\. `ssh -p 9 127.0.0.1 true` must work in a terminal of this machine, without a password or question$"
+    with pytest.raises(StartError, match=rf"(?s)^127.0.0.1: ssh has failed: .*(refused|failed){advice}"):
         launch("ssh -p 9 127.0.0.1")
     with pytest.raises(StartError, match=r"^no route to nowhere: .*Is the name right\?"):
         launch("ssh nowhere")
@@ -67,6 +68,31 @@ def test_what_ssh_says_is_the_error(ssh_hosts: SshHosts) -> None:
         launch("ssh")
     with pytest.raises(ArgumentError, match=r"^num_nodes=3, but engine='ssh …' names 2 hosts"):
         launch("ssh n1 n2", num_nodes=3)
+
+
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [
+        (f"{sys.executable} -IS", r" there has no nblaunch: install it there, or let NBLAUNCH_PYTHON name a Python"),
+        ("/nowhere/python", r"cannot start /nowhere/python there; let NBLAUNCH_PYTHON name .*: No such file"),
+    ],
+)
+def test_a_python_that_cannot_be_the_agents_is_named(
+    ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, python: str, says: str
+) -> None:
+    monkeypatch.setenv("NBLAUNCH_PYTHON", python)
+    with pytest.raises(StartError, match=rf"^n[12]: .*{says}"):
+        launch(f"ssh -F {ssh_hosts.config} n1 n2")
+    assert "Traceback" not in caplog.text
+
+
+def test_a_warning_names_no_healthy_host(
+    ssh_hosts: SshHosts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NBLAUNCH_PYTHON", "sleep 4 #")  # n1's ssh still runs when it is ended
+    with pytest.raises(StartError, match=r"^127.0.0.1: ssh has failed: "):
+        launch(f"ssh -F {ssh_hosts.config} n1 127.0.0.1")
+    assert all(record.message.startswith("127.0.0.1: ") for record in caplog.records)
 
 
 def test_a_killed_sshd_does_not_end_a_launch(ssh_hosts: SshHosts, cluster: Cluster) -> None:

@@ -145,6 +145,16 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ("-n 2 --ranks -1", "--ranks -1: the ranks are 0 and 1"),
         ("-n 2 --device tpu", "--device 'tpu': must be one of 'auto', 'cpu', 'cuda'"),
         ("--engine 'ssh --hostfile'", "--engine 'ssh --hostfile': --hostfile needs a value"),
+        (
+            "--engine ssh gpu1 gpu2 -n 2",
+            'unrecognized arguments: gpu1 gpu2; put the engine\'s words in quotes: --engine "ssh gpu1 gpu2"',
+        ),
+        ("--engine slurm --partition=gpu", 'put the engine\'s words in quotes: --engine "slurm --partition=gpu"'),
+        ("--engine ssh -F config gpu1", 'put the engine\'s words in quotes: --engine "ssh -F config gpu1"'),
+        (
+            "--engine 'ssh gpu1,gpu2'",
+            "--engine 'ssh gpu1,gpu2': hosts are separated by spaces, as in --engine 'ssh gpu1 gpu2'",
+        ),
         ("--nodes 2", "--nodes 2: --engine 'auto' is this machine alone; name an engine that has more nodes"),
         ("-n 2 --no-such-option", "unrecognized arguments: --no-such-option"),
         ("status", "%%distributed status: a cell takes options, such as -n 2; without a cell: %distributed status"),
