@@ -58,6 +58,8 @@ class CommandStarter:
 
     def __init__(self) -> None:
         self._running: list[tuple[Command, subprocess.Popen[bytes], IO[bytes]]] = []
+        self._reported: Command | None = None
+        """What `problem` has returned the reason of."""
 
     def run(self, commands: Sequence[Command], boot: Boot) -> None:
         """Start the commands.
@@ -93,6 +95,7 @@ class CommandStarter:
         for command, process, errors in self._running:
             status = process.poll()
             if status is not None:
+                self._reported = command
                 return self.reason(command.name, status, said_in(errors))
         return ""
 
@@ -140,7 +143,7 @@ class CommandStarter:
             process.kill()
         _wait_for(processes, timeouts.SERVER_KILL_TIMEOUT_S)  # one may wait in the operating system
         for command, process, errors in failed:
-            if said := said_in(errors):
+            if command != self._reported and (said := said_in(errors)):
                 _log.warning("%s", self.reason(command.name, process.returncode, said))
         for _, _, errors in running:
             errors.close()
