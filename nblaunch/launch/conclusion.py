@@ -48,7 +48,8 @@ def account_of(name: str, attempt: Attempt | Turn, files: LaunchFiles) -> failur
     """
     task, sources = attempt.task, attempt.job.sources
     ends, logs = [rank.end for rank in task.present], {rank.rank: rank.logs for rank in attempt.output.ranks}
-    return failures.Account(name, ends, files, sources, logs, attempt.hint, task.difference, attempt.session)
+    hosts = attempt.job.plan.hosts
+    return failures.Account(name, ends, files, sources, logs, attempt.hint, task.difference, attempt.session, hosts)
 
 
 def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchError:

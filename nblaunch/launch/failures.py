@@ -78,6 +78,8 @@ class Account:
     """See `Task.difference`."""
     session: str = ""
     """The session's name; empty for a launch."""
+    hosts: Sequence[str] = ()
+    """The node of each rank; none if all are on the notebook's own machine."""
 
 
 def exception_for(cause: Cause, account: Account) -> Any:
@@ -218,8 +220,9 @@ def fate(end: RankEnd, sources: Mapping[str, Source]) -> str:
 def _how_it_ended(end: RankEnd, account: Account) -> str:
     log = account.files.err(end.rank)
     when = f"{'after' if end.done is not None else 'before'} {account.name} returned"
+    who = f"rank {end.rank}" + (f" on {account.hosts[end.rank]}" if account.hosts else "")
     if end.exited is None:
-        return f"rank {end.rank} was killed {when}, with the process that supervises it. Log: {log}"
+        return f"{who} was killed {when}, with the process that supervises it. Log: {log}"
     if end.exited.lost:
         return f"{end.exited.lost} {when}. Log so far: {log}"
     code = end.exited.returncode
@@ -236,7 +239,7 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
     logs = account.logs[end.rank]
     said = _last_said(logs["err"]) or _last_said(logs["out"])
     last = f". Its last lines:\n{_indented(said)}\n" if said.strip() else ". It printed nothing. "
-    return f"rank {end.rank} {what}{last}Log: {log}"
+    return f"{who} {what}{last}Log: {log}"
 
 
 def _last_said(log: Log) -> str:

@@ -362,6 +362,7 @@ class Session:
                 0 if rank in ranks.absent else ranks.group.members[rank].pid,
                 len(names),
                 sum(each.size for each in names),
+                ranks.plan.places[rank].host,
             )
             for rank, names in enumerate(ranks.bound)
         ]

@@ -36,6 +36,8 @@ class RankHolding:
     """How many names it has bound."""
     size: int
     """Bytes of their values, as far as they are known."""
+    host: str = ""
+    """Its node; empty: the notebook's own machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ class SessionState:
         """Return the state and what each rank holds, as lines."""
         lines = [self.heading()]
         for each in self.ranks if self.is_open else ():
-            holds = f"pid {each.pid}, {each.names} name{'s' * (each.names != 1)}, {in_words(each.size)}"
+            where = f" on {each.host}" if each.host else ""
+            holds = f"pid {each.pid}{where}, {each.names} name{'s' * (each.names != 1)}, {in_words(each.size)}"
             lines.append(f"  rank {each.rank}: {holds if each.pid else self.dead_line(each.rank)}")
         return "\n".join(lines)

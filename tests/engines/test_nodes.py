@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -112,7 +113,7 @@ def test_a_rank_that_is_killed_is_named(launch: Launcher) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
 
-    with pytest.raises(RankDiedError, match=r"^rank 1 was killed by SIGKILL before"):
+    with pytest.raises(RankDiedError, match=r"^rank 1 on n2 was killed by SIGKILL before"):
         launch(die)
 
 
@@ -153,6 +154,7 @@ def test_a_session_keeps_its_names_on_both_nodes(nodes: dict[str, Any]) -> None:
         )
         assert [value.tolist() for value in kept.pull("weights")] == [[2.0] * 3] * 2
         assert list(kept.pull("__import__('socket').gethostname()")) == ["n1", "n2"]
+        assert re.search(r"rank 1: pid \d+ on n2, ", kept.status())
 
 
 def files_of_agents(cluster: Cluster) -> set[str]:
