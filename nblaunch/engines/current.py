@@ -5,12 +5,16 @@ from __future__ import annotations
 import atexit
 import os
 import shlex
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.protocol import Engine
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import argument_checks
+
+if TYPE_CHECKING:
+    from nblaunch.engines.node_engine import Starter
 
 engine: Engine = LocalEngine()
 """This machine."""
@@ -30,6 +34,79 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
         ArgumentError: There is no such engine, or it cannot have that many nodes.
     """
     count = None if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
+    kind, words = _kind_of(name)
+    if kind == "auto":
+        kind = "slurm" if count != 1 and _in_several_nodes() else "local"
+        if kind == "local" and count not in (None, 1):
+            raise ArgumentError(
+                f"num_nodes={count}: engine='auto' is this machine alone; name an engine that has more nodes, as in "
+                "engine='slurm', engine='ray' or engine='ssh gpu1 gpu2'"
+            )
+    if kind == "local":
+        _check_local(count)
+        return engine
+    key = shlex.join([kind, *words]), count
+    if key not in _held:
+        if not _held:
+            atexit.register(release)  # else agents would hold the nodes for 10 s more
+        _held[key] = _made(kind, words, count)
+    return _held[key]
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What ``engine=`` and ``num_nodes=`` ask for, for a job file.
+
+    Attributes:
+        kind: One of `KINDS`.
+        nodes: The number of nodes.
+        options: Options of sbatch, each as one or two words.
+        left_out: Options that sbatch does not have.
+    """
+
+    kind: str
+    nodes: int
+    options: tuple[tuple[str, ...], ...] = ()
+    left_out: tuple[tuple[str, ...], ...] = ()
+
+
+def job_request(name: Any = "auto", num_nodes: Any = None) -> JobRequest:
+    """Return what a job file needs of the engine. Nothing is started or held.
+
+    Args:
+        name: See `chosen`.
+        num_nodes: See `chosen`. A job of its own may have more nodes than the engine.
+
+    Raises:
+        ArgumentError: There is no such engine, or an option is invalid.
+    """
+    count = None if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
+    kind, words = _kind_of(name)
+    if kind == "local":
+        _check_local(count)
+    if kind == "local" or (kind == "auto" and (count is not None or not _in_several_nodes())):
+        return JobRequest(kind, count or 1)
+    starter = _starter("slurm" if kind == "auto" else kind, words, None)  # which checks the options
+    nodes = count or starter.count
+    if kind != "slurm":
+        return JobRequest(kind, nodes)
+    from nblaunch.engines.slurm import options_of
+
+    options, left_out = options_of(words)
+    return JobRequest(kind, nodes, tuple(options), tuple(left_out))
+
+
+def _in_several_nodes() -> bool:
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
+
+
+def _check_local(count: int | None) -> None:
+    if count not in (None, 1):
+        raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
+
+
+def _kind_of(name: Any) -> tuple[str, list[str]]:
+    """Return the kind that ``engine=`` names, and its options."""
     if not isinstance(name, str) or not name.strip():
         raise ArgumentError(f"engine={name!r}: must be one of {', '.join(map(repr, KINDS))}")
     try:
@@ -40,42 +117,27 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
         raise ArgumentError(f"engine={name!r}: must begin with one of {', '.join(map(repr, KINDS))}")
     if kind in ("auto", "local") and words:
         raise ArgumentError(f"engine={name!r}: {kind!r} has no options")
-    if kind == "auto":
-        kind = "slurm" if count != 1 and int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else "local"
-        if kind == "local" and count not in (None, 1):
-            raise ArgumentError(
-                f"num_nodes={count}: engine='auto' is this machine alone; name an engine that has more nodes, as in "
-                "engine='slurm', engine='ray' or engine='ssh gpu1 gpu2'"
-            )
-    if kind == "local":
-        if count not in (None, 1):
-            raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
-        return engine
-    key = shlex.join([kind, *words]), count
-    if key not in _held:
-        if not _held:
-            atexit.register(release)  # else agents would hold the nodes for 10 s more
-        _held[key] = _made(kind, words, count)
-    return _held[key]
+    return kind, words
 
 
 def _made(kind: str, words: list[str], count: int | None) -> Engine:
-    from nblaunch.engines.node_engine import NodeEngine, Starter
+    from nblaunch.engines.node_engine import NodeEngine
 
-    starter: Starter
+    return NodeEngine(_starter(kind, words, count))
+
+
+def _starter(kind: str, words: list[str], count: int | None) -> Starter:
     if kind == "slurm":
         from nblaunch.engines.slurm import SlurmStarter
 
-        starter = SlurmStarter(words, count)
-    elif kind == "ray":
+        return SlurmStarter(words, count)
+    if kind == "ray":
         from nblaunch.engines.ray import RayStarter
 
-        starter = RayStarter(words, count)
-    else:
-        from nblaunch.engines.ssh import SshStarter
+        return RayStarter(words, count)
+    from nblaunch.engines.ssh import SshStarter
 
-        starter = SshStarter(words, count)
-    return NodeEngine(starter)
+    return SshStarter(words, count)
 
 
 def status() -> list[str]:
