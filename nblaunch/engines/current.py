@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shlex
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from nblaunch.engines.local import LocalEngine
@@ -33,6 +34,75 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
         ArgumentError: There is no such engine, or it cannot have that many nodes.
     """
     count = None if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
+    kind, words = _kind_of(name)
+    if kind == "auto":
+        kind = "slurm" if count != 1 and _in_several_nodes() else "local"
+        if kind == "local" and count not in (None, 1):
+            raise ArgumentError(
+                f"num_nodes={count}: engine='auto' is this machine alone; name an engine that has more nodes, as in "
+                "engine='slurm', engine='ray' or engine='ssh gpu1 gpu2'"
+            )
+    if kind == "local":
+        _check_local(count)
+        return engine
+    said = shlex.join([kind, *words])
+    return _held.get((said, count)) or _of_nodes(said, _starter(kind, words, count))
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """What ``engine=`` and ``num_nodes=`` ask for, for a job file.
+
+    Attributes:
+        kind: One of `KINDS`.
+        nodes: The number of nodes.
+        options: Options of sbatch, each as one or two words.
+        left_out: Options that sbatch does not have.
+    """
+
+    kind: str
+    nodes: int
+    options: tuple[tuple[str, ...], ...] = ()
+    left_out: tuple[tuple[str, ...], ...] = ()
+
+
+def job_request(name: Any = "auto", num_nodes: Any = None) -> JobRequest:
+    """Return what a job file needs of the engine. Nothing is started or held.
+
+    Args:
+        name: See `chosen`.
+        num_nodes: See `chosen`. A job of its own may have more nodes than the engine.
+
+    Raises:
+        ArgumentError: There is no such engine, or an option is invalid.
+    """
+    count = None if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
+    kind, words = _kind_of(name)
+    if kind == "local":
+        _check_local(count)
+    if kind == "local" or (kind == "auto" and (count is not None or not _in_several_nodes())):
+        return JobRequest(kind, count or 1)
+    starter = _starter("slurm" if kind == "auto" else kind, words, None)  # which checks the options
+    nodes = count or starter.count
+    if kind != "slurm":
+        return JobRequest(kind, nodes)
+    from nblaunch.engines.slurm import options_of
+
+    options, left_out = options_of(words)
+    return JobRequest(kind, nodes, tuple(options), tuple(left_out))
+
+
+def _in_several_nodes() -> bool:
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1
+
+
+def _check_local(count: int | None) -> None:
+    if count not in (None, 1):
+        raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
+
+
+def _kind_of(name: Any) -> tuple[str, list[str]]:
+    """Return the kind that ``engine=`` names, and its options."""
     if not isinstance(name, str) or not name.strip():
         raise ArgumentError(f"engine={name!r}: must be one of {', '.join(map(repr, KINDS))}")
     try:
@@ -43,19 +113,7 @@ def chosen(name: Any = "auto", num_nodes: Any = None) -> Engine:
         raise ArgumentError(f"engine={name!r}: must begin with one of {', '.join(map(repr, KINDS))}")
     if kind in ("auto", "local") and words:
         raise ArgumentError(f"engine={name!r}: {kind!r} has no options")
-    if kind == "auto":
-        kind = "slurm" if count != 1 and int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 else "local"
-        if kind == "local" and count not in (None, 1):
-            raise ArgumentError(
-                f"num_nodes={count}: engine='auto' is this machine alone; name an engine that has more nodes, as in "
-                "engine='slurm', engine='ray' or engine='ssh gpu1 gpu2'"
-            )
-    if kind == "local":
-        if count not in (None, 1):
-            raise ArgumentError(f"num_nodes={count}: engine='local' is this machine alone")
-        return engine
-    said = shlex.join([kind, *words])
-    return _held.get((said, count)) or _of_nodes(said, _starter(kind, words, count))
+    return kind, words
 
 
 def _of_nodes(said: str, starter: Starter) -> Engine:
@@ -73,20 +131,17 @@ def _of_nodes(said: str, starter: Starter) -> Engine:
 
 
 def _starter(kind: str, words: list[str], count: int | None) -> Starter:
-    starter: Starter
     if kind == "slurm":
         from nblaunch.engines.slurm import SlurmStarter
 
-        starter = SlurmStarter(words, count)
-    elif kind == "ray":
+        return SlurmStarter(words, count)
+    if kind == "ray":
         from nblaunch.engines.ray import RayStarter
 
-        starter = RayStarter(words, count)
-    else:
-        from nblaunch.engines.ssh import SshStarter
+        return RayStarter(words, count)
+    from nblaunch.engines.ssh import SshStarter
 
-        starter = SshStarter(words, count)
-    return starter
+    return SshStarter(words, count)
 
 
 def status() -> list[str]:

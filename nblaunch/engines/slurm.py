@@ -21,6 +21,15 @@ from nblaunch.wire.link_messages import Boot
 
 _OURS = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-K", "--kill-on-bad-exit", "-J", "--job-name")
 """Options of srun that are not the user's."""
+_STEP_ONLY = (
+    *("--accel-bind", "--async", "--bcast", "--compress", "--cpu-bind", "--disable-status", "-X", "--epilog"),
+    *("--exact", "--external-launcher", "--het-group", "--immediate", "-I", "--interactive", "--jobid"),
+    *("--label", "-l", "--mpi", "--msg-timeout", "--multi-prog", "--no-allocate", "-Z", "--overlap"),
+    *("--preserve-env", "-E", "--prolog", "--pty", "--quit-on-interrupt", "-q", "--relative", "-r"),
+    *("--resv-ports", "--send-libs", "--slurmd-debug", "--task-epilog", "--task-prolog", "--threads", "-T"),
+    *("--treewidth", "--unbuffered", "-u", "--wait", "-W", "--whole"),
+)
+"""Options of srun that sbatch does not have, or has with another meaning."""
 _PROGRAMS = ("srun", "squeue", "scontrol")
 _MAX_ASKED = 16
 """Nodes of a large cluster whose addresses are looked at."""
@@ -114,6 +123,23 @@ class SlurmStarter(CommandStarter):
         """End srun: at once if the job is still queued."""
         self._state, self._job = "", self._allocation
         self.end(at_once=self._is_queued)
+
+
+def options_of(words: Sequence[str]) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Split options of srun into those that sbatch has too, and the others: each as one or two words."""
+    options: list[tuple[str, ...]] = []
+    for word in words:
+        if not word.startswith("-") and options and len(options[-1]) == 1:  # the value, as in -p gpu
+            options[-1] = (*options[-1], word)
+        else:
+            options.append((word,))
+    common = [each for each in options if _is_of_sbatch(each[0])]
+    return common, [each for each in options if each not in common]
+
+
+def _is_of_sbatch(word: str) -> bool:
+    name = word.partition("=")[0] if word.startswith("--") else word[:2]
+    return word.startswith("-") and name not in _STEP_ONLY
 
 
 def _names_job(words: Sequence[str]) -> bool:

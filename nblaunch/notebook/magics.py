@@ -43,6 +43,7 @@ _USAGE = (
 _OF_EXPORT = (
     "num_processes",
     "num_nodes",
+    "engine",
     "device",
     "backend",
     "threads_per_rank",
@@ -194,7 +195,11 @@ class DistributedMagics(Magics):
         metavar="FILE",
         help="do not run the cell: write it, with what it uses, as a script for torchrun; see nblaunch.export?",
     )
-    @argument("--sbatch", action="store_true", help="with --export: also write a job file for Slurm")
+    @argument(
+        "--sbatch",
+        action="store_true",
+        help="with --export: also write a job file for Slurm, with the options of --engine 'slurm ...'",
+    )
     @argument("--force", action="store_true", help="with --export: replace files that no export has written")
     @line_cell_magic
     @no_var_expand

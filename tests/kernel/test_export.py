@@ -238,6 +238,22 @@ def test_a_users_file_stays_without_force(kernel: Kernel, tmp_path: Path) -> Non
     subprocess.run(["bash", "-n", str(tmp_path / "train.sbatch")], check=True)
 
 
+def test_the_job_file_has_the_options_of_the_engine(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.run(f"%cd -q {tmp_path}\nimport nblaunch\ndef train(): pass").check()
+    engine = "slurm --partition=gpu --time=60 --gres=gpu:2"
+    kernel.run(f'%%distributed --engine "{engine}" --nodes 2 --export cell.py --sbatch\nprint(rank)').check()
+    kernel.run(f"nblaunch.export(train, 'train.py', engine='{engine}', num_nodes=2, sbatch=True)").check()
+    for name in ("cell", "train"):
+        text = (tmp_path / f"{name}.sbatch").read_text()
+        for part in (*engine.split()[1:], "--nodes=2"):
+            assert f"#SBATCH {part}\n" in text
+
+    done = kernel.run("%%distributed --engine 'slurm -N 2' --export other.py --sbatch\nprint(rank)")
+    assert "UsageError: --engine 'slurm -N 2': -N: use num_nodes= (--nodes)" in done.error + done.text
+    shown = kernel.run("%%distributed --engine 'ssh a b' --export cell.py\nprint(rank)").check()
+    assert "note: the script does not use engine='ssh': start torchrun on each node yourself\n" in shown.stdout
+
+
 @pytest.mark.parametrize("option", ["sbatch", "force"])
 def test_options_of_export_need_it(kernel: Kernel, option: str) -> None:
     done = kernel.run(f"%%distributed --{option}\n1")

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import strategies
 
+from nblaunch.engines import current
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.export import job_file, literals, marked_files, origins, saved_values, script
 from nblaunch.launch.export.cell_statements import CellSource, Statement, is_same_code, statements_of
@@ -469,6 +470,86 @@ def test_the_command_has_the_options() -> None:
     text = job_file.job_file(start, "train.py", "train.sbatch")
     for line in ("#SBATCH --gpus-per-node=4\n", "#SBATCH --time=2\n", "export A='b c'\n", "--max-restarts=3 "):
         assert line in text
+
+
+def written(engine: str, nodes: int | None = None, ranks: int | None = None, device: str = "auto", **more: Any) -> str:
+    """The job file for an engine."""
+    arguments = {"backend": None, "threads": None, "env": None, "max_restarts": 0, "timeout": None, "checks": False}
+    asked = current.job_request(engine, nodes)
+    return job_file.job_file(job_file.start_of(asked, ranks, device, **{**arguments, **more}), "a.py", "a.sbatch")
+
+
+def test_the_job_file_has_the_options_of_slurm() -> None:
+    text = written("slurm -p gpu --time=60 --gres=gpu:2 '--comment=a b' --mpi=pmix --overlap", 2, device="cuda")
+
+    for line in ("-p gpu", "--time=60", "--gres=gpu:2", "'--comment=a b'", "--nodes=2", "--output=%x-%j.out"):
+        assert text.count(f"#SBATCH {line}\n") == 1
+    assert "--nproc-per-node=2 " in text
+    assert "Add what your cluster needs: an environment.\n" in text
+    for absent in ("--mpi", "--overlap", "--gpus-per-node"):
+        assert absent not in text
+
+
+def test_the_users_options_replace_those_of_the_job_file() -> None:
+    text = written("slurm -c 8 -t5 -o log --account=me", timeout=600.0)
+
+    assert [line for line in text.splitlines() if line.startswith("#SBATCH")][3:] == [
+        *("#SBATCH -c 8", "#SBATCH -t5", "#SBATCH -o log", "#SBATCH --account=me")
+    ]
+    assert "Add what your cluster needs: a partition, an environment.\n" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        *(("--gres=gpu", 1), ("--gres=gpu:a100:4,ssd:1", 4), ("--gres=gpu:a100-80", 1), ("-G 8", 4)),
+        *(("--gpus-per-node=h100:8", 8), ("--gpus=6", 3), ("--tres-per-node=gres/gpu:2", 2)),
+    ],
+)
+def test_a_rank_for_each_gpu_that_slurm_is_asked_for(options: str, count: int) -> None:
+    assert f"--nproc-per-node={count} " in written(f"slurm {options}", 2)
+
+
+def test_the_job_has_as_many_cpu_ranks_a_node_as_a_launch() -> None:
+    one, two = written("auto", device="cpu"), written("auto", 2, device="cpu")
+
+    assert "--nproc-per-node=2 " in one
+    assert "sbatch --nodes=2 a.sbatch" in one
+    assert "--nproc-per-node=1 " in two
+    assert "sbatch --nodes=4 a.sbatch" in two
+
+
+def test_the_number_of_nodes_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+
+    assert current.job_request().nodes == 3
+    assert current.job_request("ssh a b").nodes == 2
+    assert current.job_request("slurm", 9).nodes == 9
+    assert current.job_request("local").nodes == 1
+    assert current.held() == []
+    with pytest.raises(ArgumentError, match=r"engine='slurm -N 2': -N: use num_nodes="):
+        current.job_request("slurm -N 2", 2)
+    with pytest.raises(ArgumentError, match=r"num_nodes=2: engine='local' is this machine alone"):
+        current.job_request("local", 2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "sbatch", "notes"),
+    [
+        ("auto", False, []),
+        ("slurm -p gpu", True, []),
+        ("slurm -p gpu", False, ["the command runs on this machine: engine='slurm' and its options need a job file"]),
+        ("slurm --mpi=pmix", True, ["`--mpi=pmix` is left out of the job file: sbatch has no such option"]),
+        ("ssh a b", False, ["the script does not use engine='ssh': start torchrun on each node yourself"]),
+        ("ray", True, ["the script does not use engine='ray': start torchrun on each node yourself, or submit the"]),
+    ],
+)
+def test_notes_say_what_the_script_does_not_do(engine: str, sbatch: bool, notes: list[str]) -> None:
+    found = job_file.notes(current.job_request(engine), sbatch)
+
+    assert len(found) == len(notes)
+    assert all(text.startswith(start) for text, start in zip(found, notes, strict=True))
 
 
 @pytest.fixture

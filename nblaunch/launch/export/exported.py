@@ -9,14 +9,13 @@ import inspect
 import os
 import re
 import shlex
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nblaunch.engines.current import engine
+from nblaunch.engines import current
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch import live_sessions
 from nblaunch.launch import payload as payloads
@@ -26,9 +25,6 @@ from nblaunch.launch.export.exported_names import ExportedNames
 from nblaunch.launch.export.job_file import Start
 from nblaunch.launch.export.script import Main
 from nblaunch.launch.frontend import host
-from nblaunch.launch.plan import make_plan
-from nblaunch.machine import argument_checks
-from nblaunch.machine.inventory import this_machine
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer import parameters
 from nblaunch.transfer.parameters import FILLED_IN, PROVIDED
@@ -69,6 +65,7 @@ def export(
     *,
     num_processes: int | None = None,
     num_nodes: int | None = None,
+    engine: str = "auto",
     device: str = "auto",
     backend: str | None = None,
     threads_per_rank: int | None = None,
@@ -99,8 +96,11 @@ def export(
         path: The script, as in ``"train.py"``.
         args: The function's positional arguments, as a tuple.
         kwargs: Its keyword arguments, as a dict.
-        num_processes: The number of ranks in the command; on a cluster, of each node. Default: as for a launch.
-        num_nodes: The number of nodes in the job file. Default: 1.
+        num_processes: The number of ranks in the command; on a cluster, of each node. Default: as for a launch, with
+            the GPUs that the options of ``engine="slurm ..."`` ask for.
+        num_nodes: The number of nodes in the job file. Default: as for a launch.
+        engine: As for a launch. Options of ``"slurm --partition=gpu"`` that sbatch has go into the job file; other
+            engines are not part of the script. Default: ``"auto"``.
         device: ``"cuda"``, ``"cpu"``, or ``"auto"`` (default): the script uses GPUs where it finds them.
         backend: The backend of the process group. Default: gloo on CPUs; on GPUs nccl, and gloo for CPU tensors.
         threads_per_rank: ``OMP_NUM_THREADS`` in the command. Default: torchrun's choice.
@@ -123,12 +123,16 @@ def export(
         raise ArgumentError("export: only for notebooks; in a script, torchrun can run the file that you have")
     payload = payloads.for_function(function, args, kwargs)
     target = _target(path)
-    start = _start(num_processes, device, backend, threads_per_rank, env, max_restarts, timeout, checks, num_nodes)
+    asked = current.job_request(engine, num_nodes)
+    start = job_file.start_of(
+        asked, num_processes, device, backend, threads_per_rank, env, max_restarts, timeout, checks
+    )
     names = ExportedNames(host().cells(), notebook, PROVIDED.difference(FILLED_IN))
     filled = parameters.left_out(function, payload.args, payload.kwargs)
     call = _call(function, payload.args, payload.kwargs, filled, names)
     _check_missing(names, frozenset())
     name = next(name for name in ("main", "run_rank", "_main") if name not in notebook)
+    names.notes += job_file.notes(asked, sbatch)
     main = Main(call, frozenset(filled), name, None, device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
 
@@ -141,6 +145,7 @@ def export_cell(
     *,
     num_processes: int | None = None,
     num_nodes: int | None = None,
+    engine: str | None = None,
     device: str | None = None,
     backend: str | None = None,
     threads_per_rank: int | None = None,
@@ -161,7 +166,8 @@ def export_cell(
     notebook = host().notebook_names() or {}
     target = _target(path)
     device, restarts = device or "auto", max_restarts or 0
-    start = _start(num_processes, device, backend, threads_per_rank, None, restarts, timeout, checks, num_nodes)
+    asked = current.job_request(engine or "auto", num_nodes)
+    start = job_file.start_of(asked, num_processes, device, backend, threads_per_rank, None, restarts, timeout, checks)
     names = ExportedNames(host().cells(), notebook, PROVIDED)
     text, statements = _body(CellSource(cell.label, typed, cell.source), names)
     reads = frozenset[str]().union(*(each.reads for each in statements))
@@ -170,6 +176,7 @@ def export_cell(
         raise PayloadError(f"`{name}`: the notebook has no such name{_of_session()}: assign it in the cell")
     names.need(used)
     _check_missing(names, binds)
+    names.notes += job_file.notes(asked, sbatch)
     main = Main(text, reads & set(FILLED_IN), "", cell.ranks, start.device, backend, False, False, False)
     return _write(target, names, main, start, sbatch, force)
 
@@ -195,39 +202,6 @@ def _target(path: str | os.PathLike[str]) -> Path:
     if not target.parent.is_dir():
         raise ArgumentError(f"path={str(path)!r}: there is no folder {target.parent}")
     return target
-
-
-def _start(
-    num_processes: Any,
-    device: Any,
-    backend: Any,
-    threads: Any,
-    env: Any,
-    max_restarts: Any,
-    timeout: Any,
-    checks: Any,
-    num_nodes: Any,
-) -> Start:
-    """Check the options of a launch. The GPUs need not be here: the script may run elsewhere."""
-    machine = replace(this_machine(), free_descriptors=sys.maxsize)
-    if device == "cuda" or backend == "nccl" or machine.gpus:
-        most = num_processes if type(num_processes) is int else 1
-        machine = replace(machine, gpus=max(machine.gpus, most))
-    plan = make_plan(
-        [machine],
-        engine,
-        num_processes=num_processes,
-        device=device,
-        backend=backend,
-        threads_per_rank=threads,
-        env=env,
-        max_restarts=max_restarts,
-        timeout=timeout,
-        checks=checks,
-    )
-    own = {name: plan.env[name] for name in plan.named}
-    nodes = 1 if num_nodes is None else argument_checks.whole_number("num_nodes", num_nodes, least=1)
-    return Start(plan.world_size, device, own, threads, plan.max_restarts, plan.timeout, nodes)
 
 
 def _call(

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nblaunch.engines import current
+from nblaunch.engines.current import JobRequest
+from nblaunch.launch.plan import make_plan
+from nblaunch.machine.inventory import this_machine
 
 _JOB = """\
 #!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
-#SBATCH --cpus-per-task={cpus}
-{more}#SBATCH --output=%x-%j.out
-#
-# Submit it with `sbatch {file}`, or on other nodes with `sbatch --nodes=2 {file}`. Each node runs one torchrun,
-# which starts {ranks}. Add what your cluster needs: a partition, a time, an environment.
+{more}#
+# Submit it with `sbatch {file}`, or on {others} nodes with `sbatch --nodes={others} {file}`. Each node runs one
+# torchrun, which starts {ranks}. Add what your cluster needs: {missing}.
 
 set -euo pipefail
 {environment}
@@ -35,6 +41,9 @@ srun --kill-on-bad-exit=1 bash -c 'first=$((SLURM_NODEID == 0)); exec torchrun \
     "$0"' {script}
 """
 
+_RESOURCES = ("--gres", "--tres-per-node", "--tres-per-task")
+"""Options of Slurm that may ask for GPUs, among others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -48,6 +57,7 @@ class Start:
         max_restarts: How many times to start all ranks again after a failure.
         timeout: Seconds; None: no limit.
         nodes: The number of nodes.
+        options: Slurm's options for the job file, each as one or two words.
     """
 
     nproc: int
@@ -57,11 +67,80 @@ class Start:
     max_restarts: int
     timeout: float | None
     nodes: int = 1
+    options: tuple[tuple[str, ...], ...] = ()
 
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables, with the one for the threads."""
         return {**({} if self.threads is None else {"OMP_NUM_THREADS": str(self.threads)}), **self.env}
+
+
+def start_of(
+    asked: JobRequest,
+    num_processes: Any,
+    device: Any,
+    backend: Any,
+    threads: Any,
+    env: Any,
+    max_restarts: Any,
+    timeout: Any,
+    checks: Any,
+) -> Start:
+    """Check the options of a launch. The GPUs need not be here: the script may run elsewhere."""
+    machine = replace(this_machine(), free_descriptors=sys.maxsize)
+    gpus = _gpus_per_node(asked)
+    if gpus and device != "cpu":
+        machine = replace(machine, gpus=gpus)
+    if device == "cuda" or backend == "nccl" or machine.gpus:
+        most = num_processes if type(num_processes) is int else 1
+        machine = replace(machine, gpus=max(machine.gpus, most))
+    plan = make_plan(
+        [machine] * asked.nodes,
+        current.engine,
+        num_processes=num_processes,
+        device=device,
+        backend=backend,
+        threads_per_rank=threads,
+        env=env,
+        max_restarts=max_restarts,
+        timeout=timeout,
+        checks=checks,
+    )
+    own = {name: plan.env[name] for name in plan.named}
+    nproc = plan.places[0].local_world_size
+    return Start(nproc, device, own, threads, plan.max_restarts, plan.timeout, asked.nodes, asked.options)
+
+
+def notes(asked: JobRequest, sbatch: bool) -> list[str]:
+    """Return what the script and its job file do not do of what ``engine=`` asks for."""
+    if asked.kind in ("ray", "ssh"):
+        instead = ", or submit the job file to Slurm" if sbatch else ""
+        return [f"the script does not use engine='{asked.kind}': start torchrun on each node yourself{instead}"]
+    if asked.kind == "slurm" and not sbatch:
+        return ["the command runs on this machine: engine='slurm' and its options need a job file (sbatch)"]
+    return [f"`{shlex.join(words)}` is left out of the job file: sbatch has no such option" for words in asked.left_out]
+
+
+def _name_and_value(words: tuple[str, ...]) -> tuple[str, str]:
+    """Split an option: ``--partition=gpu``, ``-p gpu`` or ``-pgpu``."""
+    first = words[0]
+    name, value = first.partition("=")[::2] if first.startswith("--") else (first[:2], first[2:])
+    return name, words[1] if len(words) == 2 else value
+
+
+def _gpus_per_node(asked: JobRequest) -> int:
+    """Return the GPUs of each node that the options of Slurm ask for; 0 if they name no number."""
+    for name, value in map(_name_and_value, asked.options):
+        if name in _RESOURCES:  # gpu, gpu:2, gpu:a100:2 or gres/gpu:2
+            found = re.search(r"(?:^|[,/])gpu(?:[:=][^,:=]+)??(?:[:=](\d+))?(?=,|$)", value)
+            if found is not None:
+                return int(found[1] or 1)
+        elif name in ("--gpus-per-node", "--gpus-per-task", "--gpus", "-G"):  # 2 or a100:2
+            found = re.search(r"(?:^|:)(\d+)$", value)
+            if found is not None:
+                of_job = name in ("--gpus", "-G")
+                return max(1, int(found[1]) // asked.nodes) if of_job else int(found[1])
+    return 0
 
 
 def command(start: Start, script: str) -> str:
@@ -79,17 +158,27 @@ def job_file(start: Start, script: str, file: str) -> str:
         script: The script's name, in the folder that the job runs in.
         file: The job file's name.
     """
-    more = ""
-    if start.device == "cuda":
-        more += f"#SBATCH --gpus-per-node={start.nproc}\n"
-    if start.timeout is not None:
-        more += f"#SBATCH --time={math.ceil(start.timeout / 60)}\n"
+    named = {_name_and_value(words)[0] for words in start.options}
+    cpus = start.nproc * (start.threads or 1)
+    lines = [] if named & {"--cpus-per-task", "-c"} else [f"--cpus-per-task={cpus}"]
+    if start.device == "cuda" and not _gpus_per_node(JobRequest("slurm", start.nodes, start.options)):
+        lines.append(f"--gpus-per-node={start.nproc}")
+    has_time = bool(named & {"--time", "-t"})
+    if start.timeout is not None and not has_time:
+        lines.append(f"--time={math.ceil(start.timeout / 60)}")
+    if not named & {"--output", "-o"}:
+        lines.append("--output=%x-%j.out")
+    lines += [shlex.join(words) for words in start.options]
+    missing = [] if named & {"--partition", "-p"} else ["a partition"]
+    missing += [] if has_time or start.timeout is not None else ["a time"]
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in start.variables.items())
     return _JOB.format(
         name=shlex.quote(script.removesuffix(".py")),
-        cpus=start.nproc * (start.threads or 1),
+        cpus=cpus,
         nodes=start.nodes,
-        more=more,
+        others=2 if start.nodes == 1 else 2 * start.nodes,
+        missing=", ".join([*missing, "an environment"]),
+        more="".join(f"#SBATCH {line}\n" for line in lines),
         file=shlex.quote(file),
         ranks="one rank" if start.nproc == 1 else f"{start.nproc} ranks",
         environment=f"\n{exports}" if exports else "",
