@@ -57,7 +57,7 @@ class JobRequest:
         kind: One of `KINDS`.
         nodes: The number of nodes.
         options: Options of sbatch, each as one or two words.
-        left_out: Options that sbatch does not have.
+        left_out: Options of srun alone.
     """
 
     kind: str

@@ -22,12 +22,12 @@ from nblaunch.wire.link_messages import Boot
 _OURS = ("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-K", "--kill-on-bad-exit", "-J", "--job-name")
 """Options of srun that are not the user's."""
 _STEP_ONLY = (
-    *("--accel-bind", "--async", "--bcast", "--compress", "--cpu-bind", "--disable-status", "-X", "--epilog"),
-    *("--exact", "--external-launcher", "--het-group", "--immediate", "-I", "--interactive", "--jobid"),
-    *("--label", "-l", "--mpi", "--msg-timeout", "--multi-prog", "--no-allocate", "-Z", "--overlap"),
-    *("--preserve-env", "-E", "--prolog", "--pty", "--quit-on-interrupt", "-q", "--relative", "-r"),
-    *("--resv-ports", "--send-libs", "--slurmd-debug", "--task-epilog", "--task-prolog", "--threads", "-T"),
-    *("--treewidth", "--unbuffered", "-u", "--wait", "-W", "--whole"),
+    *("--accel-bind", "--async", "--bcast", "--bcast-exclude", "--compress", "--cpu-bind", "--disable-status", "-X"),
+    *("--epilog", "--exact", "--external-launcher", "--het-group", "--immediate", "-I", "--interactive", "--jobid"),
+    *("--label", "-l", "--mpi", "--msg-timeout", "--multi-prog", "--no-allocate", "-Z", "--overlap", "-E"),
+    *("--preserve-env", "--prolog", "--pty", "--quit-on-interrupt", "--relative", "-r", "--resv-ports", "--send-libs"),
+    *("--slurmd-debug", "--task-epilog", "--task-prolog", "--threads", "-T", "--treewidth", "--unbuffered", "-u"),
+    *("--wait", "-W", "--whole"),
 )
 """Options of srun that sbatch does not have, or has with another meaning."""
 _PROGRAMS = ("srun", "squeue", "scontrol")

@@ -491,10 +491,10 @@ def test_the_job_file_has_the_options_of_slurm() -> None:
 
 
 def test_the_users_options_replace_those_of_the_job_file() -> None:
-    text = written("slurm -c 8 -t5 -o log --account=me", timeout=600.0)
+    text = written("slurm -c 8 -t5 -o log -q high", timeout=600.0)
 
     assert [line for line in text.splitlines() if line.startswith("#SBATCH")][3:] == [
-        *("#SBATCH -c 8", "#SBATCH -t5", "#SBATCH -o log", "#SBATCH --account=me")
+        *("#SBATCH -c 8", "#SBATCH -t5", "#SBATCH -o log", "#SBATCH -q high")
     ]
     assert "Add what your cluster needs: a partition, an environment.\n" in text
 
@@ -540,7 +540,7 @@ def test_the_number_of_nodes_is_that_of_the_engine(monkeypatch: pytest.MonkeyPat
         ("auto", False, []),
         ("slurm -p gpu", True, []),
         ("slurm -p gpu", False, ["the command runs on this machine: engine='slurm' and its options need a job file"]),
-        ("slurm --mpi=pmix", True, ["`--mpi=pmix` is left out of the job file: sbatch has no such option"]),
+        ("slurm --mpi=pmix", True, ["`--mpi=pmix` is left out of the job file: it is an option of srun alone"]),
         ("ssh a b", False, ["the script does not use engine='ssh': start torchrun on each node yourself"]),
         ("ray", True, ["the script does not use engine='ray': start torchrun on each node yourself, or submit the"]),
     ],

@@ -118,7 +118,9 @@ def notes(asked: JobRequest, sbatch: bool) -> list[str]:
         return [f"the script does not use engine='{asked.kind}': start torchrun on each node yourself{instead}"]
     if asked.kind == "slurm" and not sbatch:
         return ["the command runs on this machine: engine='slurm' and its options need a job file (sbatch)"]
-    return [f"`{shlex.join(words)}` is left out of the job file: sbatch has no such option" for words in asked.left_out]
+    return [
+        f"`{shlex.join(words)}` is left out of the job file: it is an option of srun alone" for words in asked.left_out
+    ]
 
 
 def _name_and_value(words: tuple[str, ...]) -> tuple[str, str]:
