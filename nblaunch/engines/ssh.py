@@ -20,8 +20,8 @@ _FLAGS = "46AaCfGgKkMNnqsTtVvXxYy"
 """Options of ssh that take no value."""
 _VALUED = "BbcDEeFIiJLlmOoPpQRSWw"
 """Options of ssh that take one."""
-_OPTIONS = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10", "-T")
-"""Ask for no password, notice a dead host, and want no terminal."""
+_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=10", "-T")
+"""Ask for no password, notice a host that does not answer or is dead, and want no terminal."""
 _SSH_FAILED = 255
 """The exit status of ssh's own failures; others are the agent's."""
 

@@ -320,7 +320,7 @@ class DistributedMagics(Magics):
         elif action == "stacks":
             _show_stacks()
         elif action == "release":
-            _show("\n".join(f"released {line}" for line in current.release()) or "no nodes are held")
+            _show(session_magics.release())
         elif action == "free":
             _show(f"freed {in_words(sent_data_cache.free())}")
         else:

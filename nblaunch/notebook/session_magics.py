@@ -7,6 +7,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
+from nblaunch.engines import current
 from nblaunch.launch import live_sessions
 from nblaunch.launch.frontend import host
 from nblaunch.launch.live_sessions import session
@@ -213,3 +214,12 @@ def _who(session: Session) -> str:
     for rank in range(session.world_size):
         lines += [f"rank {rank}", *(f"  {line}" for line in session.lines_of(rank))]
     return "\n".join(lines)
+
+
+def release() -> str:
+    """Give the nodes of other machines back, and end the sessions there; return what was done, as lines."""
+    on_nodes = [each for each in live_sessions.live_sessions().values() if any(r.host for r in each.state().ranks)]
+    for each in on_nodes:
+        each.stop()
+    lines = [f"stopped session {each.name}" for each in on_nodes]
+    return "\n".join([*lines, *(f"released {line}" for line in current.release())]) or "no nodes are held"

@@ -132,11 +132,13 @@ def test_the_readmes_cells_run_on_two_nodes(slurm: SlurmCluster) -> None:
         kernel.run(first).check()
         there = debugged.replace("-n 2", "-n 1 --nodes 2 --engine 'slurm --time=60'")
         stopped = kernel.debug(there, "p loss", "all p __import__('os').uname().nodename", "q")
-        done = kernel.run(f"{cell}\n%distributed release").check()
+        done = kernel.run(cell).check()
+        kernel.run("%distributed session -n 1 --nodes 2 --engine 'slurm --time=60'").check()
+        freed = kernel.run("%distributed release").check()
     assert stopped.prompts == ["(rank 1 of 2) "] * 3
     assert {"tensor(nan)", "rank 0: 'n1'", "rank 1: 'n2'"} <= set(stopped.stdout.splitlines())
     assert {f"[rank {rank}] {rank} of 4 has 6.0" for rank in range(4)} <= set(done.stdout.splitlines())
-    assert re.search(r"^released slurm job \d+: n1, n2$", done.text, flags=re.MULTILINE)
+    assert re.fullmatch(r"stopped session main\nreleased slurm job \d+: n1, n2\n", freed.text)
     eventually(slurm.is_idle, 20, slurm.log)
 
 

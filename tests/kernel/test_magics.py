@@ -149,6 +149,7 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
             "--engine ssh gpu1 gpu2 -n 2",
             'unrecognized arguments: gpu1 gpu2; put the engine\'s words in quotes: --engine "ssh gpu1 gpu2"',
         ),
+        ("--engine slurm --time=60", 'put the engine\'s words in quotes: --engine "slurm --time=60"'),
         ("--engine slurm --partition=gpu", 'put the engine\'s words in quotes: --engine "slurm --partition=gpu"'),
         ("--engine ssh -F config gpu1", 'put the engine\'s words in quotes: --engine "ssh -F config gpu1"'),
         (
