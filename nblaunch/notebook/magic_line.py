@@ -49,7 +49,7 @@ def arguments_of(parser: ArgumentParser, words: Sequence[str], is_cell: bool) ->
     parsed, unknown = parser.parse_known_args(words)
     loose = {*unknown, *([parsed.action, *parsed.words] if is_cell and parsed.action else [])}
     if (parsed.engine or "").startswith("slurm"):  # else --time is short for --timeout
-        own = set(re.findall(r"--[\w-]+", parser.format_help()))
+        own = set(re.findall(r"--[\w-]+", parser.format_usage()))
         loose.update(word for word in words if word.startswith("--") and word.partition("=")[0] not in own)
     if loose and parsed.engine is not None:
         in_order = [word for word in words if word in loose]
