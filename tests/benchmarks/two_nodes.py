@@ -99,6 +99,7 @@ def launch():
 _TORCHRUNX = """
 import os
 import torchrunx
+os.chdir("{folder}")  # where it leaves logs
 os.environ["GLOO_SOCKET_IFNAME"] = "{bridge}"  # its launcher joins a group of its agents
 launcher = torchrunx.Launcher(
     hostnames={addresses}, workers_per_host=1, ssh_config_file="{folder}/addresses", backend="gloo",

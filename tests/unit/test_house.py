@@ -50,6 +50,10 @@ SHOWN = (
 """The modules of launch/ and notebook/ that show what ranks write and use."""
 _IMPORTERS = ("import_module", "__import__")
 MAX_LINES = 400
+TOP_LEVEL = {
+    *(".ci", ".gitignore", ".pre-commit-config.yaml", "LICENSE", "README.md"),
+    *("binder", "nblaunch", "notebooks", "pyproject.toml", "tests"),
+}
 
 
 class Import(NamedTuple):
@@ -262,6 +266,11 @@ def test_only_the_ranks_shell_and_debugger_load_ipython() -> None:
     loaded = python(f"import {', '.join(names)}; import sys; print(*sys.modules)").split()
     assert set(names) <= set(loaded)
     assert not [name for name in loaded if is_within(name, (*NOTEBOOKS_OWN, "nblaunch.launch", "nblaunch.notebook"))]
+
+
+def test_the_top_level_has_only_what_belongs_there() -> None:
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    assert {path.split("/")[0] for path in tracked.stdout.split("\0") if path} <= TOP_LEVEL
 
 
 def test_there_are_no_other_rooms() -> None:
