@@ -44,8 +44,9 @@ def test_lines_arrive_while_the_cell_runs(kernel: Kernel, folder: Path) -> None:
     (folder / "go").touch()
 
     cell = kernel.finish_cell(request).check()
-    assert sorted(cell.stdout.splitlines()[:2]) == ["[rank 0] first of 0", "[rank 1] first of 1"]
-    assert {"[rank 0] last of 0", "[rank 1] last of 1"} <= set(cell.stdout.splitlines())
+    lines = [line for line in cell.stdout.splitlines() if line.startswith("[rank")]  # a busy machine may cause a note
+    assert sorted(lines[:2]) == ["[rank 0] first of 0", "[rank 1] first of 1"]
+    assert {"[rank 0] last of 0", "[rank 1] last of 1"} <= set(lines)
 
 
 def test_reports_and_progress_arrive_while_the_cell_runs(kernel: Kernel, folder: Path) -> None:
