@@ -120,11 +120,13 @@ def _of_nodes(said: str, starter: Starter) -> Engine:
     """Return the engine for these words and number of nodes: one that holds as many, or a new one."""
     from nblaunch.engines.node_engine import FirstNodes, NodeEngine
 
-    for key, held in list(_held.items()):
-        if key[0] == said and isinstance(held, NodeEngine) and 0 < held.size < starter.count and not held.is_busy:
+    for key, other in list(_held.items()):
+        if key[0] != said or not isinstance(other, NodeEngine):
+            continue
+        if other.size > starter.count:
+            return cast("Engine", FirstNodes(other, starter.count))
+        if 0 < other.size < starter.count and not other.is_busy:
             _held.pop(key).stop()  # its nodes may be those that are asked for
-        elif key[0] == said and isinstance(held, NodeEngine) and held.size > starter.count:
-            return cast("Engine", FirstNodes(held, starter.count))
     if not _held:
         atexit.register(release)  # else agents would hold the nodes for 10 s more
     return _held.setdefault((said, starter.count), NodeEngine(starter))

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from nblaunch.engines.command_starter import Command, CommandStarter
+from nblaunch.errors import LaunchStoppedError
 from nblaunch.wire.link_messages import Boot
-from tests.conftest import MARK
+from tests.conftest import MARK, eventually
 from tests.engines.machines import KnownMachine
 
 
@@ -46,3 +51,22 @@ def have_begun() -> bool:
     """Return True if both ranks of the only launch of a test have printed ``begun``."""
     logs = Path(os.environ["NBLAUNCH_STATE_DIR"]).glob("*/rank*.out")
     return [log.read_text() for log in logs] == ["begun\n"] * 2
+
+
+def check_that_a_stop_lets_ranks_finish(launch: Callable[..., Any]) -> None:
+    """Stop a launch of two ranks, and assert that both have run their ``finally``."""
+
+    def work() -> None:
+        print("begun", flush=True)
+        try:
+            time.sleep(600)
+        finally:
+            print("saved")
+
+    running = launch(work, block=False)
+    eventually(have_begun)
+    running.stop()
+    with pytest.raises(LaunchStoppedError) as caught:
+        running.result()
+    files = caught.value._nblaunch_files  # type: ignore[attr-defined]
+    assert [files.out(rank).read_text() for rank in (0, 1)] == ["begun\nsaved\n"] * 2

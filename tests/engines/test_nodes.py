@@ -30,7 +30,7 @@ from nblaunch.machine.inventory import Machine
 from nblaunch.wire.link_messages import Joined
 from nblaunch.wire.messages import Cell
 from tests.conftest import eventually
-from tests.engines.agents import have_begun
+from tests.engines.agents import check_that_a_stop_lets_ranks_finish
 from tests.engines.machines import Cluster
 
 Launcher = Callable[..., Any]
@@ -91,20 +91,7 @@ def test_a_flood_of_lines_arrives_whole(launch: Launcher) -> None:
 
 
 def test_a_stop_lets_ranks_finish_on_every_node(launch: Launcher) -> None:
-    def work() -> None:
-        print("begun", flush=True)
-        try:
-            time.sleep(600)
-        finally:
-            print("saved")
-
-    running = launch(work, block=False)
-    eventually(have_begun)
-    running.stop()
-    with pytest.raises(LaunchStoppedError) as caught:
-        running.result()
-    files = caught.value._nblaunch_files  # type: ignore[attr-defined]
-    assert [files.out(rank).read_text() for rank in (0, 1)] == ["begun\nsaved\n"] * 2
+    check_that_a_stop_lets_ranks_finish(launch)
 
 
 def test_a_rank_that_is_killed_is_named(launch: Launcher) -> None:

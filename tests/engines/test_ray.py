@@ -19,10 +19,10 @@ from nblaunch import notebook_launcher
 from nblaunch.engines import current
 from nblaunch.engines.ray import RayStarter
 from nblaunch.engines.ray_driver import most_gpus
-from nblaunch.errors import ArgumentError, LaunchStoppedError, NodeLostError, StartError
+from nblaunch.errors import ArgumentError, NodeLostError, StartError
 from nblaunch.wire.link_messages import Boot
 from tests.conftest import eventually
-from tests.engines.agents import have_begun
+from tests.engines.agents import check_that_a_stop_lets_ranks_finish
 from tests.engines.ray_cluster import RayCluster
 
 TWO: dict[str, Any] = {"engine": "ray", "num_nodes": 2}
@@ -78,20 +78,7 @@ def test_a_killed_actor_or_agent_is_a_lost_node(ray_nodes: RayCluster, of_ray: s
 
 
 def test_a_stop_lets_ranks_finish(ray_nodes: RayCluster) -> None:
-    def work() -> None:
-        print("begun", flush=True)
-        try:
-            time.sleep(600)
-        finally:
-            print("saved")
-
-    running = launch(work, block=False)
-    eventually(have_begun)
-    running.stop()
-    with pytest.raises(LaunchStoppedError) as caught:
-        running.result()
-    files = caught.value._nblaunch_files  # type: ignore[attr-defined]
-    assert [files.out(rank).read_text() for rank in (0, 1)] == ["begun\nsaved\n"] * 2
+    check_that_a_stop_lets_ranks_finish(launch)
 
 
 def test_nodes_that_ray_lacks_are_waited_for_until_an_interrupt(ray_nodes: RayCluster) -> None:
