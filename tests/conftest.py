@@ -213,11 +213,12 @@ def is_spare(pid: int) -> bool:
 def _serves_another(pid: int) -> bool:
     """Return True for a fork server of a test's kernel that lives, in which one may follow another at any time."""
     try:
-        name = Path(f"/proc/{pid}/comm").read_text()
+        if Path(f"/proc/{pid}/comm").read_text().rstrip() not in (SERVER, BUILDER):
+            return False  # another process's third argument is something else: a worker's is a number
         kernel = json.loads(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[3])[1]
     except (OSError, IndexError, ValueError):
         return False
-    return name.rstrip() in (SERVER, BUILDER) and kernel != os.getpid() and Path(f"/proc/{kernel}").exists()
+    return kernel != os.getpid() and Path(f"/proc/{kernel}").exists()
 
 
 def command_of(pid: int, most: int = 200) -> str:
