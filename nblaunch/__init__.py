@@ -1,7 +1,8 @@
 """nblaunch: run distributed PyTorch from a Jupyter notebook.
 
 ``notebook_launcher(train, num_processes=2)`` or ``%%distributed -n 2`` runs a function or cell on every GPU, or on
-CPU processes. Importing this package starts nothing and imports no torch.
+CPU processes. Importing this package starts nothing and imports no torch; in a Jupyter kernel, importing
+``notebook_launcher`` or ``session`` from it prepares the first launch in the background.
 """
 
 import sys as _sys
@@ -51,7 +52,7 @@ def __getattr__(name: str) -> _typing.Any:
     from importlib import import_module
 
     if name in ("export", "notebook_launcher", "session"):
-        _set_up_notebook()
+        _set_up_notebook(starts_ranks=name != "export")
     return globals().setdefault(name, getattr(import_module(_ROOMS[name]), name))
 
 
@@ -59,7 +60,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _set_up_notebook() -> None:
+def _set_up_notebook(starts_ranks: bool) -> None:
     """Inside IPython, show launches in the notebook, even without ``%load_ext nblaunch``."""
     from nblaunch.ranks import report
 
@@ -71,6 +72,8 @@ def _set_up_notebook() -> None:
         from nblaunch.notebook import extension
 
         extension.register_frontend(shell)
+        if starts_ranks and hasattr(shell, "kernel"):
+            extension.warm_up()
 
 
 def load_ipython_extension(shell: _typing.Any) -> None:

@@ -7,6 +7,7 @@ with the packages that this notebook uses.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -64,6 +65,9 @@ class Servers:
         self._builder = SuccessorBuilder(self, self._lock)
         self._retired: list[ForkServer] = []
         """Replaced servers whose launches still run."""
+        self._idle_watch: threading.Thread | None = None
+        self._has_rested = False
+        """The warm server was ended because it was idle."""
 
     def warm_up(self) -> None:
         """Start the fork server in the background, if it does not run; also if it could not before.
@@ -76,13 +80,10 @@ class Servers:
             self._current()
 
     def refresh(self) -> None:
-        """If the server that runs is out of date, start another in the background; prepare for the next launch."""
+        """Start a server in the background if the present one is out of date or has ended idle."""
         with self._lock:
-            if self._alive(self._warm) is not None:
+            if self._has_rested or self._alive(self._warm) is not None:
                 self._current()
-            for old in self._others:
-                if time.monotonic() - old.used > timeouts.ENV_SERVER_IDLE_TIMEOUT_S:
-                    self.give_up(old)
             self._builder.start()
 
     def forget(self) -> None:
@@ -175,17 +176,19 @@ class Servers:
         with self._lock:
             lines = self._status_of_warm()
             for other in self._others:
-                lines.append(f"for another environment (env=): pid {other.process.pid}, {other.launches} launches")
+                lines.append(f"for another environment (env=): {other.state()}")
             stocked = self._alive(self._stocked)
             if stocked is not None:
                 had = ", ".join(sorted(set(map(package_of, stocked.preload))))
-                lines.append(f"with {had} imported: pid {stocked.process.pid}, {stocked.launches} launches")
+                lines.append(f"with {had} imported: {stocked.state()}")
             if self._builder.building is not None:
                 lines.append(f"in preparation: one that has {', '.join(self._builder.building.preload[-3:])}")
             return lines + self._preloads.status()
 
     def _status_of_warm(self) -> list[str]:
         server = self._warm
+        if self._has_rested:
+            return ["fork server: ended, as it was not used for a while; the next cell starts it"]
         if server is None or not server.alive():
             given_up = f"given up: {self._given_up[-1][1]}" if self._given_up else "the next launch starts it"
             return [f"fork server: not running; {given_up}"]
@@ -193,7 +196,7 @@ class Servers:
         if hello is None:
             return [f"fork server: pid {server.process.pid}, importing {', '.join(server.preload)}"]
         state = f"refuses to fork: {hello.problem}" if hello.problem else f"ready after {hello.seconds:.1f} s"
-        return [f"fork server: pid {hello.pid}, {state}, {server.launches} launches"]
+        return [f"fork server: {server.state()}, {state}"]
 
     def stop(self) -> None:
         """Kill every server of this process."""
@@ -202,7 +205,7 @@ class Servers:
             present = self.all()
             self._warm = self._bare = self._stocked = self._last = self._before = None
             self._preloads, self._given_up = Preloads(), []
-            self._others, self._retired = [], []
+            self._others, self._retired, self._has_rested = [], [], False
             for server in present:
                 server.stop()
 
@@ -227,6 +230,7 @@ class Servers:
                 server = warm  # of whatever generation: what it spawns reads its own environment
             else:
                 self._bare = server = self._alive(self._bare) or ForkServer(())
+                self._watch_idleness()
         return server
 
     def _server(self, where: Where) -> ForkServer:
@@ -263,9 +267,39 @@ class Servers:
         for old in (self._stocked, server):
             self._retire(old)
         self._stocked = self._warm = None  # also where no other can be started
+        self._has_rested = False
         self._warm = server = ForkServer(_PRELOAD)
+        self._watch_idleness()
         self._builder.start()
         return server
+
+    # -------------------------------------------------------------- idle servers
+    def _watch_idleness(self) -> None:
+        """Start the thread that ends idle servers, if it does not run; the lock is held."""
+        if self._idle_watch is None:
+            thread = threading.Thread(target=self._end_idle_servers, name="nblaunch-idle", daemon=True)
+            with contextlib.suppress(RuntimeError):  # no more threads: the servers stay
+                thread.start()
+                self._idle_watch = thread
+
+    def _end_idle_servers(self) -> None:
+        while True:
+            time.sleep(timeouts.SERVER_IDLE_CHECK_S)
+            with self._lock:
+                self._rest()
+                if not self.all():
+                    self._idle_watch = None
+                    return
+
+    def _rest(self) -> None:
+        """End the servers that nothing has used for long; the lock is held."""
+        self._retired = [old for old in self._retired if old.alive()]
+        idle = [server for server in self.all() if server.is_idle() and self.has_place(server)]
+        if self._warm in idle and self._stocked in (None, *idle):  # every launch looks at both
+            self._has_rested = True
+        for server in idle:
+            if server is not self._warm or self._has_rested:
+                self.give_up(server)
 
     def _retire(self, server: ForkServer | None) -> None:
         if server is None:

@@ -13,6 +13,7 @@ import selectors
 import shutil
 import signal
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,7 @@ from nblaunch.wire.drops import Table
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import (
     EndGroup,
+    Exiting,
     Method,
     NotStarted,
     RankExited,
@@ -82,6 +84,8 @@ class LocalWorkers:
         self._fds_each = 0
         self._is_careful = self._is_dismissed = False
         self._events: deque[Event] = deque()
+        self._exiting: dict[int, int] = {}
+        """The statuses of ranks that are about to exit."""
         self._has_ended = False
         """`Swept` or `Lost` was reported."""
         self._opened = contextlib.ExitStack()
@@ -289,7 +293,7 @@ class LocalWorkers:
         elif isinstance(message, RankStarted):
             self._workers[message.rank].pid = message.pid
             self._events.append(message)
-        elif isinstance(message, RankExited):
+        elif isinstance(message, RankExited) and not self._has_ended:
             self._read_rest(self._workers[message.rank])
             self._workers[message.rank].has_exited = True
             self._events.append(message)
@@ -317,12 +321,26 @@ class LocalWorkers:
             for message, fds in worker.channel.drain():
                 if isinstance(message, Taken):
                     worker.owes = False
+                elif isinstance(message, Exiting):
+                    self._exiting[message.rank] = message.status
                 else:
                     self._events.append(Received(worker.rank, message, Descriptors(fds)))
         except LostDescriptorsError as error:
             self._events.append(LostDescriptors(worker.rank, error.message, error))
         if worker.channel.closed:
             self._unwatch(worker.channel)
+        if len(self._exiting) == len(self._ranks):
+            self._end_early()
+
+    def _end_early(self) -> None:
+        """Report every exit now, for all ranks have announced it. `close` has the reaper sweep."""
+        if self._has_ended:
+            return
+        for rank, status in self._exiting.items():
+            if not self._workers[rank].has_exited:
+                self._workers[rank].has_exited = True
+                self._events.append(RankExited(rank, status, time.monotonic_ns()))
+        self._end(Swept(()))
 
     def _read_rest(self, worker: LocalWorker) -> None:
         while not worker.channel.closed and readable(worker.channel):

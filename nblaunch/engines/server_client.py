@@ -20,7 +20,7 @@ from typing import IO, cast
 from nblaunch.engines.grandchild import ServerProcess
 from nblaunch.engines.import_environment import Where
 from nblaunch.errors import StartError
-from nblaunch.machine import timeouts
+from nblaunch.machine import processes, timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import ONE_THREAD, installed_now, installed_path
 from nblaunch.wire.channel import Channel, channel_pair, readable
@@ -77,7 +77,7 @@ class ForkServer:
         self.hello: Hello | None = None
         self.launches = 0
         self.used = time.monotonic()
-        """When it was last asked for a reaper."""
+        """When it was last asked for a reaper, or seen at work."""
         self._ranks = 0
         self._problem = ""
         self._lock = threading.Lock()
@@ -161,6 +161,17 @@ class ForkServer:
 
     def alive(self) -> bool:
         return self.process.poll() is None
+
+    def is_idle(self) -> bool:
+        """Return True if it has had no launch, spare or successor for long."""
+        if self.hello is None or processes.children(self.process.pid):
+            self.used = time.monotonic()
+        return time.monotonic() - self.used >= timeouts.SERVER_IDLE_TIMEOUT_S
+
+    def state(self) -> str:
+        """Return its pid, how many launches it has started, and the memory that it holds."""
+        held = processes.memory_of(self.process.pid)
+        return f"pid {self.process.pid}, {self.launches} launches" + (f", {held / 1e6:.0f} MB" if held else "")
 
     def wake(self) -> None:
         """Continue it, in case something has stopped it."""

@@ -55,8 +55,10 @@ BUILD_QUIET_S = 1.0
 """Without a launch's start before servers are built."""
 SPARES_RECENT_S = 60.0
 """After a launch in which a new successor starts with spare ranks."""
-ENV_SERVER_IDLE_TIMEOUT_S = 600.0
-"""For an unused server with an environment of its own (``env=``); it ends after the next cell or launch."""
+SERVER_IDLE_CHECK_S = 30.0
+"""Between two checks for idle fork servers."""
+SERVER_IDLE_TIMEOUT_S = 600.0
+"""Without a launch before a fork server ends; the warm one comes back with the next cell."""
 LINK_BEAT_S = 1.0
 """Between two signs of life on a link between machines, in both directions."""
 LINK_SILENCE_S = 4.0

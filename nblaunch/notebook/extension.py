@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -42,13 +43,22 @@ def load(shell: Any) -> None:
     if complete_distributed not in matchers:
         matchers.append(complete_distributed)
         _inspections[id(shell)] = Inspection(shell)
-    if can_show_panels():
-        # Ahead of the first panel, and in a thread: the first cell must not wait for it.
-        threading.Thread(target=import_widget, daemon=True).start()
+    warm_up()
+
+
+def warm_up() -> None:
+    """Prepare for the first launch in the background: the fork server, and the panel's packages.
+
+    Not torch: while a thread imports it, code of the user's that finds it in ``sys.modules`` would fail.
+    """
+    if os.environ.get("NBLAUNCH_WARM_UP") == "0":
+        return
     try:
         engines.engine.warm_up()
     except StartError as error:  # the next launch raises it
         warn(str(error))
+    if can_show_panels():
+        threading.Thread(target=import_widget, name="nblaunch-imports", daemon=True).start()
 
 
 def unload(shell: Any) -> None:

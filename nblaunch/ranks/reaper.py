@@ -22,8 +22,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO, Literal, NoReturn
 
 from nblaunch.machine import processes, timeouts
+from nblaunch.ranks import process_group
 from nblaunch.wire import rank_variables
-from nblaunch.wire.channel import Channel
+from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.launch_files import INCOMPLETE, rank_file
 from nblaunch.wire.messages import (
     EndGroup,
@@ -145,7 +146,11 @@ class _Reaper:
     def be_spare(self, sock: socket.socket) -> None:
         """Wait until this spare becomes a rank; return at EOF. Called in a child."""
         processes.set_name(SPARE)
-        received = Channel(sock).receive()
+        channel = Channel(sock)
+        if not readable(channel):
+            with contextlib.suppress(Exception):  # the rank will report whatever fails
+                process_group.rehearse()
+        received = channel.receive()
         if received is not None and isinstance(received[0], StartRank):
             processes.set_name("nblaunch-rank")
             sock.close()

@@ -49,10 +49,12 @@ from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.transfer.salvage import Salvaged
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
-from nblaunch.wire.messages import Done, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
+from nblaunch.wire.messages import Done, Exiting, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
 from nblaunch.wire.session_messages import Names, NamesTaken
 
 LoadPayload = Callable[[list[int]], Payload]
+_MUCH_MEMORY = 1 << 30
+"""Bytes. The operating system frees about 10 GB a second."""
 
 
 def prepare() -> None:
@@ -112,21 +114,23 @@ def spawned(fd: int) -> NoReturn:
     environment.apply_interpreter(spec)
     with contextlib.suppress(ImportError):  # the task reports it, if it needs torch
         process_group.install()
-    _leave(_serve(spec, channel, _from_parcel))
+    link = KernelChannel(channel, spec.rank)
+    _leave(_serve(spec, link, _from_parcel), None if spec.is_kept else link)
 
 
 def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload) -> NoReturn:
-    code = 1
+    code, link = 1, None
     try:
         environment.redirect(spec)
         environment.open_streams(spec)
         stack_dumps.answer(spec)
         environment.apply_spec(spec)
         process_group.install()
-        code = _serve(spec, Channel(sock), load)
+        link = KernelChannel(Channel(sock), spec.rank)
+        code = _serve(spec, link, load)
     except BaseException:  # noqa: BLE001  # goes to the rank's log; the process must end here in any case
         traceback.print_exc()
-    _leave(code)
+    _leave(code, None if spec.is_kept else link)
 
 
 def _from_parcel(fds: list[int]) -> Payload:
@@ -139,7 +143,7 @@ def _from_parcel(fds: list[int]) -> Payload:
 
 
 # ------------------------------------------------------------------ tasks
-def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
+def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
     """Run tasks until EOF; return the exit status of the last."""
     faulthandler.enable(file=2)
     collective_log.open(spec.scratch, spec.rank, spec.world_size)
@@ -147,7 +151,6 @@ def _serve(spec: RankSpec, channel: Channel, load: LoadPayload) -> int:
     home = Namespace(spec.rank) if spec.is_kept else None
     if spec.is_kept:
         processes.become_subreaper()  # another rank's death must not cost this rank's orphans
-    link = KernelChannel(channel, spec.rank)
     breakpoints = Breakpoints(Keyboard(link))
     if home is not None:
         home.examine = breakpoints.examine
@@ -345,8 +348,13 @@ def _await_threads() -> None:
         traceback.print_exc()
 
 
-def _leave(code: int) -> NoReturn:
-    """Exit as an interpreter would: exit functions, streams. Every result was sent before."""
+def _leave(code: int, link: KernelChannel | None) -> NoReturn:
+    """Exit as an interpreter would: exit functions, streams. Every result was sent before.
+
+    Args:
+        code: The exit status.
+        link: To a kernel that waits for the exit; None: it does not.
+    """
     with contextlib.suppress(BaseException):  # a broken group is not this rank's failure
         process_group.leave(is_last=True)
     enter(None)
@@ -355,4 +363,17 @@ def _leave(code: int) -> NoReturn:
     except BaseException:  # noqa: BLE001  # the interpreter, too, only prints it
         traceback.print_exc()
     _flush()
+    if link is not None and _leaves_nothing():  # the exit itself takes as long as all of the above
+        link.send(Exiting(link.rank, code & 0xFF))
     os._exit(code & 0xFF)
+
+
+def _leaves_nothing() -> bool:
+    """Return True if no caller can tell this process from one that has exited.
+
+    It has no thread that might print, no children, and holds no memory that the next launch might need: on a GPU, or
+    so much that freeing it takes long.
+    """
+    torch = sys.modules.get("torch")
+    holds_gpu = torch is not None and torch.cuda.is_initialized()
+    return not (holds_gpu or processes.has_children() or _user_threads()) and processes.own_memory() < _MUCH_MEMORY

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nblaunch.wire.debug_messages import Debugging
 from nblaunch.wire.session_messages import NamesTaken, SentName
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Bump it whenever a message changes: a kernel refuses a fork server of another release."""
 
 Method = Literal["forkserver", "spawn", "fork"]
@@ -286,6 +286,14 @@ class Leaving:
     rank: int
     task: int
     """The last task; 0 if there was none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exiting:
+    """Rank -> kernel: only ``os._exit`` follows, and nothing of the rank that a caller could miss or meet is left."""
+
+    rank: int
+    status: int
 
 
 @dataclass(frozen=True, slots=True)

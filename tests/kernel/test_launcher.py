@@ -342,3 +342,32 @@ def test_the_toolkit_refuses_a_kernel_that_is_one_of_several_tasks(bare_kernel: 
     bare_kernel.run(f"for name in {list(slurm)}: del os.environ[name]").check()
 
     assert cell.error.startswith("NestedLaunchError: this is task 0 of the 2 of a Slurm step")
+
+
+SERVER = "__import__('nblaunch.engines.generations', fromlist=['servers']).servers.status()[0]"
+
+
+@pytest.mark.parametrize("name", ["notebook_launcher", "session"])
+def test_importing_the_launcher_in_a_kernel_prepares_the_first_launch(name: str) -> None:
+    with running_kernel(CUDA_VISIBLE_DEVICES="") as kernel:
+        kernel.run(f"from nblaunch import {name}").check()
+        eventually(lambda: "ready after" in kernel.ask(SERVER) or "importing" in kernel.ask(SERVER))
+        eventually(lambda: kernel.ask("'nblaunch.notebook.widget' in __import__('sys').modules"))
+        assert not kernel.ask("'torch' in __import__('sys').modules")
+
+
+@pytest.mark.parametrize(
+    ("cell", "env"),
+    [
+        ("from nblaunch import notebook_launcher", {"NBLAUNCH_WARM_UP": "0"}),
+        ("%load_ext nblaunch", {"NBLAUNCH_WARM_UP": "0"}),
+        ("import nblaunch\nfrom nblaunch import Accelerator, export, report", {}),
+    ],
+    ids=["off", "off with the extension", "other names"],
+)
+def test_nothing_starts_before_the_first_launch(cell: str, env: dict[str, str]) -> None:
+    with running_kernel(CUDA_VISIBLE_DEVICES="", **env) as kernel:
+        kernel.run(cell).check()
+        kernel.run("1").check()
+        assert kernel.ask(SERVER) == "fork server: not running; the next launch starts it"
+        assert not kernel.ask("[t.name for t in __import__('threading').enumerate() if t.name == 'nblaunch-imports']")

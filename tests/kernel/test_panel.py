@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import eventually
+from tests.kernel.conftest import THREADS
 from tests.kernel.harness import Kernel, running_kernel
 from tests.kernel.page import WIDGET, Page
 
@@ -287,11 +288,10 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
     kernel = page.kernel
     count = "len(__import__('ipywidgets').Widget.widgets)"
     eventually(lambda: kernel.ask(count) <= 2 * 20, otherwise=lambda: kernel.ask(count))  # each has a layout
-    threads = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
-    eventually(lambda: kernel.ask(threads) == [], otherwise=lambda: kernel.ask(threads))
+    eventually(lambda: kernel.ask(THREADS) == [], otherwise=lambda: kernel.ask(THREADS))
     before = 10 + kernel.ask("len(__import__('os').listdir('/proc/self/fd'))")
     kernel.run(code).check()
-    eventually(lambda: kernel.ask(threads) == [], otherwise=lambda: kernel.ask(threads))
+    eventually(lambda: kernel.ask(THREADS) == [], otherwise=lambda: kernel.ask(THREADS))
     # ipykernel gives each thread that sends a socket of its own, and collects those of ended threads by the clock
     descriptors = "len(__import__('os').listdir('/proc/self/fd'))"
     eventually(lambda: kernel.ask(descriptors) <= before, otherwise=lambda: kernel.ask(descriptors))

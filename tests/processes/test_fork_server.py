@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -345,3 +347,43 @@ def test_a_fork_server_needs_no_temporary_directory(monkeypatch: pytest.MonkeyPa
 def test_variables_that_c_libraries_read_once_select_the_server() -> None:
     env = {"OMP_PROC_BIND": "1", "GLIBC_TUNABLES": "x", "MKL_CBWR": "2", "OMP_NUM_THREADS": "3", "EDITOR": "vi"}
     assert sorted(Where(env, "/").read_at_import) == ["GLIBC_TUNABLES", "MKL_CBWR", "OMP_PROC_BIND"]
+
+
+# ------------------------------------------------------------------ idle servers
+@pytest.fixture
+def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "SERVER_IDLE_CHECK_S", 0.05)
+    monkeypatch.setattr(timeouts, "SERVER_IDLE_TIMEOUT_S", 0.3)
+
+
+@pytest.mark.usefixtures("soon_idle")
+def test_idle_servers_end_and_the_next_cell_starts_one(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.engines.local.servers", own)
+    before = marked_processes(with_spares=True)
+    elsewhere = Where({**os.environ, "TORCH_DISTRIBUTED_DEBUG": "INFO"}, os.sep, ["TORCH_DISTRIBUTED_DEBUG"])
+    assert own.usable("forkserver") == own.usable("forkserver", elsewhere) == "forkserver"
+    eventually(lambda: marked_processes(with_spares=True) <= before)
+    eventually(lambda: own.all() == [] and own._idle_watch is None)
+    assert own.status()[0] == "fork server: ended, as it was not used for a while; the next cell starts it"
+    NotebookFrontend(None).after_cell(None)
+    assert own._warm is not None
+    assert own._idle_watch is not None
+    assert "ended" not in own.status()[0]
+
+
+@pytest.mark.usefixtures("soon_idle")
+def test_a_server_whose_launch_runs_is_not_idle(own: Servers) -> None:
+    reaper = own.reaper("forkserver", "launch", 2)
+    assert own._warm is not None
+    assert readable(reaper.channel, LONG)  # it is there
+    own._warm.used -= 1000.0
+    time.sleep(4 * timeouts.SERVER_IDLE_TIMEOUT_S)
+    assert own._warm is not None
+    reaper.channel.close()
+
+
+def test_the_status_names_the_memory_of_a_server(own: Servers) -> None:
+    own.reaper("forkserver", "launch", 2).channel.close()
+    found = re.fullmatch(r"fork server: pid \d+, 1 launches, (\d+) MB, ready after [\d.]+ s", own.status()[0])
+    assert found is not None
+    assert 50 < int(found[1]) < 1000
