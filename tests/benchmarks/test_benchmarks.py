@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from tests.benchmarks import data, nodes, scale, sessions
+from tests.benchmarks import cells, data, nodes, scale, sessions
 from tests.benchmarks.__main__ import PARTS, README, _parts, measure, replaced, table
 from tests.benchmarks.contenders import CONTENDERS, Contender
 
@@ -39,6 +39,14 @@ def test_cells_of_a_session_are_measured() -> None:
     assert rows[0] == "| median of 1, milliseconds | nblaunch, session |"
     assert "| held after | 1 cells | 10 cells |" in rows
     assert {len(held) for held in found.held.values()} == {7}
+
+
+def test_cells_that_hang_are_said_to() -> None:
+    own, other = cells.WAYS
+    steady, fresh = {own: [0.1], other: [math.inf]}, {own: [[0.3] + [0.1] * 9], other: [[math.inf] * 10]}
+    rows = cells.table(cells.Figures(steady, fresh, [[0.2, 0.4]], {"after 8 s": [3_000_000, 4_000_000]})).splitlines()
+    assert rows[2] == "| median of 1, in turn | 0.100 | hangs |"
+    assert "| after 8 s | 2 | 7 |" in rows
 
 
 def test_a_way_that_is_not_installed_is_named_without_a_column() -> None:
@@ -77,6 +85,7 @@ def test_growth_is_the_line_of_least_squares() -> None:
 def test_a_part_is_asked_for_by_its_name() -> None:
     assert _parts("training,launch") == ["training", "launch"]
     with pytest.raises(
-        argparse.ArgumentTypeError, match="speed: there are launch, sessions, data, scale, day, lines, training, nodes"
+        argparse.ArgumentTypeError,
+        match="speed: there are launch, cells, sessions, data, scale, day, lines, training, nodes",
     ):
         _parts("launch,speed")
