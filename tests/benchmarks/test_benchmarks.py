@@ -86,6 +86,6 @@ def test_a_part_is_asked_for_by_its_name() -> None:
     assert _parts("training,launch") == ["training", "launch"]
     with pytest.raises(
         argparse.ArgumentTypeError,
-        match="speed: there are launch, cells, sessions, data, scale, day, lines, training, nodes",
+        match="speed: there are launch, cells, sessions, data, scale, day, lines, ",
     ):
         _parts("launch,speed")
