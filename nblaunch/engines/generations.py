@@ -277,7 +277,7 @@ class Servers:
     def _watch_idleness(self) -> None:
         """Start the thread that ends idle servers, if it does not run; the lock is held."""
         if self._idle_watch is None:
-            thread = threading.Thread(target=self._end_idle_servers, name="nblaunch-idle", daemon=True)
+            thread = threading.Thread(target=self._end_idle_servers, name="idle-nblaunch-servers", daemon=True)
             with contextlib.suppress(RuntimeError):  # no more threads: the servers stay
                 thread.start()
                 self._idle_watch = thread

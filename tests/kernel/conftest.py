@@ -45,7 +45,7 @@ def folder(tmp_path: Path, kernel: Kernel) -> Path:
 
 # ------------------------------------------------------------------ with panels
 _CALLBACK = "get_ipython().kernel.shell_stream._recv_callback"
-THREADS = "[n for t in __import__('threading').enumerate() if (n := t.name)[:8] == 'nblaunch' and n != 'nblaunch-idle']"
+_THREADS = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
 _LAUNCHES = "__import__('nblaunch.launch.handle', fromlist=['live_launches']).live_launches()"
 _FREE = "__import__('nblaunch.transfer.sent_data', fromlist=['sent_data_cache']).sent_data_cache.free()"
 
@@ -72,6 +72,6 @@ def page(panel_kernel: Kernel) -> Iterator[Page]:
     assert panel_kernel.pid == pid
     panel_kernel.run(f"for launch in {_LAUNCHES}: launch.kill(); launch.wait()").check()
     panel_kernel.run(_FREE).check()
-    eventually(lambda: panel_kernel.ask(THREADS) == [], otherwise=lambda: panel_kernel.ask(THREADS))
+    eventually(lambda: panel_kernel.ask(_THREADS) == [], otherwise=lambda: panel_kernel.ask(_THREADS))
     eventually(lambda: panel_kernel.ask(f"{_CALLBACK} == own_callback"))
     page.end_subshells()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.conftest import eventually
-from tests.kernel.conftest import THREADS
 from tests.kernel.harness import Kernel, running_kernel
 from tests.kernel.page import WIDGET, Page
 
@@ -288,10 +287,11 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
     kernel = page.kernel
     count = "len(__import__('ipywidgets').Widget.widgets)"
     eventually(lambda: kernel.ask(count) <= 2 * 20, otherwise=lambda: kernel.ask(count))  # each has a layout
-    eventually(lambda: kernel.ask(THREADS) == [], otherwise=lambda: kernel.ask(THREADS))
+    threads = "[t.name for t in __import__('threading').enumerate() if t.name.startswith('nblaunch')]"
+    eventually(lambda: kernel.ask(threads) == [], otherwise=lambda: kernel.ask(threads))
     before = 10 + kernel.ask("len(__import__('os').listdir('/proc/self/fd'))")
     kernel.run(code).check()
-    eventually(lambda: kernel.ask(THREADS) == [], otherwise=lambda: kernel.ask(THREADS))
+    eventually(lambda: kernel.ask(threads) == [], otherwise=lambda: kernel.ask(threads))
     # ipykernel gives each thread that sends a socket of its own, and collects those of ended threads by the clock
     descriptors = "len(__import__('os').listdir('/proc/self/fd'))"
     eventually(lambda: kernel.ask(descriptors) <= before, otherwise=lambda: kernel.ask(descriptors))
