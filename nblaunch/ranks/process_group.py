@@ -94,9 +94,12 @@ def rehearse() -> None:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # until the rank has its own variables
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    dist.all_reduce(torch.ones(1))
-    dist.destroy_process_group()
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(1))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def join(world: World, rank: int, world_size: int) -> None:
