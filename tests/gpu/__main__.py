@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
 
     outcomes = Outcomes()
     own = [argument for argument in arguments if argument != "--write"]
-    chosen = own if any(FOLDER.name in argument for argument in own) else [str(FOLDER), *own]
+    chosen = own if any(argument.startswith("tests/gpu") for argument in own) else [str(FOLDER), *own]
     status = int(pytest.main(chosen, plugins=[outcomes]))
     table = outcomes.table(machine.line())
     print("", table, sep="\n")
@@ -67,12 +67,8 @@ def with_table(text: str, table: str) -> str:
     if found is None:
         raise ValueError(f"no line {BEGIN.strip()} and {END.strip()}")
     older = found[1].replace("None yet: no GPU has been seen by these checks.\n", "")
-    return (
-        text[: found.start()]
-        + "\n\n".join([f"{BEGIN}{table}", older.strip()]).rstrip()
-        + f"\n{END}"
-        + text[found.end() :]
-    )
+    tables = f"{table}\n\n{older.strip()}".rstrip()
+    return f"{text[: found.start()]}{BEGIN}{tables}\n{END}{text[found.end() :]}"
 
 
 if __name__ == "__main__":

@@ -21,6 +21,11 @@ def total(rank, device):
     dist.all_reduce(summed)
     return summed.tolist()
 """
+COUNTS = """%%distributed -o sums
+summed = torch.ones(1, device=device)
+dist.all_reduce(summed)
+summed.item()
+"""
 PAIR = (
     "s = nblaunch.session(2)"
     if COUNT > 1
@@ -87,9 +92,7 @@ def test_a_session_keeps_its_variables_after_a_long_kernel(kernel: Kernel, folde
             *started,
         )
         assert kernel.ask("[each.tolist() for each in s.pull('kept')]") == [[r + 10.0] * 2 for r in range(COUNT)]
-        kernel.run(
-            "%%distributed -o sums\nsummed = torch.ones(1, device=device)\ndist.all_reduce(summed)\nsummed.item()"
-        ).check()
+        kernel.run(COUNTS).check()
         assert kernel.ask("list(sums)") == [float(COUNT)] * COUNT
         kernel.run("%%distributed\ntorch.cuda.synchronize()\nassert kept.sum().item() == 2 * (rank + 10)").check()
     finally:
@@ -162,9 +165,7 @@ def test_a_failed_rank_frees_the_others_from_nccl(kernel: Kernel) -> None:
         )
         assert failed.error == "ValueError: no such batch"
         assert kernel.ask("s.pull('kept')") == [rank + 10 for rank in range(COUNT)]
-        kernel.run(
-            "%%distributed -o sums\nsummed = torch.ones(1, device=device)\ndist.all_reduce(summed)\nsummed.item()"
-        ).check()
+        kernel.run(COUNTS).check()
         assert kernel.ask("list(sums)") == [float(COUNT)] * COUNT
     finally:
         kernel.run("s.stop()").check()

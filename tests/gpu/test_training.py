@@ -113,8 +113,8 @@ def test_batches_copied_ahead_are_right(kernel: Kernel, depth: int) -> None:
     assert kernel.ask("list(result)") == [list(range(30))] * COUNT
 
 
-def test_a_copy_runs_while_a_kernel_computes(kernel: Kernel) -> None:
-    """The next batch has arrived before the kernel ends that was started first, and the whole pass is faster."""
+def test_batches_are_copied_while_a_kernel_computes(kernel: Kernel) -> None:
+    """A pass takes little more than its kernels; without the Prefetcher it takes the copies' time too."""
     kernel.run(
         "def overlaps(device):\n"
         "    from nblaunch.training.data import Prefetcher\n"
@@ -141,25 +141,10 @@ def test_a_copy_runs_while_a_kernel_computes(kernel: Kernel) -> None:
         "    for _ in range(5):\n"
         "        ahead.append(seconds(Prefetcher(batches, device)))\n"
         "        plain.append(seconds(batch.to(device, non_blocking=True) for batch in batches))\n"
-        "    reader = iter(Prefetcher(batches[:3], device))\n"
-        "    first = next(reader)\n"
-        "    torch.cuda.synchronize()\n"
-        "    torch.cuda._sleep(200 * cycles)\n"
-        "    computed = torch.cuda.Event()\n"
-        "    computed.record()\n"
-        "    copying = torch.cuda.Stream()\n"
-        "    with torch.cuda.stream(copying):\n"
-        "        second = batches[1].to(device, non_blocking=True)\n"
-        "    copying.synchronize()\n"
-        "    is_earlier = not computed.query()\n"
-        "    reader.close()\n"
-        "    torch.cuda.synchronize()\n"
-        "    return is_earlier, min(ahead) / min(plain)\n"
+        "    return min(ahead) / min(plain)\n"
         "result = notebook_launcher(overlaps, num_processes=1, view='none')"
     ).check()
-    is_earlier, ratio = kernel.ask("result[0]")
-    assert is_earlier, "this machine copies nothing while a kernel runs"
-    assert ratio < 0.8, "0.54 is what overlap gives: a copy takes as long as its kernel"
+    assert kernel.ask("result[0]") < 0.8  # a copy takes as long as its kernel: with overlap 0.54
 
 
 # ------------------------------------------------------------------ nblaunch.training, the notebook
@@ -168,15 +153,15 @@ def test_the_trainer_learns_on_gpus(kernel: Kernel, precision: str) -> None:
     kernel.run(
         f"{LINE}\n"
         "from nblaunch.training import Accuracy, TrainConfig, Trainer\n"
-        "class Notes:\n"
+        "class OnGpu:\n"
         "    def on_epoch_end(self, trainer, results):\n"
-        "        nblaunch.report(on_gpu=float(trainer.accelerator.device.type == 'cuda'))\n"
+        "        assert trainer.accelerator.device.type == 'cuda'\n"
         "model = net()\n"
         f"config = TrainConfig(epochs=4, batch_size=32, compute_setup='gpu', mixed_precision={precision!r})\n"
         "optimizer = torch.optim.Adam(model.parameters(), lr=0.01)\n"
-        "loss = torch.nn.functional.cross_entropy\n"
-        "trainer = Trainer(model, optimizer, config, loss_fn=loss, metrics={'accuracy': Accuracy()}, callbacks=[Notes()])\n"
-        "history = trainer.fit(line(1024), line(256))"
+        "given = {'loss_fn': torch.nn.functional.cross_entropy, 'metrics': {'accuracy': Accuracy()}}\n"
+        "trainer = Trainer(model, optimizer, config, callbacks=[OnGpu()], **given)\n"
+        "history = trainer.fit(line(4096), line(256))"
     ).check()
     assert kernel.ask("history[-1]['valid_accuracy']") > 0.9
     assert kernel.ask("next(model.parameters()).device.type") == "cpu"
