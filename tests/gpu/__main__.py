@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         machine = gpus.found()
     except gpus.NoGpuError as error:
-        print(error)
+        print(f"tests/gpu: {error}")
         return 2
 
     import pytest

@@ -10,6 +10,9 @@ import pytest
 from tests.gpu import gpus
 from tests.kernel.harness import Kernel, running_kernel
 
+LIMIT = 60.0
+"""Seconds for what takes few: a check that hangs must leave time for the others."""
+LOAD = "%load_ext nblaunch\nimport torch\nassert torch.ones(1, device='cuda').item() == 1"
 BEGIN = """
 %reset -f
 import gc, os, time
@@ -38,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     try:
         present = gpus.found().has
     except gpus.NoGpuError as error:
-        raise pytest.UsageError(str(error)) from None
+        raise pytest.UsageError(f"tests/gpu: {error}") from None
     left_out = [item for item in items if not set(needs(item)) <= present]
     items[:] = [item for item in items if item not in left_out]
     if left_out:
@@ -55,15 +58,19 @@ def _gpu_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """One for all files, in whose notebook CUDA runs from the beginning."""
     state = tmp_path_factory.mktemp("state")
     with running_kernel(NBLAUNCH_STATE_DIR=str(state)) as kernel:
-        kernel.run("%load_ext nblaunch\nimport torch\nassert torch.ones(1, device='cuda').item() == 1").check()
+        kernel.run(LOAD).check()
         yield kernel
 
 
 @pytest.fixture
-def kernel(_gpu_kernel: Kernel) -> Kernel:
-    """The shared kernel with an empty notebook."""
-    _gpu_kernel.run(BEGIN).check()
-    return _gpu_kernel
+def kernel(_gpu_kernel: Kernel) -> Iterator[Kernel]:
+    """The shared kernel with an empty notebook. A test that fails must not cost those after it their kernel."""
+    _gpu_kernel.run(BEGIN, LIMIT).check()
+    yield _gpu_kernel
+    if not all(cell.idle for cell in _gpu_kernel.cells.values()):
+        _gpu_kernel.restart()
+        _gpu_kernel.run(LOAD).check()
+    _gpu_kernel.cells.clear()
 
 
 @pytest.fixture

@@ -102,15 +102,15 @@ def found() -> Gpus:
     import torch
 
     if torch.version.cuda is None:
-        raise NoGpuError(f"tests/gpu needs a GPU, and torch {torch.__version__} is built without CUDA")
+        raise NoGpuError(f"a GPU is needed, and torch {torch.__version__} is built without CUDA")
     if number() == 0:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         said = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
-        raise NoGpuError(f"tests/gpu needs a GPU, and torch {torch.__version__} sees none here{said}")
+        raise NoGpuError(f"a GPU is needed, and torch {torch.__version__} sees none here{said}")
     done = _run(_USES_THEM)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise NoGpuError(f"tests/gpu needs a GPU, and torch {torch.__version__} cannot use the one here: {last}")
+        raise NoGpuError(f"a GPU is needed, and torch {torch.__version__} cannot use the one here: {last}")
     seen = json.loads(done.stdout.splitlines()[-1])
     driver, uuids, slices = _from_nvml()
     return Gpus(

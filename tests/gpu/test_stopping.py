@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import eventually
 from tests.gpu import gpus
+from tests.gpu.conftest import LIMIT
 from tests.kernel.harness import Cell, Kernel
 
 COUNT = gpus.number()
@@ -43,10 +44,10 @@ summed.tolist()
 def interrupted(kernel: Kernel, code: str, *started: Path) -> Cell:
     """Run a cell, and interrupt the kernel once these files are there."""
     request = kernel.start_cell(code)
-    eventually(lambda: all(path.exists() for path in started), otherwise=lambda: kernel.cells[request].text)
+    eventually(lambda: all(path.exists() for path in started), LIMIT, lambda: kernel.cells[request].text)
     begin = time.monotonic()
     kernel.interrupt()
-    cell = kernel.finish_cell(request)
+    cell = kernel.finish_cell(request, LIMIT)
     assert cell.error.startswith("KeyboardInterrupt"), cell.traceback
     assert time.monotonic() - begin < STOPPED_WITHIN
     return cell
@@ -110,9 +111,9 @@ def test_stop_ends_ranks_in_a_collective_of_nccl(kernel: Kernel, folder: Path) -
         f"    {GROUP}\n"
         "    dist.all_reduce(torch.ones(1, device=device), group=group)\n"
         "    torch.cuda.synchronize()\n"
+        "    (folder / f'waits{rank}').touch()\n"
         "    if rank == 0:\n"
         "        dist.all_reduce(torch.ones(1, device=device), group=group)\n"
-        "    (folder / f'waits{rank}').touch()\n"
         "    torch.cuda.synchronize()\n"
         "    time.sleep(600)"
     ).check()
