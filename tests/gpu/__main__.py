@@ -9,6 +9,7 @@ needed. Without a GPU it fails.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from tests.gpu import gpus
 
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
+_TIMEOUT_S = 150
+"""For one check, in whole seconds: one that hangs must leave time for the others."""
 BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 
 
@@ -39,10 +42,11 @@ def main(arguments: Sequence[str]) -> int:
 
     from tests.gpu.outcomes import Outcomes
 
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER.parents[1]), os.environ.get("PYTHONPATH")]))
     outcomes = Outcomes()
     own = [argument for argument in arguments if argument != "--write"]
     chosen = own if any(argument.startswith("tests/gpu") for argument in own) else [str(FOLDER), *own]
-    status = int(pytest.main(chosen, plugins=[outcomes]))
+    status = int(pytest.main([f"--timeout={_TIMEOUT_S}", *chosen], plugins=[outcomes]))
     table = outcomes.table(machine.line())
     print("", table, sep="\n")
     if "--write" in arguments:

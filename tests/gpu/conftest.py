@@ -57,7 +57,7 @@ def needs(item: pytest.Item) -> list[str]:
 def _gpu_kernel(_marked: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """One for all files, in whose notebook CUDA runs from the beginning."""
     state = tmp_path_factory.mktemp("state")
-    with running_kernel(NBLAUNCH_STATE_DIR=str(state)) as kernel:
+    with running_kernel(NBLAUNCH_STATE_DIR=str(state), **gpus.ORDER) as kernel:
         kernel.run(LOAD).check()
         yield kernel
 
@@ -76,7 +76,7 @@ def kernel(_gpu_kernel: Kernel) -> Iterator[Kernel]:
 @pytest.fixture
 def new_kernel(tmp_path: Path) -> Iterator[Kernel]:
     """A kernel of the test's own, in which CUDA has not started; its first cell has loaded nblaunch."""
-    with running_kernel(NBLAUNCH_STATE_DIR=str(tmp_path / "own-state")) as kernel:
+    with running_kernel(NBLAUNCH_STATE_DIR=str(tmp_path / "own-state"), **gpus.ORDER) as kernel:
         kernel.run("%load_ext nblaunch\nimport os\nimport torch\nfrom nblaunch import notebook_launcher").check()
         yield kernel
 

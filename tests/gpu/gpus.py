@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nblaunch.machine.usage import visible_devices
-
 MODULES = ("torch", "pytest", "pytest_timeout", "hypothesis", "ipykernel", "jupyter_client", "cloudpickle", "psutil")
 """What tests/gpu imports at least; besides these, nblaunch's own dependencies."""
 OWN_DEPENDENCIES = ("ipywidgets", "anywidget", "threadpoolctl", "platformdirs", "pynvml")
 FOR_NOTEBOOKS = ("torchvision", "sklearn", "matplotlib", "nbclient")
 ALONE = "No GPU here: tests/gpu was not run (bash tests/run.sh --gpu)"
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""Lets CUDA and NVML number GPUs of several kinds alike."""
 _PROBE_TIMEOUT_S = 120.0
 SHARED = "NCCL_MULTI_RANK_GPU_ENABLE"
 """Lets ranks of NCCL share a GPU, from NCCL 2.30 on or a little earlier."""
@@ -107,7 +107,7 @@ def found() -> Gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         said = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
         raise NoGpuError(f"a GPU is needed, and torch {torch.__version__} sees none here{said}")
-    done = _run(_USES_THEM)
+    done = _run(_USES_THEM, **ORDER)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise NoGpuError(f"a GPU is needed, and torch {torch.__version__} cannot use the one here: {last}")
@@ -173,6 +173,8 @@ def _compiles() -> bool:
 
 def _from_nvml() -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """The driver's version, the UUIDs of the visible devices, and those of all MIG slices."""
+    from nblaunch.machine.usage import visible_devices
+
     nvml = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
