@@ -55,12 +55,7 @@ README = Path(__file__).with_name("README.md")
 def main() -> None:
     """Measure, print or write the tables, write the JSON, draw the plots."""
     options = _options()
-    parts = options.only or [part for part in PARTS if part != "gpu" or gpus.number()]
-    if "gpu" in parts:
-        try:
-            gpus.found()
-        except gpus.NoGpuError as error:
-            sys.exit(f"--only gpu: {error}")
+    parts = chosen(options.only)
     figures: dict[str, Any] = {"machine": machine()}
     for part in parts:
         try:
@@ -76,6 +71,22 @@ def main() -> None:
         options.json.write_text(json.dumps(figures, indent=1))
     if options.plots:
         plots.draw(figures, options.plots)
+
+
+def chosen(only: list[str] | None) -> list[str]:
+    """The parts to measure: those that were asked for, or all that this machine has the GPU for.
+
+    Raises:
+        SystemExit: The part on GPUs was asked for, and there is none.
+    """
+    if only is None:
+        return [part for part in PARTS if part != "gpu" or gpus.number()]
+    if "gpu" in only:
+        try:
+            gpus.found()
+        except gpus.NoGpuError as error:
+            sys.exit(f"--only gpu: {error}")
+    return only
 
 
 def _options() -> argparse.Namespace:
