@@ -44,7 +44,8 @@ install_extra() {
     "$python" -m pip install --quiet --disable-pip-version-check -e "$root[$extra]" ||
         die "pip could not install nblaunch[$extra]: see its message above, then run this again."
     wanted > "$venv/.nblaunch-$extra"
-    if [ "$extra" = test ]; then cp "$venv/.nblaunch-test" "$venv/.nblaunch-lab"; fi  # test includes lab
+    if [ "$extra" = test ]; then cp "$venv/.nblaunch-test" "$venv/.nblaunch-lab"; fi  # test includes lab and gpu
+    if [ "$extra" = test ]; then cp "$venv/.nblaunch-test" "$venv/.nblaunch-gpu"; fi
 }
 
 use_venv() {

@@ -3,6 +3,7 @@
 #
 #   bash tests/run.sh                 all tests: four files at a time, then those marked `alone` one by one
 #   bash tests/run.sh ARGUMENT...     one plain pytest with these arguments: bash tests/run.sh tests/unit -k plan
+#   bash tests/run.sh --gpu           what needs a GPU, and nothing else: tests/gpu/README.md
 #
 # notebooks/venv.sh says which variables choose the environment.
 set -euo pipefail
@@ -39,6 +40,14 @@ install_programs() {
 
 check() { say "» $*"; "$python" -m "$@"; }
 
+if [ "${1:-}" = --gpu ]; then
+    shift
+    compgen -G '/dev/nvidia[0-9]*' > /dev/null || [ -e /dev/dxg ] || die "--gpu: no NVIDIA GPU is here (/dev/nvidia0)."
+    use_venv gpu
+    cd "$root"
+    exec "$python" -m tests.gpu "$@"
+fi
+
 install_programs
 use_venv test
 cd "$root"
@@ -51,5 +60,6 @@ else
     status=0
     check pytest -m "not alone" -n 4 --dist loadfile --no-loadscope-reorder || status=$?
     check pytest -m alone || status=$?
+    say "$("$python" -m tests.gpu --look)"
     exit $status
 fi

@@ -10,6 +10,7 @@ import warnings
 
 from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError, warn
+from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.wire.channel import channel_pair
 from nblaunch.wire.messages import Payload
 
@@ -23,8 +24,7 @@ def check_fork(cuda_cell: str) -> None:
     Raises:
         StartError: CUDA is initialized in this process; it does not work after a fork.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if has_used_cuda():
         started = f", started by {cuda_cell}," if cuda_cell else ""
         raise StartError(
             f"start_method='fork': CUDA runs in the notebook{started} and does not work after a fork: "

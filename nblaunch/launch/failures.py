@@ -103,7 +103,7 @@ def exception_for(cause: Cause, account: Account) -> Any:
 def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> Any:
     """Give the error its rank, the rank's traceback, and IPython's rendering."""
     error.rank = cause.rank
-    _add_memory_note(error)
+    _add_memory_notes(error, failed)
     if account.hint and "process group" in failed.text:
         _add_note(error, account.hint)
     text = _labelled(failed.traceback, account.sources)
@@ -345,17 +345,28 @@ def first_line(text: str) -> str:
     return text.strip().splitlines()[0][:200] if text.strip() else ""
 
 
-def _add_memory_note(error: BaseException) -> None:
-    """Add to a CUDA out-of-memory error what the notebook itself holds on the GPUs."""
+def _add_memory_notes(error: BaseException, failed: Failed) -> None:
+    """Add to a CUDA out-of-memory error what its rank and the notebook itself held on the GPUs."""
+    if failed.gpu is not None:
+        gpu = failed.gpu
+        _add_note(
+            error,
+            f"Rank {failed.rank} held {_gigabytes(gpu.reserved)} on {gpu.device}, {_gigabytes(gpu.tensors)} of it in "
+            f"tensors. Of the GPU's {_gigabytes(gpu.total)}, {_gigabytes(gpu.free)} were free",
+        )
     torch = sys.modules.get("torch")
     if torch is None or type(error).__name__ != "OutOfMemoryError" or not torch.cuda.is_initialized():
         return
-    held = sum(torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count()))
-    note = (
-        f"The notebook itself holds {held / 1e9:.1f} GB of GPU memory: delete tensors there, "
-        "then call torch.cuda.empty_cache()"
-    )
-    _add_note(error, note)
+    reserved = {f"cuda:{index}": torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
+    if held := [f"{_gigabytes(size)} on {device}" for device, size in reserved.items() if size]:
+        _add_note(
+            error,
+            f"The notebook itself holds {' and '.join(held)}: delete tensors there, then call torch.cuda.empty_cache()",
+        )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -15,6 +15,8 @@ from nblaunch.machine.limits import usable_cpus
 
 LOOPBACK = "127.0.0.1"
 _UNLIMITED_DESCRIPTORS = 1 << 20
+_CUDA_DEVICE = "/dev/nvidia-uvm"
+"""A process has it open from CUDA's initialization on. NVML opens other devices only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,43 @@ class Machine:
 def this_machine() -> Machine:
     """Return the machine as the kernel sees it now. Counting GPUs does not initialize CUDA."""
     _import_torch()
+    return Machine(_visible_gpus(), usable_cpus(), sys.platform, dict(os.environ), free_descriptors=free_descriptors())
+
+
+def _visible_gpus() -> int:
+    """Return the number of GPUs that ranks will see, by ``CUDA_VISIBLE_DEVICES`` as it is now.
+
+    Once CUDA is initialized in this process, torch counts those that were visible then.
+    """
     import torch
 
-    gpus = torch.cuda.device_count()
-    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), free_descriptors=free_descriptors())
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_initialized() or torch.version.hip is not None:
+        return count
+    now: int = getattr(torch.cuda, "_device_count_nvml", lambda: -1)()  # as torch counts without CUDA
+    return count if now < 0 else now  # NVML does not count MIG slices
+
+
+def has_used_cuda() -> bool:
+    """Return True if this process has used the CUDA driver, which does not work after a fork.
+
+    ``torch.cuda.is_available()`` is enough: it initializes the driver, but not torch.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return True
+    try:
+        descriptors = os.listdir("/proc/self/fd")
+    except OSError:
+        return False  # no /proc, hence no CUDA
+    return any(_target(descriptor) == _CUDA_DEVICE for descriptor in descriptors)
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""  # closed meanwhile
 
 
 def _import_torch() -> None:

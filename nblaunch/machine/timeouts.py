@@ -37,6 +37,8 @@ MIN_FORK_WAIT_S = 0.01
 """The same for threads that never go idle, after repeated timeouts."""
 FORK_POLL_S = 0.0005
 """Between checks of these threads."""
+ABORT_TIMEOUT_S = 2.0
+"""For the communicators of a rank's GPU to end. Its connections are cut then, too."""
 PROGRESS_INTERVAL_S = 0.1
 """Between two progress records of one bar."""
 WORKER_START_TIMEOUT_S = 2.0

@@ -44,7 +44,7 @@ class Sampler:
     """
 
     def __init__(self, device: str, environment: Mapping[str, str] = os.environ) -> None:
-        self._gpus = _Gpus(environment.get("CUDA_VISIBLE_DEVICES")) if device.startswith("cuda") else None
+        self._gpus = _Gpus(environment) if device.startswith("cuda") else None
         self._processes: dict[int, psutil.Process] = {}
         self._seconds: dict[int, float] = {}
         """CPU seconds of each process at its last sample."""
@@ -112,8 +112,9 @@ def _groups(leaders: Collection[int]) -> dict[int, list[int]]:
 class _Gpus:
     """NVML, initialized by the first sample. Values are None if it fails."""
 
-    def __init__(self, visible: str | None) -> None:
-        self._visible = visible
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._visible = environment.get("CUDA_VISIBLE_DEVICES")
+        self._has_nvmls_order = environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
         self._nvml: Any = None
         self._handles: list[Any] | None = None
         """Visible devices in torch's order; None before the first sample."""
@@ -146,7 +147,12 @@ class _Gpus:
         nvml.nvmlInit()
         self._nvml = nvml
         every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        return [self._handle(entry, every) for entry in visible_devices(self._visible, len(every))]
+        entries = visible_devices(self._visible, len(every))
+        by_index = any(isinstance(entry, int) for entry in entries)
+        kinds = {nvml.nvmlDeviceGetName(handle) for handle in every} if by_index and not self._has_nvmls_order else ()
+        if len(kinds) > 1:  # CUDA counts from the fastest, NVML along the bus
+            raise LookupError("the order of GPUs of several kinds is only known with CUDA_DEVICE_ORDER=PCI_BUS_ID")
+        return [self._handle(entry, every) for entry in entries]
 
     def _handle(self, entry: int | str, every: list[Any]) -> Any:
         if isinstance(entry, int):

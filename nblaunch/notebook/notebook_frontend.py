@@ -24,6 +24,7 @@ from nblaunch.launch.views.base import NullView, View
 from nblaunch.launch.views.events import Stream
 from nblaunch.launch.views.text_view import TextView, is_terminal, plain_writer
 from nblaunch.machine import timeouts
+from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.notebook.auto_cells import paused
 from nblaunch.notebook.panel import PanelView
 from nblaunch.notebook.session_display import SessionDisplay
@@ -138,8 +139,7 @@ class NotebookFrontend:
             self._was_examined, self.shell.call_pdb = False, True
         with contextlib.suppress(StartError):  # the next launch retries and reports it
             engine.refresh()
-        torch = sys.modules.get("torch")
-        if not self._cuda_cell and torch is not None and torch.cuda.is_initialized():
+        if not self._cuda_cell and has_used_cuda():
             self._cuda_cell = f"cell [{result.execution_count or self.shell.execution_count - 1}]"
 
 

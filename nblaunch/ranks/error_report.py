@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+import sys
 import time
 import traceback
 from typing import Any, Literal
@@ -10,10 +12,11 @@ from typing import Any, Literal
 from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine.own_code import is_rank_runtime
 from nblaunch.transfer import pickling
-from nblaunch.wire.messages import Failed
+from nblaunch.wire.messages import Failed, GpuMemory
 
 _COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "pair closure", "NCCL")
 _MAX_TEXT_CHARS = 100_000
+_log = logging.getLogger(__name__)
 
 
 def describe(rank: int, task: int, error: BaseException) -> Failed:
@@ -30,6 +33,7 @@ def describe(rank: int, task: int, error: BaseException) -> Failed:
         pickled=_pickled(error) if kind == "exception" else b"",
         collective=_collective(error),
         status=status,
+        gpu=_gpu_memory(error),
     )
 
 
@@ -76,6 +80,20 @@ def _pickled(error: BaseException) -> bytes:
     except Exception:  # noqa: BLE001  # a user's __reduce__ or __init__
         return b""  # the notebook raises a RankRaisedError with the text and traceback instead
     return data if type(rebuilt) is type(error) else b""
+
+
+def _gpu_memory(error: BaseException) -> GpuMemory | None:
+    """Return what this rank holds on its GPU if the GPU is out of memory; the traceback keeps the tensors alive."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(error).__name__ != "OutOfMemoryError" or not torch.cuda.is_initialized():
+        return None
+    try:
+        device = torch.cuda.current_device()
+        tensors, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return GpuMemory(f"cuda:{device}", tensors, reserved, *torch.cuda.mem_get_info(device))
+    except Exception:  # noqa: BLE001  # CUDA's errors; best effort: must never hide the user's exception
+        _log.info("cannot read the memory of the GPU", exc_info=True)
+        return None
 
 
 def _collective(error: BaseException) -> str:

@@ -7,15 +7,17 @@ open: gloo ends the process if one fails. Runs in a kept rank's reader thread.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from nblaunch.machine import processes
+from nblaunch.machine import processes, timeouts
 
 _turn = threading.Lock()
 _is_joining = False
@@ -78,11 +80,31 @@ def _plain(address: Any) -> tuple[str, int]:
 
 
 def _abort_on_gpus() -> None:
+    """Abort the communicators of all process groups, each in a thread.
+
+    One after the other, an abort may wait for another rank's abort of the next one:
+    https://github.com/pytorch/pytorch/issues/119797
+    """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return
+    ended: list[threading.Lock] = []
     for group in list(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(Exception):  # a backend without a communicator on a GPU
+        with contextlib.suppress(Exception):  # a group without a backend on a GPU
             abort = getattr(group._get_backend(sys.modules["torch"].device("cuda")), "abort", None)
             if abort is not None:
-                abort()
+                ended.append(threading.Lock())
+                ended[-1].acquire()
+                _thread.start_new_thread(_abort, (abort, ended[-1]))  # `threading` must list the user's threads only
+    deadline = time.monotonic() + timeouts.ABORT_TIMEOUT_S
+    for lock in ended:
+        lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _abort(abort: Callable[[], None], ended: threading.Lock) -> None:
+    processes.leave_signals_to_main_thread()
+    try:
+        with contextlib.suppress(Exception):  # aborted before, or by torch's watchdog
+            abort()
+    finally:
+        ended.release()

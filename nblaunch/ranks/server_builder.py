@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from nblaunch.machine import processes
+from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.machine.packages import KNOWN_SAFE, differs, edited, package_of
 from nblaunch.ranks import environment, worker
 from nblaunch.wire.channel import Channel
@@ -86,8 +87,7 @@ def fork_problem() -> str:
     threads = processes.thread_count()
     if threads > 1:
         return f"the preload left {threads} threads running, and forking them is not safe"
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if has_used_cuda():
         return "the preload initialised CUDA, which does not survive a fork"
     return ""
 

@@ -260,6 +260,20 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """The memory of a rank's GPU, in bytes, when an exception ended the task."""
+
+    device: str
+    """``"cuda:N"``, as the rank numbers its GPUs."""
+    tensors: int
+    """What the rank's tensors hold."""
+    reserved: int
+    """What torch's allocator holds there for the rank: `tensors`, and a cache."""
+    free: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Rank -> kernel: the function raised. Sent before any clean-up, which may hang."""
 
@@ -277,6 +291,8 @@ class Failed:
     """The collective that raised it, if any: such an error is often another rank's fault."""
     status: int = 0
     """For ``exit``: the status."""
+    gpu: GpuMemory | None = None
+    """If a GPU is out of memory: what the rank held there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import cells, data, nodes, plots, scale, scenario, sessions, streaming, training, two_nodes
+from tests.benchmarks import cells, data, gpu, nodes, plots, scale, scenario, sessions, streaming, training, two_nodes
 from tests.benchmarks.contenders import BASELINE, CONTENDERS, Contender
 from tests.benchmarks.patience import seconds_of, shown
 from tests.conftest import LONG
+from tests.gpu import gpus
 from tests.kernel.harness import Kernel, running_kernel
 
 MEASURES = {
@@ -55,8 +56,9 @@ README = Path(__file__).with_name("README.md")
 def main() -> None:
     """Measure, print or write the tables, write the JSON, draw the plots."""
     options = _options()
+    parts = chosen(options.only)
     figures: dict[str, Any] = {"machine": machine()}
-    for part in options.only:
+    for part in parts:
         try:
             found, text = PARTS[part](options)
         except queue.Empty:
@@ -72,9 +74,25 @@ def main() -> None:
         plots.draw(figures, options.plots)
 
 
+def chosen(only: list[str] | None) -> list[str]:
+    """The parts to measure: those that were asked for, or all that this machine has the GPU for.
+
+    Raises:
+        SystemExit: The part on GPUs was asked for, and there is none.
+    """
+    if only is None:
+        return [part for part in PARTS if part != "gpu" or gpus.number()]
+    if "gpu" in only:
+        try:
+            gpus.found()
+        except gpus.NoGpuError as error:
+            sys.exit(f"--only gpu: {error}")
+    return only
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("--only", type=_parts, default=list(PARTS), help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--only", type=_parts, help=f"some of {','.join(PARTS)}; default: all")
     parser.add_argument("--rounds", type=int, default=11, help="measurements of each launch; the median counts")
     parser.add_argument("--lines", type=int, default=100_000, help="lines that each of two ranks prints")
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it runs, not how fast")
@@ -165,6 +183,11 @@ def _two_nodes(options: argparse.Namespace) -> Part:
     return {"two_nodes": figures.as_json()}, two_nodes.table(figures)
 
 
+def _gpu(options: argparse.Namespace) -> Part:
+    figures = gpu.measure(1, 3) if options.quick else gpu.measure(min(options.rounds, 3), 50)
+    return {"gpu": figures.as_json()}, gpu.table(figures)
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "launch": _launch,
     "cells": _cells,
@@ -176,6 +199,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "training": _training,
     "nodes": _nodes,
     "two_nodes": _two_nodes,
+    "gpu": _gpu,
 }
 
 

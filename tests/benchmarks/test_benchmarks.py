@@ -7,9 +7,10 @@ import math
 
 import pytest
 
-from tests.benchmarks import cells, data, nodes, scale, sessions
-from tests.benchmarks.__main__ import PARTS, README, _parts, measure, replaced, table
+from tests.benchmarks import cells, data, gpu, nodes, scale, sessions
+from tests.benchmarks.__main__ import PARTS, README, _parts, chosen, measure, replaced, table
 from tests.benchmarks.contenders import CONTENDERS, Contender
+from tests.gpu import gpus
 
 HANGS = Contender("hangs", "def launch(function, ranks):\n    time.sleep(600)\n")
 
@@ -89,3 +90,34 @@ def test_a_part_is_asked_for_by_its_name() -> None:
         match="speed: there are launch, cells, sessions, data, scale, day, lines, ",
     ):
         _parts("launch,speed")
+
+
+def test_gpus_are_measured_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many there are is faked."""
+
+    def none() -> gpus.Gpus:
+        raise gpus.NoGpuError("a GPU is needed")
+
+    monkeypatch.setattr(gpus, "number", lambda: 1)
+    assert chosen(None) == list(PARTS)
+    monkeypatch.setattr(gpus, "number", lambda: 0)
+    monkeypatch.setattr(gpus, "found", none)
+    assert chosen(None) == [part for part in PARTS if part != "gpu"]
+    assert chosen(["launch"]) == ["launch"]
+    with pytest.raises(SystemExit, match="--only gpu: a GPU is needed"):
+        chosen(["launch", "gpu"])
+
+
+def test_figures_of_gpus_are_shown_as_tables() -> None:
+    """The figures are made up."""
+    names = ("nblaunch", "torchrun", "accelerate")
+    loops = {model: {name: [1000.0, 3000.0, 2000.0] for name in names} for model in gpu.MODELS}
+    launches: dict[str, list[float]] = {"nblaunch": [0.1, 0.3, 0.2], "torchrun": [5.0], "accelerate": []}
+    prefetched = {"Prefetcher": [900.0], "each batch on demand": [600.0]}
+    rows = gpu.table(gpu.Figures("2 × H100", 2, launches, loops, prefetched, 0, 1_200_000_000)).splitlines()
+    assert rows[0] == "On 2 × H100; 2 ranks."
+    assert "| a launch from a notebook that has used CUDA, s | 0.200 | 5.000 | impossible |" in rows
+    assert "| ResNet-50, 64 images, images/s | 2,000 | 2,000 | 2,000 |" in rows
+    assert "| each batch on demand | 600 |" in rows
+    assert "| by spare ranks, which wait for the next launch | 0 |" in rows
+    assert "| by a session of 2, with CUDA and NCCL started | 1200 |" in rows

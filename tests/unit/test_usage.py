@@ -139,6 +139,7 @@ class FakeNvml:
 
     def __init__(self, uuids: tuple[str, ...] = ("GPU-aa11", "GPU-ab22"), refuses: str = "") -> None:
         self.uuids, self.refuses = uuids, refuses
+        self.names = ["H100"] * len(uuids)
         self.calls: list[str] = []
         self.processes: dict[Any, list[Any]] = {}
 
@@ -166,6 +167,9 @@ class FakeNvml:
 
     def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
         return self.uuids[handle]
+
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802
+        return self.names[handle]
 
     def nvmlDeviceGetUtilizationRates(self, handle: Any) -> Any:  # noqa: N802
         return SimpleNamespace(gpu={0: 10, 1: 85}.get(handle, 50))
@@ -207,6 +211,26 @@ def numbers(visible: str | None, *ranks: int) -> list[tuple[float | None, int | 
 )
 def test_a_rank_has_the_device_that_torch_gives_it(nvml: FakeNvml, visible: str | None, expected: list[Any]) -> None:
     assert numbers(visible, 0, 1) == expected
+
+
+@pytest.mark.parametrize(
+    ("order", "visible", "expected"),
+    [
+        ("PCI_BUS_ID", "1", (0.85, 2000)),
+        ("FASTEST_FIRST", "1", (None, None)),
+        (None, None, (None, None)),
+        (None, "GPU-ab22", (0.85, 2000)),
+    ],
+)
+def test_gpus_of_two_kinds_have_figures_in_a_known_order(
+    nvml: FakeNvml, order: str | None, visible: str | None, expected: tuple[Any, Any]
+) -> None:
+    """NVML counts along the bus, and CUDA from the fastest: another GPU's figures would be worse than none."""
+    nvml.names = ["T4", "H100"]
+    given = {"CUDA_DEVICE_ORDER": order, "CUDA_VISIBLE_DEVICES": visible}
+    sampler = Sampler("cuda", {name: value for name, value in given.items() if value is not None})
+    (usage,) = sampler.sample({0: os.getpid()})
+    assert (usage.gpu, usage.gpu_memory) == expected
 
 
 def test_a_rank_holds_what_its_own_processes_hold(nvml: FakeNvml, groups: Any) -> None:

@@ -1,0 +1,80 @@
+"""Run the checks that need a GPU, and print what was checked on what.
+
+Usage: python -m tests.gpu [--write] [ARGUMENT...]    the arguments go to pytest
+       python -m tests.gpu --look                     only say whether there is a GPU
+
+It uses the Python that runs it as it is: `bash tests/run.sh --gpu` first makes an environment and installs what is
+needed. Without a GPU it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.gpu import gpus
+
+FOLDER = Path(__file__).parent
+README = FOLDER / "README.md"
+_TIMEOUT_S = 150
+"""For one check, in whole seconds: one that hangs must leave time for the others."""
+BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Return the exit status: pytest's, or 2 if nothing could be run."""
+    if "--look" in arguments:
+        print(_look())
+        return 0
+    if absent := gpus.absent_modules():
+        print(f"tests/gpu needs these packages for {sys.executable}: {', '.join(absent)} (bash tests/run.sh --gpu)")
+        return 2
+    try:
+        machine = gpus.found()
+    except gpus.NoGpuError as error:
+        print(f"tests/gpu: {error}")
+        return 2
+
+    import pytest
+
+    from tests.gpu.outcomes import Outcomes
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER.parents[1]), os.environ.get("PYTHONPATH")]))
+    outcomes = Outcomes()
+    own = [argument for argument in arguments if argument != "--write"]
+    chosen = own if any(argument.startswith("tests/gpu") for argument in own) else [str(FOLDER), *own]
+    versions_differ = ["-W", "default"]  # another torch or Jupyter may warn, which is not what is checked here
+    status = int(pytest.main([f"--timeout={_TIMEOUT_S}", *versions_differ, *chosen], plugins=[outcomes]))
+    table = outcomes.table(machine.line())
+    print("", table, sep="\n")
+    if "--write" in arguments:
+        README.write_text(with_table(README.read_text(), table))
+    return status
+
+
+def _look() -> str:
+    count = gpus.number()
+    if not count:
+        return gpus.ALONE
+    return f"{count} GPU{'s are' if count > 1 else ' is'} here: bash tests/run.sh --gpu runs tests/gpu"
+
+
+def with_table(text: str, table: str) -> str:
+    """The text with another table before those that it has.
+
+    Raises:
+        ValueError: The text has no place for tables.
+    """
+    found = re.search(f"(?s){BEGIN}(.*){END}", text)
+    if found is None:
+        raise ValueError(f"no line {BEGIN.strip()} and {END.strip()}")
+    older = found[1].replace("None yet: no GPU has been seen by these checks.\n", "")
+    tables = f"{table}\n\n{older.strip()}".rstrip()
+    return f"{text[: found.start()]}{BEGIN}{tables}\n{END}{text[found.end() :]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,167 @@
+"""What the package says and plans by a GPU driver's answers, which are faked here: tests/gpu asks a real one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nblaunch.engines.kernel_fork import check_fork
+from nblaunch.errors import StartError
+from nblaunch.launch.failures import Account, exception_for
+from nblaunch.launch.output.log_directory import LaunchFiles
+from nblaunch.launch.verdict import Cause, RankEnd
+from nblaunch.machine import inventory, timeouts
+from nblaunch.machine.inventory import has_used_cuda, this_machine
+from nblaunch.ranks import error_report, group_sockets
+from nblaunch.ranks.server_builder import fork_problem
+from nblaunch.wire.messages import Failed, GpuMemory
+
+GIGABYTE = 10**9
+
+
+# ------------------------------------------------------------------ which GPUs there are, and whether CUDA runs
+@pytest.mark.parametrize(
+    ("is_initialized", "now", "gpus"),
+    [(False, 2, 4), (True, 2, 2), (True, 0, 0), (True, -1, 4)],  # -1: NVML does not know
+)
+def test_gpus_are_those_visible_now(is_initialized: bool, now: int, gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)  # cached, once CUDA is initialized
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: now)
+    assert this_machine().gpus == gpus
+
+
+def test_the_open_device_shows_that_cuda_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tmp_path / "nvidia-uvm"
+    device.touch()
+    monkeypatch.setattr(inventory, "_CUDA_DEVICE", str(device))
+    assert not has_used_cuda()
+    with device.open():
+        assert has_used_cuda()
+        with pytest.raises(StartError, match=r"^start_method='fork': CUDA runs in the notebook, started by cell \[3\]"):
+            check_fork("cell [3]")
+        monkeypatch.setattr("nblaunch.machine.processes.thread_count", lambda: 1)
+        assert fork_problem() == "the preload initialised CUDA, which does not survive a fork"
+    assert not has_used_cuda()
+
+
+def test_torch_knows_that_cuda_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_used_cuda()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert has_used_cuda()
+
+
+# ------------------------------------------------------------------ out of memory
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs of 80 GB: 70 GB on the second are torch's, 64 GB of them in tensors."""
+    held, reserved = {0: 0, 1: 64 * GIGABYTE}, {0: 2 * GIGABYTE, 1: 70 * GIGABYTE}
+    for name, answer in {
+        "is_initialized": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: 1,
+        "memory_allocated": held.__getitem__,
+        "memory_reserved": reserved.__getitem__,
+        "mem_get_info": lambda index: (GIGABYTE, 80 * GIGABYTE),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def out_of_memory() -> Failed:
+    return error_report.describe(3, 1, torch.cuda.OutOfMemoryError("CUDA out of memory."))
+
+
+def notes_of(failed: Failed) -> list[str]:
+    end = RankEnd(3, None, failed, None)
+    account = Account("train", [end], LaunchFiles(Path("/logs"), None), {}, {})
+    error = exception_for(Cause("exception", 3, failed.time_ns, end), account)
+    assert type(error).__name__ == "OutOfMemoryError"
+    assert error.rank == 3
+    assert set(error.__notes__) <= set(error._render_traceback_())
+    return list(error.__notes__)
+
+
+def test_out_of_memory_says_what_was_held(gpus: None) -> None:
+    failed = out_of_memory()
+    assert failed.gpu == GpuMemory("cuda:1", 64 * GIGABYTE, 70 * GIGABYTE, GIGABYTE, 80 * GIGABYTE)
+    assert notes_of(failed) == [
+        "Rank 3 held 70.0 GB on cuda:1, 64.0 GB of it in tensors. Of the GPU's 80.0 GB, 1.0 GB were free",
+        "The notebook itself holds 2.0 GB on cuda:0 and 70.0 GB on cuda:1: delete tensors there, then call "
+        "torch.cuda.empty_cache()",
+    ]
+
+
+def test_a_notebook_that_holds_nothing_is_not_named(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = out_of_memory()
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: 0)
+    (note,) = notes_of(failed)
+    assert note.startswith("Rank 3 held 70.0 GB on cuda:1")
+
+
+def test_only_an_error_of_memory_says_what_was_held(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error_report.describe(3, 1, RuntimeError("CUDA error: invalid argument")).gpu is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: torch.ones(2).cuda())  # as a broken context raises
+    assert out_of_memory().gpu is None
+
+
+# ------------------------------------------------------------------ communicators
+class FakeGroup:
+    """A process group whose communicator on a GPU takes a function's time to end."""
+
+    def __init__(self, abort: Any) -> None:
+        self._abort = abort
+
+    def _get_backend(self, device: torch.device) -> Any:
+        assert device.type == "cuda"
+        if self._abort is None:
+            raise RuntimeError("No backend type associated with device type cuda")
+        return SimpleNamespace(abort=self._abort)
+
+
+def abort_all(monkeypatch: pytest.MonkeyPatch, *aborts: Any) -> None:
+    groups = {FakeGroup(abort): None for abort in aborts}
+    fake = SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        distributed_c10d=SimpleNamespace(_world=SimpleNamespace(pg_map=groups)),
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", fake)
+    group_sockets._abort_on_gpus()
+
+
+def test_communicators_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=60)
+    ended = []
+
+    def abort() -> None:
+        both.wait()  # an abort that waits for the other group's
+        ended.append(1)
+
+    def fails() -> None:
+        raise RuntimeError("aborted before")
+
+    monkeypatch.setattr(timeouts, "ABORT_TIMEOUT_S", 60.0)
+    abort_all(monkeypatch, abort, None, fails, abort)
+    assert ended == [1, 1]
+
+
+def test_an_abort_that_hangs_does_not_keep_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        begun.set()
+        may_end.wait()
+        has_ended.set()
+
+    monkeypatch.setattr(timeouts, "ABORT_TIMEOUT_S", 0.01)
+    abort_all(monkeypatch, hangs)
+    begun.wait()
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(60)

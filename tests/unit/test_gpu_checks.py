@@ -1,0 +1,115 @@
+"""The command that runs tests/gpu: it fails without a GPU, and its table lists every check. No GPU is needed here."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.gpu import gpus
+from tests.gpu.__main__ import README, with_table
+from tests.gpu.outcomes import Outcomes, in_words
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("tests.gpu", 2, r"tests/gpu: a GPU is needed, and torch \S+ sees none here with CUDA_VISIBLE_DEVICES=''$"),
+        ("tests.gpu --look", 0, r"No GPU here: tests/gpu was not run \(bash tests/run\.sh --gpu\)$"),
+        ("pytest tests/gpu", 4, r"ERROR: tests/gpu: a GPU is needed, and torch \S+ sees none here"),
+        ("tests.benchmarks --only gpu", 1, r"--only gpu: a GPU is needed, and torch \S+ sees none here"),
+    ],
+)
+def test_without_a_gpu_nothing_counts_as_passed(command: str, status: int, said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert re.search(said, done.stdout + done.stderr, re.MULTILINE)
+
+
+def test_a_gpu_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpus, "number", lambda: 1)
+    monkeypatch.setattr(gpus, "_USES_THEM", "raise SystemExit('the driver is too old')")
+    gpus.found.cache_clear()
+    with pytest.raises(gpus.NoGpuError, match=r"torch \S+ cannot use the one here: the driver is too old$"):
+        gpus.found()
+
+
+def test_the_default_run_does_not_collect_them() -> None:
+    config = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^norecursedirs = \[.*"tests/gpu"', config, re.MULTILINE)
+
+
+def test_every_need_is_looked_for() -> None:
+    """A name that is misspelled would leave its test out on every machine."""
+    named = set()
+    for file in (ROOT / "tests/gpu").glob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "needs":
+                named |= {ast.literal_eval(argument) for argument in node.args}
+    known = ("two GPUs", "two NCCL ranks", "GPUs with UUIDs", "MIG slices", "a C compiler and Python.h")
+    assert named <= {*known, "the notebooks' packages"}
+    assert all(f'"{name}": ' in Path(gpus.__file__).read_text() for name in named)
+
+
+# ------------------------------------------------------------------ the table
+def report(nodeid: str, outcome: str, when: str = "call") -> Any:
+    return SimpleNamespace(nodeid=nodeid, outcome=outcome, when=when, duration=0.5)
+
+
+def test_the_table_lists_every_check() -> None:
+    outcomes = Outcomes()
+    left_out = SimpleNamespace(nodeid="x.py::test_two", iter_markers=lambda name: [SimpleNamespace(args=("two GPUs",))])
+    outcomes.pytest_deselected([left_out])  # type: ignore[list-item]  # all that is read of an item
+    for when in ("setup", "call", "teardown"):
+        outcomes.pytest_runtest_logreport(report("x.py::test_a_rank_waits[one]", "passed", when))
+    outcomes.pytest_runtest_logreport(report("x.py::test_b", "failed"))
+    outcomes.pytest_runtest_logreport(report("x.py::test_b", "failed", "teardown"))
+    outcomes.pytest_runtest_logreport(report("x.py::test_c", "failed", "setup"))
+    assert outcomes.table("1 × H100").splitlines() == [
+        "1 × H100: 1 passed, 2 failed, 1 not run.",
+        "",
+        "| checked | | s |",
+        "|---|---|---|",
+        "| two | not run: needs two GPUs | 0.0 |",
+        "| a rank waits: one | passed | 1.5 |",
+        "| b | **failed** | 1.0 |",
+        "| c | **failed** in its setup | 0.5 |",
+    ]
+
+
+def test_a_table_comes_before_the_older_ones() -> None:
+    text = with_table(with_table(README.read_text(), "| first |"), "| second |")
+    assert "<!-- tables -->\n| second |\n\n| first |\n<!-- end of tables -->\n" in text
+    with pytest.raises(ValueError, match="no line <!-- tables --> and <!-- end of tables -->"):
+        with_table("no place", "| new |")
+
+
+def test_a_check_is_named_in_words() -> None:
+    assert in_words("tests/gpu/test_x.py::test_a_rank_waits") == "a rank waits"
+
+
+def test_the_line_says_on_what_it_was_checked() -> None:
+    found = gpus.Gpus(("A", "B", "A"), (1, 2, 1), "580", "2.14", "2.30", (), (), frozenset())
+    assert found.count == 3
+    assert re.fullmatch(
+        r"2 × A, 1 × B; driver 580, torch 2\.14, NCCL 2\.30, Python [\d.]+; \d{4}-\d\d-\d\d", found.line()
+    )
