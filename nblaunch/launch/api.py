@@ -247,7 +247,9 @@ def _prepare(gather: Callable[[int], Payload], view: str, engine: Engine, argume
     if plan.preload:
         engine.preload(plan.preload)
     with preparing(shown, payloads.name_of(payload.function)):
-        shipment = payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload)
+        shipment = (
+            payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload, engine.is_local)
+        )
     return Launch(plan, payload, shipment, shown, engine)
 
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nblaunch.machine import sealed_files
 from nblaunch.machine.limits import free_memory
@@ -74,24 +74,29 @@ def memory_at(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B", (size,))
 
 
+Access = Literal["private", "read-only", "shared"]
+"""How receivers use a segment: writes stay in the process, arrays refuse them, or they go to the user's file."""
+
+
 class Segment:
-    """A written segment, which owns its descriptor.
+    """A written segment, or a file that the user has mapped; it owns its descriptor.
 
     Attributes:
         fd: The descriptor.
         size: In bytes.
         in_memory: Whether the segment is memory, not a file on disk.
+        access: How receivers use it.
     """
 
-    def __init__(self, fd: int, size: int, in_memory: bool) -> None:
-        self.fd, self.size, self.in_memory = fd, size, in_memory
+    def __init__(self, fd: int, size: int, in_memory: bool, access: Access = "private") -> None:
+        self.fd, self.size, self.in_memory, self.access = fd, size, in_memory, access
         self._mapped: memoryview | None = None
         self.close = weakref.finalize(self, os.close, fd)
 
     def equals(self, offset: int, region: Region) -> bool:
         """Return True if the segment holds, at `offset`, what the region holds now."""
         if self._mapped is None:
-            self._mapped = map_private(self.fd, self.size)
+            self._mapped = map_segment(self.fd, self.size)
         here = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._mapped)) + offset
         for start in range(0, region.size, _CHUNK_BYTES):  # Python handles signals between chunks
             if _libc.memcmp(here + start, region.address + start, min(_CHUNK_BYTES, region.size - start)):
@@ -295,14 +300,18 @@ def _replace_pages(start: int, end: int, fd: int, offset: int) -> None:
 
 
 # ------------------------------------------------------------------ mapping
-def map_private(fd: int, size: int) -> memoryview:
-    """Map a segment, writable and copy-on-write, and return its bytes. The descriptor may be closed at once."""
+def map_segment(fd: int, size: int, access: Access = "private") -> memoryview:
+    """Map a segment and return its bytes. The descriptor may be closed at once.
+
+    All but a shared one is mapped copy-on-write, also what is read-only: tensors cannot refuse a write.
+    """
     # Python's own mmap keeps a descriptor for each mapping, and a notebook may hold thousands of results. So mmap only
     # reserves the addresses and owns them, and the segment is mapped over them.
     reserved = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     here = ctypes.c_ubyte.from_buffer(reserved)
+    kind = mmap.MAP_SHARED if access == "shared" else mmap.MAP_PRIVATE
     try:
-        _map(ctypes.addressof(here), size, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, fd, 0)
+        _map(ctypes.addressof(here), size, kind | _MAP_FIXED | _MAP_NORESERVE, fd, 0)
     finally:
         del here
     return memoryview(reserved)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nblaunch.machine import segments
+from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import Region
 from nblaunch.transfer import tensors
 from nblaunch.transfer.tensors import MIN_BUFFER_BYTES
@@ -33,9 +34,12 @@ class Strided(NamedTuple):
     unit: int
     """Bytes of an element, for a tensor, which is received with a storage; 0 for an array."""
 
+    is_of_file: bool = False
+    """Receivers map the span from the user's file, so it is never copied."""
+
     @property
     def is_dense(self) -> bool:
-        return self.span.size <= _MAX_SPREAD * int(self.array.nbytes)
+        return self.is_of_file or self.span.size <= _MAX_SPREAD * int(self.array.nbytes)
 
     @property
     def size(self) -> int:
@@ -60,6 +64,7 @@ class _StandIn(bytearray):
 class Outgoing:
     """Takes a pickle and the memory that leaves it; implements `tensors.BufferSink`."""
 
+    files: FileMaps
     stream: list[bytes | Region] = field(default_factory=list)
     buffers: list[Region | int | Strided] = field(default_factory=list)
     """Memory, the index of a descriptor, or an array that is sent as its span or as its elements."""
@@ -113,9 +118,9 @@ class Outgoing:
         self.lent.append(owner)
         return _stand_in(len(self.descriptors) - 1)
 
-    def add_strided(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
+    def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
         self._owners.append(array)
-        strided = Strided(array, Region(address, size), unit)
+        strided = Strided(array, span, unit, bool(self.files.identity_of(span, is_mapped)))
         if strided.is_dense:
             self._uncounted.append(strided.span)
         else:
@@ -155,7 +160,11 @@ class Outgoing:
             Each buffer's memory or descriptor index, and the copies among them.
         """
         strided = {number: part for number, part in enumerate(self.buffers) if isinstance(part, Strided)}
-        large = [part.span for part in strided.values() if part.is_dense and part.span.size >= MIN_BUFFER_BYTES]
+        large = [
+            part.span
+            for part in strided.values()
+            if part.is_of_file or (part.is_dense and part.span.size >= MIN_BUFFER_BYTES)
+        ]
         sent = segments.merged([*large, *(part for part in self.buffers if isinstance(part, Region))])
         apart = {number: part for number, part in strided.items() if not _is_within(part.span, sent)}
         tied = _tied(apart, sent)

@@ -2,7 +2,8 @@
 
 A parcel is a list of descriptors. The first is a blob with the pickle, then come segments with large buffers, then
 shared memory that users created themselves. A receiver maps the segments privately. So the machine holds one copy of
-the data besides the sender's own, for any number of receivers, and each may write to what it received.
+the data besides the sender's own, for any number of receivers, and each may write to what it received. A file that the
+user has mapped is a segment too: what the sender could write to it, receivers can.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 
 from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine import segments
+from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.own_code import users_part
 from nblaunch.machine.segments import NoRoomError, Placed, Region, Segment
 from nblaunch.transfer import pickling, tensors
@@ -88,6 +90,7 @@ def pack(
     parts: Mapping[str, Any] | None = None,
     home: pickling.Home | None = None,
     *,
+    is_here: bool = True,
     may_salvage: bool = False,
 ) -> Parcel:
     """Pack the object that `build` returns.
@@ -98,13 +101,14 @@ def pack(
         parts: Parts of the object, by name: their sizes are measured, and the receiver's errors name them. Default:
             none.
         home: See `nblaunch.transfer.pickling.Pickler`.
+        is_here: Whether all receivers are on this machine; see `nblaunch.machine.memory_maps.FileMaps`. Default: True.
         may_salvage: `unpack` returns a `Salvaged` instead of raising. Default: False.
 
     Raises:
         Exception: Pickling failed; `nblaunch.transfer.pickling.explain` gives the reason.
         NoRoomError: There is no room; its ``sizes`` are those of the parts.
     """
-    outgoing = Outgoing()
+    outgoing = Outgoing(FileMaps(is_here))
     try:
         pickler = pickling.Pickler(outgoing, outgoing, home)
         for name, value in (parts or {}).items():
@@ -124,11 +128,14 @@ def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salv
     buffers, copies = outgoing.resolve_buffers()
     regions = [part for part in (*buffers, *outgoing.stream) if isinstance(part, Region)]
     whole = segments.merged(regions)
-    placed = store.place(whole, copies)
+    placed_at = outgoing.files.placed(whole)
+    others = [region for region in whole if region not in placed_at]
+    placed_at |= zip(others, store.place(others, copies), strict=True)
+    placed = [placed_at[region] for region in whole]
     used = list({id(each.segment): each.segment for each in placed}.values())
     places = dict(_places(regions, whole, placed, used))
     layout = Layout(
-        len(used),
+        tuple(segment.access for segment in used),
         tuple(
             _buffer_place(places[part], made) if isinstance(part, Region) else part
             for part, made in zip(buffers, outgoing.buffers, strict=True)
@@ -181,11 +188,14 @@ def unpack(fds: Sequence[int]) -> Any:
         blob = _mapped(fds[0])
         start = _LENGTH.size + _LENGTH.unpack_from(blob)[0]
         layout: Layout = pickle.loads(blob[_LENGTH.size : start])
-        last = 1 + layout.segments
-        mapped = [_mapped(fd) for fd in fds[1:last]]
+        last = 1 + len(layout.segments)
+        mapped = [_mapped(fd, access) for fd, access in zip(fds[1:last], layout.segments, strict=True)]
 
         def at(place: Place) -> memoryview:
-            return mapped[place.segment][place.offset : place.offset + place.size]
+            found = mapped[place.segment][place.offset : place.offset + place.size]
+            if len(found) < place.size:
+                raise ValueError(f"{_path_of(fds[1 + place.segment])} is shorter than what is mapped of it")
+            return found
 
         def stream() -> Iterator[memoryview]:
             end = start
@@ -203,7 +213,9 @@ def unpack(fds: Sequence[int]) -> Any:
         def received(part: Place | StoragePart | int) -> Any:
             if isinstance(part, StoragePart):
                 return tensors.StorageSlice(storage_at(part.storage), part.offset, part.size)
-            return at(part) if isinstance(part, Place) else fds[last + part]
+            if not isinstance(part, Place):
+                return fds[last + part]
+            return at(part).toreadonly() if layout.segments[part.segment] == "read-only" else at(part)
 
         def load(unpickler: Any) -> Any:
             for name in layout.parts:
@@ -227,8 +239,16 @@ def unpack(fds: Sequence[int]) -> Any:
             os.close(fd)
 
 
-def _mapped(fd: int) -> memoryview:
-    return segments.map_private(fd, os.fstat(fd).st_size)
+def _mapped(fd: int, access: segments.Access = "private") -> memoryview:
+    size = os.fstat(fd).st_size
+    return segments.map_segment(fd, size, access) if size else memoryview(b"")  # of a file that was emptied
+
+
+def _path_of(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return "a file"
 
 
 class _ChainedReader:

@@ -247,15 +247,17 @@ class _NullSink:
     def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         return pickle.PickleBuffer(b"")
 
-    def add_strided(self, array: object, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
+    def add_strided(self, array: object, span: object, unit: int = 0, is_mapped: bool = False) -> Any:
         return pickle.PickleBuffer(b"")
+
+
+NULL_SINK = _NullSink()
 
 
 def _attempt(obj: Any, home: Home | None = None) -> Exception | None:
     """Return the exception that pickling raises."""
-    sink = _NullSink()
     try:
-        Pickler(sink, sink, home).dump(obj)
+        Pickler(NULL_SINK, NULL_SINK, home).dump(obj)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ may raise anything
         return error
     return None
