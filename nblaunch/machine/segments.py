@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -37,6 +37,9 @@ _MAX_PACKED_SHARE = 24
 receiver that keeps one of them keeps 42 MB. Segments of 4 MiB would need 250 descriptors."""
 _PAGED_BYTES = 256 << 10
 """A region of this size or more keeps its offset within a page, so that pages of a segment can replace its own."""
+_BLOCK_BYTES = 128 << 10
+"""Maximum size of a block of small regions. Less than `_PAGED_BYTES`: others may write to the bytes between them."""
+_MAX_GAP_BYTES = 64
 _CHUNK_BYTES = 64 << 20
 _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
@@ -133,6 +136,26 @@ def merged(regions: Iterable[Region]) -> list[Region]:
         else:
             whole.append(region)
     return whole
+
+
+def bridged(regions: Iterable[Region], apart: Collection[Region]) -> list[list[Region]]:
+    """Group small regions that are almost adjacent, as arrays of one list are: each group is sent as one region.
+
+    The bytes between two regions are in pages that also have some of theirs.
+
+    Args:
+        regions: In order; they do not overlap.
+        apart: Regions to group with each other only.
+    """
+    groups: list[list[Region]] = []
+    for region in regions:
+        last = groups[-1] if groups else [region]
+        is_near = region.address - last[-1].end <= _MAX_GAP_BYTES and region.end - last[0].address <= _BLOCK_BYTES
+        if groups and is_near and (region in apart) == (last[0] in apart):
+            last.append(region)
+        else:
+            groups.append([region])
+    return groups
 
 
 def grouped(regions: Sequence[Region]) -> Iterator[list[Region]]:

@@ -21,6 +21,11 @@ _MIN_STREAM_BYTES = 1 << 20
 """A ``bytes`` or ``bytearray`` of this size or more stands beside the pickle."""
 _MAX_SPREAD = 2
 """A strided array is sent as its span if that is at most this many times the size of its elements."""
+_MAX_SMALL_BYTES = 1 << 20
+"""Once a pickle holds as much in buffers below `MIN_BUFFER_BYTES`, further ones leave it: of a list of many, each
+receiver would have its own copy."""
+_MIN_OF_MANY_BYTES = 512
+"""The smallest of those; what a receiver needs to find one takes 200 bytes."""
 _MAX_COMPARED = 10_000
 """Pairs of views that are compared for shared elements; with more pairs, every view is sent as its span."""
 
@@ -80,6 +85,7 @@ class Outgoing:
     """torch storages, which may lose their memory while they are alive."""
     _counted: list[Region] = field(default_factory=list)
     _counted_bytes: int = 0
+    _small_bytes: int = 0
     _uncounted: list[Region] = field(default_factory=list)
     _uncounted_bytes: int = 0
     """Bytes outside regions that no part has been charged with."""
@@ -98,7 +104,7 @@ class Outgoing:
         raw = buffer.raw()
         if isinstance(raw.obj, _StandIn):
             self.buffers.append(raw.obj.meant)
-        elif raw.nbytes < MIN_BUFFER_BYTES:
+        elif self.is_small(raw.nbytes):
             return True
         else:
             region = region_of(raw)
@@ -106,6 +112,12 @@ class Outgoing:
             self.buffers.append(region)
             self._uncounted.append(region)
         return False
+
+    def is_small(self, size: int) -> bool:
+        if size >= MIN_BUFFER_BYTES or (self._small_bytes >= _MAX_SMALL_BYTES and size >= _MIN_OF_MANY_BYTES):
+            return False
+        self._small_bytes += size
+        return True
 
     def keep_storage(self, storage: Any) -> None:
         self._storages.append((storage, _memory_of(storage)))

@@ -128,10 +128,7 @@ def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salv
     buffers, copies = outgoing.resolve_buffers()
     regions = [part for part in (*buffers, *outgoing.stream) if isinstance(part, Region)]
     whole = segments.merged(regions)
-    placed_at = outgoing.files.placed(whole)
-    others = [region for region in whole if region not in placed_at]
-    placed_at |= zip(others, store.place(others, copies), strict=True)
-    placed = [placed_at[region] for region in whole]
+    placed = _placed(whole, outgoing.files.placed(whole), store, copies)
     used = list({id(each.segment): each.segment for each in placed}.values())
     places = dict(_places(regions, whole, placed, used))
     layout = Layout(
@@ -148,6 +145,20 @@ def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salv
     blob = write_blob(_LENGTH.pack(len(head)), head, *(part for part in outgoing.stream if isinstance(part, bytes)))
     copied = sum(region.size for region, each in zip(whole, placed, strict=True) if each.is_new)
     return Parcel(blob, used, outgoing, copied)
+
+
+def _placed(
+    whole: Sequence[Region], in_files: dict[Region, Placed], store: Store, copies: Collection[Region]
+) -> list[Placed]:
+    """Put the regions that are in no file into segments; return where each is."""
+    blocks = segments.bridged([region for region in whole if region not in in_files], copies)
+    spans = [Region(block[0].address, block[-1].end - block[0].address) for block in blocks]
+    passing = {span for span, block in zip(spans, blocks, strict=True) if block[0] in copies}
+    found = dict(in_files)
+    for block, at in zip(blocks, store.place(spans, passing), strict=True):
+        for region in block:
+            found[region] = at._replace(offset=at.offset + region.address - block[0].address)
+    return [found[region] for region in whole]
 
 
 def _places(

@@ -23,6 +23,7 @@ from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.transfer.tensors import NULL_SINK, NullSink
 from nblaunch.wire.session_messages import MAX_BOUND, Names, SentName
 
 _DIGEST_BYTES = 16
@@ -125,7 +126,7 @@ class SentNames:
         for name, value in values.items():
             if name not in own:
                 collecting = _Digesting(round_, "", is_plain=True)
-                pickling.Pickler(pickling.NULL_SINK, pickling.NULL_SINK, collecting).dump(value)
+                pickling.Pickler(NULL_SINK, NULL_SINK, collecting).dump(value)
                 round_.need(collecting.used)
                 plain += collecting.own
         digests = round_.digests
@@ -349,7 +350,7 @@ class _Packing:
         return owned.key, owned.name not in self._to_send and not self._sent.take_lost(owned.key)
 
 
-class _Hasher:
+class _Hasher(NullSink):
     """Takes a pickle and its buffers, and keeps their digest alone."""
 
     def __init__(self, sent: SentNames, files: FileMaps) -> None:
@@ -366,15 +367,6 @@ class _Hasher:
     def take(self, buffer: pickle.PickleBuffer, /) -> object:
         self._hash.update(buffer.raw())
         return None
-
-    def keep_storage(self, storage: object) -> None:
-        """Nothing to keep: the memory is read at once."""
-
-    def keep_until_received(self, owner: object) -> None:
-        """Nothing is sent."""
-
-    def count_from_gpu(self, size: int) -> None:
-        """Nothing is sent."""
 
     def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         address = getattr(owner, "data_ptr", None)  # of a storage, whose Python object may change

@@ -38,6 +38,9 @@ class StorageSlice(NamedTuple):
 class BufferSink(Protocol):
     """Receives the out-of-band memory of a pickle."""
 
+    def is_small(self, size: int) -> bool:
+        """Return True if a buffer of this size is to stay in the pickle."""
+
     def keep_storage(self, storage: object) -> None:
         """Keep a storage alive, and check that it still has the same memory when the buffer is copied."""
 
@@ -59,6 +62,26 @@ class BufferSink(Protocol):
 
     def count_from_gpu(self, size: int) -> None:
         """Count bytes that were copied from a GPU."""
+
+
+class NullSink:
+    """Discards a pickle and its buffers."""
+
+    def write(self, data: Any, /) -> object: ...
+    def take(self, buffer: Any, /) -> object: ...
+    def keep_storage(self, storage: object) -> None: ...
+    def keep_until_received(self, owner: object) -> None: ...
+    def count_from_gpu(self, size: int) -> None: ...
+    def is_small(self, size: int) -> bool:
+        return not size
+
+    def add_descriptor(self, *args: Any, **kwargs: Any) -> pickle.PickleBuffer:
+        return pickle.PickleBuffer(b"")
+
+    add_strided = add_descriptor
+
+
+NULL_SINK = NullSink()
 
 
 def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
@@ -98,7 +121,7 @@ def _reduce_storage(storage: Any, buffers: BufferSink | None) -> tuple[Any, ...]
         if shared is not None:
             return shared
     memory = memory_at(storage.data_ptr(), size) if size else memoryview(b"")
-    if buffers is None or size < MIN_BUFFER_BYTES:
+    if buffers is None or buffers.is_small(size):
         return storage_of_bytes, (memory.tobytes(),)
     buffers.keep_storage(storage)
     is_mapped = storage.is_shared()  # as `torch.from_file` makes it

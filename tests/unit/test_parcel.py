@@ -240,6 +240,33 @@ class Tokens(np.memmap[Any, Any]):
     """A user's own kind of map."""
 
 
+@pytest.mark.parametrize("make", [lambda i: np.full(1000, i, np.uint8), lambda i: torch.full((250,), float(i))])
+def test_many_small_arrays_are_in_memory_once(make: Callable[[int], Any]) -> None:
+    arrays = [make(i % 250) for i in range(8_000)]
+    outgoing = packed(arrays)
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    in_pickle, *beside = (os.fstat(fd).st_size for fd in outgoing.fds)
+    outgoing.close()
+    assert in_pickle <= 3 << 20  # the first, and where the others are
+    assert 6_000_000 <= sum(beside) <= 8_500_000
+    assert len(beside) <= 3
+    for here, there in zip(arrays, arrived, strict=True):
+        assert type(here) is type(there)
+        assert (here == there).all()
+        there[0] = 7  # each is writable, and has memory of its own
+    if isinstance(arrived[0], torch.Tensor):
+        assert {each.untyped_storage().nbytes() for each in arrived} == {1000}
+        arrived[0].resize_(300)  # as before: few small ones are torch's own
+
+
+def test_small_neighbours_are_sent_as_one_region_and_others_alone() -> None:
+    near = [Region(1000 + 1040 * i, 1000) for i in range(3)]
+    far, copy, large = Region(5000, 10), Region(5050, 10), Region(6000, 1 << 20)
+    assert segments.bridged([*near, far, copy, large], {copy}) == [near, [far], [copy], [large]]
+    many = [Region(1024 * i, 1024) for i in range(1000)]
+    assert max(group[-1].end - group[0].address for group in segments.bridged(many, ())) == segments._BLOCK_BYTES
+
+
 def mapped_views(array: Any) -> list[Any]:
     """Views of every kind of one map of int64."""
     pairs = array.view(np.dtype([("low", np.int32), ("high", np.int32)]))
