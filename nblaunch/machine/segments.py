@@ -40,6 +40,8 @@ _PAGED_BYTES = 256 << 10
 _BLOCK_BYTES = 128 << 10
 """Maximum size of a block of small regions. Less than `_PAGED_BYTES`: others may write to the bytes between them."""
 _MAX_GAP_BYTES = 64
+_OWN_ALLOCATION_BYTES = 32 << 20
+"""glibc's malloc gives a region of this size or more a mapping of its own (``DEFAULT_MMAP_THRESHOLD_MAX``)."""
 _CHUNK_BYTES = 64 << 20
 _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
@@ -308,8 +310,8 @@ def _copy(region: Region, fd: int, offset: int, replace: bool) -> None:
             _replace_pages(region.address + start, region.address + end, fd, offset + start)
 
 
-def _replace_pages(start: int, end: int, fd: int, offset: int) -> None:
-    """Map a file privately over the whole pages of a range that holds the same bytes.
+def _replace_pages(start: int, end: int, fd: int, offset: int) -> Region:
+    """Map a file privately over the whole pages of a range that is to hold the same bytes; return those pages.
 
     Maps with MAP_FIXED over the heap, which is safe only for plain memory that no thread writes to meanwhile; the
     caller checks that. It frees each chunk as it is copied: a result of 1.07 GB peaks at 1.06 times its size, and at
@@ -320,6 +322,8 @@ def _replace_pages(start: int, end: int, fd: int, offset: int) -> None:
     if first < last and offset % _PAGE == 0:
         with contextlib.suppress(OSError):  # the limit of mappings is reached: these pages stay, as a second copy
             _map(first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
+            return Region(first, last - first)
+    return Region(start, 0)
 
 
 # ------------------------------------------------------------------ mapping
@@ -338,6 +342,22 @@ def map_segment(fd: int, size: int, access: Access = "private") -> memoryview:
     finally:
         del here
     return memoryview(reserved)
+
+
+def fill(into: Region, source: memoryview, fd: int, offset: int) -> None:
+    """Give memory that was just allocated, and not written to, the bytes of a segment.
+
+    Args:
+        into: The memory. If it is large, it is an allocation of its own, and shares the segment's pages.
+        source: The bytes.
+        fd: The segment's descriptor; -1: there is none.
+        offset: Of the bytes in the segment.
+    """
+    may_map = sys.platform == "linux" and fd >= 0 and into.size >= _OWN_ALLOCATION_BYTES
+    mapped = _replace_pages(into.address, into.end, fd, offset) if may_map else Region(into.address, 0)
+    here, head, tail = into.view(), mapped.address - into.address, mapped.end - into.address
+    here[:head] = source[:head]
+    here[tail:] = source[tail:]
 
 
 def _map(address: int, size: int, flags: int, fd: int, offset: int) -> None:

@@ -17,7 +17,7 @@ import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine import segments
@@ -27,7 +27,7 @@ from nblaunch.machine.segments import NoRoomError, Placed, Region, Segment
 from nblaunch.transfer import pickling, tensors
 from nblaunch.transfer.definitions import LostReferenceError
 from nblaunch.transfer.layout import Layout, Place, StoragePart
-from nblaunch.transfer.outgoing import Outgoing, Strided
+from nblaunch.transfer.outgoing import Outgoing, Strided, region_of
 from nblaunch.transfer.salvage import Salvaged, SalvagingUnpickler
 from nblaunch.wire.channel import write_blob
 
@@ -208,14 +208,14 @@ def unpack(fds: Sequence[int]) -> Any:
                 raise ValueError(f"{_path_of(fds[1 + place.segment])} is shorter than what is mapped of it")
             return found
 
-        def stream() -> Iterator[memoryview]:
+        def stream() -> Iterator[_Part]:
             end = start
             for part in layout.stream:
                 if isinstance(part, Place):
-                    yield at(part)
+                    yield _Part(at(part), fds[1 + part.segment], part.offset)
                 else:
                     end += part
-                    yield blob[end - part : end]
+                    yield _Part(blob[end - part : end], -1, 0)
 
         @functools.cache
         def storage_at(place: Place) -> Any:
@@ -262,12 +262,20 @@ def _path_of(fd: int) -> str:
         return "a file"
 
 
+class _Part(NamedTuple):
+    """Bytes to read, and where a segment has them."""
+
+    data: memoryview
+    fd: int
+    offset: int
+
+
 class _ChainedReader:
     """Reads buffers, one after the other, as one file."""
 
-    def __init__(self, parts: Iterator[memoryview]) -> None:
+    def __init__(self, parts: Iterator[_Part]) -> None:
         self._parts = parts
-        self._part = memoryview(b"")
+        self._part = _Part(memoryview(b""), -1, 0)
 
     def read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -277,9 +285,10 @@ class _ChainedReader:
     def readinto(self, into: Any) -> int:
         room, done = memoryview(into).cast("B"), 0
         while done < len(room) and self._advance():
-            taken = min(len(self._part), len(room) - done)
-            room[done : done + taken] = self._part[:taken]
-            self._part = self._part[taken:]
+            data, fd, offset = self._part
+            taken = min(len(data), len(room) - done)
+            segments.fill(region_of(room[done : done + taken]), data[:taken], fd, offset)
+            self._part = _Part(data[taken:], fd, offset + taken)
             done += taken
         return done
 
@@ -291,7 +300,7 @@ class _ChainedReader:
 
     def _advance(self) -> bool:
         """Go to the next buffer that has bytes left; return False at the end."""
-        while not self._part:
+        while not self._part.data:
             part = next(self._parts, None)
             if part is None:
                 return False

@@ -267,6 +267,30 @@ def test_small_neighbours_are_sent_as_one_region_and_others_alone() -> None:
     assert max(group[-1].end - group[0].address for group in segments.bridged(many, ())) == segments._BLOCK_BYTES
 
 
+def own_memory() -> int:
+    """Bytes of this process's memory that no file holds."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_large_bytes_share_the_pages_of_their_segment(kind: type) -> None:
+    data = kind(bytes(range(256)) * (40 << 12) + b"end")
+    outgoing = packed(data)
+    before = own_memory()
+    arrived = [unpack([os.dup(fd) for fd in outgoing.fds]) for _ in range(3)]
+    assert own_memory() - before < 8 << 20
+    assert arrived == [data] * 3
+    if kind is bytearray:
+        arrived[0][5_000_000] = 77
+        arrived[0] += bytes(50 << 20)  # moves
+        assert arrived[1] == data
+        assert arrived[0][5_000_000] == 77
+    outgoing.close()
+    arrived.clear()
+    assert "memfd:nblaunch" not in Path("/proc/self/maps").read_text()
+
+
 def mapped_views(array: Any) -> list[Any]:
     """Views of every kind of one map of int64."""
     pairs = array.view(np.dtype([("low", np.int32), ("high", np.int32)]))
