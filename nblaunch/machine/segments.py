@@ -39,7 +39,7 @@ _PAGED_BYTES = 256 << 10
 """A region of this size or more keeps its offset within a page, so that pages of a segment can replace its own."""
 _BLOCK_BYTES = 128 << 10
 """Maximum size of a block of small regions. Less than `_PAGED_BYTES`: others may write to the bytes between them."""
-_MAX_GAP_BYTES = 64
+_MAX_GAP_BYTES = 512
 _OWN_ALLOCATION_BYTES = 32 << 20
 """glibc's malloc gives a region of this size or more a mapping of its own (``DEFAULT_MMAP_THRESHOLD_MAX``)."""
 _CHUNK_BYTES = 64 << 20
@@ -152,7 +152,8 @@ def bridged(regions: Iterable[Region], apart: Collection[Region]) -> list[list[R
     groups: list[list[Region]] = []
     for region in regions:
         last = groups[-1] if groups else [region]
-        is_near = region.address - last[-1].end <= _MAX_GAP_BYTES and region.end - last[0].address <= _BLOCK_BYTES
+        gap = min(_MAX_GAP_BYTES, max(ALIGNMENT, region.size // 8))
+        is_near = region.address - last[-1].end <= gap and region.end - last[0].address <= _BLOCK_BYTES
         if groups and is_near and (region in apart) == (last[0] in apart):
             last.append(region)
         else:

@@ -175,7 +175,7 @@ class Outgoing:
         large = [
             part.span
             for part in strided.values()
-            if part.is_of_file or (part.is_dense and part.span.size >= MIN_BUFFER_BYTES)
+            if part.is_of_file or (part.is_dense and part.span.size >= _MIN_OF_MANY_BYTES)
         ]
         sent = segments.merged([*large, *(part for part in self.buffers if isinstance(part, Region))])
         apart = {number: part for number, part in strided.items() if not _is_within(part.span, sent)}
