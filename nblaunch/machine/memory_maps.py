@@ -15,7 +15,7 @@ from typing import NamedTuple
 from nblaunch.machine.segments import Placed, Region, Segment, map_segment
 
 _MIN_FILE_BYTES = 1 << 20
-"""Smaller regions are not looked up in files, unless they are known to be mapped: reading the mappings takes 3 ms."""
+"""Smaller regions are not looked up in files, unless they are known to be mapped: reading all mappings takes 3 ms."""
 _MAX_FILES = 16
 """Each holds a descriptor. Files that may be written to are not limited: a copy would lose the writes."""
 _NO_FILES = ("/memfd:", "/dev/shm/torch_", "/dev/zero")
@@ -83,7 +83,7 @@ class FileMaps:
             region: The region.
             is_mapped: Whether it is known to be part of some mapping. Else only large regions are looked up.
         """
-        if not self._is_here or not (is_mapped or region.size >= _MIN_FILE_BYTES):
+        if not self._is_here or not (is_mapped or self._is_worth([region])):
             return ""
         its = self._find(region)
         if its is None or self._segment(its, region) is None:
@@ -92,7 +92,7 @@ class FileMaps:
 
     def placed(self, regions: Sequence[Region]) -> dict[Region, Placed]:
         """Return the regions that receivers can map from a file, and where in the file."""
-        if self._mapped is None and all(region.size < _MIN_FILE_BYTES for region in regions):
+        if not self._is_worth(regions):
             return {}
         found = {}
         for region in sorted(regions, key=lambda region: -region.size):
@@ -101,6 +101,13 @@ class FileMaps:
             if its is not None and segment is not None:
                 found[region] = Placed(segment, its.offset + region.address - its.start, is_new=False)
         return found
+
+    def _is_worth(self, regions: Sequence[Region]) -> bool:
+        """Return True if a large region may be of a file: who maps one holds it open, as NumPy does."""
+        if self._mapped is None:
+            large = [region.size for region in regions if region.size >= _MIN_FILE_BYTES]
+            return bool(large) and _largest_file() >= min(large)
+        return True
 
     def _find(self, region: Region) -> Mapped | None:
         """Return the mapping of a file that holds a region and may be shared."""
@@ -124,6 +131,19 @@ class FileMaps:
         segment = self._files.get(key)
         is_within = segment is not None and mapped.offset + region.end - mapped.start <= segment.size
         return segment if is_within else None
+
+
+def _largest_file() -> int:
+    """Return the bytes of the largest file that this process has open; 0 if there is none."""
+    largest = 0
+    with contextlib.suppress(OSError):
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                about = os.stat(int(entry))
+                is_larger = stat.S_ISREG(about.st_mode) and about.st_size > largest
+                if is_larger and not os.readlink(f"/proc/self/fd/{entry}").startswith(_NO_FILES):
+                    largest = about.st_size
+    return largest
 
 
 def _opened(mapped: Mapped) -> Segment | None:

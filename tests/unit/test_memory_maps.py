@@ -35,8 +35,9 @@ def is_from(about: os.stat_result, array: Any, access: str, is_here: bool = True
     """Whether an array is found in the file, with what it holds."""
     region = region_of(array)
     files = memory_maps.FileMaps(is_here)
+    is_known = bool(files.identity_of(region, is_mapped=True))
     found = files.placed([region])
-    assert bool(files.identity_of(region)) == (bool(found) and is_here)
+    assert is_known == (bool(found) and is_here)
     if not found:
         return False
     ((its, placed),) = found.items()
@@ -166,3 +167,17 @@ def test_few_files_are_mapped_and_the_others_left(file: Path, monkeypatch: pytes
     assert list(memory_maps.FileMaps().placed(regions)) == regions[1:]
     written = np.memmap(file, np.uint8, "r+")  # must not be copied
     assert list(memory_maps.FileMaps().placed([*regions, region_of(written)])) == [regions[1], region_of(written)]
+
+
+def test_mappings_are_read_only_if_a_file_is_open_that_is_large_enough(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading them takes 3 ms, and most tensors are of no file."""
+    monkeypatch.setattr(memory_maps, "_largest_file", lambda: SIZE - 1)
+    array = np.memmap(file, np.uint8, "r")
+    files = memory_maps.FileMaps()
+    assert not files.identity_of(region_of(array))
+    assert not files.placed([region_of(array)])
+    monkeypatch.undo()
+    assert memory_maps._largest_file() >= SIZE
+    assert files.identity_of(region_of(array))
