@@ -398,7 +398,8 @@ def test_a_mapped_file_is_opened_by_the_script_and_never_emptied(notebook: Noteb
     file = str(tmp_path / "map")
     numpy.save(file + ".npy", numpy.arange(100))
     notebook.run("import numpy as np")
-    notebook.run(f"new = np.memmap({file!r}, np.int64, mode='w+', shape=(8, 5)); new[:] = 1")
+    notebook.run(f"new = np.memmap({file!r}, np.int64, mode='w+', shape=(8, 5))")
+    notebook.names["new"][:] = 1
     notebook.run(f"read = np.load({file + '.npy'!r}, mmap_mode='r')[10:]\ntwo = new[2:4]\nsome = new[:, 1]")
     text = notebook.script("new", "read", "two", "some")
     assert (numpy.fromfile(file, numpy.int64) == 1).all()

@@ -169,9 +169,7 @@ def test_few_files_are_mapped_and_the_others_left(file: Path, monkeypatch: pytes
     assert list(memory_maps.FileMaps().placed([*regions, region_of(written)])) == [regions[1], region_of(written)]
 
 
-def test_mappings_are_read_only_if_a_file_is_open_that_is_large_enough(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mappings_are_read_only_while_a_large_file_is_open(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading them takes 3 ms, and most tensors are of no file."""
     monkeypatch.setattr(memory_maps, "_largest_file", lambda: SIZE - 1)
     array = np.memmap(file, np.uint8, "r")
