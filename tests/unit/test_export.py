@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
 import math
 import os
 import pathlib
@@ -410,6 +411,9 @@ def test_a_mapped_file_is_opened_by_the_script_and_never_emptied(notebook: Noteb
     found: dict[str, Any] = {"_objects": {"some": None}, "numpy": numpy}
     exec(text.partition("---")[2].partition("# A pickle")[0], found)
     assert all((found[name] == notebook.names[name]).all() for name in ("new", "read", "two"))
+    found.clear()  # closes the files
+    notebook.names.clear()
+    gc.collect()
 
 
 def test_too_much_data_is_refused(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
