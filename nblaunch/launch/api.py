@@ -75,7 +75,8 @@ def notebook_launcher(
     The function may be defined in a cell and use anything in the notebook. In each rank the default process group is
     initialized, and parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are filled in unless the
     call supplies them. Output of the ranks appears live under the cell. Ranks work on copies of the notebook's data:
-    return whatever you need afterwards.
+    return whatever you need afterwards. A file that the notebook has mapped with ``np.memmap`` is not copied: what
+    ranks of this machine write to a map of mode ``r+``, the file has.
 
     Args:
         function: The function to run on every rank.
@@ -247,7 +248,9 @@ def _prepare(gather: Callable[[int], Payload], view: str, engine: Engine, argume
     if plan.preload:
         engine.preload(plan.preload)
     with preparing(shown, payloads.name_of(payload.function)):
-        shipment = payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload)
+        shipment = (
+            payloads.share(payload) if engine.shares_memory(plan.method) else payloads.ship(payload, engine.is_local)
+        )
     return Launch(plan, payload, shipment, shown, engine)
 
 

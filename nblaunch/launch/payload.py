@@ -17,7 +17,6 @@ from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
-from nblaunch.machine import memory_maps
 from nblaunch.machine.segments import NoRoomError, Placed, Region
 from nblaunch.transfer import notebook_shell, parameters, pickling
 from nblaunch.transfer.parcel import Parcel, pack
@@ -71,8 +70,12 @@ class Shipment:
     sent: Sent
 
 
-def ship(payload: Payload) -> Shipment:
+def ship(payload: Payload, is_here: bool = True) -> Shipment:
     """Pack a payload, with the sources and the names in ``__main__`` that pickling finds.
+
+    Args:
+        payload: The payload.
+        is_here: Whether all ranks are on this machine. Default: True.
 
     Raises:
         PayloadError: A part cannot be sent, or memory is insufficient; the message names the part.
@@ -91,7 +94,7 @@ def ship(payload: Payload) -> Shipment:
         )
 
     try:
-        parcel = pack(build, Reusing(), parts_of(payload))
+        parcel = pack(build, Reusing(), parts_of(payload), is_here=is_here)
     except ArgumentError:
         raise
     except NoRoomError as error:
@@ -108,14 +111,10 @@ def ship(payload: Payload) -> Shipment:
 
 
 class Reusing:
-    """Places data for the ranks. Mapped files and data that an earlier launch sent are not copied again."""
+    """Places data for the ranks. Data that an earlier launch sent is not copied again."""
 
     def place(self, regions: Sequence[Region], passing: Collection[Region]) -> Sequence[Placed]:
-        placed = memory_maps.from_files(regions)
-        others = [region for region in regions if region not in placed]
-        if others:
-            placed |= zip(others, sent_data_cache.place(others, state_root(), passing), strict=True)
-        return [placed[region] for region in regions]
+        return sent_data_cache.place(regions, state_root(), passing) if regions else []
 
 
 def share(payload: Payload) -> Shipment:

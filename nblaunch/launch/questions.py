@@ -135,6 +135,7 @@ class Questions:
             UncachedStore(self._ranks.log_dir),
             {name: sent.value for name, sent in (names or {}).items()},
             home,
+            is_here=self._ranks.sent.is_here,
         )
         try:
             is_code = question.kind in ("value", "repr") and deadline == float("inf")  # the user's, without a limit

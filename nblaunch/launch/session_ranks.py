@@ -65,7 +65,7 @@ class SessionRanks:
 
     def __init__(self, name: str, plan: Plan, names: dict[str, Any], engine: Engine) -> None:
         self.id, self.name, self.plan = f"{os.getpid()}-{name}-{secrets.token_hex(3)}", name, plan
-        self.sent = SentNames(names, plan.world_size)
+        self.sent = SentNames(names, plan.world_size, engine.is_local)
         self._bound: list[tuple[Bound, ...]] = [()] * plan.world_size
         self.generation = 1
         self.unset = set(range(plan.world_size))

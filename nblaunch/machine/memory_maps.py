@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from nblaunch.machine.segments import Placed, Region, Segment, map_private
+from nblaunch.machine.segments import Placed, Region, Segment, map_segment
 
-_MIN_FILE_BYTES = 16 << 20
-"""Smaller regions are not looked up in files."""
+_MIN_FILE_BYTES = 1 << 20
+"""Smaller regions are not looked up in files, unless they are known to be mapped: reading all mappings takes 3 ms."""
 _MAX_FILES = 16
-"""Each holds a descriptor."""
+"""Each holds a descriptor. Files that may be written to are not limited: a copy would lose the writes."""
+_NO_FILES = ("/memfd:", "/dev/shm/torch_", "/dev/zero")
+"""How the names of mappings begin that no user has opened: segments, torch's shared memory, anonymous memory."""
 _PAGE = mmap.PAGESIZE
 
 
@@ -35,6 +40,10 @@ class Mapped(NamedTuple):
     def is_shared(self) -> bool:
         return self.mode.endswith("s")
 
+    @property
+    def is_writable(self) -> bool:
+        return "w" in self.mode
+
 
 def mappings() -> Iterator[Mapped]:
     """Yield the mappings of this process by address.
@@ -49,42 +58,119 @@ def mappings() -> Iterator[Mapped]:
             yield Mapped(start, end, mode, int(offset, 16), (device, int(inode)), "".join(name).rstrip("\n"))
 
 
-def from_files(regions: Sequence[Region]) -> dict[Region, Placed]:
-    """Return the regions that receivers can map from a file, and where in the file.
+class FileMaps:
+    """The files that this process has mapped, and what of them a parcel's receivers can map too. For one parcel.
 
-    Such a region lies in one shared mapping of a regular file that still has its name, and that no mapping of this
-    process can write to. Other processes may still write to the file or truncate it: receivers see that, as this
-    process does. Private mappings are left out, as users expect them to be copies.
+    Receivers on this machine map the same file: what one process writes to a writable mapping, all see, and the file
+    keeps. A file that has lost its name is found by a descriptor that this process holds, as NumPy's maps do. Private
+    mappings are copied, as they may differ from the file.
+
+    Other machines receive files by their content. There only mappings that no one here can write to are found.
+
+    Args:
+        is_here: Whether all receivers are on this machine.
     """
-    large = sorted((region for region in regions if region.size >= _MIN_FILE_BYTES), key=lambda region: -region.size)
-    try:
-        mapped = list(mappings()) if large else []
-    except OSError:
-        return {}
-    written = {each.file for each in mapped if each.is_shared and "w" in each.mode}
-    files: dict[tuple[str, int], Segment | None] = {}
-    found = {}
-    for region in large:
-        its = next((each for each in mapped if each.start <= region.address and region.end <= each.end), None)
-        if its is None or not its.file[1] or its.file in written or not its.is_shared:
-            continue
-        if its.file not in files and len(files) < _MAX_FILES:
-            files[its.file] = _opened(its)
-        segment, offset = files.get(its.file), its.offset + region.address - its.start
-        if segment is not None and offset + region.size <= segment.size:
-            found[region] = Placed(segment, offset, is_new=False)
-    return found
+
+    def __init__(self, is_here: bool = True) -> None:
+        self._is_here = is_here
+        self._mapped: list[Mapped] | None = None
+        self._files: dict[tuple[tuple[str, int], bool], Segment | None] = {}
+
+    def identity_of(self, region: Region, is_mapped: bool = False) -> str:
+        """Return what identifies the part of a file that receivers map in place of a region; empty: they get a copy.
+
+        Args:
+            region: The region.
+            is_mapped: Whether it is known to be part of some mapping. Else only large regions are looked up.
+        """
+        if not self._is_here or not (is_mapped or self._is_worth([region])):
+            return ""
+        its = self._find(region)
+        if its is None or self._segment(its, region) is None:
+            return ""
+        return f"{its.file} {its.is_writable} {its.offset + region.address - its.start} {region.size}"
+
+    def placed(self, regions: Sequence[Region]) -> dict[Region, Placed]:
+        """Return the regions that receivers can map from a file, and where in the file."""
+        if not self._is_worth(regions):
+            return {}
+        found = {}
+        for region in sorted(regions, key=lambda region: -region.size):
+            its = self._find(region)
+            segment = None if its is None else self._segment(its, region)
+            if its is not None and segment is not None:
+                found[region] = Placed(segment, its.offset + region.address - its.start, is_new=False)
+        return found
+
+    def _is_worth(self, regions: Sequence[Region]) -> bool:
+        """Return True if a large region may be of a file: who maps one holds it open, as NumPy does."""
+        if self._mapped is None:
+            large = [region.size for region in regions if region.size >= _MIN_FILE_BYTES]
+            return bool(large) and _largest_file() >= min(large)
+        return True
+
+    def _find(self, region: Region) -> Mapped | None:
+        """Return the mapping of a file that holds a region and may be shared."""
+        if self._mapped is None:
+            self._mapped = self._read()
+        at = bisect.bisect_right(self._mapped, region.address, key=lambda each: each.start) - 1
+        return self._mapped[at] if at >= 0 and region.end <= self._mapped[at].end else None
+
+    def _read(self) -> list[Mapped]:
+        try:
+            mapped = [each for each in mappings() if each.is_shared and each.file[1]]
+        except OSError:
+            return []
+        written = set() if self._is_here else {each.file for each in mapped if each.is_writable}
+        return [each for each in mapped if each.file not in written and not each.name.startswith(_NO_FILES)]
+
+    def _segment(self, mapped: Mapped, region: Region) -> Segment | None:
+        key = mapped.file, mapped.is_writable
+        if key not in self._files and (mapped.is_writable or len(self._files) < _MAX_FILES):
+            self._files[key] = _opened(mapped)
+        segment = self._files.get(key)
+        is_within = segment is not None and mapped.offset + region.end - mapped.start <= segment.size
+        return segment if is_within else None
+
+
+def _largest_file() -> int:
+    """Return the bytes of the largest file that this process has open; 0 if there is none."""
+    largest = 0
+    with contextlib.suppress(OSError):
+        for entry in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                about = os.stat(int(entry))
+                is_larger = stat.S_ISREG(about.st_mode) and about.st_size > largest
+                if is_larger and not os.readlink(f"/proc/self/fd/{entry}").startswith(_NO_FILES):
+                    largest = about.st_size
+    return largest
 
 
 def _opened(mapped: Mapped) -> Segment | None:
-    """Open the file of a mapping; return None if its name is gone or belongs to another file."""
-    try:
-        if not stat.S_ISREG(os.stat(mapped.name).st_mode):
-            return None  # opening a device may have effects
-        fd = os.open(mapped.name, os.O_RDONLY | os.O_CLOEXEC)
-        segment = Segment(fd, os.fstat(fd).st_size, in_memory=False)
-        probe = map_private(fd, _PAGE)  # on some file systems stat and mappings report different devices
-        address = ctypes.addressof(ctypes.c_ubyte.from_buffer(probe))
-        return segment if any(each.start == address and each.file == mapped.file for each in mappings()) else None
-    except OSError:
-        return None
+    """Open the file of a mapping as it is mapped, by its name or a descriptor that is open; None: it is not found."""
+    access = os.O_RDWR if mapped.is_writable else os.O_RDONLY
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(os.stat(mapped.name).st_mode):  # opening a device may have effects
+            segment = _if_of(mapped, os.open(mapped.name, access | os.O_CLOEXEC))
+            if segment is not None:
+                return segment
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found = os.stat(int(entry))
+            allows = fcntl.fcntl(int(entry), fcntl.F_GETFL) & os.O_ACCMODE
+            if found.st_ino == mapped.file[1] and stat.S_ISREG(found.st_mode) and allows in (access, os.O_RDWR):
+                segment = _if_of(mapped, os.dup(int(entry)))
+                if segment is not None:
+                    return segment
+    return None
+
+
+def _if_of(mapped: Mapped, fd: int) -> Segment | None:
+    """Return a descriptor as a segment if its file is that of a mapping; else close it."""
+    about = os.fstat(fd)
+    segment = Segment(fd, about.st_size, False, "shared" if mapped.is_writable else "read-only")
+    if (f"{os.major(about.st_dev):02x}:{os.minor(about.st_dev):02x}", about.st_ino) == mapped.file:
+        return segment
+    probe = map_segment(fd, _PAGE)  # on some file systems stat and mappings report different devices
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(probe))
+    return segment if any(each.start == address and each.file == mapped.file for each in mappings()) else None

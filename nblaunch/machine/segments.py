@@ -14,10 +14,10 @@ import os
 import shutil
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from nblaunch.machine import sealed_files
 from nblaunch.machine.limits import free_memory
@@ -37,6 +37,11 @@ _MAX_PACKED_SHARE = 24
 receiver that keeps one of them keeps 42 MB. Segments of 4 MiB would need 250 descriptors."""
 _PAGED_BYTES = 256 << 10
 """A region of this size or more keeps its offset within a page, so that pages of a segment can replace its own."""
+_BLOCK_BYTES = 128 << 10
+"""Maximum size of a block of small regions. Less than `_PAGED_BYTES`: others may write to the bytes between them."""
+_MAX_GAP_BYTES = 512
+_OWN_ALLOCATION_BYTES = 32 << 20
+"""glibc's malloc gives a region of this size or more a mapping of its own (``DEFAULT_MMAP_THRESHOLD_MAX``)."""
 _CHUNK_BYTES = 64 << 20
 _MIN_CHECKED_BYTES = 64 << 20
 """Below this size, free memory is not checked."""
@@ -74,24 +79,29 @@ def memory_at(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B", (size,))
 
 
+Access = Literal["private", "read-only", "shared"]
+"""How receivers use a segment: writes stay in the process, arrays refuse them, or they go to the user's file."""
+
+
 class Segment:
-    """A written segment, which owns its descriptor.
+    """A written segment, or a file that the user has mapped; it owns its descriptor.
 
     Attributes:
         fd: The descriptor.
         size: In bytes.
         in_memory: Whether the segment is memory, not a file on disk.
+        access: How receivers use it.
     """
 
-    def __init__(self, fd: int, size: int, in_memory: bool) -> None:
-        self.fd, self.size, self.in_memory = fd, size, in_memory
+    def __init__(self, fd: int, size: int, in_memory: bool, access: Access = "private") -> None:
+        self.fd, self.size, self.in_memory, self.access = fd, size, in_memory, access
         self._mapped: memoryview | None = None
         self.close = weakref.finalize(self, os.close, fd)
 
     def equals(self, offset: int, region: Region) -> bool:
         """Return True if the segment holds, at `offset`, what the region holds now."""
         if self._mapped is None:
-            self._mapped = map_private(self.fd, self.size)
+            self._mapped = map_segment(self.fd, self.size)
         here = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._mapped)) + offset
         for start in range(0, region.size, _CHUNK_BYTES):  # Python handles signals between chunks
             if _libc.memcmp(here + start, region.address + start, min(_CHUNK_BYTES, region.size - start)):
@@ -128,6 +138,27 @@ def merged(regions: Iterable[Region]) -> list[Region]:
         else:
             whole.append(region)
     return whole
+
+
+def bridged(regions: Iterable[Region], apart: Collection[Region]) -> list[list[Region]]:
+    """Group small regions that are almost adjacent, as arrays of one list are: each group is sent as one region.
+
+    The bytes between two regions are in pages that also have some of theirs.
+
+    Args:
+        regions: In order; they do not overlap.
+        apart: Regions to group with each other only.
+    """
+    groups: list[list[Region]] = []
+    for region in regions:
+        last = groups[-1] if groups else [region]
+        gap = min(_MAX_GAP_BYTES, max(ALIGNMENT, region.size // 8))
+        is_near = region.address - last[-1].end <= gap and region.end - last[0].address <= _BLOCK_BYTES
+        if groups and is_near and (region in apart) == (last[0] in apart):
+            last.append(region)
+        else:
+            groups.append([region])
+    return groups
 
 
 def grouped(regions: Sequence[Region]) -> Iterator[list[Region]]:
@@ -280,8 +311,8 @@ def _copy(region: Region, fd: int, offset: int, replace: bool) -> None:
             _replace_pages(region.address + start, region.address + end, fd, offset + start)
 
 
-def _replace_pages(start: int, end: int, fd: int, offset: int) -> None:
-    """Map a file privately over the whole pages of a range that holds the same bytes.
+def _replace_pages(start: int, end: int, fd: int, offset: int) -> Region:
+    """Map a file privately over the whole pages of a range that is to hold the same bytes; return those pages.
 
     Maps with MAP_FIXED over the heap, which is safe only for plain memory that no thread writes to meanwhile; the
     caller checks that. It frees each chunk as it is copied: a result of 1.07 GB peaks at 1.06 times its size, and at
@@ -292,20 +323,42 @@ def _replace_pages(start: int, end: int, fd: int, offset: int) -> None:
     if first < last and offset % _PAGE == 0:
         with contextlib.suppress(OSError):  # the limit of mappings is reached: these pages stay, as a second copy
             _map(first, last - first, mmap.MAP_PRIVATE | _MAP_FIXED, fd, offset)
+            return Region(first, last - first)
+    return Region(start, 0)
 
 
 # ------------------------------------------------------------------ mapping
-def map_private(fd: int, size: int) -> memoryview:
-    """Map a segment, writable and copy-on-write, and return its bytes. The descriptor may be closed at once."""
+def map_segment(fd: int, size: int, access: Access = "private") -> memoryview:
+    """Map a segment and return its bytes. The descriptor may be closed at once.
+
+    All but a shared one is mapped copy-on-write, also what is read-only: tensors cannot refuse a write.
+    """
     # Python's own mmap keeps a descriptor for each mapping, and a notebook may hold thousands of results. So mmap only
     # reserves the addresses and owns them, and the segment is mapped over them.
     reserved = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     here = ctypes.c_ubyte.from_buffer(reserved)
+    kind = mmap.MAP_SHARED if access == "shared" else mmap.MAP_PRIVATE
     try:
-        _map(ctypes.addressof(here), size, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE, fd, 0)
+        _map(ctypes.addressof(here), size, kind | _MAP_FIXED | _MAP_NORESERVE, fd, 0)
     finally:
         del here
     return memoryview(reserved)
+
+
+def fill(into: Region, source: memoryview, fd: int, offset: int) -> None:
+    """Give memory that was just allocated, and not written to, the bytes of a segment.
+
+    Args:
+        into: The memory. If it is large, it is an allocation of its own, and shares the segment's pages.
+        source: The bytes.
+        fd: The segment's descriptor; -1: there is none.
+        offset: Of the bytes in the segment.
+    """
+    may_map = sys.platform == "linux" and fd >= 0 and into.size >= _OWN_ALLOCATION_BYTES
+    mapped = _replace_pages(into.address, into.end, fd, offset) if may_map else Region(into.address, 0)
+    here, head, tail = into.view(), mapped.address - into.address, mapped.end - into.address
+    here[:head] = source[:head]
+    here[tail:] = source[tail:]
 
 
 def _map(address: int, size: int, flags: int, fd: int, offset: int) -> None:

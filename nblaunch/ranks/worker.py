@@ -47,6 +47,7 @@ from nblaunch.ranks.report import Context, enter
 from nblaunch.transfer import definitions
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.transfer.salvage import Salvaged
+from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.launch_files import rank_file
 from nblaunch.wire.messages import Done, Exiting, Failed, Leaving, Payload, RankSpec, Running, StartRank, Taken, Task
@@ -284,7 +285,8 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelCha
     try:
         at_home = home if isinstance(result, Payload) else None  # what a restarted rank is to have
         store = UncachedStore(Path(spec.log_dir), _may_be_replaced())
-        parcel = pack(lambda found: result, store, home=at_home, may_salvage=at_home is not None)
+        is_here = rank_variables.BELOW_AGENT not in os.environ
+        parcel = pack(lambda found: result, store, home=at_home, is_here=is_here, may_salvage=at_home is not None)
     except BaseException as error:
         if not isinstance(error, Exception):
             raise

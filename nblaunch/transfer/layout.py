@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nblaunch.machine.segments import Access
+
 
 class Place(NamedTuple):
     """A range of bytes in one of a parcel's segments."""
@@ -26,7 +28,8 @@ class StoragePart(NamedTuple):
 class Layout:
     """How a parcel's pickle and buffers are spread over its blob, segments and descriptors."""
 
-    segments: int
+    segments: tuple[Access, ...]
+    """How the receiver maps each."""
     buffers: tuple[Place | StoragePart | int, ...]
     """For each buffer its place, or the index of a shared descriptor."""
     stream: tuple[Place | int, ...]

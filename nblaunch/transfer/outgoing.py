@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nblaunch.machine import segments
+from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import Region
 from nblaunch.transfer import tensors
 from nblaunch.transfer.tensors import MIN_BUFFER_BYTES
@@ -20,6 +21,11 @@ _MIN_STREAM_BYTES = 1 << 20
 """A ``bytes`` or ``bytearray`` of this size or more stands beside the pickle."""
 _MAX_SPREAD = 2
 """A strided array is sent as its span if that is at most this many times the size of its elements."""
+_MAX_SMALL_BYTES = 1 << 20
+"""Once a pickle holds as much in buffers below `MIN_BUFFER_BYTES`, further ones leave it: of a list of many, each
+receiver would have its own copy."""
+_MIN_OF_MANY_BYTES = 512
+"""The smallest of those; what a receiver needs to find one takes 200 bytes."""
 _MAX_COMPARED = 10_000
 """Pairs of views that are compared for shared elements; with more pairs, every view is sent as its span."""
 
@@ -33,9 +39,12 @@ class Strided(NamedTuple):
     unit: int
     """Bytes of an element, for a tensor, which is received with a storage; 0 for an array."""
 
+    is_of_file: bool = False
+    """Receivers map the span from the user's file, so it is never copied."""
+
     @property
     def is_dense(self) -> bool:
-        return self.span.size <= _MAX_SPREAD * int(self.array.nbytes)
+        return self.is_of_file or self.span.size <= _MAX_SPREAD * int(self.array.nbytes)
 
     @property
     def size(self) -> int:
@@ -60,6 +69,7 @@ class _StandIn(bytearray):
 class Outgoing:
     """Takes a pickle and the memory that leaves it; implements `tensors.BufferSink`."""
 
+    files: FileMaps
     stream: list[bytes | Region] = field(default_factory=list)
     buffers: list[Region | int | Strided] = field(default_factory=list)
     """Memory, the index of a descriptor, or an array that is sent as its span or as its elements."""
@@ -75,6 +85,7 @@ class Outgoing:
     """torch storages, which may lose their memory while they are alive."""
     _counted: list[Region] = field(default_factory=list)
     _counted_bytes: int = 0
+    _small_bytes: int = 0
     _uncounted: list[Region] = field(default_factory=list)
     _uncounted_bytes: int = 0
     """Bytes outside regions that no part has been charged with."""
@@ -93,7 +104,7 @@ class Outgoing:
         raw = buffer.raw()
         if isinstance(raw.obj, _StandIn):
             self.buffers.append(raw.obj.meant)
-        elif raw.nbytes < MIN_BUFFER_BYTES:
+        elif self.is_small(raw.nbytes):
             return True
         else:
             region = region_of(raw)
@@ -101,6 +112,12 @@ class Outgoing:
             self.buffers.append(region)
             self._uncounted.append(region)
         return False
+
+    def is_small(self, size: int) -> bool:
+        if size >= MIN_BUFFER_BYTES or (self._small_bytes >= _MAX_SMALL_BYTES and size >= _MIN_OF_MANY_BYTES):
+            return False
+        self._small_bytes += size
+        return True
 
     def keep_storage(self, storage: Any) -> None:
         self._storages.append((storage, _memory_of(storage)))
@@ -113,9 +130,9 @@ class Outgoing:
         self.lent.append(owner)
         return _stand_in(len(self.descriptors) - 1)
 
-    def add_strided(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
+    def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
         self._owners.append(array)
-        strided = Strided(array, Region(address, size), unit)
+        strided = Strided(array, span, unit, bool(self.files.identity_of(span, is_mapped)))
         if strided.is_dense:
             self._uncounted.append(strided.span)
         else:
@@ -155,7 +172,11 @@ class Outgoing:
             Each buffer's memory or descriptor index, and the copies among them.
         """
         strided = {number: part for number, part in enumerate(self.buffers) if isinstance(part, Strided)}
-        large = [part.span for part in strided.values() if part.is_dense and part.span.size >= MIN_BUFFER_BYTES]
+        large = [
+            part.span
+            for part in strided.values()
+            if part.is_of_file or (part.is_dense and part.span.size >= _MIN_OF_MANY_BYTES)
+        ]
         sent = segments.merged([*large, *(part for part in self.buffers if isinstance(part, Region))])
         apart = {number: part for number, part in strided.items() if not _is_within(part.span, sent)}
         tied = _tied(apart, sent)

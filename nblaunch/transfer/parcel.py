@@ -2,7 +2,8 @@
 
 A parcel is a list of descriptors. The first is a blob with the pickle, then come segments with large buffers, then
 shared memory that users created themselves. A receiver maps the segments privately. So the machine holds one copy of
-the data besides the sender's own, for any number of receivers, and each may write to what it received.
+the data besides the sender's own, for any number of receivers, and each may write to what it received. A file that the
+user has mapped is a segment too: what the sender could write to it, receivers can.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from nblaunch.errors import PayloadError, text_of
 from nblaunch.machine import segments
+from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.own_code import users_part
 from nblaunch.machine.segments import NoRoomError, Placed, Region, Segment
 from nblaunch.transfer import pickling, tensors
 from nblaunch.transfer.definitions import LostReferenceError
 from nblaunch.transfer.layout import Layout, Place, StoragePart
-from nblaunch.transfer.outgoing import Outgoing, Strided
+from nblaunch.transfer.outgoing import Outgoing, Strided, region_of
 from nblaunch.transfer.salvage import Salvaged, SalvagingUnpickler
 from nblaunch.wire.channel import write_blob
 
@@ -88,6 +90,7 @@ def pack(
     parts: Mapping[str, Any] | None = None,
     home: pickling.Home | None = None,
     *,
+    is_here: bool = True,
     may_salvage: bool = False,
 ) -> Parcel:
     """Pack the object that `build` returns.
@@ -98,13 +101,14 @@ def pack(
         parts: Parts of the object, by name: their sizes are measured, and the receiver's errors name them. Default:
             none.
         home: See `nblaunch.transfer.pickling.Pickler`.
+        is_here: Whether all receivers are on this machine; see `nblaunch.machine.memory_maps.FileMaps`. Default: True.
         may_salvage: `unpack` returns a `Salvaged` instead of raising. Default: False.
 
     Raises:
         Exception: Pickling failed; `nblaunch.transfer.pickling.explain` gives the reason.
         NoRoomError: There is no room; its ``sizes`` are those of the parts.
     """
-    outgoing = Outgoing()
+    outgoing = Outgoing(FileMaps(is_here))
     try:
         pickler = pickling.Pickler(outgoing, outgoing, home)
         for name, value in (parts or {}).items():
@@ -124,11 +128,11 @@ def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salv
     buffers, copies = outgoing.resolve_buffers()
     regions = [part for part in (*buffers, *outgoing.stream) if isinstance(part, Region)]
     whole = segments.merged(regions)
-    placed = store.place(whole, copies)
+    placed = _placed(whole, outgoing.files.placed(whole), store, copies)
     used = list({id(each.segment): each.segment for each in placed}.values())
     places = dict(_places(regions, whole, placed, used))
     layout = Layout(
-        len(used),
+        tuple(segment.access for segment in used),
         tuple(
             _buffer_place(places[part], made) if isinstance(part, Region) else part
             for part, made in zip(buffers, outgoing.buffers, strict=True)
@@ -141,6 +145,20 @@ def _assemble(outgoing: Outgoing, store: Store, parts: tuple[str, ...], may_salv
     blob = write_blob(_LENGTH.pack(len(head)), head, *(part for part in outgoing.stream if isinstance(part, bytes)))
     copied = sum(region.size for region, each in zip(whole, placed, strict=True) if each.is_new)
     return Parcel(blob, used, outgoing, copied)
+
+
+def _placed(
+    whole: Sequence[Region], in_files: dict[Region, Placed], store: Store, copies: Collection[Region]
+) -> list[Placed]:
+    """Put the regions that are in no file into segments; return where each is."""
+    blocks = segments.bridged([region for region in whole if region not in in_files], copies)
+    spans = [Region(block[0].address, block[-1].end - block[0].address) for block in blocks]
+    passing = {span for span, block in zip(spans, blocks, strict=True) if block[0] in copies}
+    found = dict(in_files)
+    for block, at in zip(blocks, store.place(spans, passing), strict=True):
+        for region in block:
+            found[region] = at._replace(offset=at.offset + region.address - block[0].address)
+    return [found[region] for region in whole]
 
 
 def _places(
@@ -181,20 +199,23 @@ def unpack(fds: Sequence[int]) -> Any:
         blob = _mapped(fds[0])
         start = _LENGTH.size + _LENGTH.unpack_from(blob)[0]
         layout: Layout = pickle.loads(blob[_LENGTH.size : start])
-        last = 1 + layout.segments
-        mapped = [_mapped(fd) for fd in fds[1:last]]
+        last = 1 + len(layout.segments)
+        mapped = [_mapped(fd, access) for fd, access in zip(fds[1:last], layout.segments, strict=True)]
 
         def at(place: Place) -> memoryview:
-            return mapped[place.segment][place.offset : place.offset + place.size]
+            found = mapped[place.segment][place.offset : place.offset + place.size]
+            if len(found) < place.size:
+                raise ValueError(f"{_path_of(fds[1 + place.segment])} is shorter than what is mapped of it")
+            return found
 
-        def stream() -> Iterator[memoryview]:
+        def stream() -> Iterator[_Part]:
             end = start
             for part in layout.stream:
                 if isinstance(part, Place):
-                    yield at(part)
+                    yield _Part(at(part), fds[1 + part.segment], part.offset)
                 else:
                     end += part
-                    yield blob[end - part : end]
+                    yield _Part(blob[end - part : end], -1, 0)
 
         @functools.cache
         def storage_at(place: Place) -> Any:
@@ -203,7 +224,9 @@ def unpack(fds: Sequence[int]) -> Any:
         def received(part: Place | StoragePart | int) -> Any:
             if isinstance(part, StoragePart):
                 return tensors.StorageSlice(storage_at(part.storage), part.offset, part.size)
-            return at(part) if isinstance(part, Place) else fds[last + part]
+            if not isinstance(part, Place):
+                return fds[last + part]
+            return at(part).toreadonly() if layout.segments[part.segment] == "read-only" else at(part)
 
         def load(unpickler: Any) -> Any:
             for name in layout.parts:
@@ -227,16 +250,32 @@ def unpack(fds: Sequence[int]) -> Any:
             os.close(fd)
 
 
-def _mapped(fd: int) -> memoryview:
-    return segments.map_private(fd, os.fstat(fd).st_size)
+def _mapped(fd: int, access: segments.Access = "private") -> memoryview:
+    size = os.fstat(fd).st_size
+    return segments.map_segment(fd, size, access) if size else memoryview(b"")  # of a file that was emptied
+
+
+def _path_of(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return "a file"
+
+
+class _Part(NamedTuple):
+    """Bytes to read, and where a segment has them."""
+
+    data: memoryview
+    fd: int
+    offset: int
 
 
 class _ChainedReader:
     """Reads buffers, one after the other, as one file."""
 
-    def __init__(self, parts: Iterator[memoryview]) -> None:
+    def __init__(self, parts: Iterator[_Part]) -> None:
         self._parts = parts
-        self._part = memoryview(b"")
+        self._part = _Part(memoryview(b""), -1, 0)
 
     def read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -246,9 +285,10 @@ class _ChainedReader:
     def readinto(self, into: Any) -> int:
         room, done = memoryview(into).cast("B"), 0
         while done < len(room) and self._advance():
-            taken = min(len(self._part), len(room) - done)
-            room[done : done + taken] = self._part[:taken]
-            self._part = self._part[taken:]
+            data, fd, offset = self._part
+            taken = min(len(data), len(room) - done)
+            segments.fill(region_of(room[done : done + taken]), data[:taken], fd, offset)
+            self._part = _Part(data[taken:], fd, offset + taken)
             done += taken
         return done
 
@@ -260,7 +300,7 @@ class _ChainedReader:
 
     def _advance(self) -> bool:
         """Go to the next buffer that has bytes left; return False at the end."""
-        while not self._part:
+        while not self._part.data:
             part = next(self._parts, None)
             if part is None:
                 return False

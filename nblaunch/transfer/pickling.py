@@ -236,26 +236,10 @@ def describe(obj: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-class _NullSink:
-    """Discards a pickle."""
-
-    def write(self, data: object) -> None: ...
-    def take(self, buffer: object) -> None: ...
-    def keep_storage(self, storage: object) -> None: ...
-    def keep_until_received(self, owner: object) -> None: ...
-    def count_from_gpu(self, size: int) -> None: ...
-    def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
-        return pickle.PickleBuffer(b"")
-
-    def add_strided(self, array: object, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
-        return pickle.PickleBuffer(b"")
-
-
 def _attempt(obj: Any, home: Home | None = None) -> Exception | None:
     """Return the exception that pickling raises."""
-    sink = _NullSink()
     try:
-        Pickler(sink, sink, home).dump(obj)
+        Pickler(tensors.NULL_SINK, tensors.NULL_SINK, home).dump(obj)
     except Exception as error:  # noqa: BLE001  # a user's __reduce__ may raise anything
         return error
     return None

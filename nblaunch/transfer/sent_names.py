@@ -18,10 +18,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import Region, Segment
 from nblaunch.transfer import pickling
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
+from nblaunch.transfer.tensors import NULL_SINK, NullSink
 from nblaunch.wire.session_messages import MAX_BOUND, Names, SentName
 
 _DIGEST_BYTES = 16
@@ -58,10 +60,12 @@ class SentNames:
     Args:
         names: The notebook's namespace.
         ranks: The number of ranks.
+        is_here: Whether they are on this machine, where they see the content of files that the notebook has mapped.
+            Such a file counts by its identity. Default: True.
     """
 
-    def __init__(self, names: dict[str, Any], ranks: int) -> None:
-        self.names = names
+    def __init__(self, names: dict[str, Any], ranks: int, is_here: bool = True) -> None:
+        self.names, self.is_here = names, is_here
         self._had: list[dict[str, bytes]] = [{} for _ in range(ranks)]
         """Of each rank: the digests that it has been sent."""
         self._lost: list[set[str]] = [set() for _ in range(ranks)]
@@ -101,7 +105,7 @@ class SentNames:
         """
         for name in self._owned_by.keys() - self.names.keys():  # deleted in the notebook
             self._disown(name)
-        round_ = _Round(self, set(bound))
+        round_ = _Round(self, FileMaps(self.is_here), set(bound))
         for value in code:
             round_.scan(value)
         round_.need(names)
@@ -116,13 +120,13 @@ class SentNames:
         own = {name for name, value in values.items() if self.names.get(name) is value}
         for name in own:
             self._disown(name)
-        round_ = _Round(self, set())
+        round_ = _Round(self, FileMaps(self.is_here), set())
         round_.need(own)
         plain: list[Any] = []
         for name, value in values.items():
             if name not in own:
                 collecting = _Digesting(round_, "", is_plain=True)
-                pickling.Pickler(_Hasher(self), None, collecting).dump(value)
+                pickling.Pickler(NULL_SINK, NULL_SINK, collecting).dump(value)
                 round_.need(collecting.used)
                 plain += collecting.own
         digests = round_.digests
@@ -221,6 +225,7 @@ class _Round:
     """One `SentNames.gather`: every name is digested at most once."""
 
     sent: SentNames
+    files: FileMaps
     bound: set[str]
     digests: dict[str, bytes] = field(default_factory=dict)
     holds: dict[str, set[str]] = field(default_factory=dict)
@@ -266,7 +271,7 @@ class _Round:
         self.digests[name] = digest
 
     def _dump(self, name: str, value: Any) -> tuple[bytes, list[Any]]:
-        hasher = _Hasher(self.sent)
+        hasher = _Hasher(self.sent, self.files)
         home = _Digesting(self, name)
         pickling.Pickler(hasher, hasher, home).dump(value)
         self.need(home.used)
@@ -345,11 +350,11 @@ class _Packing:
         return owned.key, owned.name not in self._to_send and not self._sent.take_lost(owned.key)
 
 
-class _Hasher:
+class _Hasher(NullSink):
     """Takes a pickle and its buffers, and keeps their digest alone."""
 
-    def __init__(self, sent: SentNames) -> None:
-        self._sent = sent
+    def __init__(self, sent: SentNames, files: FileMaps) -> None:
+        self._sent, self._files = sent, files
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def digest(self) -> bytes:
@@ -363,24 +368,17 @@ class _Hasher:
         self._hash.update(buffer.raw())
         return None
 
-    def keep_storage(self, storage: object) -> None:
-        """Nothing to keep: the memory is read at once."""
-
-    def keep_until_received(self, owner: object) -> None:
-        """Nothing is sent."""
-
-    def count_from_gpu(self, size: int) -> None:
-        """Nothing is sent."""
-
     def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
         address = getattr(owner, "data_ptr", None)  # of a storage, whose Python object may change
         return pickle.PickleBuffer(b"%d" % (id(owner) if address is None else address()))
 
-    def add_strided(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
+    def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
         import numpy
 
-        if size <= 2 * int(array.nbytes):
-            return pickle.PickleBuffer(self._sent.digest_of(Region(address, size)))
+        if file := self._files.identity_of(span, is_mapped):
+            return pickle.PickleBuffer(file.encode())
+        if span.size <= 2 * int(array.nbytes):
+            return pickle.PickleBuffer(self._sent.digest_of(span))
         return pickle.PickleBuffer(_hash(numpy.ascontiguousarray(array).view(numpy.uint8).data))
 
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import mmap
 import os
 import pickle
 import sys
 from typing import Any, NamedTuple, Protocol
 
-from nblaunch.machine.segments import memory_at
+from nblaunch.machine.segments import Region, memory_at
 from nblaunch.wire import rank_variables
 
 MIN_BUFFER_BYTES = 16 << 10
 """Smaller buffers stay in the pickle, as storages that torch allocates: it cannot resize memory that is not its own."""
 _MIN_SLICED_BYTES = 1 << 20
 """Of a storage of this size or more, only what tensors refer to is sent."""
+_ABOUT_MEMMAP = ("filename", "mode", "offset")
 _MAX_OVERLAP_WORK = 10_000
 """Steps of the search for an element that two arrays share."""
 
@@ -36,20 +38,23 @@ class StorageSlice(NamedTuple):
 class BufferSink(Protocol):
     """Receives the out-of-band memory of a pickle."""
 
+    def is_small(self, size: int) -> bool:
+        """Return True if a buffer of this size is to stay in the pickle."""
+
     def keep_storage(self, storage: object) -> None:
         """Keep a storage alive, and check that it still has the same memory when the buffer is copied."""
 
     def keep_until_received(self, owner: object) -> None:
         """Keep the owner of named shared memory alive until the receiver has attached it."""
 
-    def add_strided(self, array: Any, address: int, size: int, unit: int = 0) -> pickle.PickleBuffer:
-        """Return a buffer for an array's memory: its whole span if dense or sent anyway, else its elements alone.
+    def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
+        """Return a buffer for an array's memory: its span if dense, sent anyway or of a file, else its elements alone.
 
         Args:
             array: The array, or anything that NumPy accepts as one.
-            address: Where its span begins.
-            size: Bytes of the span.
+            span: The memory that it spans.
             unit: Bytes of an element, for a tensor: a `StorageSlice` is received in place of the buffer.
+            is_mapped: Whether the memory is known to be mapped, perhaps from a file.
         """
 
     def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
@@ -57,6 +62,26 @@ class BufferSink(Protocol):
 
     def count_from_gpu(self, size: int) -> None:
         """Count bytes that were copied from a GPU."""
+
+
+class NullSink:
+    """Discards a pickle and its buffers."""
+
+    def write(self, data: Any, /) -> object: ...
+    def take(self, buffer: Any, /) -> object: ...
+    def keep_storage(self, storage: object) -> None: ...
+    def keep_until_received(self, owner: object) -> None: ...
+    def count_from_gpu(self, size: int) -> None: ...
+    def is_small(self, size: int) -> bool:
+        return not size
+
+    def add_descriptor(self, *args: Any, **kwargs: Any) -> pickle.PickleBuffer:
+        return pickle.PickleBuffer(b"")
+
+    add_strided = add_descriptor
+
+
+NULL_SINK = NullSink()
 
 
 def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
@@ -96,10 +121,11 @@ def _reduce_storage(storage: Any, buffers: BufferSink | None) -> tuple[Any, ...]
         if shared is not None:
             return shared
     memory = memory_at(storage.data_ptr(), size) if size else memoryview(b"")
-    if buffers is None or size < MIN_BUFFER_BYTES:
+    if buffers is None or buffers.is_small(size):
         return storage_of_bytes, (memory.tobytes(),)
     buffers.keep_storage(storage)
-    return storage_of_slice, (buffers.add_strided(memory, storage.data_ptr(), size, 1),)
+    is_mapped = storage.is_shared()  # as `torch.from_file` makes it
+    return storage_of_slice, (buffers.add_strided(memory, Region(storage.data_ptr(), size), 1, is_mapped),)
 
 
 def _reduce_shared(storage: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
@@ -227,7 +253,7 @@ def _reduce_tensor(tensor: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
     span = (sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1) * unit
     start = storage.data_ptr() + offset * unit
     elements = _as_array(start, span, shape, [stride * unit for stride in strides], unit)
-    buffer = buffers.add_strided(elements, start, span, unit)
+    buffer = buffers.add_strided(elements, Region(start, span), unit)
     return tensor_of_slice, (buffer, tensor.dtype, shape, strides, span, *settings), *rest
 
 
@@ -256,32 +282,46 @@ def _reduce_array(array: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
     """Reduce an array that NumPy would copy into the pickle; return None where NumPy's own reduction is right."""
     is_large, is_whole = array.nbytes >= MIN_BUFFER_BYTES, array.flags.c_contiguous or array.flags.f_contiguous
     is_view = getattr(array.base, "nbytes", 0) >= MIN_BUFFER_BYTES  # its base may be sent too
-    if array.dtype.hasobject or not array.nbytes or (is_whole if is_large else not is_view):
+    is_mapped = _is_mapped(array)
+    if array.dtype.hasobject or not array.nbytes or not (is_mapped or (not is_whole if is_large else is_view)):
         return None
     start = array.__array_interface__["data"][0]
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in steps if step < 0)
     span = start + sum(step for step in steps if step > 0) + array.itemsize - low
-    buffer = buffers.add_strided(array, low, span)
+    buffer = buffers.add_strided(array, Region(low, span), is_mapped=is_mapped)
     return strided_array, (buffer, array.dtype, array.shape, start - low, array.strides, span, array.flags.writeable)
+
+
+def _is_mapped(array: Any) -> bool:
+    """Return True if an array is a view of an ``mmap``, as NumPy's memmaps and arrays that were received are."""
+    owner = array.base
+    while isinstance(owner, (type(array), memoryview)):
+        owner = owner.obj if isinstance(owner, memoryview) else owner.base
+    return isinstance(owner, mmap.mmap)
 
 
 def _reduce_subclass(array: Any, plain: Any) -> tuple[Any, ...] | None:
     """Reduce an array of a subclass, such as a memmap, which NumPy would copy; None if it pickles in its own way."""
     kind = type(array)
     own = ["__reduce_ex__", "__reduce__", "__setstate__", "__getstate__"]
-    if kind.__module__.partition(".")[0] != "numpy":
-        own.append("__array_finalize__")  # it can distinguish unpickling from taking a view
+    finalizes = next(each for each in kind.__mro__ if "__array_finalize__" in vars(each))
+    if finalizes.__module__.partition(".")[0] != "numpy":
+        return None  # it can distinguish unpickling from taking a view
     if array.dtype.hasobject or kind in copyreg.dispatch_table:
         return None
     if any(getattr(kind, name, None) is not getattr(plain, name, None) for name in own):
         return None
-    return array_of_subclass, (kind, plain.view(array, plain))
+    is_memmap = issubclass(kind, sys.modules["numpy"].memmap)
+    about = {name: getattr(array, name) for name in _ABOUT_MEMMAP} if is_memmap else {}
+    return array_of_subclass, (kind, plain.view(array, plain), about)
 
 
-def array_of_subclass(kind: Any, array: Any) -> Any:
-    """Return an array as one of a subclass."""
-    return array.view(kind)
+def array_of_subclass(kind: Any, array: Any, about: dict[str, Any]) -> Any:
+    """Return an array as one of a subclass, with these attributes."""
+    found = array.view(kind)
+    vars(found).update(about)
+    return found
 
 
 def strided_array(
@@ -290,10 +330,12 @@ def strided_array(
     """Rebuild an array in a buffer, which holds its span or its elements alone."""
     import numpy
 
+    # The array's base would be the memoryview's, which can be written to.
+    memory = numpy.frombuffer(buffer, numpy.uint8) if buffer.readonly else buffer
     if len(buffer) == span:
-        array = numpy.ndarray(shape, dtype, buffer, offset, strides)
+        array = numpy.ndarray(shape, dtype, memory, offset, strides)
     else:
-        array = numpy.ndarray(shape, dtype, buffer)
+        array = numpy.ndarray(shape, dtype, memory)
     array.flags.writeable = writeable
     return array
 

@@ -4,7 +4,8 @@ Each way runs in a real kernel of its own. What everything is compared with is o
 memory, measured in the same kernel a moment before.
 
 * `captured`: a launch of ranks that use a tensor of the notebook, for the first time, again, and after a change. Then
-  the ranks read all of it, and the memory of the notebook and the ranks is measured as PSS: each page counts once.
+  the ranks read all of it, and the memory of the notebook and the ranks is measured as PSS: each page counts once. The
+  tensor is in memory, or of an `np.memmap`.
 * `returned`: two ranks return a tensor each.
 * `imported`: a launch of a function that imports torchvision and transformers, for the second time and later.
 """
@@ -57,6 +58,15 @@ def touches(out):
 
 def in_all(out, ranks):
     return sum(int(open(f"{out}-{rank}").read()) for rank in range(ranks))
+
+def in_memory(size):
+    return torch.ones(size // 4)
+
+def in_file(size):
+    import numpy as np
+    mapped = np.memmap(os.environ["BENCHMARK_FOLDER"] + "/data", np.float32, "w+", shape=size // 4)
+    mapped[:] = 1
+    return torch.from_numpy(mapped)
 
 def timed(function, ranks, *args):
     gc.collect()
@@ -171,6 +181,7 @@ class Figures:
 
 
 WAYS = {"nblaunch": _NBLAUNCH, "accelerate (fork)": _ACCELERATE, "pickle, then fork": _TORCHS_PICKLE}
+MAPPED = "nblaunch, np.memmap"
 
 
 def measure(size: int, ranks: int, rounds: int) -> Figures:
@@ -182,6 +193,7 @@ def measure(size: int, ranks: int, rounds: int) -> Figures:
         rounds: Measurements of each.
     """
     captured = {part: [captured_by(name, part, ranks, rounds) for name in WAYS] for part in (size, size // 2)}
+    captured[size // 2].insert(1, captured_by(MAPPED, size // 2, ranks, rounds))
     returned: dict[str, list[float]] = {}
     copy = [math.inf]
     for name, rest in {"nblaunch": _RETURNS, "accelerate (fork), by files": _SENDS_FILES}.items():
@@ -221,7 +233,7 @@ def captured_by(name: str, size: int, ranks: int, rounds: int) -> Captured:
         before = int(kernel.ask(f"in_all({out}, {ranks})"))
         for _ in range(rounds):
             found.empty.append(float(kernel.ask(f"timed(warms, {ranks})")))
-            kernel.run(f"data = None; data = torch.ones({size} // 4)").check()
+            kernel.run(f"data = None; data = {'in_file' if name == MAPPED else 'in_memory'}({size})").check()
             found.copy.append(float(kernel.ask(f"copied({size})")))
             found.first.append(float(kernel.ask(f"timed(touches, {ranks}, '')")))
             found.again.append(float(kernel.ask(f"timed(touches, {ranks}, '')")))
@@ -231,7 +243,7 @@ def captured_by(name: str, size: int, ranks: int, rounds: int) -> Captured:
         found.share = (int(kernel.ask(f"in_all({out}, {ranks})")) - before) / size - 1
 
     try:
-        _in_kernel(WAYS[name], work)
+        _in_kernel(WAYS[name.partition(",")[0]], work)
     except queue.Empty:  # it hangs, as forks of kernels do
         for times in (found.first, found.again, found.changed, found.empty):
             times.append(math.inf)

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +190,23 @@ def test_data_goes_to_each_node_once_and_is_there_once(launch: Launcher, held: N
     again = [node.peer.delivery._sent for node in nodes.joined]
     launch(use, num_processes=4)
     assert all(node.peer.delivery._sent - old < 16 for node, old in zip(nodes.joined, again, strict=True))
+
+
+def test_a_mapped_file_that_may_be_written_to_is_copied_to_nodes(launch: Launcher, tmp_path: Path) -> None:
+    array = np.memmap(tmp_path / "map", np.int64, "w+", shape=4 << 20)
+    array[:] = 1
+
+    def use(rank: int) -> tuple[int, Any]:
+        before = int(array.sum())
+        array[:] = rank + 5
+        return before, array[:1000]
+
+    for rank, (before, piece) in enumerate(launch(use)):
+        assert before == 4 << 20
+        assert int(piece.sum()) == 1000 * (rank + 5)
+    array[0] = 2  # what a node has kept is of before
+    assert [before for before, _ in launch(use)] == [(4 << 20) + 1] * 2
+    assert int(np.fromfile(tmp_path / "map", np.int64).sum()) == (4 << 20) + 1
 
 
 @pytest.mark.parametrize("names", [["n1", "n2", "n10"], ["n10", "n2", "n1"], ["n2", "n10", "n1"]])

@@ -333,6 +333,24 @@ def test_values_are_pushed_and_pulled(kernel: Kernel) -> None:
     assert "expression='1 +'" in kernel.run("s.pull('1 +')").error
 
 
+def test_a_mapped_file_is_the_same_in_ranks_and_is_sent_once(kernel: Kernel, tmp_path: Path) -> None:
+    file = str(tmp_path / "map")
+    kernel.run(f"import numpy as np\nmapped = np.memmap({file!r}, np.int64, 'w+', shape=1 << 21)").check()
+    write = "%%distributed -o wrote\nmapped[rank] += 1 + rank\nimport os\n(os.getpid(), id(mapped))"
+    kernel.run(write).check()
+    kernel.run("first = list(wrote); mapped[0] += 10").check()
+    kernel.run(write).check()
+    assert kernel.ask("mapped[:2].tolist(), np.fromfile(mapped.filename, np.int64)[:2].tolist()") == ([12, 4], [12, 4])
+    assert kernel.ask("first == list(wrote), wrote.payload.copied") == (True, 0)
+    kernel.run("s.push(mapped=mapped, piece=mapped[1::500])").check()
+    kernel.run("%%distributed\npiece[1] = 5\nint(mapped[501])").check()
+    assert kernel.ask("int(mapped[501]), [int(each[501]) for each in s.pull('mapped')]") == (5, [5, 5])
+    kernel.run("import os; os.replace(mapped.filename, mapped.filename + '2')").check()
+    kernel.run(f"mapped = np.memmap({file!r}, np.int64, 'w+', shape=1 << 21)").check()
+    kernel.run("%%distributed -o found\nint(mapped[501])").check()
+    assert kernel.ask("list(found)") == [0, 0]  # another file under the name
+
+
 def test_others_are_sent_what_was_pushed_to_one_rank(kernel: Kernel) -> None:
     kernel.run("only = 1").check()
     assert on_ranks(kernel, "only") == [1, 1]

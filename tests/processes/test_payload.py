@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
 from nblaunch.errors import ArgumentError, LaunchStoppedError, PayloadError, RankDiedError, RankLostError, ResultError
@@ -159,27 +159,82 @@ def test_each_rank_writes_to_a_copy_of_its_own(launch: Launcher) -> None:
     assert float(tensor.sum()) == float(array.sum()) == 0
 
 
-def overwritten(array: Any, rank: int) -> tuple[int, int]:
-    """What an array held, and holds after this rank has written to it, if it may."""
-    before = int(array.sum())
-    if array.flags.writeable:
-        array[:] = rank
-        dist.barrier()  # every rank has written by now
-    return before, int(array.sum())
-
-
-@pytest.mark.parametrize("mode", ["r", "c", "r+"])
-def test_ranks_map_a_read_only_mapping_and_cannot_write_to_it(mode: Any, launch: Launcher, tmp_path: Path) -> None:
+@conformance("forkserver", "spawn", "fork")
+def test_ranks_map_the_notebooks_file_and_write_as_it_may(launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "data"
     np.arange(4 * MB, dtype=np.int64).tofile(file)
-    array = np.memmap(file, np.int64, mode)[MB:]
-    total = int(array.sum())
-    result = launch(overwritten, (array,))
-    assert result.payload.copied == (0 if mode == "r" else array.nbytes)
-    expected = [total] * 2 if mode == "r" else [rank * 3 * MB for rank in range(2)]
-    assert list(result) == [(total, after) for after in expected]
-    assert int(array.sum()) == total
-    assert np.array_equal(np.fromfile(file, np.int64), np.arange(4 * MB))
+    expected = np.fromfile(file, np.int64)
+    array, readable = (np.memmap(file, np.int64, mode)[MB:] for mode in ("r+", "r"))
+    result = launch(overwrite_own, (array, torch.from_numpy(np.memmap(file, np.int64, "r+")), readable))
+    assert result.payload.copied == 0
+    assert list(result) == [True, True]
+    expected[MB], expected[MB + 1], expected[0], expected[1] = 1, 2, -1, -2
+    assert np.array_equal(np.fromfile(file, np.int64), expected)
+    assert np.array_equal(array, expected[MB:])
+
+
+def overwrite_own(array: Any, tensor: torch.Tensor, readable: Any, rank: int) -> bool:
+    """Write to this rank's elements; return whether the map of mode r has the new value, and refuses another."""
+    tensor[rank], array[rank] = -1 - rank, 1 + rank
+    try:
+        readable[rank] = 100
+    except ValueError:
+        return int(readable[rank]) == 1 + rank
+    return False
+
+
+class Tokens(Dataset[int]):
+    """The usual dataset over a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.data: Any = np.memmap(file, np.uint8, "r")
+
+    def __len__(self) -> int:
+        return len(self.data) // MB
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.data[index * MB : (index + 1) * MB].sum())
+
+
+def own_memory() -> int:
+    """Bytes of this process's memory that no file holds."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    sizes = {line.split()[0]: int(line.split()[1]) << 10 for line in lines[1:]}
+    return sizes["Pss_Anon:"] + sizes["Pss_Shmem:"]
+
+
+def read_all(tokens: Tokens) -> tuple[list[int], int, int]:
+    """The sums that workers compute, the memory that a whole read takes here, and the sum of all."""
+    sums = [int(each) for each in DataLoader(tokens, batch_size=None, num_workers=2)]
+    before = own_memory()
+    total = int(tokens.data.sum())
+    return sums, own_memory() - before, total
+
+
+def test_a_dataset_over_a_file_takes_no_memory_in_ranks(launch: Launcher, tmp_path: Path) -> None:
+    np.ones(64 * MB, np.uint8).tofile(tmp_path / "tokens")
+    result = launch(read_all, (Tokens(tmp_path / "tokens"),))
+    assert result.payload.copied == 0
+    for sums, more, total in result:
+        assert sums == [MB] * 64
+        assert total == 64 * MB
+        assert more < 16 * MB
+
+
+def returns_maps(folder: Path, rank: int) -> Any:
+    for name in (f"kept{rank}", f"gone{rank}"):
+        np.full(MB, rank, np.int64).tofile(folder / name)
+    maps = [np.memmap(folder / name, np.int64, "r+") for name in (f"kept{rank}", f"gone{rank}")]
+    (folder / f"gone{rank}").unlink()
+    return maps
+
+
+def test_maps_that_ranks_return_are_of_their_files(launch: Launcher, tmp_path: Path) -> None:
+    for rank, (kept, gone) in enumerate(launch(returns_maps, (tmp_path,))):
+        assert kept.filename == tmp_path / f"kept{rank}"
+        kept[5] = 7
+        assert int(np.fromfile(tmp_path / f"kept{rank}", np.int64)[5]) == 7
+        assert int(gone.sum()) == rank * MB
 
 
 def _mapped_by_numpy(file: Path) -> Any:

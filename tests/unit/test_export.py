@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
 import math
 import os
 import pathlib
@@ -392,6 +393,27 @@ def test_an_object_of_an_older_class_is_refused(notebook: Notebook) -> None:
 
     with pytest.raises(PayloadError, match="`net` is of a class that a cell has defined again since"):
         notebook.needed("net")
+
+
+def test_a_mapped_file_is_opened_by_the_script_and_never_emptied(notebook: Notebook, tmp_path: Path) -> None:
+    file = str(tmp_path / "map")
+    numpy.save(file + ".npy", numpy.arange(100))
+    notebook.run("import numpy as np")
+    notebook.run(f"new = np.memmap({file!r}, np.int64, mode='w+', shape=(8, 5))")
+    notebook.names["new"][:] = 1
+    notebook.run(f"read = np.load({file + '.npy'!r}, mmap_mode='r')[10:]\ntwo = new[2:4]\nsome = new[:, 1]")
+    text = notebook.script("new", "read", "two", "some")
+    assert (numpy.fromfile(file, numpy.int64) == 1).all()
+    assert f'new = numpy.memmap("{file}", "<i8", "r+", 0, (8, 5))' in text
+    assert f'read = numpy.memmap("{file}.npy", "<i8", "r", 208, (90,))' in text
+    assert f'two = numpy.memmap("{file}", "<i8", "r+", 80, (2, 5))' in text
+    assert 'some = _objects["some"]' in text
+    found: dict[str, Any] = {"_objects": {"some": None}, "numpy": numpy}
+    exec(text.partition("---")[2].partition("# A pickle")[0], found)
+    assert all((found[name] == notebook.names[name]).all() for name in ("new", "read", "two"))
+    found.clear()  # closes the files
+    notebook.names.clear()
+    gc.collect()
 
 
 def test_too_much_data_is_refused(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:

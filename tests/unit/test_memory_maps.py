@@ -1,4 +1,4 @@
-"""Which memory is mapped from its file: unchanged private mappings, and nothing else."""
+"""Which memory receivers map from its file: shared mappings, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,35 +31,71 @@ def region_of(array: Any) -> Region:
     return Region(array.ctypes.data, array.nbytes)
 
 
-def is_from(file: Path, array: Any) -> bool:
+def is_from(about: os.stat_result, array: Any, access: str, is_here: bool = True) -> bool:
     """Whether an array is found in the file, with what it holds."""
     region = region_of(array)
-    found = memory_maps.from_files([region])
+    files = memory_maps.FileMaps(is_here)
+    is_known = bool(files.identity_of(region, is_mapped=True))
+    found = files.placed([region])
+    assert is_known == (bool(found) and is_here)
     if not found:
         return False
     ((its, placed),) = found.items()
     assert its == region
-    assert os.path.samestat(os.fstat(placed.segment.fd), file.stat())
+    assert os.path.samestat(os.fstat(placed.segment.fd), about)
     assert not placed.is_new
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.write(placed.segment.fd, b"x")
+    assert placed.segment.access == access
     return placed.segment.equals(placed.offset, region)
 
 
 @pytest.mark.parametrize(
     "opened",
     [
-        lambda file: np.memmap(file, np.uint8, "r"),
-        lambda file: np.memmap(file, np.uint8, "r", offset=HEAD),
-        lambda file: np.memmap(file, np.uint8, "r", offset=5 * HEAD)[HEAD:],
-        lambda file: np.asarray(np.memmap(file, np.uint8, "r"))[HEAD : HEAD + memory_maps._MIN_FILE_BYTES],
+        lambda file, mode: np.memmap(file, np.uint8, mode),
+        lambda file, mode: np.memmap(file, np.uint8, mode, offset=HEAD),
+        lambda file, mode: np.memmap(file, np.uint8, mode, offset=5 * HEAD)[HEAD:],
+        lambda file, mode: np.asarray(np.memmap(file, np.uint8, mode))[HEAD : HEAD + memory_maps._MIN_FILE_BYTES],
+        lambda file, mode: without(file, np.memmap(file, np.uint8, mode)),
+        lambda file, mode: replaced(file, np.memmap(file, np.uint8, mode)),
     ],
 )
-def test_read_only_mappings_are_mapped_from_their_file(opened: Callable[[Path], Any], file: Path) -> None:
-    array = opened(file)
-    assert is_from(file, array)
+@pytest.mark.parametrize(("mode", "access"), [("r", "read-only"), ("r+", "shared")])
+def test_shared_mappings_are_mapped_from_their_file(
+    opened: Callable[[Path, str], Any], mode: str, access: str, file: Path
+) -> None:
+    about = file.stat()
+    array = opened(file, mode)
+    assert is_from(about, array, access)
     int(array.sum())  # every page has been read
-    assert is_from(file, array)
+    assert is_from(about, array, access)
+
+
+def test_mappings_of_torch_are_mapped_from_their_file(file: Path) -> None:
+    tensor = torch.from_file(str(file), shared=True, size=SIZE, dtype=torch.uint8)
+    assert is_from(file.stat(), tensor.numpy(), "shared")
+
+
+def test_a_file_that_cannot_be_opened_again_is_found_open(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its permissions have changed; root could open it all the same."""
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any) -> int:
+        if path == str(file):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags, *rest)
+
+    array = np.memmap(file, np.uint8, "r+")
+    monkeypatch.setattr(os, "open", refuse)
+    assert is_from(file.stat(), array, "shared")
+    tensor = torch.from_file(str(file), shared=True, size=SIZE, dtype=torch.uint8)  # holds no descriptor
+    del array
+    assert not memory_maps.FileMaps().placed([region_of(tensor.numpy())])
+
+
+def test_a_file_that_was_truncated_is_not_mapped(file: Path) -> None:
+    array = np.memmap(file, np.uint8, "r")
+    os.truncate(file, SIZE - 1)
+    assert not is_from(file.stat(), array, "read-only")
 
 
 def loaded(file: Path) -> Any:
@@ -82,28 +118,27 @@ def replaced(file: Path, array: Any) -> Any:
 @pytest.mark.parametrize(
     "opened",
     [
-        lambda file: np.memmap(file, np.uint8, "r+"),
-        lambda file: np.memmap(file, np.uint8, "w+", shape=SIZE),
         lambda file: np.memmap(file, np.uint8, "c"),
-        lambda file: torch.from_file(str(file), size=SIZE, dtype=torch.uint8).numpy(),
+        lambda file: torch.from_file(str(file), size=SIZE, dtype=torch.uint8).numpy(),  # private
         lambda file: loaded(file),
-        lambda file: without(file, np.memmap(file, np.uint8, "r")),
-        lambda file: replaced(file, np.memmap(file, np.uint8, "r")),
+        lambda file: torch.ones(SIZE, dtype=torch.uint8).share_memory_().numpy(),
         lambda file: np.memmap(file, np.uint8, "r")[: memory_maps._MIN_FILE_BYTES - 1],
         lambda file: np.fromfile(file, np.uint8),
     ],
 )
 def test_mappings_that_may_differ_from_their_file_are_copied(opened: Callable[[Path], Any], file: Path) -> None:
     array = opened(file)  # stays mapped
-    assert not memory_maps.from_files([region_of(array)])
+    assert not memory_maps.FileMaps().placed([region_of(array)])
 
 
-def test_a_file_that_this_process_also_writes_to_is_not_mapped(file: Path) -> None:
+def test_other_machines_get_no_file_that_this_process_also_writes_to(file: Path) -> None:
     array = np.memmap(file, np.uint8, "r")
     writer = np.memmap(file, np.uint8, "r+")
-    assert not is_from(file, array)
+    assert not is_from(file.stat(), array, "read-only", is_here=False)
+    assert not is_from(file.stat(), writer, "shared", is_here=False)
+    assert is_from(file.stat(), array, "read-only")
     del writer
-    assert is_from(file, array)
+    assert is_from(file.stat(), array, "read-only", is_here=False)
 
 
 def test_nothing_is_mapped_without_proc(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,13 +147,13 @@ def test_nothing_is_mapped_without_proc(file: Path, monkeypatch: pytest.MonkeyPa
 
     array = np.memmap(file, np.uint8, "r")
     monkeypatch.setattr(memory_maps, "mappings", refuse)
-    assert not is_from(file, array)
+    assert not is_from(file.stat(), array, "read-only")
 
 
 def test_parts_of_a_file_share_a_descriptor(file: Path) -> None:
     array = np.memmap(file, np.uint8, "r")
     parts = [region_of(array[: memory_maps._MIN_FILE_BYTES]), region_of(array[memory_maps._MIN_FILE_BYTES :])]
-    found = memory_maps.from_files(parts)
+    found = memory_maps.FileMaps().placed(parts)
     assert len(found) == 2
     assert len({placed.segment.fd for placed in found.values()}) == 1
 
@@ -128,4 +163,19 @@ def test_few_files_are_mapped_and_the_others_left(file: Path, monkeypatch: pytes
     other = file.with_name("other")
     other.write_bytes(bytes(SIZE + 1))
     arrays = [np.memmap(file, np.uint8, "r"), np.memmap(other, np.uint8, "r")]
-    assert list(memory_maps.from_files([region_of(array) for array in arrays])) == [region_of(arrays[1])]
+    regions = [region_of(array) for array in arrays]
+    assert list(memory_maps.FileMaps().placed(regions)) == regions[1:]
+    written = np.memmap(file, np.uint8, "r+")  # must not be copied
+    assert list(memory_maps.FileMaps().placed([*regions, region_of(written)])) == [regions[1], region_of(written)]
+
+
+def test_mappings_are_read_only_while_a_large_file_is_open(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them takes 3 ms, and most tensors are of no file."""
+    monkeypatch.setattr(memory_maps, "_largest_file", lambda: SIZE - 1)
+    array = np.memmap(file, np.uint8, "r")
+    files = memory_maps.FileMaps()
+    assert not files.identity_of(region_of(array))
+    assert not files.placed([region_of(array)])
+    monkeypatch.undo()
+    assert memory_maps._largest_file() >= SIZE
+    assert files.identity_of(region_of(array))

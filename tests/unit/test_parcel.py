@@ -26,7 +26,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from nblaunch.errors import PayloadError
 from nblaunch.machine import segments
+from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import NoRoomError, Region
 from nblaunch.transfer import tensors
 from nblaunch.transfer.outgoing import Outgoing
@@ -234,17 +236,137 @@ def test_arrays_of_every_kind_arrive_as_they_were(make: Callable[[], Any]) -> No
         )
 
 
-def test_a_mapped_file_is_copied_once_and_keeps_its_writeability(tmp_path: Path) -> None:
+class Tokens(np.memmap[Any, Any]):
+    """A user's own kind of map."""
+
+
+@pytest.mark.parametrize("make", [lambda i: np.full(1000, i, np.uint8), lambda i: torch.full((250,), float(i))])
+def test_many_small_arrays_are_in_memory_once(make: Callable[[int], Any]) -> None:
+    arrays = [make(i % 250) for i in range(8_000)]
+    outgoing = packed(arrays)
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    in_pickle, *beside = (os.fstat(fd).st_size for fd in outgoing.fds)
+    outgoing.close()
+    assert in_pickle <= 3 << 20  # the first, and where the others are
+    assert 6_000_000 <= sum(beside) <= 8_500_000
+    assert len(beside) <= 3
+    for here, there in zip(arrays, arrived, strict=True):
+        assert type(here) is type(there)
+        assert (here == there).all()
+        there[0] = 7  # each is writable, and has memory of its own
+    if isinstance(arrived[0], torch.Tensor):
+        assert {each.untyped_storage().nbytes() for each in arrived} == {1000}
+        arrived[0].resize_(300)  # as before: few small ones are torch's own
+
+
+def test_small_neighbours_are_sent_as_one_region_and_others_alone() -> None:
+    near = [Region(1000 + 1040 * i, 1000) for i in range(3)]
+    far, copy, large = Region(5000, 10), Region(5050, 10), Region(6000, 1 << 20)
+    assert segments.bridged([*near, far, copy, large], {copy}) == [near, [far], [copy], [large]]
+    many = [Region(1024 * i, 1024) for i in range(1000)]
+    assert max(group[-1].end - group[0].address for group in segments.bridged(many, ())) == segments._BLOCK_BYTES
+
+
+def own_memory() -> int:
+    """Bytes of this process's memory that no file holds."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_large_bytes_share_the_pages_of_their_segment(kind: type) -> None:
+    data = kind(bytes(range(256)) * (40 << 12) + b"end")
+    outgoing = packed(data)
+    before = own_memory()
+    arrived = [unpack([os.dup(fd) for fd in outgoing.fds]) for _ in range(3)]
+    assert own_memory() - before < 8 << 20
+    assert arrived == [data] * 3
+    if kind is bytearray:
+        arrived[0][5_000_000] = 77
+        arrived[0] += bytes(50 << 20)  # moves
+        assert arrived[1] == data
+        assert arrived[0][5_000_000] == 77
+    outgoing.close()
+    arrived.clear()
+    assert "memfd:nblaunch" not in Path("/proc/self/maps").read_text()
+
+
+def mapped_views(array: Any) -> list[Any]:
+    """Views of every kind of one map of int64."""
+    pairs = array.view(np.dtype([("low", np.int32), ("high", np.int32)]))
+    square = array[:4096].reshape(64, 64)
+    return [
+        *(array, array[7:], array[:3], array[::500], array[::-1], array[100:101], array[5:5].reshape(0, 3)),
+        *(square.T, square[:, 3], np.asfortranarray(square[:1]), square.copy(order="F")),
+        *(pairs, pairs["high"], np.asarray(array)[9:], array.view(Tokens)),
+    ]
+
+
+@pytest.mark.parametrize("size", [LARGE, 4096])
+def test_views_of_a_mapped_file_are_views_of_it_there_too(size: int, tmp_path: Path) -> None:
+    np.arange(size).tofile(tmp_path / "data")
+    array = np.memmap(tmp_path / "data", np.int64, "r+")
+    views = mapped_views(array)
+    outgoing = packed(views)
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+    assert len(outgoing.fds) == 3  # the pickle, the file, and what is no view of it
+    assert outgoing.copied <= 64 * 64 * 8
+    array[:] += 1_000_000
+    for here, there in zip(views, arrived, strict=True):
+        assert type(there) is type(here)
+        np.testing.assert_array_equal(there, here)
+    arrived[0][3] = -1
+    assert int(array[3]) == int(np.fromfile(tmp_path / "data", np.int64)[3]) == -1
+
+
+def test_a_mapped_file_has_its_name_and_mode_there_too(tmp_path: Path) -> None:
+    np.save(tmp_path / "data.npy", np.arange(LARGE))
+    array: Any = np.load(tmp_path / "data.npy", mmap_mode="r")
+    arrived = sent(array)
+    assert (arrived.filename, arrived.mode, arrived.offset) == (array.filename, "r", array.offset)
+    np.testing.assert_array_equal(arrived, array)
+
+
+@pytest.mark.parametrize("mode", ["r", "c"])
+def test_a_mapped_file_is_written_to_only_where_it_was(mode: Any, tmp_path: Path) -> None:
     np.arange(LARGE).tofile(tmp_path / "data")
-    for mode in ("r", "c"):
-        array = np.memmap(tmp_path / "data", np.int64, mode)
-        outgoing = packed(array)
-        arrived = unpack([os.dup(fd) for fd in outgoing.fds])
-        outgoing.close()
-        assert outgoing.copied == array.nbytes
-        assert type(arrived) is np.memmap
-        assert arrived.flags.writeable == (mode == "c")
-        np.testing.assert_array_equal(arrived, np.arange(LARGE))
+    array = np.memmap(tmp_path / "data", np.int64, mode)
+    outgoing = packed((array, array[::3]))
+    arrived = unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
+    assert outgoing.copied == (array.nbytes if mode == "c" else 0)
+    for each in arrived:
+        if mode == "c":
+            each[0] = 5
+        else:
+            with pytest.raises(ValueError, match="read-only"):
+                each[0] = 5
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                each.flags.writeable = True
+    assert int(array[0]) == int(np.fromfile(tmp_path / "data", np.int64)[0]) == 0
+
+
+def test_tensors_of_a_mapped_file_write_to_it_as_its_arrays_do(tmp_path: Path) -> None:
+    np.zeros(LARGE, np.int64).tofile(tmp_path / "data")
+    array = np.memmap(tmp_path / "data", np.int64, "r+")
+    tensor = torch.from_numpy(array)
+    by_torch = torch.from_file(str(tmp_path / "data"), shared=True, size=LARGE, dtype=torch.int64)
+    there, every_third, there_by_torch = sent((tensor, tensor[::3], by_torch))
+    there[0], every_third[1], there_by_torch[1] = 1, 4, 2
+    assert np.fromfile(tmp_path / "data", np.int64)[:4].tolist() == [1, 2, 0, 4]
+
+
+def test_a_file_that_was_emptied_meanwhile_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    np.zeros(LARGE, np.int64).tofile(path)
+    array = np.memmap(path, np.int64, "r")
+    outgoing = packed(array, parts={"data": array})
+    for size in (8 * LARGE - 1, 0):
+        os.truncate(path, size)
+        with pytest.raises(PayloadError, match=rf"`data` could not be rebuilt .*{path} is shorter than"):
+            unpack([os.dup(fd) for fd in outgoing.fds])
+    outgoing.close()
 
 
 class Labelled(np.ndarray[Any, Any]):
@@ -644,7 +766,7 @@ class FakeStorage:
 
 
 def test_gpu_tensors_are_sent_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, arguments = tensors._reduce_storage(FakeStorage(), outgoing := Outgoing())  # type: ignore[misc]
+    made, arguments = tensors._reduce_storage(FakeStorage(), outgoing := Outgoing(FileMaps()))  # type: ignore[misc]
     assert made is tensors.storage_on_own_device
     assert outgoing.from_gpu == 4 * LARGE
     monkeypatch.delenv("NBLAUNCH_RANK", raising=False)

@@ -206,7 +206,7 @@ class ExportedNames:
     # -------------------------------------------------------------- values
     def _repeated(self, name: str, value: Any) -> _Carried | None:
         """Return the notebook's expression for a value, if it gives an equal value now."""
-        if saved_values.is_tensor(value) or saved_values.is_array(value):
+        if saved_values.is_tensor(value) or saved_values.is_array(value) or saved_values.is_map(value):
             return None
         own = value
         for statement in self._binding(name):
@@ -247,6 +247,8 @@ class ExportedNames:
         """
         text = self.literal_of(value)
         statement = next(self._binding(name), None)
+        if text is not None and saved_values.is_map(value):  # its content is not read
+            return _Carried("literal", value, None, statement, text)
         try:
             survey = Survey(value)
         except Exception as error:  # noqa: BLE001  # a user's __reduce__ may raise anything

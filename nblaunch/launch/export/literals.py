@@ -87,6 +87,8 @@ def _named(value: Any, need: Callable[[str, Any], bool]) -> str | None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.number, numpy.bool_)) and need("numpy", numpy):
         return f"numpy.{kind.__name__}({literal(value.item(), need)})"
+    if numpy is not None and kind is numpy.memmap and need("numpy", numpy):
+        return _map(value)
     if isinstance(value, enum.Enum) and not isinstance(value, enum.Flag) and need(kind.__name__, kind):
         return f"{kind.__name__}.{value.name}"
     if isinstance(value, tuple) and hasattr(kind, "_fields") and need(kind.__name__, kind):
@@ -98,6 +100,21 @@ def _named(value: Any, need: Callable[[str, Any], bool]) -> str | None:
         if _is_plain_dataclass(kind) and has_no_more and need(kind.__name__, kind):
             return _call(kind, fields)
     return None
+
+
+def _map(array: Any) -> str | None:
+    """Return an expression that maps the same part of a file; None if it might differ from what the notebook has."""
+    origin = array
+    while type(origin.base) is type(array):
+        origin = origin.base
+    is_whole = array.flags.c_contiguous or array.flags.f_contiguous
+    if origin.base is not origin._mmap or array.mode == "c" or not is_whole or array.dtype.fields or not array.size:
+        return None
+    offset = origin.offset + array.__array_interface__["data"][0] - origin.__array_interface__["data"][0]
+    mode = "r+" if array.flags.writeable else "r"  # w+ would empty the file
+    order = "" if array.flags.c_contiguous else ', order="F"'
+    name = quoted(str(array.filename))
+    return f'numpy.memmap({name}, "{array.dtype.str}", "{mode}", {offset}, {tuple(map(int, array.shape))}{order})'
 
 
 def _call(kind: type, arguments: Mapping[str, str | None]) -> str:
@@ -140,6 +157,8 @@ def _is_harmless(function: ast.expr, names: Mapping[str, Any]) -> bool:
     torch = sys.modules.get("torch")
     modules: tuple[type, ...] = () if torch is None else (torch.nn.Module,)
     called = _look_up(function, names)
+    if isinstance(called, type) and called.__name__ == "memmap":
+        return False  # with mode="w+", it empties the file
     if isinstance(called, type):
         return not pickling.is_sent_by_value(called) or issubclass(called, modules) or _is_plain_dataclass(called)
     if any(called is getattr(builtins, name) for name in _BUILTINS):

@@ -108,6 +108,12 @@ def is_array(value: Any) -> bool:
     return numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biufc" and value.dtype.isnative
 
 
+def is_map(value: Any) -> bool:
+    """Return True for an array that NumPy has mapped from a file."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.memmap
+
+
 def compact(value: Any) -> Any:
     """Return a tensor, or a tensor of an array, that can be saved without the memory around it."""
     import torch
