@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.machine import processes
+from nblaunch.machine import heap, processes
 from nblaunch.ranks.reaper import open_log
 from nblaunch.wire.drops import Counter, Kind, log_limit
 from nblaunch.wire.messages import RankSpec, Settings, WarningFilter
@@ -138,6 +138,8 @@ def apply_spec(spec: RankSpec) -> None:
 
 def apply_interpreter(spec: RankSpec) -> None:
     """Apply the part of the environment that a fresh interpreter needs as well."""
+    if heap.keeps_freed_memory(spec.env):
+        heap.keep_freed_memory(spec.local_world_size, in_thread=spec.method == "fork")
     sys.path[:] = spec.sys_path
     sys.argv[:] = spec.argv
     for kind, soft, hard in spec.limits:
