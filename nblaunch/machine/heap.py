@@ -32,8 +32,8 @@ _PAD_BYTES = 32 << 20
 more than is kept would give memory back and take it again at each of its allocations. Less than `_ARENA_BYTES`: the
 heaps of other threads are to end."""
 _ARENA_BYTES = 64 << 20
-"""Threads other than the main one allocate from heaps of this size. glibc ends one that is all free if the heap before it
-has room for the pad, so a pad of this size keeps them all."""
+"""Threads other than the main one allocate from heaps of this size. glibc ends one that is all free if the heap before
+it has room for the pad, so a pad of this size keeps them all."""
 
 
 def keeps_freed_memory(env: Mapping[str, str]) -> bool:

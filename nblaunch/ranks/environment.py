@@ -138,8 +138,6 @@ def apply_spec(spec: RankSpec) -> None:
 
 def apply_interpreter(spec: RankSpec) -> None:
     """Apply the part of the environment that a fresh interpreter needs as well."""
-    if heap.keeps_freed_memory(spec.env):
-        heap.keep_freed_memory(spec.local_world_size, in_thread=spec.method == "fork")
     sys.path[:] = spec.sys_path
     sys.argv[:] = spec.argv
     for kind, soft, hard in spec.limits:
@@ -151,6 +149,12 @@ def apply_interpreter(spec: RankSpec) -> None:
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     config["tempdir"] = spec.scratch  # a killed rank would leak a directory of its own
     processes.raise_oom_score()
+
+
+def set_heap(spec: RankSpec, *, in_thread: bool = False) -> None:
+    """Keep freed memory for the next step, unless the environment says otherwise. See `heap.keep_freed_memory`."""
+    if heap.keeps_freed_memory(spec.env):
+        heap.keep_freed_memory(spec.local_world_size, in_thread=in_thread)
 
 
 def extend_path(path: Sequence[str]) -> None:

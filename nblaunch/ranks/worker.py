@@ -94,7 +94,7 @@ def forked_with(payload: Payload) -> Callable[[RankSpec, socket.socket], NoRetur
     def rank_main(spec: RankSpec, sock: socket.socket) -> NoReturn:
         _forget_the_notebooks_exit()
         definitions.mark_received(payload.anchor.__globals__)
-        _be_forked(spec, sock, lambda fds: payload)
+        _be_forked(spec, sock, lambda fds: payload, in_thread=True)  # the launch's, in the kernel
 
     return rank_main
 
@@ -107,6 +107,7 @@ def spawned(fd: int) -> NoReturn:
     if first is None or not isinstance(first[0], StartRank):
         os._exit(1)
     spec = first[0].spec
+    environment.set_heap(spec)
     environment.open_streams(spec)
     stack_dumps.answer(spec)  # before torch is imported: that can take long
     environment.apply_interpreter(spec)
@@ -115,9 +116,10 @@ def spawned(fd: int) -> NoReturn:
     _leave(_serve(spec, channel, _from_parcel))
 
 
-def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload) -> NoReturn:
+def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thread: bool = False) -> NoReturn:
     code = 1
     try:
+        environment.set_heap(spec, in_thread=in_thread)
         environment.redirect(spec)
         environment.open_streams(spec)
         stack_dumps.answer(spec)
