@@ -27,10 +27,6 @@ _MIN_KEPT_BYTES = 64 << 20
 """glibc's default grows to as much."""
 _KEPT_SHARE = 16
 """At most 1/16 of the machine's memory is kept by all its ranks together, if that is more than the minimum."""
-_PAD_BYTES = 32 << 20
-"""The heap grows in such steps, and this much stays when its end is given back. Otherwise a backward pass that frees
-more than is kept would give memory back and take it again at each of its allocations. Less than `_ARENA_BYTES`: the
-heaps of other threads are to end."""
 _ARENA_BYTES = 64 << 20
 """Threads other than the main one allocate from heaps of this size. glibc ends one that is all free if the heap before
 it has room for the pad, so a pad of this size keeps them all."""
@@ -75,7 +71,8 @@ def keep_freed_memory(processes: int, *, in_thread: bool = False) -> None:
         return
     mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
     mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-    mallopt(_M_TOP_PAD, _ARENA_BYTES if in_thread else _PAD_BYTES)
+    if in_thread:
+        mallopt(_M_TOP_PAD, _ARENA_BYTES)
     memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_left())
     mallopt(_M_TRIM_THRESHOLD, kept_bytes(processes, memory))
 
