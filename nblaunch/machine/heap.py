@@ -57,8 +57,7 @@ def keeps_freed_memory(env: Mapping[str, str]) -> bool:
 def keep_freed_memory(processes: int, *, in_thread: bool = False) -> None:
     """Have glibc keep freed memory of this process from now on; children by fork inherit that.
 
-    Does nothing with other C libraries, and changes nothing if another malloc
-    is in place (``LD_PRELOAD``): then the settings are those of a malloc that is not used.
+    Does nothing with other C libraries. If another malloc is in place (``LD_PRELOAD``), it sets one that is not used.
 
     Args:
         processes: How many processes of this machine do so.
