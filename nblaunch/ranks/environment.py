@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nblaunch.machine import processes
+from nblaunch.machine import heap, processes
 from nblaunch.ranks.reaper import open_log
 from nblaunch.wire.drops import Counter, Kind, log_limit
 from nblaunch.wire.messages import RankSpec, Settings, WarningFilter
@@ -149,6 +149,12 @@ def apply_interpreter(spec: RankSpec) -> None:
     config: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
     config["tempdir"] = spec.scratch  # a killed rank would leak a directory of its own
     processes.raise_oom_score()
+
+
+def set_heap(spec: RankSpec, *, in_thread: bool = False) -> None:
+    """Keep freed memory for the next step, unless the environment says otherwise. See `heap.keep_freed_memory`."""
+    if heap.keeps_freed_memory(spec.env):
+        heap.keep_freed_memory(spec.local_world_size, in_thread=in_thread)
 
 
 def extend_path(path: Sequence[str]) -> None:

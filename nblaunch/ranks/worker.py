@@ -97,7 +97,7 @@ def forked_with(payload: Payload) -> Callable[[RankSpec, socket.socket], NoRetur
     def rank_main(spec: RankSpec, sock: socket.socket) -> NoReturn:
         _forget_the_notebooks_exit()
         definitions.mark_received(payload.anchor.__globals__)
-        _be_forked(spec, sock, lambda fds: payload)
+        _be_forked(spec, sock, lambda fds: payload, in_thread=True)  # the launch's, in the kernel
 
     return rank_main
 
@@ -110,6 +110,7 @@ def spawned(fd: int) -> NoReturn:
     if first is None or not isinstance(first[0], StartRank):
         os._exit(1)
     spec = first[0].spec
+    environment.set_heap(spec)
     environment.open_streams(spec)
     stack_dumps.answer(spec)  # before torch is imported: that can take long
     environment.apply_interpreter(spec)
@@ -119,9 +120,10 @@ def spawned(fd: int) -> NoReturn:
     _leave(_serve(spec, link, _from_parcel), None if spec.is_kept else link)
 
 
-def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload) -> NoReturn:
+def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thread: bool = False) -> NoReturn:
     code, link = 1, None
     try:
+        environment.set_heap(spec, in_thread=in_thread)
         environment.redirect(spec)
         environment.open_streams(spec)
         stack_dumps.answer(spec)

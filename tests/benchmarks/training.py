@@ -1,7 +1,7 @@
 """Training side by side: the same DistributedDataParallel loop over three launchers, and what exact figures cost.
 
-* `loops`: images per second of a small convolutional net on scikit-learn's digits, on 2 ranks with as many threads
-  each, under nblaunch and accelerate (each from a real kernel of its own) and torchrun (a script).
+* `loops`: samples per second of four models on 2 ranks with as many threads each, under nblaunch and accelerate (each
+  from a real kernel of its own) and torchrun (a script). Each rank is pinned to a core of its own.
 * `evaluations`: `nblaunch.training.evaluate` against a padded DistributedSampler with a gather for each batch.
 * `reductions`: `Accelerator.all_reduce_dict` against one ``all_reduce`` for each key; the collectives of both are
   counted by torch's profiler.
@@ -43,7 +43,7 @@ EVALUATED = 10_000
 KEYS = 8
 
 _LOOP = """
-import json, os, time
+import json, os, resource, time
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -57,19 +57,42 @@ images = torch.tensor(_digits.images, dtype=torch.float32).unsqueeze(1) / 16
 labels = torch.tensor(_digits.target)
 data = TensorDataset(images, labels)
 
-def train(epochs, threads, path):
+def made(name):
+    if name == "small conv":
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+            nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
+        ), images, labels, 32
+    if name == "BasicNet":  # of PyTorch's MNIST example
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
+            nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10),
+        ), nn.functional.interpolate(images, (28, 28)), labels, 64
+    if name == "MLP":
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10),
+        ), images, labels, 256
+    assert name == "transformer"
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    return nn.Sequential(
+        nn.Flatten(2), nn.Linear(64, 64 * 32), nn.Flatten(1), nn.Unflatten(1, (32, 64)),
+        nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(2048, 10),
+    ), images, labels, 64
+
+def train(name, epochs, threads, path):
     torch.set_num_threads(threads)
     makes_its_own = not dist.is_initialized()  # with nblaunch the group is ready
     if makes_its_own:
         dist.init_process_group("gloo")
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(before)[dist.get_rank() % len(before)]})
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
-    ))
+    net, inputs, targets, size = made(name)
+    model = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = TensorDataset(inputs, targets)
     sampler = DistributedSampler(data, seed=0)
-    loader = DataLoader(data, batch_size=32, sampler=sampler)
+    loader = DataLoader(data, batch_size=size, sampler=sampler)
 
     def one_epoch(epoch):
         sampler.set_epoch(epoch)
@@ -82,15 +105,22 @@ def train(epochs, threads, path):
 
     one_epoch(0)  # the first pays for what is made once
     dist.barrier()
+    first = resource.getrusage(resource.RUSAGE_SELF)
     begin = time.perf_counter()
     for epoch in range(1, epochs + 1):
         loss = one_epoch(epoch)
     dist.barrier()
     seconds = time.perf_counter() - begin
+    last = resource.getrusage(resource.RUSAGE_SELF)
     if dist.get_rank() == 0:
-        rate = epochs * len(sampler) * dist.get_world_size() / seconds
+        samples = epochs * len(sampler)
+        used = last.ru_utime + last.ru_stime - first.ru_utime - first.ru_stime
+        found = {
+            "rate": samples * dist.get_world_size() / seconds, "loss": loss, "threads": torch.get_num_threads(),
+            "cpu": used / samples * 1e3, "faults": (last.ru_minflt - first.ru_minflt) / (epochs * len(loader)),
+        }
         with open(path, "w") as file:
-            json.dump({"rate": rate, "loss": loss, "threads": torch.get_num_threads()}, file)
+            json.dump(found, file)
     if makes_its_own:
         dist.destroy_process_group()
 """
@@ -109,11 +139,15 @@ def launch(*arguments):
     with contextlib.redirect_stdout(io.StringIO()):
         notebook_launcher(train, args=arguments, num_processes={RANKS}, use_port="29513")
 """
-_SCRIPT = (
-    _LOOP + '\nif __name__ == "__main__":\n    import sys\n    train(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])\n'
-)
-Launch = Callable[[int, str], None]
-"""Trains for so many epochs, and leaves what came of it in a file."""
+_SCRIPT = f"""{_LOOP}
+if __name__ == "__main__":
+    import sys
+    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+"""
+Launch = Callable[[str, int, str], None]
+"""Trains a model for so many epochs, and leaves what came of it in a file."""
+EPOCHS = {"BasicNet": 2, "small conv": 12, "MLP": 6, "transformer": 2}
+"""Of each model: a second or two under each launcher."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +155,16 @@ class Trained:
     """One launch."""
 
     rate: float
-    """Images per second, within the loop."""
+    """Samples per second, within the loop."""
     seconds: float
     """From the call to the result."""
     loss: float
     """Of rank 0's last batch: the same under each launcher, as the program is the same."""
     threads: int
+    cpu: float
+    """CPU time of rank 0 within the loop, in ms a sample."""
+    faults: float
+    """Page faults of rank 0 within the loop, a step."""
 
 
 @dataclass(frozen=True)
@@ -151,24 +189,31 @@ class Reduced:
 
 
 # ------------------------------------------------------------------ the same loop under each launcher
-def loops(rounds: int, epochs: int) -> dict[str, list[Trained]]:
-    """Each launcher in turn, so that a slow minute hits all of them; a first launch of each does not count."""
+def loops(rounds: int, quick: bool = False) -> dict[str, dict[str, list[Trained]]]:
+    """Each model's runs by launcher: in turn, in both orders, so that a slow minute hits all of them.
+
+    A first launch of each does not count.
+    """
+    found: dict[str, dict[str, list[Trained]]] = {}
     with _launchers() as (launchers, folder):
         if rounds > 1:
             for launch in launchers.values():
-                launch(1, f"{folder}/first.json")
-        trained: dict[str, list[Trained]] = {name: [] for name in launchers}
-        for number in range(rounds):
-            for name, launch in launchers.items():
-                trained[name].append(_timed(launch, epochs, f"{folder}/{number}-{len(trained[name])}-{name}.json"))
-    return trained
+                launch("small conv", 1, f"{folder}/first.json")
+        for model, epochs in EPOCHS.items():
+            trained = found[model] = {name: [] for name in launchers}
+            for number in range(rounds):
+                for name in list(launchers) if number % 2 == 0 else list(launchers)[::-1]:
+                    trained[name].append(_timed(launchers[name], model, 1 if quick else epochs, f"{folder}/run.json"))
+    return found
 
 
-def _timed(launch: Launch, epochs: int, path: str) -> Trained:
+def _timed(launch: Launch, model: str, epochs: int, path: str) -> Trained:
     begin = time.perf_counter()
-    launch(epochs, path)
+    launch(model, epochs, path)
     seconds = time.perf_counter() - begin
-    return Trained(seconds=seconds, **json.loads(Path(path).read_text()))
+    trained = Trained(seconds=seconds, **json.loads(Path(path).read_text()))
+    Path(path).unlink()
+    return trained
 
 
 @contextlib.contextmanager
@@ -190,8 +235,8 @@ def _in_kernel(stack: contextlib.ExitStack, setup: str, env: dict[str, str]) -> 
     kernel = stack.enter_context(running_kernel(**env))
     kernel.run(_LOOP + setup).check()
 
-    def launch(epochs: int, path: str) -> None:
-        kernel.run(f"launch({epochs}, {THREADS}, {path!r})").check()
+    def launch(model: str, epochs: int, path: str) -> None:
+        kernel.run(f"launch({model!r}, {epochs}, {THREADS}, {path!r})").check()
 
     return launch
 
@@ -201,8 +246,8 @@ def _by_torchrun(folder: str, env: dict[str, str]) -> Launch:
     script.write_text(_SCRIPT)
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", str(script))
 
-    def launch(epochs: int, path: str) -> None:
-        command = [*torchrun, str(epochs), str(THREADS), path]
+    def launch(model: str, epochs: int, path: str) -> None:
+        command = [*torchrun, model, str(epochs), str(THREADS), path]
         environ = {**os.environ, **env}
         done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=LIMIT)
         assert done.returncode == 0, done.stderr
@@ -323,7 +368,7 @@ def _each_key(values: dict[str, float]) -> dict[str, float]:
 class Figures:
     """All three parts."""
 
-    loops: dict[str, list[Trained]]
+    loops: dict[str, dict[str, list[Trained]]]
     evaluations: list[Evaluated]
     reductions: list[Reduced]
 
@@ -335,8 +380,8 @@ class Figures:
 def measure(quick: bool = False) -> Figures:
     """All three parts; a quick one shows that they run, not how fast."""
     if quick:
-        return Figures(loops(1, 1), evaluations(1), reductions(3))
-    return Figures(loops(7, 12), evaluations(7), reductions(300))
+        return Figures(loops(1, quick=True), evaluations(1), reductions(3))
+    return Figures(loops(7), evaluations(7), reductions(300))
 
 
 def table(figures: Figures) -> str:
@@ -344,18 +389,22 @@ def table(figures: Figures) -> str:
     return "\n\n".join([_loop_table(figures.loops), _evaluation_table(figures), _reduction_table(figures)])
 
 
-def _loop_table(trained: dict[str, list[Trained]]) -> str:
-    rates = {name: statistics.median(each.rate for each in runs) for name, runs in trained.items()}
-    others = max(rate for name, rate in rates.items() if name != "nblaunch")
-    rounds = len(next(iter(trained.values())))
+def _loop_table(loops: dict[str, dict[str, list[Trained]]]) -> str:
+    rounds = len(next(iter(next(iter(loops.values())).values())))
     rows = [
-        f"| training, {RANKS} ranks, median of {rounds} | images/s in the loop | to the best other "
-        "| call to result, s | threads a rank |",
-        "|---|---|---|---|---|",
+        f"| training, {RANKS} ranks of {THREADS} thread, each pinned to a core, medians of {rounds} | samples/s "
+        "| to torchrun, median of pairs | CPU ms a sample | page faults a step | call to result, s |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, runs in trained.items():
-        seconds = statistics.median(each.seconds for each in runs)
-        rows.append(f"| {name} | {rates[name]:,.0f} | {rates[name] / others:.3f} | {seconds:.2f} | {runs[0].threads} |")
+    for model, trained in loops.items():
+        for name, runs in trained.items():
+            pairs = zip(runs, trained["torchrun"], strict=True)
+            ratio = statistics.median(each.rate / other.rate for each, other in pairs)
+            rate, cpu, faults, seconds = (
+                statistics.median(getattr(each, field) for each in runs)
+                for field in ("rate", "cpu", "faults", "seconds")
+            )
+            rows.append(f"| {model}: {name} | {rate:,.0f} | {ratio:.3f} | {cpu:.3f} | {faults:,.0f} | {seconds:.2f} |")
     return "\n".join(rows)
 
 
