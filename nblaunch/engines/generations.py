@@ -7,12 +7,10 @@ with the packages that this notebook uses.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -22,7 +20,6 @@ from nblaunch.engines.server_client import ForkServer, Reaper
 from nblaunch.engines.successor import Successor
 from nblaunch.engines.successor_builder import Step, SuccessorBuilder
 from nblaunch.errors import StartError, warn
-from nblaunch.machine import timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import installed_now, package_of, shadowed
 from nblaunch.wire.messages import Method
@@ -65,9 +62,6 @@ class Servers:
         self._builder = SuccessorBuilder(self, self._lock)
         self._retired: list[ForkServer] = []
         """Replaced servers whose launches still run."""
-        self._idle_watch: threading.Thread | None = None
-        self._has_rested = False
-        """The warm server was ended because it was idle."""
 
     def warm_up(self) -> None:
         """Start the fork server in the background, if it does not run; also if it could not before.
@@ -80,9 +74,9 @@ class Servers:
             self._current()
 
     def refresh(self) -> None:
-        """Start a server in the background if the present one is out of date or has ended idle."""
+        """Start a server in the background if the present one is out of date or has ended."""
         with self._lock:
-            if self._has_rested or self._alive(self._warm) is not None:
+            if self._warm is not None and (self._warm.hello is not None or self._warm.alive()):
                 self._current()
             self._builder.start()
 
@@ -187,10 +181,9 @@ class Servers:
 
     def _status_of_warm(self) -> list[str]:
         server = self._warm
-        if self._has_rested:
-            return ["fork server: ended, as it was not used for a while; the next cell starts it"]
         if server is None or not server.alive():
-            given_up = f"given up: {self._given_up[-1][1]}" if self._given_up else "the next launch starts it"
+            starter = "launch" if server is None or server.hello is None else "cell"
+            given_up = f"given up: {self._given_up[-1][1]}" if self._given_up else f"the next {starter} starts it"
             return [f"fork server: not running; {given_up}"]
         hello = server.hello
         if hello is None:
@@ -205,7 +198,7 @@ class Servers:
             present = self.all()
             self._warm = self._bare = self._stocked = self._last = self._before = None
             self._preloads, self._given_up = Preloads(), []
-            self._others, self._retired, self._has_rested = [], [], False
+            self._others, self._retired = [], []
             for server in present:
                 server.stop()
 
@@ -230,7 +223,6 @@ class Servers:
                 server = warm  # of whatever generation: what it spawns reads its own environment
             else:
                 self._bare = server = self._alive(self._bare) or ForkServer(())
-                self._watch_idleness()
         return server
 
     def _server(self, where: Where) -> ForkServer:
@@ -267,39 +259,9 @@ class Servers:
         for old in (self._stocked, server):
             self._retire(old)
         self._stocked = self._warm = None  # also where no other can be started
-        self._has_rested = False
         self._warm = server = ForkServer(_PRELOAD)
-        self._watch_idleness()
         self._builder.start()
         return server
-
-    # -------------------------------------------------------------- idle servers
-    def _watch_idleness(self) -> None:
-        """Start the thread that ends idle servers, if it does not run; the lock is held."""
-        if self._idle_watch is None:
-            thread = threading.Thread(target=self._end_idle_servers, name="idle-nblaunch-servers", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no more threads: the servers stay
-                thread.start()
-                self._idle_watch = thread
-
-    def _end_idle_servers(self) -> None:
-        while True:
-            time.sleep(timeouts.SERVER_IDLE_CHECK_S)
-            with self._lock:
-                self._rest()
-                if not self.all():
-                    self._idle_watch = None
-                    return
-
-    def _rest(self) -> None:
-        """End the servers that nothing has used for long; the lock is held."""
-        self._retired = [old for old in self._retired if old.alive()]
-        idle = [server for server in self.all() if server.is_idle() and self.has_place(server)]
-        if self._warm in idle and self._stocked in (None, *idle):  # every launch looks at both
-            self._has_rested = True
-        for server in idle:
-            if server is not self._warm or self._has_rested:
-                self.give_up(server)
 
     def _retire(self, server: ForkServer | None) -> None:
         if server is None:

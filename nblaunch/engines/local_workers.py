@@ -28,7 +28,7 @@ from nblaunch.engines.protocol import Order, Store, Wakeup
 from nblaunch.engines.rendezvous import Rendezvous
 from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError
-from nblaunch.machine import timeouts
+from nblaunch.machine import processes, timeouts
 from nblaunch.machine.inventory import LOOPBACK
 from nblaunch.machine.limits import remedy
 from nblaunch.wire.channel import LostDescriptorsError, channel_pair, must_be_read, readable
@@ -55,8 +55,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 MAX_FDS_IN_FLIGHT = 100
-"""Descriptors that a group may have in flight, or those of one rank if these are more. Linux limits a user who is not
-root to ``ulimit -n``, over all of the user's processes."""
+"""Descriptors in flight for a group, or for one rank if it needs more. Linux limits those of a user to ``ulimit -n``."""
 
 
 class LocalWorkers:
@@ -76,6 +75,7 @@ class LocalWorkers:
         self.collectives: CollectiveTable | None = None
         self._order, self._reaper, self._wakeup = order, reaper, wakeup
         self._control = reaper.channel
+        self._reaper_pid = 0
         self._reaper_pidfd: int | None = None
         self._ranks = order.ranks[0]
         self._workers: dict[int, LocalWorker] = {}
@@ -282,7 +282,7 @@ class LocalWorkers:
 
     def _take_from_reaper(self, message: object, fds: list[int]) -> None:
         if isinstance(message, ReaperStarted):
-            self.has_begun = True
+            self.has_begun, self._reaper_pid = True, message.pid
             if fds:
                 self._reaper_pidfd = fds[0]
                 self._watch(fds[0], self._reaper_ended)
@@ -293,10 +293,12 @@ class LocalWorkers:
         elif isinstance(message, RankStarted):
             self._workers[message.rank].pid = message.pid
             self._events.append(message)
-        elif isinstance(message, RankExited) and not self._has_ended:
-            self._read_rest(self._workers[message.rank])
-            self._workers[message.rank].has_exited = True
-            self._events.append(message)
+        elif isinstance(message, RankExited):
+            worker = self._workers[message.rank]
+            self._read_rest(worker)
+            if not worker.has_exited:
+                worker.has_exited = True
+                self._events.append(message)
         elif isinstance(message, Swept):
             self._end(message)
 
@@ -329,12 +331,12 @@ class LocalWorkers:
             self._events.append(LostDescriptors(worker.rank, error.message, error))
         if worker.channel.closed:
             self._unwatch(worker.channel)
-        if len(self._exiting) == len(self._ranks):
+        if len(self._exiting) == len(self._ranks) and not self._has_ended:
             self._end_early()
 
     def _end_early(self) -> None:
-        """Report every exit now, for all ranks have announced it. `close` has the reaper sweep."""
-        if self._has_ended:
+        """Report every exit, for all ranks have announced it. Wait for the reaper's `Swept` if there are orphans."""
+        if not processes.has_only(self._reaper_pid, [worker.pid for worker in self._workers.values()]):
             return
         for rank, status in self._exiting.items():
             if not self._workers[rank].has_exited:
@@ -346,10 +348,9 @@ class LocalWorkers:
         while not worker.channel.closed and readable(worker.channel):
             self._read_rank(worker)
 
-    # -------------------------------------------------------------- usage
     def sampler(self, device: str, env: Mapping[str, str]) -> LocalSampler:
-        """Measure by pid. Import late: without a panel, psutil is not needed."""
-        from nblaunch.engines.local_sampler import LocalSampler
+        """Measure by pid."""
+        from nblaunch.engines.local_sampler import LocalSampler  # without a panel, psutil is not needed
 
         return LocalSampler(lambda rank: self._workers[rank].pid, device, env, self._ranks.start)
 
@@ -368,10 +369,9 @@ class LocalWorkers:
 
     def forsake(self) -> bool:
         """Replace a fork server that died before it forked the reaper."""
-        if self._reaper.server is None:
-            return False
-        servers.give_up(self._reaper.server)
-        return True
+        if self._reaper.server is not None:
+            servers.give_up(self._reaper.server)
+        return self._reaper.server is not None
 
     def abandon(self) -> None:
         """Kill the reaper: its ranks die with it."""
@@ -386,9 +386,8 @@ class LocalWorkers:
         for event in self._take_events():
             if isinstance(event, Received):
                 event.parcel.close()
-        for table in (self.drops, self.collectives):
-            if table is not None:
-                table.close()
+        for table in filter(None, (self.drops, self.collectives)):
+            table.close()
         for worker in self._workers.values():
             worker.channel.close()
         self._control.close()

@@ -77,7 +77,7 @@ class ForkServer:
         self.hello: Hello | None = None
         self.launches = 0
         self.used = time.monotonic()
-        """When it was last asked for a reaper, or seen at work."""
+        """When it was last asked for a reaper."""
         self._ranks = 0
         self._problem = ""
         self._lock = threading.Lock()
@@ -161,12 +161,6 @@ class ForkServer:
 
     def alive(self) -> bool:
         return self.process.poll() is None
-
-    def is_idle(self) -> bool:
-        """Return True if it has had no launch, spare or successor for long."""
-        if self.hello is None or processes.children(self.process.pid):
-            self.used = time.monotonic()
-        return time.monotonic() - self.used >= timeouts.SERVER_IDLE_TIMEOUT_S
 
     def state(self) -> str:
         """Return its pid, how many launches it has started, and the memory that it holds."""

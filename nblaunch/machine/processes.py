@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from nblaunch.machine.memory_maps import mappings
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE})
 """Errors of a write that has no disk: it is full, over a quota or limit, or gone."""
 LINUX = sys.platform == "linux"
+_ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci")
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -166,13 +168,42 @@ def has_children() -> bool:
     return True
 
 
-def own_memory() -> int:
-    """Return the bytes that this process holds and no file has, pages shared with its parent included; 0: unknown."""
+def has_only(parent: int, pids: Collection[int]) -> bool:
+    """Return True if a process with one thread has no other children than these; False if unknown."""
+    try:
+        with open(f"/proc/{parent}/task/{parent}/children") as file:
+            return set(map(int, file.read().split())) <= set(pids)
+    except (OSError, ValueError):
+        return False
+
+
+def own_memory() -> float:
+    """Return the bytes that this process holds and no file on a disk has; infinite if unknown.
+
+    Those that it shares with its parent since the fork count, too.
+    """
     with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-        return (resident - shared) * os.sysconf("SC_PAGESIZE")
-    return 0
+        with open("/proc/self/status") as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon:", "RssShmem:")))
+    return float("inf")
+
+
+def holds_device_or_port() -> bool:
+    """Return True if this process has an accelerator's file open, or listens; also if that is unknown."""
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # listdir's own
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith(_ACCELERATORS) or (target.startswith("socket:") and _listens(int(name))):
+                    return True
+    except OSError:
+        return True
+    return False
+
+
+def _listens(fd: int) -> bool:
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def memory_of(pid: int) -> int:

@@ -57,10 +57,8 @@ BUILD_QUIET_S = 1.0
 """Without a launch's start before servers are built."""
 SPARES_RECENT_S = 60.0
 """After a launch in which a new successor starts with spare ranks."""
-SERVER_IDLE_CHECK_S = 30.0
-"""Between two checks for idle fork servers."""
 SERVER_IDLE_TIMEOUT_S = 600.0
-"""Without a launch before a fork server ends; the warm one comes back with the next cell."""
+"""Without a launch or a successor before a fork server ends; the next cell starts the warm one again."""
 LINK_BEAT_S = 1.0
 """Between two signs of life on a link between machines, in both directions."""
 LINK_SILENCE_S = 4.0

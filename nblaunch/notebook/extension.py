@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from typing import Any
@@ -58,7 +59,8 @@ def warm_up() -> None:
     except StartError as error:  # the next launch raises it
         warn(str(error))
     if can_show_panels():
-        threading.Thread(target=import_widget, name="nblaunch-imports", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no more threads: the first panel imports it
+            threading.Thread(target=import_widget, name="nblaunch-imports", daemon=True).start()
 
 
 def unload(shell: Any) -> None:

@@ -24,7 +24,7 @@ from typing import NoReturn
 from nblaunch.machine import processes, timeouts
 from nblaunch.ranks import environment, process_group, reaper, server_builder, worker
 from nblaunch.wire import rank_variables
-from nblaunch.wire.channel import Channel
+from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import PROTOCOL, Hello, NewReaper, NotStarted, Succeed
 
 NAME = "nblaunch-server"
@@ -105,7 +105,7 @@ class _Server:
         """Children that are fork servers or builders, adopted ones included."""
         self.spare: tuple[int, Channel] | None = None
         """The spare reaper's pid and the channel to it."""
-        self.last_launch = time.monotonic()
+        self.last_launch = self.last_used = time.monotonic()
         self.children = processes.ChildWatch()
         self.selector = selectors.DefaultSelector()
         self.selector.register(channel, selectors.EVENT_READ)
@@ -124,6 +124,8 @@ class _Server:
             ready = {key.fileobj for key, _ in self.selector.select(self.select_timeout())}
             if not ready:
                 self.update_spare()
+                if self.is_idle():
+                    return None
             if self.is_orphan(ready):
                 self.shut_down()
                 return None
@@ -154,7 +156,18 @@ class _Server:
             due.append(timeouts.SPARE_DELAY_S)
         elif self.spare is not None:
             due.append(max(0.0, self.last_launch + timeouts.SPARE_IDLE_TIMEOUT_S - time.monotonic()))
+        elif self.ends_when_idle():
+            due.append(max(0.0, self.last_used + timeouts.SERVER_IDLE_TIMEOUT_S - time.monotonic()))
         return min(due, default=None)
+
+    def ends_when_idle(self) -> bool:
+        """Return True without children, spares included. Below an agent no cell would start another server."""
+        return not (self.reapers or self.successors or rank_variables.BELOW_AGENT in os.environ)
+
+    def is_idle(self) -> bool:
+        """Return True if nothing has used this server for long. A launch that comes now gets another."""
+        is_late = time.monotonic() >= self.last_used + timeouts.SERVER_IDLE_TIMEOUT_S
+        return is_late and self.ends_when_idle() and not readable(self.channel)
 
     def update_spare(self) -> None:
         """Fork a spare reaper if one is due, or dismiss an idle one."""
@@ -248,6 +261,7 @@ class _Server:
         """Read children's exits. Kill the orphans of a failed reaper or an unknown child."""
         has_strays = False
         for pid, returncode in self.children.ended():
+            self.last_used = time.monotonic()
             if pid not in self.reapers:  # a dead server's successors became our children before its exit was read
                 self.successors.update(
                     each for each in processes.children(os.getpid()) if processes.name_of(each) == NAME
@@ -257,6 +271,7 @@ class _Server:
             self.successors.discard(pid)
             if self.spare is not None and pid == self.spare[0]:
                 self.dismiss_spare()
+                self.spare_ranks = None  # until the next launch: another might fare no better
         if has_strays:
             reaper.kill_descendants(self.children, self.is_independent, lambda: None)
 

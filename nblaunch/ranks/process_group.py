@@ -19,6 +19,7 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -94,12 +95,15 @@ def rehearse() -> None:
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # until the rank has its own variables
+    hook = sys.excepthook
     try:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dist.all_reduce(torch.ones(1))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        dist.distributed_c10d._world.group_count = 0  # torch counts a group that it could not make
+        sys.excepthook = hook  # torch's would print this rank, 0
 
 
 def join(world: World, rank: int, world_size: int) -> None:

@@ -55,7 +55,7 @@ from nblaunch.wire.session_messages import Names, NamesTaken
 
 LoadPayload = Callable[[list[int]], Payload]
 _MUCH_MEMORY = 1 << 30
-"""Bytes. The operating system frees about 10 GB a second."""
+"""Bytes that all ranks of a machine have allocated."""
 
 
 def prepare() -> None:
@@ -116,12 +116,12 @@ def spawned(fd: int) -> NoReturn:
     environment.apply_interpreter(spec)
     with contextlib.suppress(ImportError):  # the task reports it, if it needs torch
         process_group.install()
-    link = KernelChannel(channel, spec.rank)
-    _leave(_serve(spec, link, _from_parcel), None if spec.is_kept else link)
+    link, most = KernelChannel(channel, spec.rank), _memory_to_announce(spec)
+    _leave(_serve(spec, link, _from_parcel), None if spec.is_kept else link, most)
 
 
 def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thread: bool = False) -> NoReturn:
-    code, link = 1, None
+    code, link, most = 1, None, 0.0
     try:
         environment.set_heap(spec, in_thread=in_thread)
         environment.redirect(spec)
@@ -129,11 +129,11 @@ def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thr
         stack_dumps.answer(spec)
         environment.apply_spec(spec)
         process_group.install()
-        link = KernelChannel(Channel(sock), spec.rank)
+        link, most = KernelChannel(Channel(sock), spec.rank), _memory_to_announce(spec)
         code = _serve(spec, link, load)
     except BaseException:  # noqa: BLE001  # goes to the rank's log; the process must end here in any case
         traceback.print_exc()
-    _leave(code, None if spec.is_kept else link)
+    _leave(code, None if spec.is_kept else link, most)
 
 
 def _from_parcel(fds: list[int]) -> Payload:
@@ -352,12 +352,18 @@ def _await_threads() -> None:
         traceback.print_exc()
 
 
-def _leave(code: int, link: KernelChannel | None) -> NoReturn:
+def _memory_to_announce(spec: RankSpec) -> float:
+    """Return how many bytes this process, just born, may hold at its end and still announce its exit."""
+    return processes.own_memory() + _MUCH_MEMORY / spec.local_world_size
+
+
+def _leave(code: int, link: KernelChannel | None, most: float) -> NoReturn:
     """Exit as an interpreter would: exit functions, streams. Every result was sent before.
 
     Args:
         code: The exit status.
         link: To a kernel that waits for the exit; None: it does not.
+        most: See `_memory_to_announce`.
     """
     with contextlib.suppress(BaseException):  # a broken group is not this rank's failure
         process_group.leave(is_last=True)
@@ -367,17 +373,17 @@ def _leave(code: int, link: KernelChannel | None) -> NoReturn:
     except BaseException:  # noqa: BLE001  # the interpreter, too, only prints it
         traceback.print_exc()
     _flush()
-    if link is not None and _leaves_nothing():  # the exit itself takes as long as all of the above
-        link.send(Exiting(link.rank, code & 0xFF))
+    with contextlib.suppress(BaseException):  # whatever user code has left behind: then the kernel sees the exit
+        if link is not None and _leaves_nothing(most):
+            link.send(Exiting(link.rank, code & 0xFF))
     os._exit(code & 0xFF)
 
 
-def _leaves_nothing() -> bool:
+def _leaves_nothing(most: float) -> bool:
     """Return True if no caller can tell this process from one that has exited.
 
-    It has no thread that might print, no children, and holds no memory that the next launch might need: on a GPU, or
-    so much that freeing it takes long.
+    It has no child and no thread of the user that might print. It holds no port, no accelerator, and no memory that the
+    next launch might need: the system frees some 10 GB a second, and closes ports after it.
     """
-    torch = sys.modules.get("torch")
-    holds_gpu = torch is not None and torch.cuda.is_initialized()
-    return not (holds_gpu or processes.has_children() or _user_threads()) and processes.own_memory() < _MUCH_MEMORY
+    busy = processes.has_children() or _user_threads() or processes.holds_device_or_port()
+    return not busy and processes.own_memory() < most

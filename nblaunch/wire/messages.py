@@ -306,7 +306,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Exiting:
-    """Rank -> kernel: only ``os._exit`` follows, and nothing of the rank that a caller could miss or meet is left."""
+    """Rank -> kernel: only ``os._exit`` follows, and the process holds nothing that a caller could miss or meet."""
 
     rank: int
     status: int

@@ -42,14 +42,13 @@ _LIMIT = 30.0
 """Seconds after which a cell counts as hung."""
 _HELD = """
 import glob, json, os
+from nblaunch.machine.processes import memory_of
 _held = []
 for _path in glob.glob("/proc/[0-9]*/comm"):
     try:
-        _pid = _path.split("/")[2]
-        _words = open(f"/proc/{_pid}/cmdline").read().split(chr(0))
+        _words = open(_path.replace("comm", "cmdline")).read().split(chr(0))
         if open(_path).read().startswith("nblaunch") and json.loads(_words[3])[1] == os.getpid():
-            _lines = open(f"/proc/{_pid}/smaps_rollup").read().splitlines()
-            _held.append(next(int(line.split()[1]) * 1024 for line in _lines if line.startswith("Pss:")))
+            _held.append(memory_of(int(_path.split("/")[2])))
     except (OSError, IndexError, TypeError, ValueError):
         pass
 print(repr(_held))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
-import torch.distributed as dist
+import torch
 
-from nblaunch.machine import processes
-from nblaunch.ranks import worker
-from tests.conftest import conformance, eventually, is_spare, marked_processes
+from tests.conftest import conformance, eventually
 from tests.processes.conftest import Launcher
+
+kept: list[Any] = []
 
 
 def exit_late(held: str, file: str, rank: int) -> int:
@@ -24,7 +25,7 @@ def exit_late(held: str, file: str, rank: int) -> int:
     really = os._exit
 
     def exit_in_a_while(code: int) -> NoReturn:
-        time.sleep(0.5)
+        time.sleep(60.0 if held == "nothing" else 0.5)  # the reaper does not wait for the first
         Path(f"{file}{rank}").touch()
         really(code)
 
@@ -33,12 +34,20 @@ def exit_late(held: str, file: str, rank: int) -> int:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     elif held == "a thread":
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    elif held == "an orphan":
+        subprocess.run("sleep 600 &", shell=True, check=True)
+    elif held == "a port":
+        kept.append(socket.create_server(("127.0.0.1", 0)))
     elif held == "much memory":
-        worker._MUCH_MEMORY = 1
+        kept.append(torch.ones(600 << 20, dtype=torch.uint8))
+    elif held == "much shared memory":
+        kept.append(torch.ones(600 << 20, dtype=torch.uint8).share_memory_())
     return os.getpid()
 
 
-@pytest.mark.parametrize("held", ["nothing", "a child", "a thread", "much memory"])
+@pytest.mark.parametrize(
+    "held", ["nothing", "a child", "an orphan", "a thread", "a port", "much memory", "much shared memory"]
+)
 @conformance("forkserver", "spawn", "fork")
 def test_a_launch_waits_only_for_exits_that_matter(held: str, launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "exited"
@@ -47,27 +56,3 @@ def test_a_launch_waits_only_for_exits_that_matter(held: str, launch: Launcher, 
     assert waited == [held != "nothing"] * 2
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
     assert [Path(f"{file}{rank}").exists() for rank in range(2)] == waited  # the reaper has killed them
-
-
-def group() -> tuple[str, str, int]:
-    world = dist.distributed_c10d._world
-    return world.pg_names[dist.distributed_c10d._get_default_group()], dist.get_backend(), world.group_count
-
-
-def _spare_ranks() -> list[int]:
-    spares = {pid for pid in marked_processes(with_spares=True) if is_spare(pid)}
-    return [pid for pid in spares if not set(processes.children(pid)) & spares]  # and not the spare reaper
-
-
-def _page_faults(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[7])
-
-
-def test_spares_rehearse_a_group_and_ranks_see_none_of_it(launch: Launcher) -> None:
-    """A spare that only waits has touched some 440 pages, and after a rehearsal 1,180."""
-    before = launch(group)
-    eventually(lambda: len(_spare_ranks()) == 2 and all(_page_faults(pid) > 800 for pid in _spare_ranks()))
-    spares = _spare_ranks()
-    eventually(lambda: all(len(os.listdir(f"/proc/{pid}/task")) == 1 for pid in spares))
-    assert list(launch(group)) == list(before)
-    assert all(not processes.alive(pid) or not is_spare(pid) for pid in spares)  # they were the ranks

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -17,19 +19,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch.distributed
 
+from nblaunch import notebook_launcher
 from nblaunch.engines import generations as all_servers
 from nblaunch.engines import server_client
 from nblaunch.engines.generations import Servers
 from nblaunch.engines.import_environment import Where
 from nblaunch.engines.server_client import ForkServer
 from nblaunch.errors import StartError
-from nblaunch.machine import timeouts
+from nblaunch.machine import processes, timeouts
 from nblaunch.machine.packages import installed_path
 from nblaunch.notebook.notebook_frontend import NotebookFrontend
+from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel, readable
 from nblaunch.wire.messages import Hello, Method
-from tests.conftest import LONG, eventually, marked_processes, settled_server
+from tests.conftest import LONG, eventually, is_spare, marked_processes, settled_server
 
 IN_ITS_IMPORT = {
     "dies": "import os, sys; sys.stderr.write('no licence'); sys.stderr.flush(); os._exit(3)",
@@ -350,36 +355,94 @@ def test_variables_that_c_libraries_read_once_select_the_server() -> None:
 
 
 # ------------------------------------------------------------------ idle servers
-@pytest.fixture
-def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "SERVER_IDLE_CHECK_S", 0.05)
-    monkeypatch.setattr(timeouts, "SERVER_IDLE_TIMEOUT_S", 0.3)
+SOON_IDLE = "from nblaunch.machine import timeouts\ntimeouts.SERVER_IDLE_TIMEOUT_S = 0.5\nimport torch\n"
 
 
-@pytest.mark.usefixtures("soon_idle")
-def test_idle_servers_end_and_the_next_cell_starts_one(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_server_ends_and_the_next_cell_starts_one(
+    own: Servers, preload: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("nblaunch.engines.local.servers", own)
+    preload(SOON_IDLE)
     before = marked_processes(with_spares=True)
     elsewhere = Where({**os.environ, "TORCH_DISTRIBUTED_DEBUG": "INFO"}, os.sep, ["TORCH_DISTRIBUTED_DEBUG"])
     assert own.usable("forkserver") == own.usable("forkserver", elsewhere) == "forkserver"
     eventually(lambda: marked_processes(with_spares=True) <= before)
-    eventually(lambda: own.all() == [] and own._idle_watch is None)
-    assert own.status()[0] == "fork server: ended, as it was not used for a while; the next cell starts it"
+    assert own.status()[0] == "fork server: not running; the next cell starts it"
+    ended = own._warm
     NotebookFrontend(None).after_cell(None)
+    assert own._warm is not ended
     assert own._warm is not None
-    assert own._idle_watch is not None
-    assert "ended" not in own.status()[0]
+    assert own._warm.alive()
 
 
-@pytest.mark.usefixtures("soon_idle")
-def test_a_server_whose_launch_runs_is_not_idle(own: Servers) -> None:
+def test_a_server_is_not_idle_while_a_launch_runs(own: Servers, preload: Callable[[str], None]) -> None:
+    preload(SOON_IDLE)
     reaper = own.reaper("forkserver", "launch", 2)
-    assert own._warm is not None
-    assert readable(reaper.channel, LONG)  # it is there
-    own._warm.used -= 1000.0
-    time.sleep(4 * timeouts.SERVER_IDLE_TIMEOUT_S)
-    assert own._warm is not None
+    server = own._warm
+    assert server is not None
+    eventually(lambda: sum(map(is_spare, processes.children(server.process.pid))) == 1)
+    for pid in filter(is_spare, processes.children(server.process.pid)):
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(1.5)
+    assert server.alive()
     reaper.channel.close()
+    eventually(lambda: not server.alive())
+
+
+def test_a_server_below_an_agent_stays(preload: Callable[[str], None]) -> None:
+    """No cell would start another one there."""
+    preload(SOON_IDLE)
+    agent = Where({**os.environ, rank_variables.BELOW_AGENT: str(os.getpid())}, os.sep)
+    server = ForkServer(all_servers._PRELOAD, agent)
+    server.ready()
+    time.sleep(1.5)
+    assert server.alive()
+    server.stop()
+
+
+# ------------------------------------------------------------------ rehearsals
+REHEARSES = """
+import os, sys
+from pathlib import Path
+import torch.distributed
+from nblaunch.ranks import process_group
+real = process_group.rehearse
+def rehearse():
+    with open({file!r}, "a") as file:
+        file.write(f"{{os.getpid()}} ")
+    {does}
+process_group.rehearse = rehearse
+"""
+
+
+def group_and_hook() -> tuple[str, int, str]:
+    world = torch.distributed.distributed_c10d._world
+    group = torch.distributed.distributed_c10d._get_default_group()
+    return world.pg_names[group], world.group_count, sys.excepthook.__module__
+
+
+@pytest.mark.parametrize(
+    "does", ["real()", "torch.distributed.HashStore = None; real()", "os.abort()"], ids=["succeeds", "fails", "crashes"]
+)
+def test_a_launch_works_whatever_its_spares_rehearsed(
+    does: str, own: Servers, preload: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that counts groups otherwise than its peers would wait for them forever."""
+    monkeypatch.setattr("nblaunch.engines.local.servers", own)
+    rehearsed = tmp_path / "rehearsed"
+    preload(REHEARSES.format(file=str(rehearsed), does=does))
+    launch: Any = functools.partial(notebook_launcher, group_and_hook, num_processes=2, view="none", timeout=LONG)
+    before = list(launch())
+    eventually(lambda: own._builder.thread is None)  # the successor's spares take the place of these
+    eventually(lambda: rehearsed.exists() and len(rehearsed.read_text().split()) >= 2)
+    time.sleep(1.0)
+    spares = rehearsed.read_text().split()
+    time.sleep(1.0)
+    assert rehearsed.read_text().split() == spares  # none follows one that has crashed
+    alive = [pid for pid in spares if processes.alive(int(pid))]
+    assert len(alive) == (0 if does == "os.abort()" else 2)
+    assert [os.listdir(f"/proc/{pid}/task") for pid in alive] == [[pid] for pid in alive]
+    assert list(launch()) == before
 
 
 def test_the_status_names_the_memory_of_a_server(own: Servers) -> None:
