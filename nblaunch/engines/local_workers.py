@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 MAX_FDS_IN_FLIGHT = 100
-"""Descriptors in flight for a group, or for one rank if it needs more. Linux limits those of a user to ``ulimit -n``."""
+"""Descriptors in flight for a group, or for one rank if it needs more. Linux limits a user's to ``ulimit -n``."""
 
 
 class LocalWorkers:
@@ -142,8 +142,7 @@ class LocalWorkers:
             self.collectives.clear(rank)
         self._unwatch(old.channel)
         old.channel.close()
-        with contextlib.suppress(OSError):  # it never answered
-            rank_file(self._order.log_dir, rank, "stacks").unlink()  # the new process replaces it once it can answer
+        rank_file(self._order.log_dir, rank, "stacks").unlink(missing_ok=True)  # until the new process can answer
         try:
             return self._start(rank, environment)
         except OSError as error:
@@ -386,8 +385,9 @@ class LocalWorkers:
         for event in self._take_events():
             if isinstance(event, Received):
                 event.parcel.close()
-        for table in filter(None, (self.drops, self.collectives)):
-            table.close()
+        for table in (self.drops, self.collectives):
+            if table is not None:
+                table.close()
         for worker in self._workers.values():
             worker.channel.close()
         self._control.close()
