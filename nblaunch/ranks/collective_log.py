@@ -12,7 +12,7 @@ import functools
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -25,6 +25,12 @@ _HOOK_ID = 0x6E626C
 _is_users = functools.lru_cache(maxsize=4096)(is_users)
 
 
+@functools.lru_cache(maxsize=64)
+def _name_of(kind: Any) -> str:
+    """Return the name of a kind of call; torch takes long to find it."""
+    return str(kind.name)
+
+
 @dataclass(slots=True)
 class _Group:
     """A process group, and what was begun in it."""
@@ -33,6 +39,10 @@ class _Group:
     members: str
     count: int = 0
     last: Begun = field(default_factory=Begun)
+    """But for `count` and `time_ns`, if the same call was repeated."""
+    time_ns: int = 0
+    call: tuple[Any, ...] = ()
+    """What distinguishes the last call from others."""
 
 
 class CollectiveLog:
@@ -59,7 +69,8 @@ class CollectiveLog:
         """Return what was begun in the default process group."""
         if self._default is None:
             return CollectivesBegun(uncertain=self._uncertain)
-        return CollectivesBegun(self._default.last, self._uncertain, is_counted=True)
+        last = replace(self._default.last, count=self._default.count, time_ns=self._default.time_ns)
+        return CollectivesBegun(last, self._uncertain, is_counted=True)
 
     def end_groups(self) -> None:
         """Forget what was begun: the process groups are destroyed. Later ones have the same names."""
@@ -94,11 +105,16 @@ class CollectiveLog:
         return fitting(in_ranges(ranks)) if ranks else ""
 
     def _note(self, group: _Group, call: Any) -> None:
-        name = call.name.name
+        """Log a call. Mostly it is the last one again: then only the count and the time change.
+
+        Between two steps of a training loop the caches are cold, and each line here takes ten times as long.
+        """
+        name = _name_of(call.name)
         frame: FrameType | None = sys._getframe().f_back
-        is_transfer = name in POINT_TO_POINT
         is_other_threads = threading.get_ident() != self._thread and _is_of_user(threading.get_ident())
-        self._uncertain += is_transfer or is_other_threads or group is not self._default
+        is_transfer = name in POINT_TO_POINT
+        if is_transfer or is_other_threads or group is not self._default:
+            self._uncertain += 1
         if is_other_threads:
             return
         group.count += not is_transfer
@@ -106,12 +122,18 @@ class CollectiveLog:
             while frame is not None and not _is_users(frame.f_code.co_filename):
                 frame = frame.f_back
             file, line = ("", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-            detail = _size_of(call.input_tensors or call.output_tensors)
-            begun = Begun(group.count, line, time.monotonic_ns(), group.name, group.members, name.lower(), detail, file)
-            if not is_transfer:
-                group.last = begun
+            tensors = call.input_tensors or call.output_tensors
+            size = (len(tensors), tensors[0].numel(), tensors[0].dtype) if tensors else ()
+            seen, now = (name, file, line, size), time.monotonic_ns()
+            group.time_ns = group.time_ns if is_transfer else now
+            if seen == group.call and self._rows is not None and self._rows.repeat(group.name, group.count, now):
+                return
+            begun = Begun(group.count, line, now, group.name, group.members, name.lower(), _shown(*size), file)
             if self._rows is not None:
                 self._rows.write(begun)
+            group.call = seen
+            if not is_transfer:
+                group.last = begun
 
 
 def _is_of_user(thread: int) -> bool:
@@ -120,13 +142,10 @@ def _is_of_user(thread: int) -> bool:
     return found is not None and not isinstance(found, threading._DummyThread)
 
 
-def _size_of(tensors: Any) -> str:
+def _shown(tensors: int = 0, numel: int = 0, dtype: Any = None) -> str:
     """Return the size of the first tensor, such as ``8 float32``."""
-    if not tensors:
-        return ""
-    first = tensors[0]
-    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    return f"{first.numel()} {str(first.dtype).removeprefix('torch.')}{more}"
+    more = f" and {tensors - 1} more" if tensors > 1 else ""
+    return f"{numel} {str(dtype).removeprefix('torch.')}{more}" if tensors else ""
 
 
 collective_log = CollectiveLog()

@@ -19,6 +19,9 @@ from nblaunch.wire.launch_files import collective_rows
 _ROW = struct.Struct("=Qqqq32s96s24s48s256s")
 """The fields of `Begun`, after the version: odd while the row is written, 0 before."""
 _VERSION = struct.Struct("=Q")
+_NUMBER = struct.Struct("=q")
+_COUNT_AT, _TIME_AT = 8, 24
+"""Where a row has them."""
 ROWS = 8
 """Per rank: of the process groups that it has used last."""
 _BLOCK = _ROW.size * ROWS
@@ -129,6 +132,19 @@ class CollectiveRows:
         _VERSION.pack_into(self._map, at, version - 1)
         self._map[at : at + _ROW.size] = row
         _VERSION.pack_into(self._map, at, version)
+
+    def repeat(self, group: str, count: int, time_ns: int) -> bool:
+        """Write that a group has begun its last call again. Return False if another group was used since."""
+        if self._map is None or os.getpid() != self._owner or next(reversed(self._groups), None) != group:
+            return False
+        number = self._groups[group]
+        at, version = self._base + number * _ROW.size, self._versions[number] + 2
+        self._versions[number] = version
+        _VERSION.pack_into(self._map, at, version - 1)
+        _NUMBER.pack_into(self._map, at + _COUNT_AT, count)
+        _NUMBER.pack_into(self._map, at + _TIME_AT, time_ns)
+        _VERSION.pack_into(self._map, at, version)
+        return True
 
     def _free_row(self) -> int:
         """Take the row of the group whose last use was first."""
