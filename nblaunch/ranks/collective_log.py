@@ -39,7 +39,7 @@ class _Group:
     members: str
     count: int = 0
     last: Begun = field(default_factory=Begun)
-    """But for `count` and `time_ns`, if the same call was repeated."""
+    """If the same call was repeated, without the present `count` and `time_ns`."""
     time_ns: int = 0
     call: tuple[Any, ...] = ()
     """What distinguishes the last call from others."""
