@@ -13,17 +13,19 @@ from tests.kernel.harness import Kernel
 
 
 def seconds_of(kernel: Kernel, expression: str, limit: float = LONG) -> float:
-    """The seconds that an expression in the kernel gives; infinite where it has none within `limit` seconds.
-
-    A kernel that hangs loses its child processes, which could outlive it and hold on to their ports.
-    """
+    """The seconds that an expression in the kernel gives; infinite where it has none within `limit` seconds."""
     try:
         return float(kernel.run(f"print(repr({expression}))", limit).check().stdout)
     except queue.Empty:
-        for child in psutil.Process(kernel.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+        kill_children(kernel)
         return math.inf
+
+
+def kill_children(kernel: Kernel) -> None:
+    """Kill the child processes of a kernel that hangs: they could outlive it and hold on to their ports."""
+    for child in psutil.Process(kernel.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def shown(seconds: float, digits: int = 2, base: float = 0.0) -> str:

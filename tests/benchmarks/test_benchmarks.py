@@ -47,7 +47,7 @@ def test_cells_that_hang_are_said_to() -> None:
     own, other = cells.WAYS
     steady, fresh = {own: [0.1], other: [math.inf]}, {own: [[0.3] + [0.1] * 9], other: [[math.inf] * 10]}
     rows = cells.table(cells.Figures(steady, fresh, [[0.2, 0.4]], {"after 8 s": [3_000_000, 4_000_000]})).splitlines()
-    assert rows[2] == "| median of 1, in turn | 0.100 | hangs |"
+    assert rows[2] == "| median of 1, in turn, half a second apart | 0.100 | hangs |"
     assert "| after 8 s | 2 | 7 |" in rows
 
 
