@@ -189,21 +189,30 @@ def own_memory() -> float:
 
 
 def holds_device_or_port() -> bool:
-    """Return True if this process has an accelerator's file open, or listens; also if that is unknown."""
+    """Return True if this process has an accelerator's file open, or listens; also if that is unknown.
+
+    A port that the system has chosen does not count, such as gloo's, which stays open: no other program asks for it.
+    """
     try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+            first, last = map(int, file.read().split())
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):  # listdir's own
                 target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith(_ACCELERATORS) or (target.startswith("socket:") and _listens(int(name))):
+                if target.startswith(_ACCELERATORS) or (
+                    target.startswith("socket:") and _listens(int(name), range(first, last + 1))
+                ):
                     return True
-    except OSError:
+    except (OSError, ValueError):
         return True
     return False
 
 
-def _listens(fd: int) -> bool:
+def _listens(fd: int, chosen: range) -> bool:
     with socket.socket(fileno=os.dup(fd)) as sock:
-        return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        return sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] not in chosen
 
 
 def memory_of(pid: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.conftest import conformance, eventually
 from tests.processes.conftest import Launcher
@@ -23,6 +24,7 @@ kept: list[Any] = []
 def exit_late(held: str, file: str, rank: int) -> int:
     """Let this rank's exit take a while, and write a file."""
     really = os._exit
+    dist.all_reduce(torch.ones(1))
 
     def exit_in_a_while(code: int) -> NoReturn:
         time.sleep(60.0 if held == "nothing" else 0.5)  # the reaper does not wait for the first
@@ -37,7 +39,7 @@ def exit_late(held: str, file: str, rank: int) -> int:
     elif held == "an orphan":
         subprocess.run("sleep 600 &", shell=True, check=True)
     elif held == "a port":
-        kept.append(socket.create_server(("127.0.0.1", 0)))
+        kept.append(socket.create_server(("127.0.0.1", 10_000 + os.getpid() % 10_000)))
     elif held == "much memory":
         kept.append(torch.ones(600 << 20, dtype=torch.uint8))
     elif held == "much shared memory":
