@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nblaunch.machine.limits import usable_cpus
+from nblaunch.machine.processes import open_files
 
 LOOPBACK = "127.0.0.1"
 _UNLIMITED_DESCRIPTORS = 1 << 20
@@ -72,17 +73,9 @@ def has_used_cuda() -> bool:
     if torch is not None and torch.cuda.is_initialized():
         return True
     try:
-        descriptors = os.listdir("/proc/self/fd")
+        return any(target == _CUDA_DEVICE for _, target in open_files())
     except OSError:
         return False  # no /proc, hence no CUDA
-    return any(_target(descriptor) == _CUDA_DEVICE for descriptor in descriptors)
-
-
-def _target(descriptor: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""  # closed meanwhile
 
 
 def _import_torch() -> None:

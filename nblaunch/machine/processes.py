@@ -188,6 +188,17 @@ def own_memory() -> float:
     return float("inf")
 
 
+def open_files() -> Iterator[tuple[int, str]]:
+    """Yield this process's descriptors, and what each refers to.
+
+    Raises:
+        OSError: The system does not say.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # listdir's own, or closed meanwhile
+            yield int(name), os.readlink(f"/proc/self/fd/{name}")
+
+
 def holds_device_or_port() -> bool:
     """Return True if this process has an accelerator's file open, or listens; also if that is unknown.
 
@@ -196,16 +207,12 @@ def holds_device_or_port() -> bool:
     try:
         with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
             first, last = map(int, file.read().split())
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # listdir's own
-                target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith(_ACCELERATORS) or (
-                    target.startswith("socket:") and _listens(int(name), range(first, last + 1))
-                ):
-                    return True
+        return any(
+            target.startswith(_ACCELERATORS) or (target.startswith("socket:") and _listens(fd, range(first, last + 1)))
+            for fd, target in open_files()
+        )
     except (OSError, ValueError):
         return True
-    return False
 
 
 def _listens(fd: int, chosen: range) -> bool:
