@@ -84,8 +84,8 @@ class LocalWorkers:
         self._fds_each = 0
         self._is_careful = self._is_dismissed = False
         self._events: deque[Event] = deque()
-        self._exiting: dict[int, int] = {}
-        """The statuses of ranks that are about to exit."""
+        self._exiting: set[int] = set()
+        """The ranks that have announced their exit."""
         self._has_ended = False
         """`Swept` or `Lost` was reported."""
         self._opened = contextlib.ExitStack()
@@ -323,7 +323,7 @@ class LocalWorkers:
                 if isinstance(message, Taken):
                     worker.owes = False
                 elif isinstance(message, Exiting):
-                    self._exiting[message.rank] = message.status
+                    self._exiting.add(message.rank)
                 else:
                     self._events.append(Received(worker.rank, message, Descriptors(fds)))
         except LostDescriptorsError as error:
@@ -337,10 +337,10 @@ class LocalWorkers:
         """Report every exit, for all ranks have announced it. Wait for the reaper's `Swept` if there are orphans."""
         if not processes.has_only(self._reaper_pid, [worker.pid for worker in self._workers.values()]):
             return
-        for rank, status in self._exiting.items():
+        for rank in self._exiting:
             if not self._workers[rank].has_exited:
                 self._workers[rank].has_exited = True
-                self._events.append(RankExited(rank, status, time.monotonic_ns()))
+                self._events.append(RankExited(rank, 0, time.monotonic_ns()))
         self._end(Swept(()))
 
     def _read_rest(self, worker: LocalWorker) -> None:

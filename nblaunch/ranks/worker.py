@@ -374,8 +374,8 @@ def _leave(code: int, link: KernelChannel | None, most: float) -> NoReturn:
         traceback.print_exc()
     _flush()
     with contextlib.suppress(BaseException):  # whatever user code has left behind: then the kernel sees the exit
-        if link is not None and _leaves_nothing(most):
-            link.send(Exiting(link.rank, code & 0xFF))
+        if link is not None and code == 0 and not link.interrupted and _leaves_nothing(most):
+            link.send(Exiting(link.rank))
     os._exit(code & 0xFF)
 
 

@@ -306,10 +306,12 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Exiting:
-    """Rank -> kernel: only ``os._exit`` follows, and the process holds nothing that a caller could miss or meet."""
+    """Rank -> kernel: only ``os._exit(0)`` follows, and the process holds nothing that a caller could miss or meet.
+
+    A rank that failed or was interrupted does not send it: after those, every rank is gone when the launch ends.
+    """
 
     rank: int
-    status: int
 
 
 @dataclass(frozen=True, slots=True)
