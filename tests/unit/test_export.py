@@ -416,6 +416,25 @@ def test_a_mapped_file_is_opened_by_the_script_and_never_emptied(notebook: Noteb
     gc.collect()
 
 
+def test_an_object_is_created_again_only_if_that_changes_nothing(notebook: Notebook, tmp_path: Path) -> None:
+    file = tmp_path / "file.zip"
+    notebook.run("import torch, zipfile\nfrom torch.optim.lr_scheduler import StepLR\nnet = torch.nn.Linear(2, 2)")
+    notebook.run("opt = torch.optim.SGD(net.parameters(), 0.1)\nplan = StepLR(opt, 1)\nopt.step()\nplan.step()")
+    notebook.run("def make(archive):\n    def read(name): return archive.read(name)\n    return read")
+    notebook.run(f"read = make(zipfile.ZipFile({str(file)!r}, 'w'))\nseen = []\n")
+    notebook.run("best = sorted([2, 1], key=lambda each: seen.append(each) or each)")
+    notebook.names["seen"].clear()
+    file.write_bytes(b"an archive")
+
+    assert 'plan = _objects["plan"]' in notebook.script("plan")
+    assert notebook.names["opt"].param_groups[0]["lr"] == pytest.approx(0.01)
+    with pytest.raises(PayloadError, match="might give another one in a script"):
+        notebook.needed("read")
+    assert file.read_bytes() == b"an archive"
+    assert "best = [1, 2]" in notebook.script("best")
+    assert not notebook.names["seen"]
+
+
 def test_too_much_data_is_refused(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_values, "MAX_DATA_BYTES", 1_000_000)
     notebook.run("import torch\nsmall, large = torch.ones(10), torch.ones(300_000)")

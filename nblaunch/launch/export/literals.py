@@ -15,13 +15,24 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from nblaunch.transfer import pickling
-
 MAX_LITERAL_CHARS = 2000
 _PLAIN = (type(None), bool, int, bytes, type(...), range)
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict)
 _BUILTINS = frozenset({"abs", "len", "max", "min", "round", "sorted", "sum"})
 _OF_CUDA = ("is_available", "device_count")
+_TYPES = frozenset(
+    {*(object, bool, int, float, complex, str, bytes, bytearray, range, slice)}
+    | {*(list, tuple, set, frozenset, dict, zip, enumerate, reversed)}  # map and filter call a function
+)
+_MODULES = frozenset(
+    {*("argparse", "collections", "datetime", "decimal", "fractions", "functools", "random", "types")}
+    | {"nblaunch.training.train_config"}
+)
+_PACKAGES = (
+    *("nblaunch.training.data.", "numpy.dtypes.", "numpy.random.", "sklearn.", "torch.distributions."),
+    *("torch.utils.data.", "torchvision.datasets.", "torchvision.transforms.", "transformers.models."),
+)
+"""Modules and packages whose classes only keep their arguments or read files: creating an object changes nothing."""
 _METHODS = frozenset({"parameters", "named_parameters"})
 """Methods of a module that change nothing."""
 _METHODS_OF_NEW = frozenset({"to", "cuda", "cpu", "eval", "train", "float", "double", "half"})
@@ -149,18 +160,22 @@ def is_repeatable(node: ast.expr, names: Mapping[str, Any], hidden: frozenset[st
             return False
         if isinstance(each, ast.Call) and not _is_harmless(each.func, names):
             return False
+        if isinstance(each, ast.keyword) and each.arg == "key":  # `sorted` calls it
+            return False
     return True
 
 
 def _is_harmless(function: ast.expr, names: Mapping[str, Any]) -> bool:
-    """Return True if a call creates an object of an installed class, a module or plain data, or computes a number."""
+    """Return True if a call computes a number, or creates an object and changes nothing by it.
+
+    Of other classes this is not known: ``zipfile.ZipFile(file, "w")`` empties a file, a scheduler of torch changes its
+    optimizer.
+    """
     torch = sys.modules.get("torch")
     modules: tuple[type, ...] = () if torch is None else (torch.nn.Module,)
     called = _look_up(function, names)
-    if isinstance(called, type) and called.__name__ == "memmap":
-        return False  # with mode="w+", it empties the file
     if isinstance(called, type):
-        return not pickling.is_sent_by_value(called) or issubclass(called, modules) or _is_plain_dataclass(called)
+        return issubclass(called, modules) or _is_plain_dataclass(called) or _only_creates(called)
     if any(called is getattr(builtins, name) for name in _BUILTINS):
         return True
     if torch is not None and any(called is getattr(torch.cuda, name) for name in _OF_CUDA):
@@ -172,6 +187,18 @@ def _is_harmless(function: ast.expr, names: Mapping[str, Any]) -> bool:
         is_new = isinstance(made, type) and issubclass(made, modules)
         return is_new and function.attr in _METHODS_OF_NEW
     return False
+
+
+def _only_creates(kind: type) -> bool:
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    return (
+        kind in _TYPES
+        or kind.__module__ in _MODULES
+        or f"{kind.__module__}.".startswith(_PACKAGES)
+        or issubclass(kind, pathlib.PurePath)
+        or (torch is not None and issubclass(kind, (torch.optim.Optimizer, torch.Generator, torch.device, torch.Size)))
+        or (numpy is not None and issubclass(kind, (numpy.generic, numpy.dtype)))
+    )
 
 
 def _look_up(node: ast.expr, names: Mapping[str, Any]) -> Any:
