@@ -37,7 +37,7 @@ class Grandchild:
     def __init__(self, pid: int = 0, pidfd: int | None = None) -> None:
         self.pid, self._pidfd = pid, pidfd
         if pidfd is not None:
-            weakref.finalize(self, os.close, pidfd)
+            weakref.finalize(self, os.close, pidfd).atexit = False  # exit functions stop the servers
 
     def poll(self) -> int | None:
         if self._pidfd is not None and not readable(self._pidfd):

@@ -33,6 +33,7 @@ from nblaunch.wire.messages import Cell
 from tests.conftest import eventually
 from tests.engines.agents import check_that_a_stop_lets_ranks_finish
 from tests.engines.machines import Cluster
+from tests.processes.test_exits import exit_late
 
 Launcher = Callable[..., Any]
 
@@ -54,6 +55,12 @@ def test_ranks_are_placed_node_by_node_with_torchruns_variables(launch: Launcher
     )
     assert {env["MASTER_ADDR"] for _, env, _ in result} == {cluster[0].address}
     assert [total for _, _, total in result] == [[6.0, 6.0]] * 4
+
+
+def test_a_launch_waits_for_no_exit_that_does_not_matter(launch: Launcher, tmp_path: Path) -> None:
+    file = tmp_path / "exited"
+    launch(exit_late, ("nothing", str(file)))
+    assert not list(tmp_path.glob("exited*"))  # else, after 60 s, the ranks have written it
 
 
 def test_a_users_exception_comes_back_as_itself(launch: Launcher) -> None:
