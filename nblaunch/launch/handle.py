@@ -199,7 +199,9 @@ class Launch:
         raise OfNotebookError(self, "a launch")
 
     def __repr__(self) -> str:
-        state = "failed" if self._error is not None else "finished"
+        state = "finished" if self._error is None else "failed"
+        if isinstance(self._error, LaunchStoppedError):
+            state = "stopped"
         if not self.done:
             is_queued = self._place is not None and not self._place.ranks.queue.is_first(self._place.ticket)
             state = f"{'queued' if is_queued else 'running'} for {time.monotonic() - self._begin:.0f} s"

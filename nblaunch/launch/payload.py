@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch.errors import ArgumentError, PayloadError
+from nblaunch.errors import ArgumentError, PayloadError, warn
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
@@ -46,6 +46,9 @@ def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
         raise ArgumentError(
             f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {name_of(function)}: {error}"
         ) from None
+    if "rank" in parameters.taken_by(function, args):
+        first = f"{name_of(function)} has rank={by_name['rank']!r:.80} on every rank, from args"
+        warn(f"{first}: each rank passes its own `rank` if the call leaves it out. Give the other arguments by kwargs")
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
     namespace = _namespace()
     needed = _for_class_bodies([(name_of(function), function), *by_name.items()], namespace)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pandas
 
 NOTED_BYTES = 10**9
-"""Size of a payload from which a note names its parts."""
+"""Bytes that are copied for the ranks from which a note names the parts."""
 _MAX_PARTS = 20
 """The largest parts that `Sent` lists."""
 _MAX_SHOWN = 6
@@ -196,6 +196,6 @@ def notes_on(sent: Sent, noted: set[str]) -> Iterator[str]:
     if sent.from_gpu:
         yield f"{in_words(sent.from_gpu)} of tensors were on a GPU: each rank gets its own copy, through host memory"
     largest = next((name for name, _ in sent.parts), "")
-    if sent.size > NOTED_BYTES and (key := f"{largest} is large") not in noted:
+    if sent.copied > NOTED_BYTES and (key := f"{largest} is large") not in noted:
         noted.add(key)
-        yield f"the ranks are sent {in_words(sent.size)}, and share one copy in memory: {named(dict(sent.parts))}"
+        yield f"the ranks are sent {in_words(sent.copied)}, and share one copy in memory: {named(dict(sent.parts))}"

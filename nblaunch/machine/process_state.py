@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from nblaunch.machine.own_code import is_users
+
 _LIMITS = ("NOFILE", "CORE", "CPU", "FSIZE", "DATA", "STACK", "AS", "MEMLOCK", "NPROC")
 
 
@@ -34,7 +36,25 @@ def this_process() -> Process:
     except FileNotFoundError:  # the directory was removed
         cwd = os.path.abspath(os.sep)
     cpus = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return Process(cwd, tuple(map(str, sys.path)), tuple(sys.argv), _umask(), limits, cpus)
+    return Process(cwd, (*map(str, sys.path), *_left_directories()), tuple(sys.argv), _umask(), limits, cpus)
+
+
+def _left_directories() -> list[str]:
+    """Return where the user's imported modules are that ``sys.path`` finds no more: the directory was changed since."""
+    if "" not in sys.path:
+        return []
+    known, found = {os.path.abspath(entry) for entry in map(str, sys.path)}, []
+    for name, module in list(sys.modules.items()):
+        file = None if "." in name else getattr(module, "__file__", None)
+        if not isinstance(file, str):
+            continue
+        root, _, last = file.rpartition(os.sep)
+        if last.startswith("__init__."):
+            root = root.rpartition(os.sep)[0]
+        if root not in known and os.path.isabs(root) and is_users(file):
+            known.add(root)
+            found.append(root)
+    return found
 
 
 def _umask() -> int:

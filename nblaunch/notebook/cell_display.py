@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import sys
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -31,6 +33,10 @@ class CellDisplay:
         """Show this bundle, in place of the previous one."""
         content = {"data": dict(bundle), "metadata": {}, "transient": {"display_id": self._id}}
         kind = "update_display_data" if self.shown else "display_data"
+        if not self.shown:
+            for stream in (sys.stdout, sys.stderr):  # what the cell has printed before stays above
+                with contextlib.suppress(Exception):  # the user may have replaced or closed it
+                    stream.flush()
         self.shown = True
         publisher = self._publisher
         assert isinstance(publisher, ZMQDisplayPublisher)

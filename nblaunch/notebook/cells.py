@@ -80,7 +80,7 @@ def names_used(cell: Cell, namespace: Mapping[str, Any]) -> list[str]:
     for statement in map(_Synchronous().visit, ast.parse(cell.source).body):
         table = symtable.symtable(ast.unparse(statement), cell.filename, "exec")
         reads = {*global_names(table, reads=True), *_in_notebook_syntax(statement)}
-        reads |= changed_names(statement).intersection(global_names(table, reads=False))
+        reads |= changed_names(statement, table)
         used |= reads - bound
         if isinstance(statement, _BINDS) and getattr(statement, "value", ...) is not None:  # x: int binds nothing
             bound |= {

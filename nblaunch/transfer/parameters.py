@@ -15,6 +15,7 @@ FILLED_IN = ("rank", "world_size", "local_rank", "device")
 PROVIDED = frozenset((*FILLED_IN, "get_ipython", "display", "In", "Out", "exit", "quit", "open"))
 """Names that each rank defines itself; the notebook's are not sent."""
 
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -35,16 +36,33 @@ def left_out(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     return tuple(p.name for p in parameters if p.name in FILLED_IN and p.name not in given and p.kind in _BY_NAME)
 
 
+def taken_by(function: Any, args: Sequence[Any]) -> list[str]:
+    """Return the parameters in FILLED_IN that positional arguments take."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[: len(args)]
+    except ValueError:
+        return []  # a builtin without a signature
+    return [p.name for p in parameters if p.name in FILLED_IN and p.kind in _BY_POSITION]
+
+
 def check(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the call's arguments by parameter name, without those that the ranks fill in.
 
     Raises:
-        TypeError: The function cannot be called with them; the message is Python's.
+        TypeError: The function cannot be called with them; the message is Python's, and names the parameters of
+            FILLED_IN that `args` has taken.
     """
     filled = dict.fromkeys(left_out(function, args, kwargs))
     try:
         signature = inspect.signature(function)
     except ValueError:
         return {}
-    signature.bind(*args, **kwargs, **filled)
+    try:
+        signature.bind(*args, **kwargs, **filled)
+    except TypeError as error:
+        taken = taken_by(function, args)
+        if not taken:
+            raise
+        hint = f"args gives {' and '.join(f'`{name}`' for name in taken)} a value, which each rank has: use kwargs"
+        raise TypeError(f"{error} ({hint})") from None
     return dict(signature.bind_partial(*args, **kwargs).arguments)

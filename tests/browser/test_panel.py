@@ -236,7 +236,21 @@ def test_eight_ranks_that_go_well_show_their_progress_and_metrics(lab: Lab) -> N
     lab.wait_for_state("finished")
     keep_picture(lab.page, "panel-finished-light.png")
     with lab.theme(DARK):
+        lab.page.wait_for_function(_MEAN_HAS_THE_THEMES_COLOUR)
         keep_picture(lab.page, "panel-finished-dark.png")
+    lab.page.wait_for_function(_MEAN_HAS_THE_THEMES_COLOUR)
+
+
+_MEAN_HAS_THE_THEMES_COLOUR = """() => {
+    const canvas = document.querySelector(".nbl-canvas");
+    const mean = Object.assign(document.createElement("i"), { className: "nbl-ink-mean" });
+    canvas.parentNode.append(mean);
+    const [red] = getComputedStyle(mean).color.match(/[0-9.]+/g).map(Number);
+    mean.remove();
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    const isOfMean = (i) => data[i + 3] > 200 && [0, 1, 2].every((part) => Math.abs(data[i + part] - red) < 8);
+    return Array.from({ length: data.length / 4 }, (_, i) => 4 * i).some(isOfMean);
+}"""
 
 
 def _progress_and_metrics_are_shown(lab: Lab) -> None:

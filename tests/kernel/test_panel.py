@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import eventually
+from tests.conftest import LONG, eventually
 from tests.kernel.harness import Kernel, running_kernel
 from tests.kernel.page import WIDGET, Page
 
@@ -53,6 +53,18 @@ def test_a_launch_is_one_display_that_ends_as_its_record(page: Page) -> None:
     assert "finished in" in page.displays[-1]["text/plain"]
     assert "line 0000049" in page.displays[-1]["text/html"]
     assert WIDGET not in page.displays[-1]  # no page has said that it shows one
+
+
+def test_what_the_cell_has_printed_before_stays_above(page: Page) -> None:
+    request = page.start("print('before'); notebook_launcher(lambda: None, num_processes=1); print('after')")
+    shown: list[str] = []
+    while request not in page.idle:
+        message = page.kernel.client.get_iopub_msg(timeout=LONG)
+        shown.append(message["content"].get("text", message["msg_type"]))
+        if message["content"].get("execution_state") == "idle":
+            page.idle.add(message["parent_header"].get("msg_id", ""))
+    order = [each for each in shown if each in ("before\n", "display_data", "after\n")]
+    assert order == ["before\n", "display_data", "after\n"]
 
 
 def test_a_short_launch_that_prints_little_makes_no_widget(page: Page) -> None:

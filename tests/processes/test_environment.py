@@ -333,6 +333,21 @@ def test_a_folder_that_is_gone_stops_no_launch(
     assert list(launch(summed)) == [2.0, 2.0]
 
 
+def test_a_module_stays_usable_after_the_directory_has_changed(
+    launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "left_settings.py").write_text("lr = 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in a notebook
+    settings = importlib.import_module("left_settings")
+    os.chdir("sub")
+    try:
+        assert list(launch(lambda: (settings.lr, os.getcwd()))) == [(0.5, str(tmp_path / "sub"))] * 2
+    finally:
+        del sys.modules["left_settings"]
+
+
 def test_a_local_module_that_is_edited_between_launches_is_seen_fresh(
     launch: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,12 @@ def test_a_comprehension_and_a_class_body_read_at_once() -> None:
     assert {"scale", "xs"} <= found[1].reads_at_once
 
 
+def test_local_names_that_change_are_not_read() -> None:
+    function, cell = statements("def f():\n    total = 0\n    total += 1\n    del total", "count += 1")
+    assert function.reads == set()
+    assert cell.reads == {"count"}
+
+
 def test_cells_that_are_no_python_and_top_level_awaits_are_left_out() -> None:
     assert [each.text for each in statements("this is no python", "x = await f()\ny = 1")] == ["y = 1"]
 

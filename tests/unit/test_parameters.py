@@ -77,6 +77,7 @@ def test_all_four_names_are_filled_in_the_order_of_the_signature() -> None:
         (plain, (0,), {"rank": 1}, "multiple values for argument 'rank'"),
         (none, (1,), {}, "too many positional arguments"),
         (positional_only, (), {"x": 1}, "missing a required positional-only argument: 'rank'|missing a required arg"),
+        (positional_only, (8,), {}, r"missing .* 'x' \(args gives `rank` a value, which each rank has: use kwargs\)"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_refused_in_pythons_own_words(

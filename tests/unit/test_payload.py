@@ -95,6 +95,13 @@ def test_a_call_that_does_not_fit_shows_pythons_reason(args: Any, kwargs: Any, w
         for_function(train, args, kwargs)
 
 
+def test_a_rank_that_args_replaces_is_a_warning() -> None:
+    def own_rate(rank: int, rate: float = 0.1) -> None: ...
+
+    with pytest.warns(UserWarning, match=r"own_rate has rank=0\.5 on every rank, from args: each rank passes its own"):
+        for_function(own_rate, (0.5,), None)
+
+
 def test_a_huge_wrong_argument_is_cut_short() -> None:
     with pytest.raises(ArgumentError, match="do not fit train") as caught:
         for_function(train, ("x" * 10_000, 2, 3), None)

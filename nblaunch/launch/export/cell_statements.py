@@ -60,7 +60,7 @@ class Statement:
     @functools.cached_property
     def reads(self) -> frozenset[str]:
         """The names that it, and the functions in it, look up globally."""
-        return frozenset((*global_names(self._table, reads=True), *changed_names(self.tree)))
+        return frozenset((*global_names(self._table, reads=True), *changed_names(self.tree, self._table)))
 
     @functools.cached_property
     def reads_at_once(self) -> frozenset[str]:
@@ -191,11 +191,12 @@ def _names_at_once(table: symtable.SymbolTable) -> Iterator[str]:
             yield from _names_at_once(child)
 
 
-def changed_names(tree: ast.AST) -> set[str]:
-    """Return the targets of ``x += 1`` and ``del x``: they need the name, but symtable does not count them as reads."""
+def changed_names(tree: ast.AST, table: symtable.SymbolTable) -> set[str]:
+    """Return globals that ``x += 1`` and ``del x`` change: they need the name, but symtable counts them as no reads."""
     targets = [node.target for node in ast.walk(tree) if isinstance(node, ast.AugAssign)]
     deleted = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Del)]
-    return {target.id for target in (*targets, *deleted) if isinstance(target, ast.Name)}
+    names = {target.id for target in (*targets, *deleted) if isinstance(target, ast.Name)}
+    return names.intersection(global_names(table, reads=False))
 
 
 def inner_codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -44,7 +44,10 @@ export class MetricChart {
     this.canvas = el("canvas", { class: "nbl-canvas", "aria-hidden": "true" });
     this.cursor = el("div", { class: "nbl-cursor", hidden: true });
     /** @type {Map<string, string>} */ this.colours = new Map();
-    host.append(this.canvas, this.cursor);
+    this.theme = el("i", { class: "nbl-ink-axis nbl-theme", "aria-hidden": "true" }); // its colour is the theme's
+    this.themeColour = "";
+    this.theme.addEventListener("transitionend", () => this.draw());
+    host.append(this.canvas, this.cursor, this.theme);
     host.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#point(event.clientX));
     host.addEventListener("pointerleave", () => this.#point(null));
     this.observer = new ResizeObserver(() => this.draw());
@@ -54,12 +57,6 @@ export class MetricChart {
   /** @param {Table} table */
   update(table) {
     this.table = table;
-    this.draw();
-  }
-
-  /** The theme has changed. */
-  recolour() {
-    this.colours.clear();
     this.draw();
   }
 
@@ -77,6 +74,9 @@ export class MetricChart {
     if (this.canvas.width !== w || this.canvas.height !== h) Object.assign(this.canvas, { width: w, height: h });
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, CHART_HEIGHT);
+    const { color } = getComputedStyle(this.theme);
+    if (color !== this.themeColour) this.colours.clear();
+    this.themeColour = color;
     context.font = `10px ${getComputedStyle(this.host).fontFamily}`;
     this.#axes(context, width);
     this.#lines(context);

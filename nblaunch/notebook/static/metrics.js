@@ -18,13 +18,6 @@ export class MetricsView {
     this.order = "";
     this.due = 0;
     /** @type {any} */ this.timer = null;
-    this.theme = new MutationObserver(() => this.#recolour());
-    for (const node of [document.body, document.documentElement]) {
-      this.theme.observe(node, {
-        attributes: true,
-        attributeFilter: ["class", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind", "theme"],
-      });
-    }
   }
 
   /** Draw at most four times a second. */
@@ -40,7 +33,6 @@ export class MetricsView {
 
   dispose() {
     clearTimeout(this.timer);
-    this.theme.disconnect();
     for (const card of this.cards.values()) card.chart?.destroy();
   }
 
@@ -141,10 +133,6 @@ export class MetricsView {
         : "";
     const value = ranks.length > 1 && mean[i] !== null ? mean[i] : values[0];
     setText(card.detail, `${step} ${numberText(xs[i])}: ${numberText(value ?? null)}${spread}`);
-  }
-
-  #recolour() {
-    for (const card of this.cards.values()) card.chart?.recolour();
   }
 }
 
