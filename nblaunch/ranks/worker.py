@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nblaunch.machine import processes
+from nblaunch.machine import memory_maps, processes
 from nblaunch.machine.segments import Region
 from nblaunch.ranks import (
     environment,
@@ -309,7 +309,7 @@ def _may_be_replaced() -> Callable[[Region], bool] | None:
     torch = sys.modules.get("torch")
     if not processes.LINUX or _user_threads() or (torch is not None and torch.cuda.is_initialized()):
         return None
-    plain = functools.cache(processes.anonymous_memory)  # called after pickling, which may make copies
+    plain = functools.cache(memory_maps.anonymous_memory)  # called after pickling, which may make copies
     return lambda region: any(start <= region.address and region.end <= end for start, end in plain())
 
 

@@ -15,6 +15,7 @@ import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1026,6 +1027,33 @@ def test_pages_that_the_system_will_not_replace_stay(monkeypatch: pytest.MonkeyP
     assert asked
     assert torch.equal(unpack([os.dup(fd) for fd in outgoing.fds]), value)
     outgoing.close()
+
+
+@pytest.mark.parametrize("preloaded", ["malloc", "free"])
+def test_pages_of_another_malloc_are_not_replaced(preloaded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jemalloc takes pages that it has kept for zeroed: `numpy.zeros` would return a segment's bytes."""
+    replaced: list[int] = []
+
+    def note(start: int, *rest: int) -> Region:
+        replaced.append(start)
+        return Region(start, 0)
+
+    libc = segments._libc
+    monkeypatch.setattr(segments, "_replace_pages", note)
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "_libc", SimpleNamespace(malloc=getattr(libc, preloaded)))
+        segments.pages_are_replaceable.cache_clear()
+        is_glibcs = segments.pages_are_replaceable()
+    try:
+        value, data = torch.ones(MB), bytes(segments._OWN_ALLOCATION_BYTES)
+        outgoing = pack(lambda found: (value, data), UncachedStore(Path("/nowhere"), lambda region: True))
+        assert len(replaced) == 2 * is_glibcs
+        assert unpack([os.dup(fd) for fd in outgoing.fds])[1] == data
+        outgoing.close()
+        assert len(replaced) == 3 * is_glibcs
+        assert is_glibcs is (preloaded == "malloc")
+    finally:
+        segments.pages_are_replaceable.cache_clear()
 
 
 @pytest.mark.parametrize("shared", [False, True])
