@@ -1029,6 +1029,28 @@ def test_pages_that_the_system_will_not_replace_stay(monkeypatch: pytest.MonkeyP
     outgoing.close()
 
 
+@pytest.mark.parametrize("size", [9, LARGE])
+@pytest.mark.parametrize("dtype", [">i4", "<f8", "M8[s]", "m8[D]", [("at", "M8[s]"), ("what", "i4")]], ids=str)
+@pytest.mark.parametrize("view", [lambda array: array, lambda array: array[::3], lambda array: array[::-1].T])
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_arrays_keep_their_dtype_and_read_only_stays(
+    size: int, dtype: Any, view: Callable[[Any], Any], is_writable: bool
+) -> None:
+    array = view(np.arange(9 * size).view(dtype)[: 3 * size].reshape(size, 3))
+    array.flags.writeable = is_writable
+    arrived = sent(array)
+    assert (arrived.dtype, arrived.flags.writeable) == (array.dtype, is_writable)
+    assert np.array_equal(arrived, array)
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", [("at", "M8[s]"), ("what", "i4")]], ids=str)
+def test_many_dates_are_in_memory_once(dtype: Any) -> None:
+    """NumPy copies them into the pickle, as they have no buffer."""
+    outgoing = packed(np.ones(LARGE, dtype))
+    assert os.fstat(outgoing.fds[0]).st_size < 2000
+    outgoing.close()
+
+
 @pytest.mark.parametrize("preloaded", ["malloc", "free"])
 def test_pages_of_another_malloc_are_not_replaced(preloaded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """jemalloc takes pages that it has kept for zeroed: `numpy.zeros` would return a segment's bytes."""
