@@ -474,6 +474,23 @@ HEAD = """class Net(nn.Module):
             ],
             "sizes",
         ),
+        (
+            [
+                "class Deep(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+                "        config.sizes['made'] = config.made = config.made + 1",
+                "class Config:\n    sizes, made = {}, 0\nconfig = Config()\nconfig.sizes = {}",
+                "net = Deep(config)",
+            ],
+            "config.made, config.sizes",
+        ),
+        (
+            [
+                "class Deep(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.reset()\n"
+                "    @staticmethod\n    def reset():\n        nn.init.zeros_(base[0].weight)",
+                "net = Deep()",
+            ],
+            "base[0].weight",
+        ),
     ],
 )
 def test_an_export_changes_nothing_of_the_notebooks(notebook: Notebook, cells: list[str], held: str) -> None:

@@ -20,6 +20,8 @@ from nblaunch.launch.export import saved_values
 from nblaunch.transfer import pickling
 
 MAX_LITERAL_CHARS = 2000
+_MAX_SEARCHED = 100_000
+"""Elements in which containers are searched for."""
 _PLAIN = (type(None), bool, int, bytes, type(...), range)
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict)
 _BUILTINS = frozenset({"abs", "len", "max", "min", "round", "sorted", "sum"})
@@ -236,7 +238,7 @@ def _uses_weights(kind: type, parameter: type) -> bool:
                 continue
             if isinstance(value, type):
                 waiting += value.__bases__
-                waiting += (each for each in vars(value).values() if isinstance(each, types.FunctionType))
+                waiting += (getattr(each, "__func__", each) for each in vars(value).values() if callable(each))
             else:
                 waiting += pickling.names_of(value).values()
             continue
@@ -293,7 +295,7 @@ def _look_up(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def repeat(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Return the expression's value. Random states stay as they are, and the lists, dicts and sets that it names.
+    """Return the expression's value. Random states stay as they are, as do the containers that the expression uses.
 
     Datasets that the expression downloads are only read, as a download would replace files that have changed.
 
@@ -315,8 +317,8 @@ def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _own_containers(values: Iterable[Any]) -> Iterator[None]:
-    """Undo what happens to lists, dicts and sets: reading a defaultdict adds keys, a user's class may pop some."""
-    kept = [(each, _items(each)) for each in values if isinstance(each, (list, dict, set))]
+    """Undo what happens to containers and attributes: reading a defaultdict adds keys, a user's class may pop some."""
+    kept = [(each, _items(each)) for each in _containers(values)]
     try:
         yield
     finally:
@@ -329,8 +331,23 @@ def _own_containers(values: Iterable[Any]) -> Iterator[None]:
                 )
 
 
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Return the lists, dicts and sets among values and inside them, and the attributes of the user's objects."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting and len(waiting) < _MAX_SEARCHED:
+        value = waiting.pop()
+        kind = type(value)
+        if kind.__module__ == "__main__" or kind.__module__ in _MODULES:
+            waiting.append(getattr(value, "__dict__", None))
+        if isinstance(value, (list, dict, set, tuple)) and id(value) not in found:
+            found[id(value)] = value
+            waiting += _items(value)
+    return [each for each in found.values() if not isinstance(each, tuple)]
+
+
 def _items(container: Any) -> list[Any]:
-    """Return the elements of a list or set; keys and values of a dict in turn."""
+    """Return the elements of a container; keys and values of a dict in turn."""
     return [part for pair in container.items() for part in pair] if isinstance(container, dict) else list(container)
 
 
