@@ -37,6 +37,7 @@ _MADV_COLLAPSE = 25
 _HUGE = 2 << 20
 _libc = ctypes.CDLL(None)
 _mallopt = getattr(_libc, "mallopt", None)
+_trim = getattr(_libc, "malloc_trim", None)
 """None with musl and on macOS. Looked up before any fork, as the loader's lock may be held at a fork."""
 
 
@@ -79,6 +80,12 @@ def keep_freed_memory(processes: int, *, in_thread: bool = False) -> None:
         _mallopt(_M_TOP_PAD, _ARENA_BYTES)
     memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_left())
     _mallopt(_M_TRIM_THRESHOLD, kept_bytes(processes, memory))
+
+
+def trim() -> None:
+    """Give all freed memory of this process back to the system, also between what is in use. Takes 0.1 s for 1 GB."""
+    if _trim is not None:
+        _trim(0)
 
 
 def kept_bytes(processes: int, memory: int) -> int:

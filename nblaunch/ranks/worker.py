@@ -158,7 +158,8 @@ def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
     if home is not None:
         home.examine = breakpoints.examine
     code, is_last = 0, False
-    while not is_last and (received := link.next_task()) is not None:
+    trim = functools.partial(environment.trim_heap, spec)
+    while not is_last and (received := link.next_task(trim)) is not None:
         task, fds = received
         is_last = task.is_last
         if task.acknowledge:
