@@ -1,4 +1,4 @@
-"""The heap of a rank: how much freed memory glibc keeps for the next allocations.
+"""The heap of a process: how much freed memory glibc keeps in a rank, and huge pages in the fork server.
 
 A training step allocates and frees its activations and gradients. By default glibc gives them back to the system at
 each step, and the next step faults every page in again, which zeroes it: 5 to 25% of the CPU time of small models.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.limits import memory_left
+from nblaunch.machine.memory_maps import anonymous_memory
+from nblaunch.machine.processes import LINUX
 
 _SWITCH = "NBLAUNCH_MALLOC"
 _OWN_SETTINGS = "MALLOC_"
@@ -30,6 +32,13 @@ _KEPT_SHARE = 16
 _ARENA_BYTES = 64 << 20
 """Threads other than the main one allocate from heaps of this size. glibc ends one that is all free if the heap before
 it has room for the pad, so a pad of this size keeps them all."""
+_MADV_COLLAPSE = 25
+"""Linux 6.1; older kernels reject it."""
+_HUGE = 2 << 20
+_libc = ctypes.CDLL(None)
+_mallopt = getattr(_libc, "mallopt", None)
+_trim = getattr(_libc, "malloc_trim", None)
+"""None with musl and on macOS. Looked up before any fork, as the loader's lock may be held at a fork."""
 
 
 def keeps_freed_memory(env: Mapping[str, str]) -> bool:
@@ -64,16 +73,19 @@ def keep_freed_memory(processes: int, *, in_thread: bool = False) -> None:
         in_thread: A thread has forked this process, so its main thread allocates as that thread did. Then all that it
             has ever used at a time stays, except large allocations.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # musl, macOS
+    if _mallopt is None:
         return
-    mallopt.argtypes, mallopt.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    _mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
     if in_thread:
-        mallopt(_M_TOP_PAD, _ARENA_BYTES)
+        _mallopt(_M_TOP_PAD, _ARENA_BYTES)
     memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), memory_left())
-    mallopt(_M_TRIM_THRESHOLD, kept_bytes(processes, memory))
+    _mallopt(_M_TRIM_THRESHOLD, kept_bytes(processes, memory))
+
+
+def trim() -> None:
+    """Give all freed memory of this process back to the system, also between what is in use. Takes 0.1 s for 1 GB."""
+    if _trim is not None:
+        _trim(0)
 
 
 def kept_bytes(processes: int, memory: int) -> int:
@@ -84,3 +96,19 @@ def kept_bytes(processes: int, memory: int) -> int:
         memory: Bytes of memory that they share.
     """
     return max(_MIN_KEPT_BYTES, min(_MAX_KEPT_BYTES, memory // _KEPT_SHARE // processes))
+
+
+def collapse() -> Iterator[None]:
+    """Collapse this process's heap into huge pages, one at each step, where the system can.
+
+    A fork copies the page table, and importing torch fills 270 MB of small pages. With huge pages a fork takes 2.4 ms
+    instead of 8.2, and the child's exit 6 ms instead of 10. A write in a child splits the page, and still copies 4 KB.
+    """
+    if not LINUX:
+        return
+    madvise = _libc.madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for begin, end in anonymous_memory():
+        for address in range(-(-begin // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
+            madvise(address, _HUGE, _MADV_COLLAPSE)
+            yield

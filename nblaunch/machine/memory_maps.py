@@ -12,10 +12,12 @@ import stat
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from nblaunch.machine.processes import open_files
 from nblaunch.machine.segments import Placed, Region, Segment, map_segment
 
 _MIN_FILE_BYTES = 1 << 20
-"""Smaller regions are not looked up in files, unless they are known to be mapped: reading all mappings takes 3 ms."""
+"""Smaller regions are not looked up in files, unless they are known to be mapped: reading all mappings takes 3 ms, and
+what receivers get must not depend on what else is sent."""
 _MAX_FILES = 16
 """Each holds a descriptor. Files that may be written to are not limited: a copy would lose the writes."""
 _NO_FILES = ("/memfd:", "/dev/shm/torch_", "/dev/zero")
@@ -44,6 +46,12 @@ class Mapped(NamedTuple):
     def is_writable(self) -> bool:
         return "w" in self.mode
 
+    def goes_on_from(self, before: Mapped) -> bool:
+        """Return True if both map one part of a file: ``madvise`` on some of its pages splits a mapping."""
+        distance = self.start - before.start
+        is_alike = (self.mode, self.file) == (before.mode, before.file)
+        return is_alike and self.start == before.end and self.offset == before.offset + distance
+
 
 def mappings() -> Iterator[Mapped]:
     """Yield the mappings of this process by address.
@@ -51,11 +59,22 @@ def mappings() -> Iterator[Mapped]:
     Raises:
         OSError: There is no /proc.
     """
-    with open("/proc/self/maps") as maps:
+    with open("/proc/self/maps", "rb") as maps:  # the name of a file may hold any bytes
         for line in maps:
-            span, mode, offset, device, inode, *name = line.split(maxsplit=5)
+            span, mode, offset, device, inode, *name = os.fsdecode(line).split(maxsplit=5)
             start, end = (int(part, 16) for part in span.split("-"))
-            yield Mapped(start, end, mode, int(offset, 16), (device, int(inode)), "".join(name).rstrip("\n"))
+            path = "".join(name).removesuffix("\n").replace("\\012", "\n")
+            yield Mapped(start, end, mode, int(offset, 16), (device, int(inode)), path)
+
+
+def anonymous_memory() -> list[tuple[int, int]]:
+    """Return the writable mappings of this process without a file; adjacent ones as one."""
+    found: list[tuple[int, int]] = []
+    for begin, end, mode, _, (_, inode), name in mappings():
+        if mode == "rw-p" and not inode and name in ("", "[heap]"):
+            joined = found.pop()[0] if found and found[-1][1] == begin else begin  # NumPy requests huge pages in parts
+            found.append((joined, end))
+    return found
 
 
 class FileMaps:
@@ -74,6 +93,9 @@ class FileMaps:
     def __init__(self, is_here: bool = True) -> None:
         self._is_here = is_here
         self._mapped: list[Mapped] | None = None
+        self._largest: int | None = None
+        self._known: set[Region] = set()
+        """Those that were found in files."""
         self._files: dict[tuple[tuple[str, int], bool], Segment | None] = {}
 
     def identity_of(self, region: Region, is_mapped: bool = False) -> str:
@@ -82,32 +104,54 @@ class FileMaps:
         Args:
             region: The region.
             is_mapped: Whether it is known to be part of some mapping. Else only large regions are looked up.
+
+        Raises:
+            ValueError: The file was truncated, so that reading the region would end the process.
         """
-        if not self._is_here or not (is_mapped or self._is_worth([region])):
+        if not self._is_here or not (is_mapped or self._may_be_of_file(region)):
             return ""
         its = self._find(region)
         if its is None or self._segment(its, region) is None:
             return ""
+        self._known.add(region)
         return f"{its.file} {its.is_writable} {its.offset + region.address - its.start} {region.size}"
 
     def placed(self, regions: Sequence[Region]) -> dict[Region, Placed]:
-        """Return the regions that receivers can map from a file, and where in the file."""
-        if not self._is_worth(regions):
-            return {}
-        found = {}
-        for region in sorted(regions, key=lambda region: -region.size):
-            its = self._find(region)
-            segment = None if its is None else self._segment(its, region)
-            if its is not None and segment is not None:
-                found[region] = Placed(segment, its.offset + region.address - its.start, is_new=False)
+        """Return the regions that receivers can map from a file, and where in the file.
+
+        Args:
+            regions: The regions of the whole parcel; overlapping ones are merged.
+
+        Raises:
+            ValueError: See `identity_of`.
+        """
+        is_old = self._mapped is not None
+        found = self._located(regions)
+        if found and is_old:  # pickling runs the user's code and takes time: files may have been unmapped meanwhile
+            self._mapped = None
+            found = self._located(regions)
         return found
 
-    def _is_worth(self, regions: Sequence[Region]) -> bool:
-        """Return True if a large region may be of a file: who maps one holds it open, as NumPy does."""
-        if self._mapped is None:
-            large = [region.size for region in regions if region.size >= _MIN_FILE_BYTES]
-            return bool(large) and _largest_file() >= min(large)
-        return True
+    def _located(self, regions: Sequence[Region]) -> dict[Region, Placed]:
+        known = sorted(self._known)
+        found = {}
+        for region in sorted(regions, key=lambda region: -region.size):
+            at = bisect.bisect_left(known, Region(region.address, 0))
+            is_known = at < len(known) and known[at].address < region.end
+            if is_known or self._may_be_of_file(region):
+                its = self._find(region)
+                segment = None if its is None else self._segment(its, region)
+                if its is not None and segment is not None:
+                    found[region] = Placed(segment, its.offset + region.address - its.start, is_new=False)
+        return found
+
+    def _may_be_of_file(self, region: Region) -> bool:
+        """Return True if a region is large, and may be of a file: who maps one holds it open, as NumPy does."""
+        if region.size < _MIN_FILE_BYTES:
+            return False
+        if self._largest is None:
+            self._largest = _largest_file()
+        return region.size <= self._largest
 
     def _find(self, region: Region) -> Mapped | None:
         """Return the mapping of a file that holds a region and may be shared."""
@@ -122,27 +166,38 @@ class FileMaps:
         except OSError:
             return []
         written = set() if self._is_here else {each.file for each in mapped if each.is_writable}
-        return [each for each in mapped if each.file not in written and not each.name.startswith(_NO_FILES)]
+        found: list[Mapped] = []
+        for each in mapped:
+            if each.file in written or each.name.startswith(_NO_FILES):
+                continue
+            if found and each.goes_on_from(found[-1]):
+                found[-1] = found[-1]._replace(end=each.end)
+            else:
+                found.append(each)
+        return found
 
     def _segment(self, mapped: Mapped, region: Region) -> Segment | None:
         key = mapped.file, mapped.is_writable
         if key not in self._files and (mapped.is_writable or len(self._files) < _MAX_FILES):
             self._files[key] = _opened(mapped)
         segment = self._files.get(key)
-        is_within = segment is not None and mapped.offset + region.end - mapped.start <= segment.size
-        return segment if is_within else None
+        if segment is None:
+            return None
+        end, size = mapped.offset + region.end - mapped.start, os.fstat(segment.fd).st_size
+        if end > -(-size // _PAGE) * _PAGE:
+            raise ValueError(f"{mapped.name} was truncated to {size} bytes, and its first {end} are used: map it again")
+        return segment if end <= size else None
 
 
 def _largest_file() -> int:
     """Return the bytes of the largest file that this process has open; 0 if there is none."""
     largest = 0
-    with contextlib.suppress(OSError):
-        for entry in os.listdir("/proc/self/fd"):
+    with contextlib.suppress(OSError):  # no /proc
+        for fd, name in open_files():
             with contextlib.suppress(OSError):  # closed meanwhile
-                about = os.stat(int(entry))
-                is_larger = stat.S_ISREG(about.st_mode) and about.st_size > largest
-                if is_larger and not os.readlink(f"/proc/self/fd/{entry}").startswith(_NO_FILES):
-                    largest = about.st_size
+                about = os.fstat(fd)
+                if stat.S_ISREG(about.st_mode) and not name.startswith(_NO_FILES):
+                    largest = max(largest, about.st_size)
     return largest
 
 
@@ -154,12 +209,12 @@ def _opened(mapped: Mapped) -> Segment | None:
             segment = _if_of(mapped, os.open(mapped.name, access | os.O_CLOEXEC))
             if segment is not None:
                 return segment
-    for entry in os.listdir("/proc/self/fd"):
+    for fd, _ in open_files():
         with contextlib.suppress(OSError):  # closed meanwhile
-            found = os.stat(int(entry))
-            allows = fcntl.fcntl(int(entry), fcntl.F_GETFL) & os.O_ACCMODE
+            found = os.fstat(fd)
+            allows = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
             if found.st_ino == mapped.file[1] and stat.S_ISREG(found.st_mode) and allows in (access, os.O_RDWR):
-                segment = _if_of(mapped, os.dup(int(entry)))
+                segment = _if_of(mapped, os.dup(fd))
                 if segment is not None:
                     return segment
     return None

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from nblaunch.machine.memory_maps import mappings
-
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE})
 """Errors of a write that has no disk: it is full, over a quota or limit, or gone."""
 LINUX = sys.platform == "linux"
@@ -27,9 +25,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 _OOM_LEVEL = 500
-_MADV_COLLAPSE = 25
-"""Linux 6.1; older kernels reject it."""
-_HUGE = 2 << 20
 _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 """Signals of the thread that has caused them: blocked, they would end the process without faulthandler's report."""
 _libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
@@ -105,32 +100,6 @@ def raise_oom_score() -> None:
             score = min(1000, int(file.read()) + _OOM_LEVEL)
             file.seek(0)
             file.write(str(score))
-
-
-def collapse_heap() -> Iterator[None]:
-    """Collapse this process's heap into huge pages, one at each step, where the system can.
-
-    A fork copies the page table, and importing torch fills 270 MB of small pages. With huge pages a fork takes 2.4 ms
-    instead of 8.2, and the child's exit 6 ms instead of 10. A write in a child splits the page, and still copies 4 KB.
-    """
-    if _libc is None:
-        return
-    madvise = _libc.madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for begin, end in anonymous_memory():
-        for address in range(-(-begin // _HUGE) * _HUGE, end - _HUGE + 1, _HUGE):
-            madvise(address, _HUGE, _MADV_COLLAPSE)
-            yield
-
-
-def anonymous_memory() -> list[tuple[int, int]]:
-    """Return the writable mappings of this process without a file; adjacent ones as one."""
-    found: list[tuple[int, int]] = []
-    for begin, end, mode, _, (_, inode), name in mappings():
-        if mode == "rw-p" and not inode and name in ("", "[heap]"):
-            joined = found.pop()[0] if found and found[-1][1] == begin else begin  # NumPy requests huge pages in parts
-            found.append((joined, end))
-    return found
 
 
 def thread_count() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import shutil
@@ -17,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nblaunch.machine import sealed_files
 from nblaunch.machine.limits import free_memory
@@ -270,7 +271,9 @@ def write(
     """
 
     def is_replaced(region: Region) -> bool:
-        return may_replace is not None and region.size >= _PAGED_BYTES and may_replace(region)
+        if may_replace is None or region.size < _PAGED_BYTES or not pages_are_replaceable():
+            return False
+        return may_replace(region)
 
     more = sum(region.size for region in regions if not is_replaced(region))
     where = _find_room(more, sum(region.size for region in regions), folder)
@@ -309,6 +312,24 @@ def _copy(region: Region, fd: int, offset: int, replace: bool) -> None:
             at += os.pwrite(fd, view[at:end], offset + at)
         if replace:
             _replace_pages(region.address + start, region.address + end, fd, offset + start)
+
+
+@functools.cache
+def pages_are_replaceable() -> bool:
+    """Return True if this process allocates with glibc's malloc, which never takes pages that it has kept for zeroed.
+
+    jemalloc does once it has called ``madvise(MADV_DONTNEED)``, after which a page of a segment has its bytes again:
+    ``numpy.zeros`` would return them.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.gnu_get_libc_version) and _address_of(libc.malloc) == _address_of(_libc.malloc)
+    except (OSError, AttributeError):  # musl, macOS
+        return False
+
+
+def _address_of(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value
 
 
 def _replace_pages(start: int, end: int, fd: int, offset: int) -> Region:
@@ -354,7 +375,7 @@ def fill(into: Region, source: memoryview, fd: int, offset: int) -> None:
         fd: The segment's descriptor; -1: there is none.
         offset: Of the bytes in the segment.
     """
-    may_map = sys.platform == "linux" and fd >= 0 and into.size >= _OWN_ALLOCATION_BYTES
+    may_map = fd >= 0 and into.size >= _OWN_ALLOCATION_BYTES and pages_are_replaceable()
     mapped = _replace_pages(into.address, into.end, fd, offset) if may_map else Region(into.address, 0)
     here, head, tail = into.view(), mapped.address - into.address, mapped.end - into.address
     here[:head] = source[:head]

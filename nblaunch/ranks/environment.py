@@ -157,6 +157,12 @@ def set_heap(spec: RankSpec, *, in_thread: bool = False) -> None:
         heap.keep_freed_memory(spec.local_world_size, in_thread=in_thread)
 
 
+def trim_heap(spec: RankSpec) -> None:
+    """Give freed memory back: this rank waits. The next task faults in again what it uses."""
+    if heap.keeps_freed_memory(spec.env):
+        heap.trim()
+
+
 def extend_path(path: Sequence[str]) -> None:
     """Put entries that this rank's ``sys.path`` lacks in front."""
     sys.path[:0] = [entry for entry in path if entry not in sys.path]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nblaunch.machine import processes
+from nblaunch.machine import heap, processes
 from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.machine.packages import KNOWN_SAFE, differs, edited, package_of
 from nblaunch.ranks import environment, worker
@@ -70,7 +70,7 @@ def build(message: Succeed, channel: Channel, predecessor: Hello) -> Hello:
     os.chdir(os.sep)
     worker.prepare()
     freeze_heap()
-    for _ in processes.collapse_heap():
+    for _ in heap.collapse():
         pass
     imported = predecessor.packages | (_packages() - present)
     return replace(predecessor, pid=os.getpid(), seconds=time.monotonic() - begin, packages=imported)

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nblaunch.machine import processes
+from nblaunch.machine import memory_maps, processes
 from nblaunch.machine.segments import Region
 from nblaunch.ranks import (
     environment,
@@ -158,7 +158,8 @@ def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
     if home is not None:
         home.examine = breakpoints.examine
     code, is_last = 0, False
-    while not is_last and (received := link.next_task()) is not None:
+    trim = functools.partial(environment.trim_heap, spec)
+    while not is_last and (received := link.next_task(trim)) is not None:
         task, fds = received
         is_last = task.is_last
         if task.acknowledge:
@@ -309,7 +310,7 @@ def _may_be_replaced() -> Callable[[Region], bool] | None:
     torch = sys.modules.get("torch")
     if not processes.LINUX or _user_threads() or (torch is not None and torch.cuda.is_initialized()):
         return None
-    plain = functools.cache(processes.anonymous_memory)  # called after pickling, which may make copies
+    plain = functools.cache(memory_maps.anonymous_memory)  # called after pickling, which may make copies
     return lambda region: any(start <= region.address and region.end <= end for start, end in plain())
 
 

@@ -280,17 +280,31 @@ def tensor_of_slice(received: StorageSlice, dtype: Any, shape: Any, strides: Any
 # ------------------------------------------------------------------ arrays
 def _reduce_array(array: Any, buffers: BufferSink) -> tuple[Any, ...] | None:
     """Reduce an array that NumPy would copy into the pickle; return None where NumPy's own reduction is right."""
+    if array.dtype.hasobject or not array.nbytes:
+        return None
+    is_writable = array.flags.writeable
     is_large, is_whole = array.nbytes >= MIN_BUFFER_BYTES, array.flags.c_contiguous or array.flags.f_contiguous
+    has_buffer = array.dtype.kind not in "mMV" or _has_buffer(array)
     is_view = getattr(array.base, "nbytes", 0) >= MIN_BUFFER_BYTES  # its base may be sent too
     is_mapped = _is_mapped(array)
-    if array.dtype.hasobject or not array.nbytes or not (is_mapped or (not is_whole if is_large else is_view)):
-        return None
+    if not (is_mapped or (not (is_whole and has_buffer) if is_large else is_view)):
+        if (is_whole and has_buffer) or (is_writable and (array.dtype.isnative or not has_buffer)):
+            return None
+        return array_of_copy, (array.copy(), is_writable)  # NumPy's reduction loses the flag and the byte order
     start = array.__array_interface__["data"][0]
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     low = start + sum(step for step in steps if step < 0)
     span = start + sum(step for step in steps if step > 0) + array.itemsize - low
     buffer = buffers.add_strided(array, Region(low, span), is_mapped=is_mapped)
-    return strided_array, (buffer, array.dtype, array.shape, start - low, array.strides, span, array.flags.writeable)
+    return strided_array, (buffer, array.dtype, array.shape, start - low, array.strides, span, is_writable)
+
+
+def _has_buffer(array: Any) -> bool:
+    """Return False for an array that NumPy always copies into the pickle, such as one of dates."""
+    try:
+        return memoryview(array).nbytes >= 0
+    except (ValueError, BufferError):
+        return False
 
 
 def _is_mapped(array: Any) -> bool:
@@ -336,6 +350,12 @@ def strided_array(
         array = numpy.ndarray(shape, dtype, memory, offset, strides)
     else:
         array = numpy.ndarray(shape, dtype, memory)
+    array.flags.writeable = writeable
+    return array
+
+
+def array_of_copy(array: Any, writeable: bool) -> Any:
+    """Return a received array, which is read-only if the sender's is."""
     array.flags.writeable = writeable
     return array
 

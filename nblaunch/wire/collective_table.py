@@ -124,27 +124,27 @@ class CollectiveRows:
             number = len(self._groups) if len(self._groups) < ROWS else self._free_row()
         self._groups.pop(begun.group, None)
         self._groups[begun.group] = number  # the last is the one used last
-        at, version = self._base + number * _ROW.size, self._versions[number] + 2
-        self._versions[number] = version
         texts = (begun.group, begun.members, begun.call, begun.detail, begun.file)
         encoded = [text.encode(errors="replace") for text in texts]
-        row = _ROW.pack(version - 1, begun.count, begun.line, begun.time_ns, *encoded)
-        _VERSION.pack_into(self._map, at, version - 1)
-        self._map[at : at + _ROW.size] = row
-        _VERSION.pack_into(self._map, at, version)
+        row = _ROW.pack(0, begun.count, begun.line, begun.time_ns, *encoded)
+        self._update(number, (_VERSION.size, row[_VERSION.size :]))
 
     def repeat(self, group: str, count: int, time_ns: int) -> bool:
         """Write that a group has begun its last call again. Return False if another group was used since."""
         if self._map is None or os.getpid() != self._owner or next(reversed(self._groups), None) != group:
             return False
-        number = self._groups[group]
+        self._update(self._groups[group], (_COUNT_AT, _NUMBER.pack(count)), (_TIME_AT, _NUMBER.pack(time_ns)))
+        return True
+
+    def _update(self, number: int, *parts: tuple[int, bytes]) -> None:
+        """Write parts of a row, each at its offset, under an odd version; then the next even one."""
+        assert self._map is not None
         at, version = self._base + number * _ROW.size, self._versions[number] + 2
         self._versions[number] = version
         _VERSION.pack_into(self._map, at, version - 1)
-        _NUMBER.pack_into(self._map, at + _COUNT_AT, count)
-        _NUMBER.pack_into(self._map, at + _TIME_AT, time_ns)
+        for offset, part in parts:
+            self._map[at + offset : at + offset + len(part)] = part
         _VERSION.pack_into(self._map, at, version)
-        return True
 
     def _free_row(self) -> int:
         """Take the row of the group whose last use was first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import gc
@@ -439,6 +440,127 @@ def test_an_object_is_created_again_only_if_that_changes_nothing(notebook: Noteb
     assert file.read_bytes() == b"an archive"
     assert "best = [1, 2]" in notebook.script("best")
     assert not notebook.names["seen"]
+
+
+BACKBONE = "import torch\nfrom torch import nn\nbase = nn.Sequential(nn.Linear(2, 3))"
+HEAD = """class Net(nn.Module):
+    def __init__(self{parameter}):
+        super().__init__()
+        self.body = base
+        self.body[0] = nn.Linear(2, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("cells", "held"),
+    [
+        ([HEAD.format(parameter=", base"), "net = Net(base)"], "base[0].weight"),
+        ([HEAD.format(parameter=""), "net = Net()"], "base[0].weight"),
+        (["net = nn.Sequential(base).half()", "net.float()"], "base[0].weight"),
+        (["net = nn.Sequential(base)", "base.eval()"], "base.training"),
+        (["net = nn.Sequential(base).eval()", "base.train()"], "base.training"),
+        (["rows = iter(range(9))", "net = list(zip(range(3), rows))"], "rows.__reduce__()"),
+        (["rows = [iter(range(9))]", "net = list(zip(range(3), rows[0]))"], "rows[0].__reduce__()"),
+        (["rows = iter(range(9))", "net = 3 in rows"], "rows.__reduce__()"),
+        (["from collections import *", "seen = defaultdict(list)", "net = len(seen[1])", "seen.clear()"], "dict(seen)"),
+        (
+            [
+                "from dataclasses import *\nfrom itertools import count\nnumbers = count()",
+                "@dataclass\nclass Named:\n    number: int = field(default_factory=lambda: next(numbers))",
+                "net = Named()",
+            ],
+            "str(numbers)",
+        ),
+        (
+            [
+                "class Deep(nn.Module):\n    def __init__(self, sizes):\n        super().__init__()\n"
+                "        self.layers = nn.ModuleList([nn.Linear(2, sizes.pop())])",
+                "sizes = [4, 4]",
+                "net = Deep(sizes)",
+            ],
+            "sizes",
+        ),
+        (
+            [
+                "class Deep(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+                "        config.sizes['made'] = config.made = config.made + 1",
+                "class Config:\n    sizes, made = {}, 0\nconfig = Config()\nconfig.sizes = {}",
+                "net = Deep(config)",
+            ],
+            "config.made, config.sizes",
+        ),
+        (
+            [
+                "class Deep(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.reset()\n"
+                "    @staticmethod\n    def reset():\n        nn.init.zeros_(base[0].weight)",
+                "net = Deep()",
+            ],
+            "base[0].weight",
+        ),
+    ],
+)
+def test_an_export_changes_nothing_of_the_notebooks(notebook: Notebook, cells: list[str], held: str) -> None:
+    def copy_of_held() -> Any:
+        found = eval(held, notebook.names)
+        return found.tolist() if isinstance(found, torch.Tensor) else str(found)
+
+    for cell in [BACKBONE, *cells]:
+        notebook.run(cell)
+    with torch.no_grad():
+        notebook.names["base"][0].weight.fill_(0.1234567)  # training
+    before = copy_of_held()
+
+    notebook.needed("net")
+
+    assert copy_of_held() == before
+
+
+def test_sizes_of_tensors_let_a_module_be_created_again(notebook: Notebook) -> None:
+    notebook.run("import torch\nX = torch.ones(4, 3)")
+    notebook.run(
+        "class Net(torch.nn.Linear):\n    def __init__(self, inputs):\n        super().__init__(inputs, X.shape[1])"
+    )
+    notebook.run("net = Net(int(X.shape[1])).eval()")
+
+    assert "net = Net(int(X.shape[1])).eval()" in notebook.script("net")
+
+
+def test_a_data_frame_is_created_again(notebook: Notebook) -> None:
+    notebook.run('import pandas as pd\nframe = pd.DataFrame({"a": [1, 2]})')
+
+    assert 'frame = pd.DataFrame({"a": [1, 2]})' in notebook.script("frame")
+
+
+def test_an_export_downloads_no_dataset(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Digits:
+        downloads = 0
+
+        def __init__(self, root: str, download: bool = False) -> None:
+            self.root = root
+            Digits.downloads += download
+
+    Digits.__module__, Digits.__qualname__ = "torchvision.datasets.digits", "Digits"
+    module: Any = types.ModuleType(Digits.__module__)
+    module.Digits = Digits
+    monkeypatch.setitem(__import__("sys").modules, Digits.__module__, module)
+    notebook.run("from torchvision.datasets.digits import Digits\ndigits = Digits('data', download=True)")
+
+    assert "digits = Digits('data', download=True)" in notebook.script("digits")
+    assert Digits.downloads == 1
+
+
+def test_an_export_restores_the_random_states_of_gpus(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [1, 2]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(states))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda found: states.__setitem__(slice(None), found))
+    notebook.run("import torch\nclass Net(torch.nn.Module):\n    def __init__(self):\n        draw()\n")
+    notebook.names["draw"] = lambda: states.append(3)
+
+    with pytest.raises(AttributeError, match="no attribute 'weight'"):
+        literals.repeat(ast.parse("Net().weight", mode="eval").body, notebook.names)
+
+    assert states == [1, 2]
 
 
 def test_too_much_data_is_refused(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import heap
+from nblaunch.machine.processes import own_memory
+from nblaunch.ranks import environment
 
 MB = 1 << 20
 
@@ -45,5 +50,33 @@ def test_many_ranks_on_little_memory_keep_less(processes: int, gigabytes: int, k
 
 
 def test_a_libc_without_mallopt_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(heap, "_mallopt", None)
+    monkeypatch.setattr(heap, "_trim", None)
     heap.keep_freed_memory(2)
+    heap.trim()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc is Linux's")
+def test_trimming_gives_back_what_lies_below_memory_in_use() -> None:
+    libc, size = ctypes.CDLL(None), 100 << 10
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    *freed, last = [libc.malloc(size) for _ in range(1000)]
+    for address in freed:
+        ctypes.memset(address, 1, size)
+    for address in freed:
+        libc.free(address)
+    before = own_memory()
+    heap.trim()
+    assert before - own_memory() > 50 * MB
+    libc.free(last)
+
+
+@pytest.mark.parametrize(("env", "trims"), [({}, 1), ({"NBLAUNCH_MALLOC": "0"}, 0), ({"MALLOC_ARENA_MAX": "2"}, 0)])
+def test_only_a_heap_that_nblaunch_has_set_is_trimmed(
+    env: dict[str, str], trims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(heap, "_trim", trimmed.append)
+    spec: Any = SimpleNamespace(env=env)
+    environment.trim_heap(spec)
+    assert len(trimmed) == trims

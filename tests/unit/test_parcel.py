@@ -15,6 +15,7 @@ import tracemalloc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1026,6 +1027,55 @@ def test_pages_that_the_system_will_not_replace_stay(monkeypatch: pytest.MonkeyP
     assert asked
     assert torch.equal(unpack([os.dup(fd) for fd in outgoing.fds]), value)
     outgoing.close()
+
+
+@pytest.mark.parametrize("size", [9, LARGE])
+@pytest.mark.parametrize("dtype", [">i4", "<f8", "M8[s]", "m8[D]", [("at", "M8[s]"), ("what", "i4")]], ids=str)
+@pytest.mark.parametrize("view", [lambda array: array, lambda array: array[::3], lambda array: array[::-1].T])
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_arrays_keep_their_dtype_and_read_only_stays(
+    size: int, dtype: Any, view: Callable[[Any], Any], is_writable: bool
+) -> None:
+    array = view(np.arange(9 * size).view(dtype)[: 3 * size].reshape(size, 3))
+    array.flags.writeable = is_writable
+    arrived = sent(array)
+    assert (arrived.dtype, arrived.flags.writeable) == (array.dtype, is_writable)
+    assert np.array_equal(arrived, array)
+
+
+@pytest.mark.parametrize("dtype", ["M8[s]", [("at", "M8[s]"), ("what", "i4")]], ids=str)
+def test_many_dates_are_in_memory_once(dtype: Any) -> None:
+    """NumPy copies them into the pickle, as they have no buffer."""
+    outgoing = packed(np.ones(LARGE, dtype))
+    assert os.fstat(outgoing.fds[0]).st_size < 2000
+    outgoing.close()
+
+
+@pytest.mark.parametrize("preloaded", ["malloc", "free"])
+def test_pages_of_another_malloc_are_not_replaced(preloaded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """jemalloc takes pages that it has kept for zeroed: `numpy.zeros` would return a segment's bytes."""
+    replaced: list[int] = []
+
+    def note(start: int, *rest: int) -> Region:
+        replaced.append(start)
+        return Region(start, 0)
+
+    libc = segments._libc
+    monkeypatch.setattr(segments, "_replace_pages", note)
+    with monkeypatch.context() as patched:
+        patched.setattr(segments, "_libc", SimpleNamespace(malloc=getattr(libc, preloaded)))
+        segments.pages_are_replaceable.cache_clear()
+        is_glibcs = segments.pages_are_replaceable()
+    try:
+        value, data = torch.ones(MB), bytes(segments._OWN_ALLOCATION_BYTES)
+        outgoing = pack(lambda found: (value, data), UncachedStore(Path("/nowhere"), lambda region: True))
+        assert len(replaced) == 2 * is_glibcs
+        assert unpack([os.dup(fd) for fd in outgoing.fds])[1] == data
+        outgoing.close()
+        assert len(replaced) == 3 * is_glibcs
+        assert is_glibcs is (preloaded == "malloc")
+    finally:
+        segments.pages_are_replaceable.cache_clear()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -222,7 +222,7 @@ class ExportedNames:
                 survey = Survey(value)
                 again = literals.repeat(expression, self.names)
                 if saved_values.is_module(value):
-                    again.train(value.training)
+                    saved_values.set_mode(again, value.training, self.names.values())
                 repeated = Survey(again)
                 if type(again) is not type(value):
                     continue

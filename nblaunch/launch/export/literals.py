@@ -6,16 +6,22 @@ import ast
 import builtins
 import cmath
 import contextlib
+import copy
 import dataclasses
 import enum
 import pathlib
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from nblaunch.launch.export import saved_values
+from nblaunch.transfer import pickling
+
 MAX_LITERAL_CHARS = 2000
+_MAX_SEARCHED = 100_000
+"""Elements in which containers are searched for."""
 _PLAIN = (type(None), bool, int, bytes, type(...), range)
 _SIZED = (str, bytes, list, tuple, set, frozenset, dict)
 _BUILTINS = frozenset({"abs", "len", "max", "min", "round", "sorted", "sum"})
@@ -33,6 +39,9 @@ _PACKAGES = (
     *("torch.utils.data.", "torchvision.datasets.", "torchvision.transforms.", "transformers.models."),
 )
 """Modules and packages whose classes only keep their arguments or read files: creating an object changes nothing."""
+_OF_PANDAS = ("DataFrame", "Series", "Index", "Timestamp", "Timedelta")  # an ExcelWriter empties its file
+_KEEPING = "torch.nn.modules."
+"""Its modules leave those that they are given as they are."""
 _METHODS = frozenset({"parameters", "named_parameters"})
 """Methods of a module that change nothing."""
 _METHODS_OF_NEW = frozenset({"to", "cuda", "cpu", "eval", "train", "float", "double", "half"})
@@ -158,24 +167,29 @@ def is_repeatable(node: ast.expr, names: Mapping[str, Any], hidden: frozenset[st
             return False
         if isinstance(each, ast.Name) and (each.id in hidden or not (each.id in names or each.id in vars(builtins))):
             return False
-        if isinstance(each, ast.Call) and not _is_harmless(each.func, names):
+        if isinstance(_held(each, names), Iterator):  # `list` and others would consume it
+            return False
+        if isinstance(each, ast.Call) and not _is_harmless(each, names):
             return False
         if isinstance(each, ast.keyword) and each.arg == "key":  # `sorted` calls it
             return False
     return True
 
 
-def _is_harmless(function: ast.expr, names: Mapping[str, Any]) -> bool:
+def _is_harmless(call: ast.Call, names: Mapping[str, Any]) -> bool:
     """Return True if a call computes a number, or creates an object and changes nothing by it.
 
     Of other classes this is not known: ``zipfile.ZipFile(file, "w")`` empties a file, a scheduler of torch changes its
-    optimizer.
+    optimizer. A module of the user's may change one that it is given or finds in a global: replace its last layer.
     """
-    torch = sys.modules.get("torch")
+    torch, function = sys.modules.get("torch"), call.func
     modules: tuple[type, ...] = () if torch is None else (torch.nn.Module,)
     called = _look_up(function, names)
     if isinstance(called, type):
-        return issubclass(called, modules) or _is_plain_dataclass(called) or _only_creates(called)
+        if torch is not None and issubclass(called, modules):
+            is_known = called.__module__.startswith(_KEEPING)
+            return is_known or not (_is_given_tensors(call, names) or _uses_weights(called, torch.nn.Parameter))
+        return _only_creates(called) or (_is_plain_dataclass(called) and not _calls_factory(called, call))
     if any(called is getattr(builtins, name) for name in _BUILTINS):
         return True
     if torch is not None and any(called is getattr(torch.cuda, name) for name in _OF_CUDA):
@@ -183,14 +197,61 @@ def _is_harmless(function: ast.expr, names: Mapping[str, Any]) -> bool:
     if isinstance(function, ast.Attribute):
         if isinstance(function.value, ast.Name):
             return function.attr in _METHODS and isinstance(names.get(function.value.id), modules)
-        made = _look_up(function.value.func, names) if isinstance(function.value, ast.Call) else None
-        is_new = isinstance(made, type) and issubclass(made, modules)
-        return is_new and function.attr in _METHODS_OF_NEW
+        if isinstance(function.value, ast.Call) and function.attr in _METHODS_OF_NEW:
+            made = _look_up(function.value.func, names)
+            is_new = isinstance(made, type) and issubclass(made, modules)
+            return is_new and not _is_given_tensors(function.value, names)
+    return False
+
+
+def _is_given_tensors(call: ast.Call, names: Mapping[str, Any]) -> bool:
+    """Return True if arguments of a call hold tensors that the notebook has already; also if that is unknown."""
+    try:
+        return any(saved_values.Survey(value).tensors for value in _given(call, names))
+    except Exception:  # noqa: BLE001  # the user's classes may raise anything
+        return True
+
+
+def _given(node: ast.AST, names: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the values that a call's arguments get from the notebook, not those of calls inside them."""
+    parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.Call):
+        parts = (*node.args, *(keyword.value for keyword in node.keywords))
+    for part in parts:
+        if any(isinstance(each, ast.Call) for each in ast.walk(part)):
+            yield from _given(part, names)
+        elif isinstance(part, ast.expr) and not isinstance(part, ast.Constant):
+            yield _evaluate(part.value if isinstance(part, ast.Starred) else part, names)
+
+
+def _uses_weights(kind: type, parameter: type) -> bool:
+    """Return True if the code of a class that a cell defines refers to parameters in globals; also if unknown."""
+    seen: dict[int, Any] = {}
+    waiting: list[Any] = [kind]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, types.ModuleType):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, (type, types.FunctionType)):
+            if not pickling.is_sent_by_value(value):
+                continue
+            if isinstance(value, type):
+                waiting += value.__bases__
+                waiting += (getattr(each, "__func__", each) for each in vars(value).values() if callable(each))
+            else:
+                waiting += pickling.names_of(value).values()
+            continue
+        try:
+            if any(isinstance(each, parameter) for each in saved_values.Survey(value).tensors.values()):
+                return True
+        except Exception:  # noqa: BLE001  # the user's classes may raise anything
+            return True
     return False
 
 
 def _only_creates(kind: type) -> bool:
-    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    torch, numpy, pandas = (sys.modules.get(name) for name in ("torch", "numpy", "pandas"))
     return (
         kind in _TYPES
         or kind.__module__ in _MODULES
@@ -198,7 +259,28 @@ def _only_creates(kind: type) -> bool:
         or issubclass(kind, pathlib.PurePath)
         or (torch is not None and issubclass(kind, (torch.optim.Optimizer, torch.Generator, torch.device, torch.Size)))
         or (numpy is not None and issubclass(kind, (numpy.generic, numpy.dtype)))
+        or any(kind is getattr(pandas, name, None) for name in _OF_PANDAS)
     )
+
+
+def _calls_factory(kind: Any, call: ast.Call) -> bool:
+    """Return True if creating a dataclass calls a function of the user's for a field that is not given."""
+    given = {keyword.arg for keyword in call.keywords}
+    rest = [field for field in dataclasses.fields(kind)[len(call.args) :] if field.name not in given]
+    return any(field.default_factory not in (dataclasses.MISSING, *_TYPES) for field in rest)
+
+
+def _held(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    """Return the value of a name, attribute or element, where no code of the user's runs for it; else None."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(_held(node.value, names), "__dict__", {}).get(node.attr)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        owner = _held(node.value, names)
+        with contextlib.suppress(LookupError, TypeError):
+            return owner[node.slice.value] if type(owner) in (dict, list, tuple) else None
+    return None
 
 
 def _look_up(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -213,13 +295,60 @@ def _look_up(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def repeat(node: ast.expr, names: dict[str, Any]) -> Any:
-    """Return the expression's value. Random states stay as they are.
+    """Return the expression's value. Random states stay as they are, as do the containers that the expression uses.
+
+    Datasets that the expression downloads are only read, as a download would replace files that have changed.
 
     Raises:
         Exception: The expression raised it.
     """
-    with _own_random_states():
-        return eval(compile(ast.Expression(node), "<export>", "eval"), dict(names))
+    node = copy.deepcopy(node)
+    for each in ast.walk(node):
+        if isinstance(each, ast.keyword) and each.arg == "download":
+            each.value = ast.copy_location(ast.Constant(False), each.value)
+    used = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    with _own_random_states(), _own_containers([names[name] for name in used if name in names]):
+        return _evaluate(node, names)
+
+
+def _evaluate(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    return eval(compile(ast.Expression(node), "<export>", "eval"), dict(names))
+
+
+@contextlib.contextmanager
+def _own_containers(values: Iterable[Any]) -> Iterator[None]:
+    """Undo what happens to containers and attributes: reading a defaultdict adds keys, a user's class may pop some."""
+    kept = [(each, _items(each)) for each in _containers(values)]
+    try:
+        yield
+    finally:
+        for each, items in kept:
+            now = _items(each)
+            if len(now) != len(items) or any(one is not other for one, other in zip(now, items, strict=True)):
+                each.clear()
+                each.extend(items) if isinstance(each, list) else each.update(
+                    zip(items[::2], items[1::2], strict=True) if isinstance(each, dict) else items
+                )
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Return the lists, dicts and sets among values and inside them, and the attributes of the user's objects."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting and len(waiting) < _MAX_SEARCHED:
+        value = waiting.pop()
+        kind = type(value)
+        if kind.__module__ == "__main__" or kind.__module__ in _MODULES:
+            waiting.append(getattr(value, "__dict__", None))
+        if isinstance(value, (list, dict, set, tuple)) and id(value) not in found:
+            found[id(value)] = value
+            waiting += _items(value)
+    return [each for each in found.values() if not isinstance(each, tuple)]
+
+
+def _items(container: Any) -> list[Any]:
+    """Return the elements of a container; keys and values of a dict in turn."""
+    return [part for pair in container.items() for part in pair] if isinstance(container, dict) else list(container)
 
 
 @contextlib.contextmanager
@@ -228,6 +357,8 @@ def _own_random_states() -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = None if numpy_random is None else numpy_random.get_state()
     torch_state = None if torch is None else torch.get_rng_state()
+    has_cuda = torch is not None and torch.cuda.is_initialized()
+    cuda_states = torch.cuda.get_rng_state_all() if torch is not None and has_cuda else []
     try:
         yield
     finally:
@@ -236,3 +367,4 @@ def _own_random_states() -> Iterator[None]:
             numpy_random.set_state(numpy_state)
         if torch is not None:
             torch.set_rng_state(torch_state)
+            torch.cuda.set_rng_state_all(cuda_states)

@@ -7,6 +7,7 @@ import io
 import pickle
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from nblaunch.transfer import pickling
@@ -81,6 +82,14 @@ def is_same_module(module: Any, value: Survey, again: Survey) -> bool:
         id(one) in loaded or torch.equal(one, other)
         for one, other in zip(value.tensors.values(), again.tensors.values(), strict=True)
     )
+
+
+def set_mode(module: Any, is_training: bool, others: Iterable[Any]) -> None:
+    """Set a module to training or evaluation; those of the others that it contains keep theirs."""
+    modes = [(each, each.training) for other in others if is_module(other) for each in other.modules()]
+    module.train(is_training)
+    for each, mode in modes:
+        each.training = mode
 
 
 def _has_same_memory(one: Any, other: Any) -> bool:
