@@ -91,7 +91,9 @@ def _abort_on_gpus() -> None:
     ended: list[threading.Lock] = []
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(Exception):  # a group without a backend on a GPU
-            abort = getattr(group._get_backend(sys.modules["torch"].device("cuda")), "abort", None)
+            backend = group._get_backend(sys.modules["torch"].device("cuda"))
+            backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+            abort = getattr(backend, "abort", None)  # torch 2.4 and 2.5 have none
             if abort is not None:
                 ended.append(threading.Lock())
                 ended[-1].acquire()
