@@ -18,7 +18,7 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.machine import inventory, timeouts
 from nblaunch.machine.inventory import has_used_cuda, this_machine
-from nblaunch.ranks import error_report, group_sockets
+from nblaunch.ranks import error_report, group_sockets, process_group
 from nblaunch.ranks.server_builder import fork_problem
 from nblaunch.wire.messages import Failed, GpuMemory
 
@@ -206,6 +206,38 @@ def test_a_communicator_whose_calls_are_checked_is_aborted(monkeypatch: pytest.M
     monkeypatch.setattr(sys.modules[__name__], "FakeGroup", CheckedGroup)
     abort_all(monkeypatch, lambda: ended.append(1))
     assert ended == [1]
+
+
+@pytest.mark.parametrize(("hangs", "calls"), [(False, ["work of 1", "destroy"]), (True, ["abort", "destroy"])])
+def test_a_collective_that_hangs_is_aborted_before_its_group(
+    hangs: bool, calls: list[str], gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's would keep the group from being destroyed."""
+    said, may_end, has_ended = [], threading.Event(), threading.Event()
+
+    def synchronize(device: int) -> None:
+        if hangs:
+            may_end.wait()
+        else:
+            said.append(f"work of {device}")  # of the main thread's current device
+        has_ended.set()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(timeouts, "GPU_WORK_TIMEOUT_S", 0.01 if hangs else 60.0)
+    monkeypatch.setattr(group_sockets, "_abort_on_gpus", lambda: said.append("abort"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: said.append("destroy"))
+    process_group.leave()
+    assert said == calls
+    process_group.leave(is_last=True)  # the process ends: nothing is kept waiting
+    assert said == [*calls, "destroy"]
+    may_end.set()
+    assert has_ended.wait(60)
+
+
+def test_a_group_on_the_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("asked"))
+    group_sockets.finish_on_gpus()
 
 
 def test_torch_has_what_an_abort_needs() -> None:
