@@ -111,9 +111,10 @@ def finish_on_gpus() -> None:
     torch: Any = sys.modules["torch"]
     if not torch.cuda.is_initialized():
         return
-    ended = _begin(functools.partial(torch.cuda.synchronize, torch.cuda.current_device()))
-    if not ended.acquire(timeout=timeouts.GPU_WORK_TIMEOUT_S):
-        _abort_on_gpus()
+    with contextlib.suppress(Exception):  # CUDA's errors, of calls before: the user has seen them
+        ended = _begin(functools.partial(torch.cuda.synchronize, torch.cuda.current_device()))
+        if not ended.acquire(timeout=timeouts.GPU_WORK_TIMEOUT_S):
+            _abort_on_gpus()
 
 
 def _begin(call: Callable[[], None]) -> threading.Lock:

@@ -235,6 +235,11 @@ def test_a_collective_that_hangs_is_aborted_before_its_group(
     assert has_ended.wait(60)
 
 
+def test_a_broken_cuda_does_not_keep_the_group(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1 // 0)
+    group_sockets.finish_on_gpus()
+
+
 def test_a_group_on_the_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("asked"))
     group_sockets.finish_on_gpus()
