@@ -73,8 +73,8 @@ def has_used_cuda() -> bool:
 
     ``torch.cuda.is_available()`` is enough: it initializes the driver, but not torch.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # a thread may be importing it
+    if is_initialized is not None and is_initialized():
         return True
     if sys.platform == "win32":
         return False  # make_plan refuses Windows

@@ -94,7 +94,7 @@ def _abort_on_gpus() -> None:
         with contextlib.suppress(Exception):  # a group without a backend on a GPU
             backend = group._get_backend(sys.modules["torch"].device("cuda"))
             backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-            abort = getattr(backend, "abort", None)  # torch 2.4 and 2.5 have none
+            abort = getattr(backend, "abort", None)  # old versions of torch have none
             if abort is not None:
                 ended.append(_begin(abort))
     deadline = time.monotonic() + timeouts.ABORT_TIMEOUT_S

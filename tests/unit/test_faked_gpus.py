@@ -76,6 +76,11 @@ def test_torch_knows_that_cuda_was_used(monkeypatch: pytest.MonkeyPatch) -> None
     assert has_used_cuda()
 
 
+def test_a_thread_may_be_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace())
+    assert not has_used_cuda()
+
+
 # ------------------------------------------------------------------ out of memory
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
