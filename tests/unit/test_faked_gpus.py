@@ -71,12 +71,14 @@ def test_the_question_does_not_load_the_driver(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_torch_knows_that_cuda_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "_CUDA_DRIVER", "libnone.so.1")  # other tests may have loaded it
     assert not has_used_cuda()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert has_used_cuda()
 
 
 def test_a_thread_may_be_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "_CUDA_DRIVER", "libnone.so.1")
     monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace())
     assert not has_used_cuda()
 
