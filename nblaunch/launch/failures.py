@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import re
@@ -354,15 +355,24 @@ def _add_memory_notes(error: BaseException, failed: Failed) -> None:
             f"Rank {failed.rank} held {_gigabytes(gpu.reserved)} on {gpu.device}, {_gigabytes(gpu.tensors)} of it in "
             f"tensors. Of the GPU's {_gigabytes(gpu.total)}, {_gigabytes(gpu.free)} were free",
         )
-    torch = sys.modules.get("torch")
-    if torch is None or type(error).__name__ != "OutOfMemoryError" or not torch.cuda.is_initialized():
+    if type(error).__name__ != "OutOfMemoryError":
         return
-    reserved = {f"cuda:{index}": torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
-    if held := [f"{_gigabytes(size)} on {device}" for device, size in reserved.items() if size]:
+    held: list[str] = []
+    with contextlib.suppress(Exception):  # CUDA's errors; best effort: must never replace the rank's exception
+        held = _held_by_notebook()
+    if held:
         _add_note(
             error,
             f"The notebook itself holds {' and '.join(held)}: delete tensors there, then call torch.cuda.empty_cache()",
         )
+
+
+def _held_by_notebook() -> list[str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    reserved = {f"cuda:{index}": torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())}
+    return [f"{_gigabytes(size)} on {device}" for device, size in reserved.items() if size]
 
 
 def _gigabytes(size: int) -> str:

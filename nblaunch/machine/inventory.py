@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import importlib
 import os
@@ -12,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nblaunch.machine.limits import usable_cpus
-from nblaunch.machine.processes import open_files
 
 LOOPBACK = "127.0.0.1"
 _UNLIMITED_DESCRIPTORS = 1 << 20
-_CUDA_DEVICE = "/dev/nvidia-uvm"
-"""A process has it open from CUDA's initialization on. NVML opens other devices only."""
+_CUDA_DRIVER = "libcuda.so.1"
+_CUDA_ERROR_NOT_INITIALIZED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,11 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return the machine as the kernel sees it now. Counting GPUs does not initialize CUDA."""
+    """Return the machine as the kernel sees it now.
+
+    Counting GPUs does not initialize CUDA, unless NVML is absent or ``CUDA_VISIBLE_DEVICES`` names MIG slices: then
+    torch asks the CUDA driver.
+    """
     _import_torch()
     return Machine(_visible_gpus(), usable_cpus(), sys.platform, dict(os.environ), free_descriptors=free_descriptors())
 
@@ -69,13 +73,17 @@ def has_used_cuda() -> bool:
 
     ``torch.cuda.is_available()`` is enough: it initializes the driver, but not torch.
     """
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # a thread may be importing it
+    if is_initialized is not None and is_initialized():
         return True
+    if sys.platform == "win32":
+        return False  # make_plan refuses Windows
     try:
-        return any(target == _CUDA_DEVICE for _, target in open_files())
+        driver = ctypes.CDLL(_CUDA_DRIVER, os.RTLD_NOLOAD)
     except OSError:
-        return False  # no /proc, hence no CUDA
+        return False  # not loaded, hence not used
+    status: int = driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))  # changes nothing
+    return status != _CUDA_ERROR_NOT_INITIALIZED
 
 
 def _import_torch() -> None:

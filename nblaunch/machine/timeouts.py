@@ -39,6 +39,8 @@ FORK_POLL_S = 0.0005
 """Between checks of these threads."""
 ABORT_TIMEOUT_S = 2.0
 """For the communicators of a rank's GPU to end. Its connections are cut then, too."""
+GPU_WORK_TIMEOUT_S = 10.0
+"""For a rank's GPU to finish before its process group is replaced. Then a collective counts as one that never ends."""
 PROGRESS_INTERVAL_S = 0.1
 """Between two progress records of one bar."""
 WORKER_START_TIMEOUT_S = 2.0

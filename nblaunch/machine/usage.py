@@ -125,7 +125,7 @@ class _Gpus:
             self._handles = self._attempt(self._find) or []
         if not self._handles:
             return None, None
-        handle = self._handles[rank % len(self._handles)]  # as in `Plan.device_of`
+        handle = self._handles[rank % len(self._handles)]  # as `make_plan` places ranks
         busy = self._attempt(lambda: self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         return busy, self._attempt(lambda: self._memory(handle, members))
 
@@ -170,8 +170,10 @@ class _Gpus:
             for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle)
             if process.usedGpuMemory is not None
         }
-        if any(map(psutil.pid_exists, known)):  # else the pids are of another namespace, as in a container
+        is_member = any(pid in known for pid in members)
+        if is_member or (known and all(map(psutil.pid_exists, known))):
             return sum(known.get(pid, 0) for pid in members)
+        # Some or all pids are of another namespace, as in a container, where one may exist by chance.
         return int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import sys
 import time
 import traceback
@@ -16,6 +17,8 @@ from nblaunch.wire.messages import Failed, GpuMemory
 
 _COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "pair closure", "NCCL")
 _MAX_TEXT_CHARS = 100_000
+_FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
+"""In torch's message; a rank may use several GPUs."""
 _log = logging.getLogger(__name__)
 
 
@@ -83,12 +86,15 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _gpu_memory(error: BaseException) -> GpuMemory | None:
-    """Return what this rank holds on its GPU if the GPU is out of memory; the traceback keeps the tensors alive."""
+    """Return what this rank holds on the GPU that is out of memory; the traceback keeps the tensors alive."""
     torch = sys.modules.get("torch")
-    if torch is None or type(error).__name__ != "OutOfMemoryError" or not torch.cuda.is_initialized():
+    if torch is None or type(error).__name__ != "OutOfMemoryError":
         return None
     try:
-        device = torch.cuda.current_device()
+        if not torch.cuda.is_initialized():
+            return None
+        full = _FULL_GPU.search(text_of(error))
+        device = int(full[1]) if full else torch.cuda.current_device()
         tensors, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
         return GpuMemory(f"cuda:{device}", tensors, reserved, *torch.cuda.mem_get_info(device))
     except Exception:  # noqa: BLE001  # CUDA's errors; best effort: must never hide the user's exception

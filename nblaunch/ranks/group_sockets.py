@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -88,23 +89,46 @@ def _abort_on_gpus() -> None:
     dist: Any = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return
-    ended: list[threading.Lock] = []
+    ended = []
     for group in list(dist.distributed_c10d._world.pg_map):
         with contextlib.suppress(Exception):  # a group without a backend on a GPU
-            abort = getattr(group._get_backend(sys.modules["torch"].device("cuda")), "abort", None)
+            backend = group._get_backend(sys.modules["torch"].device("cuda"))
+            backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+            abort = getattr(backend, "abort", None)  # old versions of torch have none
             if abort is not None:
-                ended.append(threading.Lock())
-                ended[-1].acquire()
-                _thread.start_new_thread(_abort, (abort, ended[-1]))  # `threading` must list the user's threads only
+                ended.append(_begin(abort))
     deadline = time.monotonic() + timeouts.ABORT_TIMEOUT_S
     for lock in ended:
         lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
 
 
-def _abort(abort: Callable[[], None], ended: threading.Lock) -> None:
+def finish_on_gpus() -> None:
+    """Wait until this rank's GPU has nothing left to do; if that takes too long, abort the communicators.
+
+    While a collective of NCCL waits for a rank that never calls it, a process group cannot be destroyed: NCCL waits for
+    the collective, and holds a lock that keeps an abort out.
+    """
+    torch: Any = sys.modules["torch"]
+    if not torch.cuda.is_initialized():
+        return
+    with contextlib.suppress(Exception):  # CUDA's errors, of calls before: the user has seen them
+        ended = _begin(functools.partial(torch.cuda.synchronize, torch.cuda.current_device()))
+        if not ended.acquire(timeout=timeouts.GPU_WORK_TIMEOUT_S):
+            _abort_on_gpus()
+
+
+def _begin(call: Callable[[], None]) -> threading.Lock:
+    """Call a function in another thread, and return a lock that is released at its end."""
+    ended = threading.Lock()
+    ended.acquire()
+    _thread.start_new_thread(_run, (call, ended))  # `threading` must list the user's threads only
+    return ended
+
+
+def _run(call: Callable[[], None], ended: threading.Lock) -> None:
     processes.leave_signals_to_main_thread()
     try:
-        with contextlib.suppress(Exception):  # aborted before, or by torch's watchdog
-            abort()
+        with contextlib.suppress(Exception):  # CUDA's errors; a group that was aborted before, or by torch's watchdog
+            call()
     finally:
         ended.release()

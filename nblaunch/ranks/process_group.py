@@ -152,6 +152,8 @@ def leave(*, is_last: bool = False) -> None:
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
+        if not is_last:
+            group_sockets.finish_on_gpus()
         dist.destroy_process_group()
     if not is_last:
         collective_log.end_groups()

@@ -21,6 +21,8 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 _TIMEOUT_S = 150
 """For one check, in whole seconds: one that hangs must leave time for the others."""
+_LAST_BEGINS_AFTER_S = 420
+"""Until then another check may begin: all end, and the table is printed, within ten minutes."""
 BEGIN, END = "<!-- tables -->\n", "<!-- end of tables -->\n"
 
 
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_look())
         return 0
     if absent := gpus.absent_modules():
-        print(f"tests/gpu needs these packages for {sys.executable}: {', '.join(absent)} (bash tests/run.sh --gpu)")
+        print(f"tests/gpu needs what {sys.executable} lacks: {sys.executable} -m pip install {_packages(absent)}")
         return 2
     try:
         machine = gpus.found()
@@ -43,11 +45,12 @@ def main(arguments: Sequence[str]) -> int:
     from tests.gpu.outcomes import Outcomes
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(FOLDER.parents[1]), os.environ.get("PYTHONPATH")]))
-    outcomes = Outcomes()
+    outcomes = Outcomes(machine.has)
     own = [argument for argument in arguments if argument != "--write"]
     chosen = own if any(argument.startswith("tests/gpu") for argument in own) else [str(FOLDER), *own]
     versions_differ = ["-W", "default"]  # another torch or Jupyter may warn, which is not what is checked here
-    status = int(pytest.main([f"--timeout={_TIMEOUT_S}", *versions_differ, *chosen], plugins=[outcomes]))
+    limits = [f"--timeout={_TIMEOUT_S}", f"--session-timeout={_LAST_BEGINS_AFTER_S}"]
+    status = int(pytest.main(["-v", *limits, *versions_differ, *chosen], plugins=[outcomes]))
     table = outcomes.table(machine.line())
     print("", table, sep="\n")
     if "--write" in arguments:
@@ -55,8 +58,14 @@ def main(arguments: Sequence[str]) -> int:
     return status
 
 
+def _packages(modules: Sequence[str]) -> str:
+    return " ".join(gpus.PACKAGES[name] for name in modules)
+
+
 def _look() -> str:
-    count = gpus.number()
+    count = 0 if gpus.absent_modules(["torch"]) else gpus.number()
+    if not count and gpus.device_files() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return "A GPU is here that torch does not see: tests/gpu was not run (bash tests/run.sh --gpu says why)"
     if not count:
         return gpus.ALONE
     return f"{count} GPU{'s are' if count > 1 else ' is'} here: bash tests/run.sh --gpu runs tests/gpu"

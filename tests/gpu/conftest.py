@@ -32,6 +32,8 @@ gc.collect()
 torch.cuda.empty_cache()
 """
 """The first cell of each test: an empty notebook that holds nothing on a GPU."""
+_ended: list[Kernel] = []
+"""Kernels that were ended as a test has left a cell running."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,6 +48,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Restart the shared kernel if a test has hung: before it is noted which processes there are."""
+    while _ended:
+        kernel = _ended.pop()
+        kernel.restart()
+        kernel.run(LOAD).check()
 
 
 def needs(item: pytest.Item) -> list[str]:
@@ -68,8 +79,8 @@ def kernel(_gpu_kernel: Kernel) -> Iterator[Kernel]:
     _gpu_kernel.run(BEGIN, LIMIT).check()
     yield _gpu_kernel
     if not all(cell.idle for cell in _gpu_kernel.cells.values()):
-        _gpu_kernel.restart()
-        _gpu_kernel.run(LOAD).check()
+        _gpu_kernel.end()
+        _ended.append(_gpu_kernel)
     _gpu_kernel.cells.clear()
 
 

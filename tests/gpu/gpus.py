@@ -13,14 +13,27 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MODULES = ("torch", "pytest", "pytest_timeout", "hypothesis", "ipykernel", "jupyter_client", "cloudpickle", "psutil")
-"""What tests/gpu imports at least; besides these, nblaunch's own dependencies."""
-OWN_DEPENDENCIES = ("ipywidgets", "anywidget", "threadpoolctl", "platformdirs", "pynvml")
+PACKAGES = {
+    "torch": "torch",
+    "pytest": "pytest",
+    "pytest_timeout": "pytest-timeout",
+    "hypothesis": "hypothesis",
+    "ipykernel": "ipykernel",
+    "jupyter_client": "jupyter-client",
+    "cloudpickle": "cloudpickle",
+    "psutil": "psutil",
+    "ipywidgets": "ipywidgets",
+    "anywidget": "anywidget",
+    "threadpoolctl": "threadpoolctl",
+    "platformdirs": "platformdirs",
+    "pynvml": "nvidia-ml-py",
+}
+"""What tests/gpu and nblaunch import at least: modules, and the package that each is in."""
 FOR_NOTEBOOKS = ("torchvision", "sklearn", "matplotlib", "nbclient")
 ALONE = "No GPU here: tests/gpu was not run (bash tests/run.sh --gpu)"
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -77,6 +90,11 @@ class Gpus:
         return f"{kinds}; {versions}; {datetime.date.today()}"
 
 
+def device_files() -> list[str]:
+    """The GPUs that the driver has made files for."""
+    return sorted(map(str, Path("/dev").glob("nvidia[0-9]*"))) + ["/dev/dxg"] * Path("/dev/dxg").exists()
+
+
 class NoGpuError(Exception):
     """There is no GPU, or none that torch can use; the message is one line."""
 
@@ -88,7 +106,7 @@ def number() -> int:
     return torch.cuda.device_count()
 
 
-def absent_modules(names: Sequence[str] = MODULES + OWN_DEPENDENCIES) -> list[str]:
+def absent_modules(names: Iterable[str] = PACKAGES) -> list[str]:
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
@@ -107,7 +125,10 @@ def found() -> Gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         said = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible!r}"
         raise NoGpuError(f"a GPU is needed, and torch {torch.__version__} sees none here{said}")
-    done = _run(_USES_THEM, **ORDER)
+    try:
+        done = _run(_USES_THEM, **ORDER)
+    except subprocess.TimeoutExpired:
+        raise NoGpuError(f"a GPU is needed, and the one here gave no answer in {_PROBE_TIMEOUT_S:.0f} s") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise NoGpuError(f"a GPU is needed, and torch {torch.__version__} cannot use the one here: {last}")
@@ -173,23 +194,29 @@ def _compiles() -> bool:
 
 def _from_nvml() -> tuple[str, tuple[str, ...], tuple[str, ...]]:
     """The driver's version, the UUIDs of the visible devices, and those of all MIG slices."""
-    from nblaunch.machine.usage import visible_devices
-
     nvml = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
         return "unknown", (), ()
     try:
-        every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        names = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in every]
-        slices = [name for handle in every for name in _slices(nvml, handle)]
-        entries = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), len(every))
-        visible = [names[entry] if isinstance(entry, int) else entry for entry in entries]
-        is_whole = not slices and all(name in names for name in visible)
-        return _text(nvml.nvmlSystemGetDriverVersion()), tuple(visible) if is_whole else (), tuple(slices)
+        return _text(nvml.nvmlSystemGetDriverVersion()), *_uuids(nvml)
+    except nvml.NVMLError:  # a device that this user may not see
+        return _text(nvml.nvmlSystemGetDriverVersion()), (), ()
     finally:
         nvml.nvmlShutdown()
+
+
+def _uuids(nvml: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    from nblaunch.machine.usage import visible_devices
+
+    every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+    names = [_text(nvml.nvmlDeviceGetUUID(handle)) for handle in every]
+    slices = [name for handle in every for name in _slices(nvml, handle)]
+    entries = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), len(every))
+    visible = [names[entry] if isinstance(entry, int) else entry for entry in entries]
+    is_whole = not slices and all(name in names for name in visible)
+    return tuple(visible) if is_whole else (), tuple(slices)
 
 
 def _slices(nvml: Any, handle: Any) -> list[str]:

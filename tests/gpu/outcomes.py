@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import pytest
+
+_NO_TIME = "not run: the run ended before"
 
 
 @dataclass
@@ -12,24 +15,36 @@ class Outcome:
     """What became of one check."""
 
     name: str
-    said: str = "passed"
+    said: str
     seconds: float = 0.0
 
 
 class Outcomes:
-    """See the module; one for a run."""
+    """See the module; one for a run.
 
-    def __init__(self) -> None:
+    Args:
+        present: What tests need and this machine has.
+    """
+
+    def __init__(self, present: Collection[str]) -> None:
+        self._present = present
         self._by_id: dict[str, Outcome] = {}
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         for item in items:
-            absent = [need for marker in item.iter_markers("needs") for need in marker.args]
+            needed = [need for marker in item.iter_markers("needs") for need in marker.args]
+            absent = [need for need in needed if need not in self._present]
             said = f"not run: needs {' and '.join(absent)}" if absent else "not run: not asked for"
             self._by_id[item.nodeid] = Outcome(in_words(item.nodeid), said)
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            self._by_id[item.nodeid] = Outcome(in_words(item.nodeid), _NO_TIME)
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        outcome = self._by_id.setdefault(report.nodeid, Outcome(in_words(report.nodeid)))
+        outcome = self._by_id[report.nodeid]
+        if outcome.said == _NO_TIME:
+            outcome.said = "passed"
         outcome.seconds += report.duration
         if report.outcome != "passed" and outcome.said == "passed":
             outcome.said = "**failed**" if report.when == "call" else f"**failed** in its {report.when}"

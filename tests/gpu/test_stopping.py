@@ -151,6 +151,21 @@ def test_a_session_goes_on_after_a_collective_of_nccl(kernel: Kernel, folder: Pa
         kernel.run("s.stop()").check()
 
 
+@pytest.mark.needs("two NCCL ranks")
+def test_a_group_is_replaced_while_nccl_waits(kernel: Kernel) -> None:
+    """NCCL's calls return at once, so the cell ends; the collective does not, and the old group must."""
+    kernel.run(PAIR).check()
+    try:
+        kernel.run(SUMS).check()
+        lonely = "%%distributed\nif rank == 0:\n    dist.all_reduce(torch.ones(1, device=device), group=group)"
+        kernel.run(lonely, LIMIT).check()
+        kernel.run("s.regroup()").check()
+        kernel.run(SUMS, LIMIT).check()
+        assert kernel.ask("list(sums)") == [[3.0] * 3] * 2
+    finally:
+        kernel.run("s.stop()").check()
+
+
 @pytest.mark.needs("two GPUs")
 def test_a_failed_rank_frees_the_others_from_nccl(kernel: Kernel) -> None:
     kernel.run(f"s = nblaunch.session({COUNT})").check()

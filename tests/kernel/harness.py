@@ -132,6 +132,10 @@ class Kernel:
         finally:
             client.stop_channels()
 
+    def end(self) -> None:
+        """SIGKILL, and no other process until `restart`."""
+        self.manager.shutdown_kernel(now=True, restart=True)
+
     def restart(self) -> None:
         """As the notebook's button does: SIGKILL, and a fresh process."""
         self.manager.restart_kernel(now=True)

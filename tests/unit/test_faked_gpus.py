@@ -18,7 +18,7 @@ from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.machine import inventory, timeouts
 from nblaunch.machine.inventory import has_used_cuda, this_machine
-from nblaunch.ranks import error_report, group_sockets
+from nblaunch.ranks import error_report, group_sockets, process_group
 from nblaunch.ranks.server_builder import fork_problem
 from nblaunch.wire.messages import Failed, GpuMemory
 
@@ -37,24 +37,50 @@ def test_gpus_are_those_visible_now(is_initialized: bool, now: int, gpus: int, m
     assert this_machine().gpus == gpus
 
 
-def test_the_open_device_shows_that_cuda_was_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = tmp_path / "nvidia-uvm"
-    device.touch()
-    monkeypatch.setattr(inventory, "_CUDA_DEVICE", str(device))
+class FakeDriver:
+    """libcuda, loaded in this process."""
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802  # CUDA's own name
+        return self._status
+
+
+@pytest.mark.parametrize(("status", "is_used"), [(0, True), (3, False), (999, True)])  # 3: cuInit was not called
+def test_the_driver_knows_whether_cuda_was_used(status: int, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: FakeDriver(status))
+    assert has_used_cuda() == is_used
+
+
+def test_a_fork_after_the_driver_was_used_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.cuda.is_available()`` is enough."""
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: FakeDriver(0))
+    with pytest.raises(StartError, match=r"^start_method='fork': CUDA runs in the notebook, started by cell \[3\]"):
+        check_fork("cell [3]")
+    monkeypatch.setattr("nblaunch.machine.processes.thread_count", lambda: 1)
+    assert fork_problem() == "the preload initialised CUDA, which does not survive a fork"
+
+
+def test_the_question_does_not_load_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is there, and that this process has not loaded."""
+    monkeypatch.setattr(inventory, "_CUDA_DRIVER", "libanl.so.1")
+    assert not any("libanl" in line for line in Path("/proc/self/maps").read_text().splitlines())
     assert not has_used_cuda()
-    with device.open():
-        assert has_used_cuda()
-        with pytest.raises(StartError, match=r"^start_method='fork': CUDA runs in the notebook, started by cell \[3\]"):
-            check_fork("cell [3]")
-        monkeypatch.setattr("nblaunch.machine.processes.thread_count", lambda: 1)
-        assert fork_problem() == "the preload initialised CUDA, which does not survive a fork"
-    assert not has_used_cuda()
+    assert not any("libanl" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_torch_knows_that_cuda_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "_CUDA_DRIVER", "libnone.so.1")  # other tests may have loaded it
     assert not has_used_cuda()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert has_used_cuda()
+
+
+def test_a_thread_may_be_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inventory, "_CUDA_DRIVER", "libnone.so.1")
+    monkeypatch.setitem(sys.modules, "torch.cuda", SimpleNamespace())
+    assert not has_used_cuda()
 
 
 # ------------------------------------------------------------------ out of memory
@@ -110,6 +136,30 @@ def test_only_an_error_of_memory_says_what_was_held(gpus: None, monkeypatch: pyt
     assert out_of_memory().gpu is None
 
 
+def test_the_gpu_that_is_full_is_named_not_the_current_one(gpus: None) -> None:
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB."
+    failed = error_report.describe(3, 1, torch.cuda.OutOfMemoryError(text))
+    assert failed.gpu == GpuMemory("cuda:0", 0, 2 * GIGABYTE, GIGABYTE, 80 * GIGABYTE)
+
+
+def test_the_users_error_survives_a_torch_that_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As half-imported, or as CUDA is after an error on the device."""
+
+    class OutOfMemoryError(Exception):
+        pass
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    failed = error_report.describe(3, 1, OutOfMemoryError("the user's own"))
+    assert (failed.text, failed.gpu) == ("the user's own", None)
+
+
+def test_the_notebooks_broken_cuda_does_not_replace_the_error(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = out_of_memory()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 // 0)
+    (note,) = notes_of(failed)
+    assert note.startswith("Rank 3 held 70.0 GB on cuda:1")
+
+
 # ------------------------------------------------------------------ communicators
 class FakeGroup:
     """A process group whose communicator on a GPU takes a function's time to end."""
@@ -149,6 +199,65 @@ def test_communicators_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(timeouts, "ABORT_TIMEOUT_S", 60.0)
     abort_all(monkeypatch, abort, None, fails, abort)
     assert ended == [1, 1]
+
+
+def test_a_communicator_whose_calls_are_checked_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps each backend, and the wrapper of older versions of torch aborts nothing."""
+    ended = []
+
+    class CheckedGroup(FakeGroup):
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(abort=lambda: None, wrapped_pg=super()._get_backend(device))
+
+    monkeypatch.setattr(timeouts, "ABORT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(sys.modules[__name__], "FakeGroup", CheckedGroup)
+    abort_all(monkeypatch, lambda: ended.append(1))
+    assert ended == [1]
+
+
+@pytest.mark.parametrize(("hangs", "calls"), [(False, ["work of 1", "destroy"]), (True, ["abort", "destroy"])])
+def test_a_collective_that_hangs_is_aborted_before_its_group(
+    hangs: bool, calls: list[str], gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's would keep the group from being destroyed."""
+    said, may_end, has_ended = [], threading.Event(), threading.Event()
+
+    def synchronize(device: int) -> None:
+        if hangs:
+            may_end.wait()
+        else:
+            said.append(f"work of {device}")  # of the main thread's current device
+        has_ended.set()
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(timeouts, "GPU_WORK_TIMEOUT_S", 0.01 if hangs else 60.0)
+    monkeypatch.setattr(group_sockets, "_abort_on_gpus", lambda: said.append("abort"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: said.append("destroy"))
+    process_group.leave()
+    assert said == calls
+    process_group.leave(is_last=True)  # the process ends: nothing is kept waiting
+    assert said == [*calls, "destroy"]
+    may_end.set()
+    assert has_ended.wait(60)
+
+
+def test_a_broken_cuda_does_not_keep_the_group(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1 // 0)
+    group_sockets.finish_on_gpus()
+
+
+def test_a_group_on_the_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: pytest.fail("asked"))
+    group_sockets.finish_on_gpus()
+
+
+def test_torch_has_what_an_abort_needs() -> None:
+    """Its own names, which the fakes here only repeat."""
+    distributed = torch._C._distributed_c10d
+    assert "abort all operations" in str(distributed.Backend.abort.__doc__)
+    assert isinstance(distributed._ProcessGroupWrapper.wrapped_pg, property)
+    assert "pg_map" in torch.distributed.distributed_c10d._World.__dict__
 
 
 def test_an_abort_that_hangs_does_not_keep_the_connections(monkeypatch: pytest.MonkeyPatch) -> None:

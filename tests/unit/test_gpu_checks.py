@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import gpus
-from tests.gpu.__main__ import README, with_table
+from tests.gpu.__main__ import README, main, with_table
 from tests.gpu.outcomes import Outcomes, in_words
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +53,60 @@ def test_a_gpu_that_torch_cannot_use_is_no_gpu(monkeypatch: pytest.MonkeyPatch) 
         gpus.found()
 
 
+def test_a_gpu_that_does_not_answer_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpus, "number", lambda: 1)
+    monkeypatch.setattr(gpus, "_USES_THEM", "import threading; threading.Event().wait()")
+    monkeypatch.setattr(gpus, "_PROBE_TIMEOUT_S", 0.1)
+    gpus.found.cache_clear()
+    with pytest.raises(gpus.NoGpuError, match=r"the one here gave no answer in 0 s$"):
+        gpus.found()
+
+
+def test_a_device_that_nvml_refuses_has_no_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RefusedError(Exception):
+        pass
+
+    def refuses(index: int) -> None:
+        raise RefusedError
+
+    nvml = SimpleNamespace(
+        NVMLError=RefusedError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: b"580",
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=refuses,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert gpus._from_nvml() == ("580", (), ())
+
+
+def test_a_bare_python_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(gpus, "absent_modules", lambda names=(): ["pytest_timeout", "pynvml"])
+    assert main([]) == 2
+    said = f"tests/gpu needs what {sys.executable} lacks: {sys.executable} -m pip install pytest-timeout nvidia-ml-py\n"
+    assert capsys.readouterr().out == said
+
+
+def test_all_that_may_be_absent_is_a_dependency() -> None:
+    """With the names that pip knows: `absent_modules` finds modules."""
+    config = (ROOT / "pyproject.toml").read_text()
+    for module, package in gpus.PACKAGES.items():
+        assert re.search(rf'^    "{package}[><=]', config, re.MULTILINE), package
+        assert not gpus.absent_modules([module])
+
+
+def test_a_gpu_that_torch_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(gpus, "number", lambda: 0)
+    monkeypatch.setattr(gpus, "device_files", lambda: ["/dev/nvidia0"])
+    assert main(["--look"]) == 0
+    assert capsys.readouterr().out.startswith("A GPU is here that torch does not see: tests/gpu was not run")
+
+
 def test_the_default_run_does_not_collect_them() -> None:
     config = (ROOT / "pyproject.toml").read_text()
     assert re.search(r'^norecursedirs = \[.*"tests/gpu"', config, re.MULTILINE)
@@ -76,23 +130,30 @@ def report(nodeid: str, outcome: str, when: str = "call") -> Any:
 
 
 def test_the_table_lists_every_check() -> None:
-    outcomes = Outcomes()
-    left_out = SimpleNamespace(nodeid="x.py::test_two", iter_markers=lambda name: [SimpleNamespace(args=("two GPUs",))])
-    outcomes.pytest_deselected([left_out])  # type: ignore[list-item]  # all that is read of an item
+    outcomes = Outcomes({"two NCCL ranks"})
+
+    def item(name: str, *needs: str) -> Any:
+        return SimpleNamespace(nodeid=f"x.py::{name}", iter_markers=lambda _: [SimpleNamespace(args=needs)])
+
+    outcomes.pytest_deselected([item("test_two", "two GPUs"), item("test_other", "two NCCL ranks")])
+    items = [item(name) for name in ("test_a_rank_waits[one]", "test_b", "test_c", "test_d")]
+    outcomes.pytest_collection_finish(SimpleNamespace(items=items))  # type: ignore[arg-type]
     for when in ("setup", "call", "teardown"):
         outcomes.pytest_runtest_logreport(report("x.py::test_a_rank_waits[one]", "passed", when))
     outcomes.pytest_runtest_logreport(report("x.py::test_b", "failed"))
     outcomes.pytest_runtest_logreport(report("x.py::test_b", "failed", "teardown"))
     outcomes.pytest_runtest_logreport(report("x.py::test_c", "failed", "setup"))
     assert outcomes.table("1 × H100").splitlines() == [
-        "1 × H100: 1 passed, 2 failed, 1 not run.",
+        "1 × H100: 1 passed, 2 failed, 3 not run.",
         "",
         "| checked | | s |",
         "|---|---|---|",
         "| two | not run: needs two GPUs | 0.0 |",
+        "| other | not run: not asked for | 0.0 |",
         "| a rank waits: one | passed | 1.5 |",
         "| b | **failed** | 1.0 |",
         "| c | **failed** in its setup | 0.5 |",
+        "| d | not run: the run ended before | 0.0 |",
     ]
 
 

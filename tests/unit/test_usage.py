@@ -252,6 +252,14 @@ def test_memory_of_other_processes_is_not_the_ranks(nvml: FakeNvml, groups: Any)
     assert usage.gpu_memory == 0
 
 
+def test_pids_of_another_namespace_may_exist_here_by_chance(nvml: FakeNvml, groups: Any) -> None:
+    nvml.processes[0] = [SimpleNamespace(pid=pid, usedGpuMemory=5000) for pid in (os.getpid(), NO_PID)]
+
+    (usage,) = Sampler("cuda", {}).sample({0: groups(IDLE)})
+
+    assert usage.gpu_memory == 1000
+
+
 @pytest.mark.parametrize(("pid", "held"), [(NO_PID, 5000), (1, None)])
 def test_hidden_pids_or_sizes_give_the_whole_devices_memory(nvml: FakeNvml, pid: int, held: int | None) -> None:
     nvml.processes[0] = [SimpleNamespace(pid=pid, usedGpuMemory=held)]
