@@ -176,7 +176,8 @@ class Servers:
                 had = ", ".join(sorted(set(map(package_of, stocked.preload))))
                 lines.append(f"with {had} imported: {stocked.state()}")
             if self._builder.building is not None:
-                lines.append(f"in preparation: one that has {', '.join(self._builder.building.preload[-3:])}")
+                last = package_of(self._builder.building.preload[-1])
+                lines.append(f"in preparation: a fork server that imports {last} and others ahead of launches")
             return lines + self._preloads.status()
 
     def _status_of_warm(self) -> list[str]:

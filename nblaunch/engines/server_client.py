@@ -165,7 +165,8 @@ class ForkServer:
     def state(self) -> str:
         """Return its pid, how many launches it has started, and the memory that it holds."""
         held = processes.memory_of(self.process.pid)
-        return f"pid {self.process.pid}, {self.launches} launches" + (f", {held / 1e6:.0f} MB" if held else "")
+        count = f"{self.launches} launch{'' if self.launches == 1 else 'es'}"
+        return f"pid {self.process.pid}, {count}" + (f", {held / 1e6:.0f} MB" if held else "")
 
     def wake(self) -> None:
         """Continue it, in case something has stopped it."""

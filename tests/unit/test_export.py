@@ -414,10 +414,16 @@ def test_a_mapped_file_is_opened_by_the_script_and_never_emptied(notebook: Noteb
     assert f'new = numpy.memmap("{file}", "<i8", "r+", 0, (8, 5))' in text
     assert f'read = numpy.memmap("{file}.npy", "<i8", "r", 208, (90,))' in text
     assert f'two = numpy.memmap("{file}", "<i8", "r+", 80, (2, 5))' in text
-    assert 'some = _objects["some"]' in text
-    found: dict[str, Any] = {"_objects": {"some": None}, "numpy": numpy}
-    exec(text.partition("---")[2].partition("# A pickle")[0], found)
+    assert 'some = _saved["some"].numpy()' in text
+    found: dict[str, Any] = {"_saved": notebook.needed("some").saved(), "numpy": numpy}
+    exec(text.partition("---")[2], found)
     assert all((found[name] == notebook.names[name]).all() for name in ("new", "read", "two"))
+    os.unlink(file)
+    notebook.run("half = read.astype('f4')")
+    assert 'new = _saved["new"].numpy()' in notebook.script("new")
+    assert notebook.needed("new").notes == ["`new` is mapped from a file, and the script gets a copy of it"]
+    assert not notebook.needed("half").notes
+    assert 'half = _saved["half"].numpy()' in notebook.script("half")
     found.clear()  # closes the files
     notebook.names.clear()
     gc.collect()
@@ -561,6 +567,12 @@ def test_an_export_restores_the_random_states_of_gpus(notebook: Notebook, monkey
         literals.repeat(ast.parse("Net().weight", mode="eval").body, notebook.names)
 
     assert states == [1, 2]
+
+
+def test_a_variable_of_the_environment_is_written_as_it_is(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS_OF_THIS_TEST", "7")
+    notebook.run("import os\nsteps = os.environ['STEPS_OF_THIS_TEST']")
+    assert 'steps = "7"' in notebook.script("steps")
 
 
 def test_too_much_data_is_refused(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,10 +83,11 @@ def export(
     in as by `notebook_launcher`, and ranks start from the notebook's random state if it was seeded.
 
     Values become literals if they are short, plain data. A value that its statement gives again, such as
-    ``nn.CrossEntropyLoss()``, keeps the statement: export evaluates it again to compare, if it only creates objects of
-    installed classes, modules and dataclasses. Tensors, arrays and weights go to ``train.data.pt`` beside the script,
-    and what only pickle can load to ``train.objects.pt``, up to 500 MB. Definitions are as the cells have them: what
-    was assigned to a class or function later is left out.
+    ``nn.CrossEntropyLoss()``, keeps the statement. Export evaluates it once more to compare, if it only creates
+    modules, dataclasses, and objects of common classes of PyTorch, NumPy and others: the ``__init__`` of your own
+    modules runs again. Tensors, arrays and weights go to ``train.data.pt`` beside the script, and what only pickle can
+    load to ``train.objects.pt``, up to 500 MB. Definitions are as the cells have them: what was assigned to a class or
+    function later is left out.
 
     The script needs nblaunch only if your code uses it. It prints and saves nothing itself, and the return value is
     dropped: save what you want to keep in the function.

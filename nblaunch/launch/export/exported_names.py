@@ -259,6 +259,8 @@ class ExportedNames:
             return _Carried("literal", value, survey, statement, text)
         if saved_values.is_tensor(value):
             return _Carried("tensor", value, survey, statement)
+        if saved_values.is_map(value):
+            self.notes.append(f"`{name}` is mapped from a file, and the script gets a copy of it")
         if saved_values.is_array(value):
             return _Carried("array", value, survey, statement)
         self._refuse_gpu(name, survey)

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import enum
+import os
 import pathlib
 import random
 import sys
@@ -124,6 +125,8 @@ def _named(value: Any, need: Callable[[str, Any], bool]) -> str | None:
 
 def _map(array: Any) -> str | None:
     """Return an expression that maps the same part of a file; None if it might differ from what the notebook has."""
+    if array._mmap is None or array.filename is None or not os.path.isfile(array.filename):
+        return None  # an array computed from a map, or a map of a file that is gone
     origin = array
     while type(origin.base) is type(array):
         origin = origin.base
@@ -167,7 +170,8 @@ def is_repeatable(node: ast.expr, names: Mapping[str, Any], hidden: frozenset[st
             return False
         if isinstance(each, ast.Name) and (each.id in hidden or not (each.id in names or each.id in vars(builtins))):
             return False
-        if isinstance(_held(each, names), Iterator):  # `list` and others would consume it
+        held = _held(each, names)
+        if isinstance(held, Iterator) or held is os.environ:  # `list` would consume it; a job has other variables
             return False
         if isinstance(each, ast.Call) and not _is_harmless(each, names):
             return False

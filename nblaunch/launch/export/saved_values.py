@@ -114,13 +114,14 @@ def is_module(value: Any) -> bool:
 def is_array(value: Any) -> bool:
     """Return True for an array of numbers that torch can hold."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in "biufc" and value.dtype.isnative
+    is_plain = numpy is not None and type(value) in (numpy.ndarray, numpy.memmap)
+    return is_plain and value.dtype.kind in "biufc" and value.dtype.isnative
 
 
 def is_map(value: Any) -> bool:
     """Return True for an array that NumPy has mapped from a file."""
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value) is numpy.memmap
+    return numpy is not None and type(value) is numpy.memmap and value._mmap is not None  # not computed from one
 
 
 def compact(value: Any) -> Any:
@@ -128,7 +129,7 @@ def compact(value: Any) -> Any:
     import torch
 
     if not isinstance(value, torch.Tensor):
-        return torch.from_numpy(value.copy())
+        return torch.from_numpy(sys.modules["numpy"].array(value))
     storage = value.untyped_storage().nbytes() if value.layout is torch.strided else 0
     is_view = storage > 2 * value.numel() * value.element_size()
     return (value.detach().clone().requires_grad_(value.requires_grad) if is_view else value).cpu()
