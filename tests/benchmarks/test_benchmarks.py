@@ -28,7 +28,7 @@ def test_a_contender_that_hangs_is_said_to_and_the_table_comes() -> None:
 
 
 def test_a_launch_over_data_is_measured() -> None:
-    for name in ("nblaunch", data.MAPPED):
+    for name in (*data.WAYS, data.MAPPED):
         found = data.captured_by(name, 16 << 20, 2, 1)
         assert 0 < min(found.first + found.again + found.changed + found.empty + found.copy) < math.inf
         assert captured_row(found).count(" | ") == 6
