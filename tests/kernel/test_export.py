@@ -144,7 +144,10 @@ def test_code_with_its_own_group_and_reports_runs(notebook: Kernel, tmp_path: Pa
     ).check()
     notebook.run("def main(rank):\n    setup(rank, 2)\nnblaunch.export(main, 'main.py')").check()
     assert "\ndef run_rank():\n" in (tmp_path / "main.py").read_text()
-    body = "setup(rank, world_size)\nnblaunch.report(step=rank, loss=1.0)\nprint(f'{dist.get_world_size()}\\n', end='')"
+    body = (
+        "setup(rank, world_size)\ndist.barrier()\n"  # a rank that exits at once ends the connections of the other
+        "nblaunch.report(step=rank, loss=1.0)\nprint(f'{dist.get_world_size()}\\n', end='')"
+    )
     notebook.run(f"%%distributed --export own.py\n{body}").check()
 
     assert torchrun(tmp_path / "own.py", has_nblaunch=True).split() == ["2", "2"]

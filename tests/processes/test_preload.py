@@ -125,7 +125,7 @@ def test_a_module_that_the_user_names_is_there_for_the_next_launch(own: Servers)
     settle(own)
     assert own._stocked is not None
     assert {who for _, who, _ in launched("recorder")} == {own._stocked.process.pid}
-    assert re.search(r"with .*\brecorder\b.* imported: pid \d+, \d+ launches", "\n".join(own.status()))
+    assert re.search(r"with .*\brecorder\b.* imported: pid \d+, 1 launch,", "\n".join(own.status()))
 
 
 def test_packages_named_later_are_added(own: Servers) -> None:

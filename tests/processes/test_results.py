@@ -144,7 +144,10 @@ def test_arguments_and_keyword_arguments_reach_every_rank(launch: Launcher, few:
 @conformance("forkserver", "fork")
 def test_omitted_parameters_are_filled_in_and_given_ones_kept(launch: Launcher) -> None:
     assert list(launch(rank_and_device, kwargs={"factor": 10})) == [(0, "cpu"), (10, "cpu")]
-    assert list(launch(rank_and_device, (7, "mine"), kwargs={"factor": 10})) == [(70, "mine"), (70, "mine")]
+    assert list(launch(rank_and_device, kwargs={"rank": 7, "device": "mine", "factor": 10})) == [
+        (70, "mine"),
+        (70, "mine"),
+    ]
 
 
 def test_the_ranks_form_a_group_that_is_ready(launch: Launcher) -> None:

@@ -46,7 +46,8 @@ export class MetricChart {
     /** @type {Map<string, string>} */ this.colours = new Map();
     this.theme = el("i", { class: "nbl-ink-axis nbl-theme", "aria-hidden": "true" }); // its colour is the theme's
     this.themeColour = "";
-    this.theme.addEventListener("transitionend", () => this.draw());
+    const redraw = () => requestAnimationFrame(() => this.draw()); // while the theme changes, the host has no width
+    for (const end of ["transitionend", "transitioncancel"]) this.theme.addEventListener(end, redraw);
     host.append(this.canvas, this.cursor, this.theme);
     host.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#point(event.clientX));
     host.addEventListener("pointerleave", () => this.#point(null));
