@@ -74,7 +74,7 @@ def _paths_of(package: str) -> Iterator[tuple[str, str]]:
         return
     paths = _python_files(folder)
     if len(paths) > MAX_FILES:
-        members = [m for name, m in list(sys.modules.items()) if name.startswith(f"{package}.")]
+        members = [m for name, m in sys.modules.copy().items() if name.startswith(f"{package}.")]
         paths = [file, *(path for m in members if isinstance(path := getattr(m, "__file__", None), str))]
     for path in paths:
         yield os.path.abspath(path), root

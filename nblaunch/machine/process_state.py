@@ -44,8 +44,8 @@ def _left_directories() -> list[str]:
     if "" not in sys.path:
         return []
     known, found = {os.path.abspath(entry) for entry in map(str, sys.path)}, []
-    for name, module in list(sys.modules.items()):
-        file = None if "." in name else getattr(module, "__file__", None)
+    for name, module in sys.modules.copy().items():  # another thread may be importing
+        file = None if "." in name else getattr(module, "__dict__", {}).get("__file__")
         if not isinstance(file, str):
             continue
         root, _, last = file.rpartition(os.sep)

@@ -130,14 +130,14 @@ def test_the_first_failure_is_found_though_clocks_differ(launch: Launcher, held:
 
 def test_modules_are_imported_ahead_on_every_node(launch: Launcher) -> None:
     def has_module() -> bool:
-        return "colorsys" in sys.modules
+        return "tabnanny" in sys.modules
 
     def is_there() -> bool:
         time.sleep(2 * timeouts.BUILD_QUIET_S)  # nothing is built while launches follow one another
         return list(launch(has_module)) == [True, True]
 
     assert list(launch(has_module)) == [False, False]
-    preload(["colorsys"])
+    preload(["tabnanny"])
     eventually(is_there)
 
 

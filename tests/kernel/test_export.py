@@ -60,6 +60,10 @@ def notebook(kernel: Kernel, tmp_path: Path) -> Kernel:
     return kernel
 
 
+_ABORTED = "terminate called without an active exception"
+"""What any script under torchrun rarely says when it exits on a loaded machine: threads of torch 2.14 still run."""
+
+
 def torchrun(script: Path, has_nblaunch: bool = False) -> str:
     """Run a script where no notebook is."""
     if not has_nblaunch:
@@ -68,9 +72,12 @@ def torchrun(script: Path, has_nblaunch: bool = False) -> str:
     temporary.mkdir()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)}
     command = [str(TORCHRUN), "--standalone", "--nproc-per-node", "2", script.name]
-    done = subprocess.run(
-        command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=LONG, check=False
-    )
+    for _ in range(3):
+        done = subprocess.run(
+            command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=LONG, check=False
+        )
+        if _ABORTED not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
