@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -157,7 +156,4 @@ class SuccessorBuilder:
         with self._lock:
             self.building = None
             self._line.adopt(successor, step)
-            is_retired = not self._line.has_place(step.parent)
-        if is_retired:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # launches of it run: the next one collects it
-                step.parent.process.wait(timeouts.RETIRED_SERVER_TIMEOUT_S)
+

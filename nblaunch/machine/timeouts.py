@@ -53,8 +53,6 @@ PRELOAD_TIMEOUT_S = 120.0
 """For a successor to import one package, not counting the time it is paused."""
 SERVER_KILL_TIMEOUT_S = 5.0
 """For a killed fork server to exit; one in uninterruptible sleep exits later."""
-RETIRED_SERVER_TIMEOUT_S = 1.0
-"""For a fork server without launches to exit once it is replaced, so that it does not stay as a zombie."""
 BUILD_POLL_S = 0.2
 """Between checks whether a successor may go on building."""
 BUILD_QUIET_S = 1.0

@@ -90,15 +90,6 @@ def many_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_server_that_was_replaced_is_no_zombie(own: Servers) -> None:
-    own.warm_up()
-    first = own._warm
-    assert first is not None
-    eventually(lambda: built(own) and own._warm is not first)
-    assert isinstance(first.process, subprocess.Popen)
-    assert first.process.returncode == 0
-
-
 def launched(function: Callable[..., Any], *args: object) -> list[Any]:
     result = notebook_launcher(function, args, 2, start_method="forkserver", view="none")
     assert isinstance(result, LaunchResult)
