@@ -156,4 +156,3 @@ class SuccessorBuilder:
         with self._lock:
             self.building = None
             self._line.adopt(successor, step)
-
