@@ -450,23 +450,3 @@ def test_the_status_names_the_memory_of_a_server(own: Servers) -> None:
     found = re.fullmatch(r"fork server: pid \d+, 1 launch, (\d+) MB, ready after [\d.]+ s", own.status()[0])
     assert found is not None
     assert 50 < int(found[1]) < 1000
-
-
-def test_a_launch_takes_spares_that_still_rehearse(
-    own: Servers, preload: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("nblaunch.engines.local.servers", own)
-    rehearsed, go = tmp_path / "rehearsed", tmp_path / "go"
-    wait = f"import time\n    while not os.path.exists({str(go)!r}): time.sleep(0.01)\n    real()"
-    preload(REHEARSES.format(file=str(rehearsed), does=wait))
-    launch: Any = functools.partial(notebook_launcher, os.getpid, num_processes=2, view="none", timeout=LONG)
-    launch()
-
-    def spares() -> list[int]:
-        return sorted(pid for pid in map(int, rehearsed.read_text().split()) if processes.alive(pid))
-
-    eventually(lambda: own._builder.thread is None and rehearsed.exists() and len(spares()) == 2)
-    expected = spares()
-    running = launch(block=False)
-    go.touch()
-    assert sorted(running.result()) == expected
