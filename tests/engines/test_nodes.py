@@ -180,7 +180,7 @@ def test_own_modules_and_the_directory_need_no_shared_disk(
     (package / "values.py").write_text("VALUE = 22\n")
     assert [value for value, _, _ in launch(use)] == [22, 22]
     monkeypatch.delitem(sys.modules, "ownpackage")
-    eventually(lambda: files_of_agents(cluster) == before)
+    eventually(lambda: files_of_agents(cluster) <= before)  # those of the launch before may have gone since
 
 
 def test_data_goes_to_each_node_once_and_is_there_once(launch: Launcher, held: NodeEngine) -> None:
