@@ -46,7 +46,7 @@ def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
         raise ArgumentError(
             f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {name_of(function)}: {error}"
         ) from None
-    if "rank" in parameters.taken_by(function, args):
+    if "rank" in by_name.keys() - kwargs.keys():
         first = f"{name_of(function)} has rank={by_name['rank']!r:.80} on every rank, from args"
         warn(f"{first}: each rank passes its own `rank` if the call leaves it out. Give the other arguments by kwargs")
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}

@@ -36,7 +36,7 @@ def left_out(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     return tuple(p.name for p in parameters if p.name in FILLED_IN and p.name not in given and p.kind in _BY_NAME)
 
 
-def taken_by(function: Any, args: Sequence[Any]) -> list[str]:
+def _taken_by(function: Any, args: Sequence[Any]) -> list[str]:
     """Return the parameters in FILLED_IN that positional arguments take."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[: len(args)]
@@ -60,7 +60,7 @@ def check(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict
     try:
         signature.bind(*args, **kwargs, **filled)
     except TypeError as error:
-        taken = taken_by(function, args)
+        taken = _taken_by(function, args)
         if not taken:
             raise
         hint = f"args gives {' and '.join(f'`{name}`' for name in taken)} a value, which each rank has: use kwargs"
