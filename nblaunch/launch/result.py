@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from nblaunch.launch.output.log_directory import RankLogs
-from nblaunch.launch.output.report_columns import Report, ReportColumns
+from nblaunch.launch.output.report_columns import Best, Report, ReportColumns
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel
 from nblaunch.wire.drops import Dropped
@@ -56,6 +56,11 @@ class Metrics(Sequence[Report]):
     def last(self) -> dict[str, float]:
         """The latest value of each metric, from the lowest rank that reported it."""
         return self._reports.last
+
+    @property
+    def best(self) -> dict[str, Best]:
+        """The step and value that were marked as the best ones, by metric; see `nblaunch.ranks.report.mark_best`."""
+        return self._reports.best
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a DataFrame with one row per report: columns rank, time, step, and one per metric.

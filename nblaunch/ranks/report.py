@@ -1,4 +1,4 @@
-"""Metrics and progress from ranks to the notebook: `report` and `progress`. No-ops outside a launch.
+"""Metrics and progress from ranks to the notebook: `report`, `mark_best` and `progress`. No-ops outside a launch.
 
 Runs in ranks and their children. A report is one line of JSON, appended to the rank's spool file in one write: it
 never waits for the notebook, DataLoader workers may report too, and nothing is lost when a rank is killed.
@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, SupportsFloat, TypeVar
@@ -52,6 +53,7 @@ def enter(context: Context | None) -> None:
     """Set this rank's context. Called by the rank's main loop."""
     global _current
     _current = context
+    _bars.clear()
 
 
 def report(step: int | None = None, **metrics: SupportsFloat) -> None:
@@ -71,8 +73,79 @@ def report(step: int | None = None, **metrics: SupportsFloat) -> None:
     spool({"time": time.time(), "step": at, "metrics": values})
 
 
+def mark_best(metric: str, step: int, value: SupportsFloat | None = None) -> None:
+    """Mark a step as the best one so far by a metric: in the metric's chart, and in ``result.metrics.best``.
+
+    A later mark of the same metric replaces it. A no-op outside a launch.
+
+    Args:
+        metric: The name of a metric that this rank reports.
+        step: The step of the report.
+        value: Its value. Default: what this rank has reported for the metric at that step.
+
+    Raises:
+        TypeError: The step is not a whole number, or the value is not a number.
+    """
+    if _current is None:
+        return
+    known = None if value is None else _number("value", value, "mark_best")
+    spool({"time": time.time(), "best": metric, "step": _step(step, "mark_best"), "value": known})
+
+
+class Progress:
+    """A progress bar of this rank, moved by position. Outside a launch it shows nothing.
+
+    A bar that begins while others are open is shown below them: a bar of all steps stays above those of its epochs. The
+    time left is estimated from the steps that this bar has seen: a resumed run passes what was done before as `done`.
+
+    Args:
+        total: The number of steps; None if it is unknown.
+        desc: The label of the bar. Default: none.
+        done: Steps that were done before. Default: 0.
+    """
+
+    def __init__(self, total: int | None, desc: str = "", done: int = 0) -> None:
+        self.total, self.desc, self.done = total, desc, done
+        self._first = done
+        self._begin = self._shown = time.monotonic()
+        self._level = len(_bars)
+        _bars.add(self)
+        self._show()
+
+    def reach(self, done: int) -> None:
+        """Set the number of steps done. Shown ten times a second at most, and once `total` is reached."""
+        self.done = done
+        now = time.monotonic()
+        if now - self._shown >= timeouts.PROGRESS_INTERVAL_S or done == self.total:
+            self._shown = now
+            self._show()
+
+    def step(self) -> None:
+        """Advance by one step."""
+        self.reach(self.done + 1)
+
+    def close(self) -> None:
+        """End the bar where it is. Idempotent."""
+        if self in _bars:
+            _bars.discard(self)
+            if self._shown_done != self.done:
+                self._show()
+
+    def _show(self) -> None:
+        self._shown_done = self.done
+        seconds = time.monotonic() - self._begin
+        bar = {"progress": self.desc, "done": self.done, "total": self.total, "seconds": seconds}
+        spool({**bar, "first": self._first, "level": self._level})
+
+
+_bars: weakref.WeakSet[Progress] = weakref.WeakSet()
+"""The open bars of this process."""
+
+
 class progress(Generic[T]):  # noqa: N801  # called like a function: for batch in progress(loader)
     """Iterate with a progress bar for this rank in the notebook. Outside a launch, only iterate.
+
+    Bars can be nested: ``for epoch in progress(range(10)): for batch in progress(loader): ...``.
 
     Args:
         iterable: The items.
@@ -97,30 +170,23 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
         if _current is None:
             yield from self.iterable
             return
-        begin = shown = time.monotonic()
-        done = 0
-        self._show(done, 0.0)
-        for item in self.iterable:
-            yield item
-            done += 1
-            now = time.monotonic()
-            if now - shown >= timeouts.PROGRESS_INTERVAL_S:
-                shown = now
-                self._show(done, now - begin)
-        self._show(done, time.monotonic() - begin)
-
-    def _show(self, done: int, seconds: float) -> None:
-        spool({"progress": self.desc, "done": done, "total": self.total, "seconds": seconds})
+        bar = Progress(self.total, self.desc)
+        try:
+            for item in self.iterable:
+                yield item
+                bar.step()
+        finally:
+            bar.close()
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: Any, caller: str = "report") -> float:
     try:
         return float(value.detach() if hasattr(value, "detach") else value)  # torch warns for a loss with a graph
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"report({name}={value!r:.80}): a metric must be a number or a one-element tensor") from error
+        raise TypeError(f"{caller}({name}={value!r:.80}): a metric must be a number or a one-element tensor") from error
 
 
-def _step(value: Any) -> int:
+def _step(value: Any, caller: str = "report") -> int:
     """Return `value` as an int. A float such as ``2.0`` and an integer tensor of one element are whole numbers."""
     try:
         return operator.index(value)
@@ -131,7 +197,7 @@ def _step(value: Any) -> int:
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if not number.is_integer():
-        raise TypeError(f"report(step={value!r:.80}): a step must be a whole number, such as 2")
+        raise TypeError(f"{caller}(step={value!r:.80}): a step must be a whole number, such as 2")
     return int(number)
 
 

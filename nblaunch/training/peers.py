@@ -9,12 +9,12 @@ import importlib
 import importlib.util
 import numbers
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from nblaunch.ranks.report import progress, report
+from nblaunch.ranks.report import Progress, report
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.topology import world
 
@@ -59,31 +59,42 @@ def _panel_callback() -> type[Any]:
 
         def __init__(self, all_ranks: bool = False) -> None:
             self.all_ranks = all_ranks
-            self._training, self._evaluating = _ProgressBar("training"), _ProgressBar("evaluating")
+            self._training: Progress | None = None
+            self._evaluating: Progress | None = None
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             values = {name: value for name, value in (logs or {}).items() if not name.endswith(_SPEED_SUFFIXES)}
             _report_numbers(values, state.global_step, self.all_ranks)
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._training.begin(state.max_steps, state.global_step)
+            self._training = Progress(state.max_steps, "training", state.global_step)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._training.reach(state.global_step)
+            if self._training is not None:
+                self._training.reach(state.global_step)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._training.end()
+            if self._training is not None:
+                self._training.close()
+            self._training = None
 
         def on_prediction_step(
             self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
         ) -> None:
-            self._evaluating.step(eval_dataloader)
+            if self._evaluating is None:
+                self._evaluating = Progress(length_of(eval_dataloader), "evaluating")
+            self._evaluating.step()
 
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._evaluating.end()
+            self._end_evaluation()
 
         def on_predict(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            self._evaluating.end()
+            self._end_evaluation()
+
+        def _end_evaluation(self) -> None:
+            if self._evaluating is not None:
+                self._evaluating.close()
+            self._evaluating = None
 
     return PanelCallback
 
@@ -126,36 +137,6 @@ def _panel_logger() -> type[Any]:
 
 
 _FACTORIES: dict[str, Callable[[], type[Any]]] = {"PanelCallback": _panel_callback, "PanelLogger": _panel_logger}
-
-
-class _ProgressBar:
-    """`progress` for a loop in other code: set by position instead of by iteration."""
-
-    def __init__(self, desc: str) -> None:
-        self.desc = desc
-        self.end()
-
-    def begin(self, total: int | None, done: int = 0) -> None:
-        """Start a bar of `total` steps, with `done` of them done."""
-        items = iter(int, 1) if total is None else range(total)  # iter(int, 1) never ends
-        self._items: Iterator[int] | None = iter(progress(items, total, self.desc))
-        self._done = -1
-        self.reach(done)
-
-    def reach(self, done: int) -> None:
-        """Advance to `done` steps."""
-        while self._items is not None and self._done < done:
-            next(self._items, None)
-            self._done += 1
-
-    def step(self, loader: Any) -> None:
-        """Advance by one batch of a loader; the first one starts a bar."""
-        if self._items is None:
-            self.begin(length_of(loader))
-        self.reach(self._done + 1)
-
-    def end(self) -> None:
-        self._items, self._done = None, 0
 
 
 def _report_numbers(values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:

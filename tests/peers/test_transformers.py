@@ -55,23 +55,20 @@ def test_train_trainer_ddp(launch: Launcher, readers_folder: Path) -> None:
 def test_the_callback_shows_how_far_training_is(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import TrainerControl, TrainerState
 
+    from nblaunch.machine import timeouts
+    from nblaunch.ranks.report import Progress
     from nblaunch.training import peers
 
     shown: list[tuple[str, int, int | None]] = []
 
-    class Progress:
-        """`progress` that keeps what it would show."""
+    class Shown(Progress):
+        """`Progress` that keeps what it would show."""
 
-        def __init__(self, items: Any, total: int | None, desc: str) -> None:
-            self.items, self.total, self.desc = items, total, desc
+        def _show(self) -> None:
+            shown.append((self.desc, self.done, self.total))
 
-        def __iter__(self) -> Any:
-            for done, item in enumerate(self.items):
-                shown.append((self.desc, done, self.total))
-                yield item
-            shown.append((self.desc, self.total or -1, self.total))
-
-    monkeypatch.setattr(peers, "progress", Progress)
+    monkeypatch.setattr(peers, "Progress", Shown)
+    monkeypatch.setattr(timeouts, "PROGRESS_INTERVAL_S", 0.0)
     callback, control = peers.PanelCallback(), TrainerControl()
     state = TrainerState(max_steps=3, global_step=1)  # resumed
     callback.on_train_begin(None, state, control)
@@ -80,13 +77,13 @@ def test_the_callback_shows_how_far_training_is(monkeypatch: pytest.MonkeyPatch)
         state.global_step = step
         callback.on_step_end(None, state, control)
         assert shown.pop() == ("training", step, 3)
-    for batch in (1, 2):
-        callback.on_prediction_step(None, state, control, eval_dataloader=range(2))
-        assert shown.pop() == ("evaluating", batch, 2)
+    callback.on_prediction_step(None, state, control, eval_dataloader=range(2))
+    callback.on_prediction_step(None, state, control, eval_dataloader=range(2))
+    assert shown.pop() == ("evaluating", 2, 2)
     callback.on_evaluate(None, state, control)
     callback.on_prediction_step(None, state, control, eval_dataloader=iter(()))  # of unknown length
-    assert shown.pop() == ("evaluating", 1, None)
     callback.on_predict(None, state, control, {})
+    assert shown.pop() == ("evaluating", 1, None)
     callback.on_train_end(None, state, control)
     callback.on_step_end(None, state, control)  # after the end there is nothing to show
 

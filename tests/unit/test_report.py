@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import nblaunch
 from nblaunch.ranks import report as reports
-from nblaunch.ranks.report import Context, current, enter
+from nblaunch.ranks.report import Context, Progress, current, enter, mark_best
 from nblaunch.wire.drops import Counter, Dropped, Table
 
 
@@ -178,8 +178,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_progress_shows_the_begin_and_the_end(rank: Rank, clock: list[float]) -> None:
     assert list(nblaunch.progress(["a", "b"], desc="train")) == ["a", "b"]
     assert rank.records() == [
-        {"progress": "train", "done": 0, "total": 2, "seconds": 0.0},
-        {"progress": "train", "done": 2, "total": 2, "seconds": 0.0},
+        {"progress": "train", "done": 0, "total": 2, "seconds": 0.0, "first": 0, "level": 0},
+        {"progress": "train", "done": 2, "total": 2, "seconds": 0.0, "first": 0, "level": 0},
     ]
 
 
@@ -213,3 +213,53 @@ def test_progress_has_the_length_of_what_it_goes_through() -> None:
 def test_progress_can_be_gone_through_again(rank: Rank) -> None:
     bar = nblaunch.progress([1, 2])
     assert [*bar, *bar] == [1, 2, 1, 2]
+
+
+def test_a_bar_within_another_has_a_deeper_level(rank: Rank, clock: list[float]) -> None:
+    for _ in nblaunch.progress(range(2), desc="fit"):
+        for _ in nblaunch.progress(range(3), desc="epoch"):
+            break  # an epoch that ends early is closed, too
+    assert {(record["progress"], record["level"]) for record in rank.records()} == {("fit", 0), ("epoch", 1)}
+
+
+def test_a_new_task_begins_with_no_open_bar(rank: Rank) -> None:
+    left = reports.Progress(10, "left open")
+    enter(current())
+    reports.Progress(10, "next")
+    assert [record["level"] for record in rank.records()] == [0, 0]
+    left.close()
+    assert len(rank.records()) == 2
+
+
+def test_a_resumed_bar_says_where_it_began(rank: Rank, clock: list[float]) -> None:
+    bar = Progress(100, "fit", done=40)
+    clock[0] += 10.0
+    bar.reach(60)
+    assert rank.records()[-1] == {"progress": "fit", "done": 60, "total": 100, "seconds": 10.0, "first": 40, "level": 0}
+
+
+def test_outside_a_launch_a_bar_only_counts() -> None:
+    bar = Progress(2)
+    bar.step()
+    bar.close()
+    assert bar.done == 1
+
+
+# ------------------------------------------------------------------ the best step
+def test_the_best_step_is_marked(rank: Rank) -> None:
+    mark_best("valid_loss", 3)
+    mark_best("valid_loss", 4, torch.tensor(0.25))
+    marks = [(record["best"], record["step"], record["value"]) for record in rank.records()]
+    assert marks == [("valid_loss", 3, None), ("valid_loss", 4, 0.25)]
+
+
+def test_a_mark_without_a_step_or_value_is_named(rank: Rank) -> None:
+    with pytest.raises(TypeError, match=r"^mark_best\(step=2\.5\): a step must be a whole number"):
+        mark_best("loss", 2.5)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(TypeError, match=r"^mark_best\(value='low'\): a metric must be a number"):
+        mark_best("loss", 2, "low")  # type: ignore[arg-type]  # on purpose
+    assert rank.records() == []
+
+
+def test_outside_a_launch_mark_best_does_nothing() -> None:
+    mark_best("loss", "no step")  # type: ignore[arg-type]  # on purpose

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nblaunch import LaunchResult
 from nblaunch.launch.output.log_directory import RankLogs
-from nblaunch.launch.output.report_columns import Report, ReportColumns
+from nblaunch.launch.output.report_columns import Best, Report, ReportColumns
 from nblaunch.launch.result import Metrics
 
 LOGS = [RankLogs(Path(f"/logs/rank{rank}.out"), Path(f"/logs/rank{rank}.err")) for rank in range(3)]
@@ -156,3 +156,14 @@ def test_pandas_gets_a_row_per_report_and_a_column_per_metric() -> None:
 def test_pandas_gets_the_fixed_columns_where_nothing_was_reported() -> None:
     frame = Metrics([]).to_pandas()
     assert (list(frame.columns), len(frame)) == (["rank", "time", "step"], 0)
+
+
+# ------------------------------------------------------------------ the best step
+def test_the_best_step_has_the_value_of_its_report() -> None:
+    columns = ReportColumns(REPORTS)
+    columns.mark(0, "loss", 2, None)
+    columns.mark(1, "loss", 1, None)  # the lowest rank's mark is shown
+    columns.mark(1, "lr", 7, None)
+    assert Metrics(columns).best == {"loss": Best(2, 0.7), "lr": Best(7, None)}
+    columns.mark(0, "loss", 1, 0.5)
+    assert Metrics(columns).best["loss"] == Best(1, 0.5)

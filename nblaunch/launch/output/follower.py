@@ -103,11 +103,16 @@ class OutputFollower:
         if displayed is not None:
             self._show(displayed)
             records = [record for record in records if not is_display(record)]
-        for record in records:
-            if "metrics" in record:
-                self.reports.add(rank.rank, record["time"], record["step"], record["metrics"])
         if records:
-            self.view.on(Reports(rank.rank, records))
+            self.view.on(Reports(rank.rank, [self._kept(rank.rank, record) for record in records]))
+
+    def _kept(self, rank: int, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Keep a report. Return it, a mark of the best step with its value."""
+        if "metrics" in record:
+            self.reports.add(rank, record["time"], record["step"], record["metrics"])
+        elif "best" in record:
+            return {**record, "value": self.reports.mark(rank, record["best"], record["step"], record["value"]).value}
+        return record
 
     def _show(self, displayed: Displays) -> None:
         """Show what a rank displays. Note the first time that a limit leaves something out."""

@@ -22,6 +22,15 @@ class Report:
     values: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The step that is the best one by a metric: see `nblaunch.ranks.report.mark_best`."""
+
+    step: int
+    value: float | None
+    """None if the rank has not reported it."""
+
+
 class ReportColumns(Sequence[Report]):
     """Reports in the order of arrival; each access creates a `Report`.
 
@@ -40,6 +49,7 @@ class ReportColumns(Sequence[Report]):
         self._values: list[array[float]] = []
         self._by_names: dict[tuple[str, ...], int] = {}
         self._latest: dict[int, dict[str, tuple[float, float]]] = {}
+        self._best: dict[int, dict[str, Best]] = {}
         for report in reports:
             self.add(report.rank, report.time, report.step, report.values)
 
@@ -65,6 +75,14 @@ class ReportColumns(Sequence[Report]):
         for name, value in values.items():
             if name not in latest or latest[name][0] <= time:
                 latest[name] = time, value
+
+    def mark(self, rank: int, metric: str, step: int, value: float | None) -> Best:
+        """Mark a rank's best step by a metric. The value defaults to that of the report."""
+        if value is None:
+            found = (self[at] for at in reversed(range(len(self))) if self._ranks[at] == rank)
+            value = next((report.values[metric] for report in found if _holds(report, metric, step)), None)
+        best = self._best.setdefault(rank, {})[metric] = Best(step, value)
+        return best
 
     @overload
     def __getitem__(self, index: int) -> Report: ...
@@ -98,3 +116,12 @@ class ReportColumns(Sequence[Report]):
         for rank in sorted(self._latest, reverse=True):
             values.update((name, value) for name, (_, value) in self._latest[rank].items())
         return values
+
+    @property
+    def best(self) -> dict[str, Best]:
+        """Return the best step by each metric for which one is marked, from the lowest rank that marked it."""
+        return {metric: best for rank in sorted(self._best, reverse=True) for metric, best in self._best[rank].items()}
+
+
+def _holds(report: Report, metric: str, step: int) -> bool:
+    return report.step == step and metric in report.values
