@@ -56,18 +56,15 @@ def test_the_callback_shows_how_far_training_is(monkeypatch: pytest.MonkeyPatch)
     from transformers import TrainerControl, TrainerState
 
     from nblaunch.machine import timeouts
-    from nblaunch.ranks.report import Progress
+    from nblaunch.ranks import report
     from nblaunch.training import peers
 
     shown: list[tuple[str, int, int | None]] = []
 
-    class Shown(Progress):
-        """`Progress` that keeps what it would show."""
+    def keep(record: dict[str, Any]) -> None:
+        shown.append((record["progress"], record["done"], record["total"]))
 
-        def _show(self) -> None:
-            shown.append((self.desc, self.done, self.total))
-
-    monkeypatch.setattr(peers, "Progress", Shown)
+    monkeypatch.setattr(report, "spool", keep)
     monkeypatch.setattr(timeouts, "PROGRESS_INTERVAL_S", 0.0)
     callback, control = peers.PanelCallback(), TrainerControl()
     state = TrainerState(max_steps=3, global_step=1)  # resumed
