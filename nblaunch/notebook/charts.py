@@ -9,21 +9,18 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
 
+from nblaunch.launch.output.metric_names import ChartPlan, Kind, Part, direction, family, formatted, number_of
 from nblaunch.notebook.downsampling import MAX_DRAWABLE, MAX_POINTS, Point, downsampled, is_drawable
-
-Direction = Literal["up", "down", ""]
 
 MAX_LINES = 16
 """Ranks drawn as lines; more ranks are drawn as a band."""
 COLOURS = ("#c2703d", "#2f8f6b", "#8a63c9", "#c2528b", "#7d8a2e", "#2f8aa8", "#b5555a", "#6b7fa8")
 """Colours of the ranks' lines: mid-tones, visible on white and on black."""
 MEAN_COLOUR = "#3f7fe0"
+_PART_COLOURS: dict[Part, str] = {"training": "#8f8f8f", "epoch": "#b98a00", "valid": "#cc4fc0", "test": "#16968f"}
+"""Colours of the lines beside the training's."""
 
-_UP = {"accuracy", "acc", "f1", "auc", "precision", "recall", "map", "iou", "bleu", "score"}
-_DOWN = {"loss", "error", "perplexity", "mae", "mse", "rmse"}
-_WORD = re.compile(r"f1|[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML or UTF-8 cannot hold, and invisible control characters."""
 _MIN_RANGE = 1e-280
@@ -44,11 +41,27 @@ class Summary:
     """Best mean; None if the direction is unknown or no value is finite."""
     by_rank: Mapping[int, float]
     """The latest value of each rank."""
+    marked: Point | None = None
+    """The step that is marked as the best one, and its value, which may be NaN."""
 
     @property
     def differs(self) -> bool:
         """True if the latest values of the ranks differ."""
         return len({repr(value) for value in self.by_rank.values()}) > 1
+
+    @property
+    def latest_text(self) -> str:
+        """The latest value."""
+        return number_of(self.name, self.latest)
+
+    @property
+    def best_text(self) -> str:
+        """The best value, with its step if that is marked; empty if it is unknown."""
+        if self.marked is None:
+            return "" if self.best is None else f"best {number_of(self.name, self.best)}"
+        step, value = self.marked
+        shown = f" {number_of(self.name, value)}" if math.isfinite(value) else ""
+        return f"best{shown} at step {step:,.0f}"
 
 
 def clean(text: str) -> str:
@@ -56,22 +69,29 @@ def clean(text: str) -> str:
     return _FORBIDDEN.sub("\ufffd", text)
 
 
-def summarise(metrics: Mapping[str, Mapping[int, Sequence[Point]]]) -> list[Summary]:
-    """Summarise each metric with points: accuracies first, then losses, then the others by name."""
-    order: dict[Direction, int] = {"up": 0, "down": 1, "": 2}
-    names = sorted(metrics, key=lambda name: (order[direction(name)], name.lower(), name))
-    return [_summary(name, metrics[name]) for name in names if any(metrics[name].values())]
+def summarise(
+    metrics: Mapping[str, Mapping[int, Sequence[Point]]],
+    charts: Iterable[Sequence[str]] | None = None,
+    best: Mapping[str, Point] | None = None,
+) -> list[list[Summary]]:
+    """Summarise the metrics with points, as they are drawn: a list for each chart.
 
-
-def direction(name: str) -> Direction:
-    """Return "up" or "down" for the better direction of a metric, judged by its name; "" if unknown."""
-    # Read names both ways: "valLoss" has two words, "mAP" has one. The last known word decides.
-    for word in [*re.findall("f1|[a-z]+", name.lower()), *map(str.lower, _WORD.findall(name))][::-1]:
-        if word in _UP:
-            return "up"
-        if word in _DOWN:
-            return "down"
-    return ""
+    Args:
+        metrics: The points of each rank.
+        charts: The names of each chart's metrics. Default: by their names and last steps.
+        best: The points that are marked as the best ones, by metric.
+    """
+    if charts is None:
+        plan = ChartPlan(
+            (name, points[-1][0]) for name, series in metrics.items() for points in series.values() if points
+        )
+        charts = [chart.names for chart in plan.charts]
+    marks = best or {}
+    groups = (
+        [_summary(name, metrics[name], marks.get(name)) for name in names if any(metrics.get(name, {}).values())]
+        for names in charts
+    )
+    return [group for group in groups if group]
 
 
 def mean_of(series: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
@@ -86,14 +106,26 @@ def mean_of(series: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
     return tuple(sorted(sums.items()))
 
 
-def _summary(name: str, series: Mapping[int, Sequence[Point]]) -> Summary:
+def _summary(name: str, series: Mapping[int, Sequence[Point]], marked: Point | None) -> Summary:
     by_rank = {rank: points[-1][1] for rank, points in sorted(series.items()) if points}
     mean = mean_of(series)
     latest = mean[-1][1] if mean else sum(value / len(by_rank) for value in by_rank.values())
     candidates = mean or [point for points in series.values() for point in points]
     finite = [y for _, y in candidates if math.isfinite(y)]
     pick = {"up": max, "down": min}.get(direction(name))
-    return Summary(name, mean, latest, pick(finite) if pick and finite else None, by_rank)
+    return Summary(name, mean, latest, pick(finite) if pick and finite else None, by_rank, marked)
+
+
+def has_line(metrics: Mapping[str, Mapping[int, Sequence[Point]]], group: Iterable[Summary]) -> bool:
+    """Return True if one of these metrics has points at two steps."""
+    every = (metrics[summary.name].values() for summary in group)
+    return any(len({x for line in series for x, _ in filter(is_drawable, line)}) > 1 for series in every)
+
+
+def line_of(metrics: Mapping[str, Mapping[int, Sequence[Point]]], summary: Summary) -> Sequence[Point]:
+    """Return a metric as one line: its mean, or what its lowest rank has reported."""
+    series = metrics[summary.name]
+    return summary.mean or sorted(series[min(summary.by_rank)])
 
 
 # ------------------------------------------------------------------ the picture
@@ -113,11 +145,25 @@ class _Scale:
         return self.height - _BOTTOM - (y - self.y[0]) / (self.y[1] - self.y[0]) * (self.height - _TOP - _BOTTOM)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a chart beside those of the ranks."""
+
+    points: Sequence[Point]
+    colour: str
+    is_dashed: bool = True
+    marked: Point | None = None
+    """The best point, drawn as a ring."""
+
+
 def line_chart(
     series: Mapping[int, Sequence[Point]],
     mean: Sequence[Point],
     title: str,
     *,
+    lines: Sequence[Line] = (),
+    marked: Point | None = None,
+    kind: Kind = "",
     width: int = 340,
     height: int = 150,
     most_points: int = MAX_POINTS,
@@ -128,6 +174,9 @@ def line_chart(
         series: The points of each rank; a non-finite point leaves a gap.
         mean: The points of the mean, or none.
         title: Title for screen readers.
+        lines: Further lines, such as those of the validation.
+        marked: The best point of the mean, drawn as a ring.
+        kind: How to write the values. The scale of a rate begins at 0.
         width: In pixels.
         height: In pixels.
         most_points: Points of one line; see `downsampled`. Many ranks get fewer each.
@@ -137,10 +186,13 @@ def line_chart(
         for rank, points in sorted(series.items())
         if points
     }
-    known = [point for points in (*ranks.values(), mean) for point in points]
+    rings = [(line.marked, line.colour) for line in lines] + [(marked, MEAN_COLOUR)]
+    marks = [(point, colour) for point, colour in rings if point is not None and is_drawable(point)]
+    known = [point for points in (*ranks.values(), mean, *(line.points for line in lines)) for point in points]
     across = _span(x for x, _ in known if abs(x) < MAX_DRAWABLE)  # to the last x, even if its y is NaN
-    scale = _Scale(across, _span(y for x, y in known if is_drawable((x, y))), width, height)
-    parts = _axes(scale)
+    levels = [y for x, y in known if is_drawable((x, y))] + [y for (_, y), _ in marks] + [0.0] * (kind == "rate")
+    scale = _Scale(across, _span(levels), width, height)
+    parts = _axes(scale, kind)
     if len(ranks) > MAX_LINES:
         parts.append(_band(ranks, scale))
     else:
@@ -149,6 +201,10 @@ def line_chart(
             parts.append(_line(downsampled(points, most), scale, colour_of(rank), 1.0, ' opacity=".7"'))
     if mean:
         parts.append(_line(downsampled(mean, most_points), scale, MEAN_COLOUR, 2.0))
+    for line in lines:
+        dashes = ' stroke-dasharray="5 4"' * line.is_dashed
+        parts.append(_line(downsampled(line.points, most_points), scale, line.colour, 2.0, dashes))
+    parts += [_ring(point, scale, colour) for point, colour in marks if scale.x[0] <= point[0] <= scale.x[1]]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return (
         f'{head} role="img" font-family="sans-serif" font-size="10" fill="none" stroke-linejoin="round"'
@@ -192,6 +248,16 @@ def _line(points: Sequence[Point], scale: _Scale, colour: str, width: float, mor
     return f'<path d="{path}" stroke="{colour}" stroke-width="{width:g}"{more}/>'
 
 
+def _ring(point: Point, scale: _Scale, colour: str) -> str:
+    x, y = scale.across(point[0]), scale.down(point[1])
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" stroke="{colour}" stroke-width="2"/>'
+
+
+def colour_beside(name: str) -> str:
+    """Return the colour of a metric's line in the chart of another one."""
+    return _PART_COLOURS[family(name)[1]]
+
+
 def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80) -> str:
     """Return the area between the lowest and the highest of all ranks, in columns."""
     found: dict[int, list[Point]] = {}
@@ -208,13 +274,15 @@ def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80
     return f'<path d="M{"L".join(corners)}Z" fill="{COLOURS[0]}" fill-opacity=".35"/>' if corners else ""
 
 
-def _axes(scale: _Scale) -> list[str]:
+def _axes(scale: _Scale, kind: Kind) -> list[str]:
     bottom, right = scale.height - _BOTTOM, scale.width - _RIGHT
     parts = []
     for y in _ticks(*scale.y):
         at = scale.down(y)
         parts.append(f'<path d="M{_LEFT:g} {at:.1f}H{right:g}" stroke="#888" stroke-opacity=".3"/>')
-        parts.append(f'<text x="{_LEFT - 5:g}" y="{at + 3.5:.1f}" text-anchor="end" fill="#808080">{_tick(y)}</text>')
+        parts.append(
+            f'<text x="{_LEFT - 5:g}" y="{at + 3.5:.1f}" text-anchor="end" fill="#808080">{_tick(y, kind)}</text>'
+        )
     for x in _ticks(*scale.x):
         at = scale.across(x)
         anchor = "end" if at > right - 12 else "middle"
@@ -231,5 +299,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [k * step for k in range(first, first + 6) if k * step <= high + 1e-9 * step]
 
 
-def _tick(value: float) -> str:
+def _tick(value: float, kind: Kind = "") -> str:
+    if kind:
+        return formatted(value, kind) if value else "0"
     return f"{value:.3g}" if abs(value) < 1000 or abs(value) >= 1e6 else f"{value / 1000:.4g}k"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from nblaunch.launch.views.events import LaunchInfo
@@ -40,6 +41,8 @@ def record_of(
             name: {rank: downsampled(series.points) for rank, series in ranks.items()}
             for name, ranks in state.series.items()
         },
+        charts=[chart.names for chart in state.plan.charts],
+        best={name: (entry.x, math.nan if entry.y is None else entry.y) for name, (_, entry) in state.best.items()},
         tails=tails,
         notes=[note.text for note in state.notes],
         failure=state.failure,

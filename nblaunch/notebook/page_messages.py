@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from nblaunch.launch.output.metric_names import Direction, Kind
 from nblaunch.launch.views.events import RankState, Stream
 
 LaunchState = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
@@ -26,13 +27,15 @@ class RankEntry(NamedTuple):
 
 
 class ProgressEntry(NamedTuple):
-    """One progress bar of a rank."""
+    """One progress bar of a rank. The steps after `first` took `seconds`; a bar within another has a higher level."""
 
     rank: int
     name: str
     done: float | None
     total: float | None
     seconds: float | None
+    first: float
+    level: int
 
 
 class PointEntry(NamedTuple):
@@ -40,6 +43,22 @@ class PointEntry(NamedTuple):
 
     metric: str
     rank: int
+    x: float
+    y: float | None
+
+
+class ChartEntry(NamedTuple):
+    """What is drawn in one chart: metrics, training first, with the better direction and how to write their values."""
+
+    names: Sequence[str]
+    direction: Direction
+    kind: Kind
+
+
+class BestEntry(NamedTuple):
+    """The point that a rank has marked as the best one of a metric; y is null if it is not known."""
+
+    metric: str
     x: float
     y: float | None
 
@@ -209,6 +228,8 @@ class Changes:
     ranks: Sequence[RankEntry] | None = None
     progress: Sequence[ProgressEntry] | None = None
     metrics: Sequence[PointEntry] | None = None
+    charts: Sequence[ChartEntry] | None = None
+    best: Sequence[BestEntry] | None = None
     resources: Sequence[ResourceEntry] | None = None
     outputs: Sequence[OutputsEntry] | None = None
     notes: Sequence[NoteEntry] | None = None

@@ -11,11 +11,14 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from nblaunch.launch.output.metric_names import ChartPlan
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.downsampling import Point, downsampled
 from nblaunch.notebook.page_messages import (
+    BestEntry,
     Changes,
+    ChartEntry,
     FailureEntry,
     NoteEntry,
     OutputsEntry,
@@ -30,7 +33,12 @@ from nblaunch.notebook.page_messages import (
 )
 from nblaunch.notebook.panel_console import PanelConsole
 
-_Part = Literal["state", "ranks", "progress", "metrics", "resources", "outputs", "notes", "failure", "stacks", "stuck"]
+# fmt: off
+_Part = Literal[
+    "state", "ranks", "progress", "metrics", "charts", "best", "resources", "outputs", "notes", "failure", "stacks",
+    "stuck",
+]
+# fmt: on
 _MAX_SERIES_POINTS = 2000
 """A longer series is downsampled, repeatedly."""
 _MAX_MESSAGE_POINTS = 300
@@ -62,8 +70,8 @@ class Series:
         """The kept points, in order of arrival."""
         return list(zip(self._xs, self._ys, strict=True))
 
-    def add(self, x: float | None, y: float) -> None:
-        """Append a point; x defaults to the number of the report."""
+    def add(self, x: float | None, y: float) -> float:
+        """Append a point and return its x, by default the number of the report."""
         point = (float(self.count) if x is None else x, y)
         self._xs.append(point[0])
         self._ys.append(point[1])
@@ -74,6 +82,7 @@ class Series:
             self._xs, self._ys = array("d", [x for x, _ in kept]), array("d", [y for _, y in kept])
         if len(self.unsent) > _MAX_SERIES_POINTS:
             self.unsent = downsampled(self.unsent, _MAX_SERIES_POINTS // 2)
+        return point[0]
 
 
 class PanelState:
@@ -90,6 +99,9 @@ class PanelState:
         """The processes of live ranks."""
         self.progress: dict[int, dict[str, ProgressEntry]] = {}
         self.series: dict[str, dict[int, Series]] = {}
+        self.plan = ChartPlan()
+        self.best: dict[str, tuple[int, BestEntry]] = {}
+        """The best point of each metric for which one is marked, with the lowest rank that has marked it."""
         self.resources: dict[int, ResourceEntry] = {}
         self.outputs: dict[int, OutputsEntry] = {}
         """What each rank displays."""
@@ -129,20 +141,30 @@ class PanelState:
                 for name, value in record["metrics"].items():
                     self._add_point(name, rank, record.get("step"), value)
             elif "progress" in record:
-                bars, name = self.progress.setdefault(rank, {}), record["progress"]
-                bars.pop(name, None)  # the latest are last
-                total = record.get("total")  # the user's: it may be anything
-                if not (isinstance(total, (int, float)) and 0 < total < math.inf):
-                    total = None
-                bars[name] = ProgressEntry(rank, name, record.get("done"), total, record.get("seconds"))
-                while len(bars) > _MAX_BARS:
-                    del bars[next(iter(bars))]
-                self._mark("progress", [rank])
+                self._set_bar(rank, record)
+            elif "best" in record and self.best.get(record["best"], (rank,))[0] >= rank:
+                entry = BestEntry(record["best"], record["step"], _finite(record["value"]))
+                self.best[entry.metric] = rank, entry
+                self._mark("best")
+
+    def _set_bar(self, rank: int, record: Mapping[str, Any]) -> None:
+        bars, name = self.progress.setdefault(rank, {}), record["progress"]
+        total = record.get("total")  # the user's: it may be anything
+        if not (isinstance(total, (int, float)) and 0 < total < math.inf):
+            total = None
+        first, level = record.get("first", 0), record.get("level", 0)
+        bars[name] = ProgressEntry(rank, name, record.get("done"), total, record.get("seconds"), first, level)
+        if len(bars) > _MAX_BARS:  # keep outer bars, and those that still run
+            others = [bar for bar in bars.values() if bar.name != name]
+            del bars[min(others, key=lambda bar: (bar.done != bar.total, -bar.level)).name]
+        self._mark("progress", [rank])
 
     def _add_point(self, name: str, rank: int, step: int | None, value: float) -> None:
         if name in self.series or len(self.series) < _MAX_METRICS:
-            self.series.setdefault(name, {}).setdefault(rank, Series()).add(step, value)
+            x = self.series.setdefault(name, {}).setdefault(rank, Series()).add(step, value)
             self._mark("metrics", [rank])
+            if self.plan.add(name, x):
+                self._mark("charts")
         elif not self._has_noted_limit:
             self._has_noted_limit = True
             self.add_note(0.0, f"more than {_MAX_METRICS} metrics: find the others in the result's metrics")
@@ -227,6 +249,8 @@ class PanelState:
             ranks=self._rank_entries(changed["ranks"]) if "ranks" in changed else None,
             progress=self._progress_entries(changed["progress"]) if "progress" in changed else None,
             metrics=self._new_points() if "metrics" in changed else None,
+            charts=self._chart_entries() if "charts" in changed else None,
+            best=self._best_entries() if "best" in changed else None,
             resources=self._resource_entries(changed["resources"]) if "resources" in changed else None,
             outputs=[self.outputs[rank] for rank in sorted(changed["outputs"])] if "outputs" in changed else None,
             notes=[self.notes[at] for at in sorted(changed["notes"])[-_MAX_NOTES:]] if "notes" in changed else None,
@@ -244,6 +268,8 @@ class PanelState:
             ranks=self._rank_entries(self.ranks),
             progress=self._progress_entries(self.progress),
             metrics=self._all_points(),
+            charts=self._chart_entries(),
+            best=self._best_entries(),
             resources=self._resource_entries(self.resources),
             outputs=[self.outputs[rank] for rank in sorted(self.outputs)],
             notes=self.notes[-_MAX_NOTES:],
@@ -257,7 +283,15 @@ class PanelState:
         return [RankEntry(rank, self.ranks[rank]) for rank in sorted(ranks)]
 
     def _progress_entries(self, ranks: Iterable[int]) -> list[ProgressEntry]:
-        return [bar for rank in sorted(ranks) for bar in self.progress.get(rank, {}).values()]
+        return [
+            bar for rank in sorted(ranks) for bar in sorted(self.progress.get(rank, {}).values(), key=lambda b: b.level)
+        ]
+
+    def _chart_entries(self) -> list[ChartEntry]:
+        return [ChartEntry(chart.names, chart.direction, chart.kind) for chart in self.plan.charts]
+
+    def _best_entries(self) -> list[BestEntry]:
+        return [entry for _, entry in self.best.values()]
 
     def _resource_entries(self, ranks: Iterable[int]) -> list[ResourceEntry]:
         return [self.resources[rank] for rank in sorted(ranks)]
@@ -286,7 +320,11 @@ class PanelState:
 
 
 def _point_entries(name: str, rank: int, points: Iterable[Point]) -> list[PointEntry]:
-    return [PointEntry(name, rank, x, y if math.isfinite(y) else None) for x, y in points]
+    return [PointEntry(name, rank, x, _finite(y)) for x, y in points]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _failure_entry(failure: Failure | None) -> FailureEntry | None:

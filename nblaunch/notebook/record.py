@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nblaunch.launch.output.terminal_lines import without_colours
 from nblaunch.launch.views.events import Failure
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH
-from nblaunch.notebook.charts import MEAN_COLOUR, clean
+from nblaunch.notebook.charts import MEAN_COLOUR, Summary, clean, summarise
 from nblaunch.notebook.downsampling import Point
 from nblaunch.notebook.page_messages import OutputContent
 
@@ -67,6 +67,10 @@ class Record:
     notes: Sequence[str]
     failure: Failure | None
     log_dir: str
+    charts: Sequence[Sequence[str]] | None = None
+    """The metrics of each chart, in order. None: as their names say."""
+    best: Mapping[str, Point] = field(default_factory=dict)
+    """The point that is marked as the best one, by metric; y may be NaN."""
     launch_id: str = ""
     """The page's script shows the live panel in place of the record with this id."""
     outputs: Sequence[RankOutputs] = ()
@@ -79,6 +83,10 @@ class Record:
         mark, colour, preposition = _STATES.get(self.state, ("", MEAN_COLOUR, "after"))
         when = f"{preposition} {_duration(self.seconds)}"
         return mark, colour, [when, counted(self.world_size, "rank"), one_line(self.device, 100)]
+
+    def summaries(self) -> list[list[Summary]]:
+        """Return the metrics in numbers, those of each chart together."""
+        return summarise(self.metrics, self.charts, self.best)
 
     def tails_shown(self, most: int) -> list[RankTail]:
         """Return at most `most` tails by rank, that of the failed rank first."""

@@ -13,20 +13,22 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from nblaunch.launch.output.metric_names import kind, number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares
 from nblaunch.launch.views.events import Failure
-from nblaunch.launch.views.text_view import number
 from nblaunch.notebook.ansi_html import block, coloured, cut, terminal_lines
 from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
+    Line,
     Summary,
+    colour_beside,
     colour_of,
     data_uri,
+    has_line,
     line_chart,
-    summarise,
+    line_of,
 )
-from nblaunch.notebook.downsampling import is_drawable
 from nblaunch.notebook.record import DIM, FAILED_COLOUR, MONO, PRE, RankTail, Record, counted, plain, rank_name
 from nblaunch.notebook.record_outputs import outputs_html
 
@@ -49,7 +51,7 @@ _PICTURE = "display:block;max-width:100%;height:auto"
 
 def as_html(record: Record) -> str:
     """Return the record as at most 150 KB of HTML, and what ranks displayed. No text becomes a tag or an attribute."""
-    summaries = summarise(record.metrics)
+    groups = record.summaries()
     message = ""
     if record.message.strip():
         message = f'<div style="margin-top:6px;white-space:pre-wrap">{_text(record.message, 1000)}</div>'
@@ -59,8 +61,8 @@ def as_html(record: Record) -> str:
         *(f'<div style="margin-top:6px">{_text(note, 200)}</div>' for note in record.notes[-_MAX_NOTES:]),
         _folded("debugging", block(record.debugging, _MAX_DEBUGGING_BYTES), is_open=True) if record.debugging else "",
         outputs_html(record.outputs),
-        _metrics(record, summaries),
-        _table(summaries),
+        _metrics(record, groups),
+        _table([summary for group in groups for summary in group]),
         _tails(record),
     ]
     if record.log_dir:
@@ -120,49 +122,65 @@ def _folded(title: str, lines: str, *, is_open: bool = False) -> str:
 
 
 # ------------------------------------------------------------------ metrics
-def _metrics(record: Record, summaries: Sequence[Summary]) -> str:
-    """Return a card for each metric: its numbers, and a chart if there is a line to draw."""
-    shown = summaries[:_MAX_METRICS]
-    drawn: list[Summary] = []
-    for summary in shown:
-        xs = {x for points in record.metrics[summary.name].values() for x, _ in filter(is_drawable, points)}
-        if len(xs) > 1 and len(drawn) < _MAX_CHARTS:
-            drawn.append(summary)
-    charts = dict(zip((summary.name for summary in drawn), _charts(record, drawn), strict=True))
-    cards = [_card(summary, charts[summary.name]) for summary in drawn]
-    rest = [f"<div>{_numbers(summary)}</div>" for summary in shown if summary.name not in charts]
-    more = [f"<div>and {len(summaries) - len(shown)} more metrics</div>"] if len(summaries) > len(shown) else []
-    return "".join([*cards, _legend(drawn), *rest, *more]) if shown else ""
+def _metrics(record: Record, groups: Sequence[Sequence[Summary]]) -> str:
+    """Return a card for each chart: the numbers of its metrics, and a chart if there is a line to draw."""
+    shown = groups[:_MAX_METRICS]
+    drawn = [group for group in shown if has_line(record.metrics, group)][:_MAX_CHARTS]
+    cards = [_card(group, image) for group, image in zip(drawn, _charts(record, drawn), strict=True)]
+    rest = [f"<div>{_numbers(summary)}</div>" for group in shown if group not in drawn for summary in group]
+    more = len(groups) - len(shown)
+    note = [f"<div>and {counted(more, 'more metric')}</div>"] if more else []
+    return "".join([*cards, _legend([group[0] for group in drawn]), *rest, *note]) if shown else ""
 
 
-def _charts(record: Record, summaries: Sequence[Summary]) -> list[str]:
-    """Return an image for each of these metrics, together at most `_MAX_CHARTS_BYTES`."""
+def _charts(record: Record, groups: Sequence[Sequence[Summary]]) -> list[str]:
+    """Return an image for each of these charts, together at most `_MAX_CHARTS_BYTES`."""
     images: list[str] = []
     for most_points in (300, 150, 75, 40, 20, 8):
-        images = [
-            data_uri(line_chart(record.metrics[s.name], s.mean, cut(s.name, 60), most_points=most_points))
-            for s in summaries
-        ]
+        images = [_image(record, group, most_points) for group in groups]
         if sum(map(len, images)) <= _MAX_CHARTS_BYTES:
             break
     return images
 
 
-def _card(summary: Summary, image: str) -> str:
+def _image(record: Record, group: Sequence[Summary], most_points: int) -> str:
+    first, *others = group
+    lines = [Line(line_of(record.metrics, other), colour_beside(other.name), marked=other.marked) for other in others]
+    title = cut(" and ".join(summary.name for summary in group), 60)
+    chart = line_chart(
+        record.metrics[first.name],
+        first.mean,
+        title,
+        lines=lines,
+        marked=first.marked,
+        kind=kind(first.name),
+        most_points=most_points,
+    )
+    return data_uri(chart)
+
+
+def _card(group: Sequence[Summary], image: str) -> str:
     style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
-    best = f", best {number(summary.best)}" if summary.best is not None else ""
-    ranks = f", mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
-    name = _text(summary.name, 60, in_attribute=True)
-    alt = f"chart of {name}: latest {number(summary.latest)}{best}{ranks}"
+    said = [", ".join(filter(None, (f"latest {s.latest_text}", s.best_text, _mean_of(s)))) for s in group]
+    names = [_text(summary.name, 60, in_attribute=True) for summary in group]
+    alt = f"chart of {'; '.join(f'{name}: {text}' for name, text in zip(names, said, strict=True))}"
     picture = f'<img src="{image}" alt="{alt}" width="340" height="150" style="{_PICTURE}">'
-    return f'<div style="{style}"><div>{_numbers(summary)}</div>{picture}</div>'
+    values = [_numbers(group[0]), *(_numbers(other, colour_beside(other.name)) for other in group[1:])]
+    return f'<div style="{style}">{"".join(f"<div>{value}</div>" for value in values)}{picture}</div>'
 
 
-def _numbers(summary: Summary) -> str:
-    best = f' <span style="{DIM}">best {number(summary.best)}</span>' if summary.best is not None else ""
+def _numbers(summary: Summary, colour: str = "") -> str:
+    """Return the values of a metric, with the line's colour if it is beside another one."""
+    facts = ", ".join(filter(None, (summary.best_text, _mean_of(summary) if summary.differs else "")))
+    more = f' <span style="{DIM}">{facts}</span>' if facts else ""
     alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
-    latest = f'<span style="font-size:16px{alarm}">{number(summary.latest)}</span>'
-    return f"<b>{_text(summary.name, 60)}</b> {latest}{best}"
+    latest = f'<span style="font-size:{13 if colour else 16}px{alarm}">{summary.latest_text}</span>'
+    line = f'<span style="color:{colour}">╌╌</span> ' if colour else ""
+    return f"{line}<b>{_text(summary.name, 60)}</b> {latest}{more}"
+
+
+def _mean_of(summary: Summary) -> str:
+    return f"mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
 
 
 def _legend(summaries: Sequence[Summary]) -> str:
@@ -186,11 +204,11 @@ def _table(summaries: Sequence[Summary]) -> str:
         return ""
 
     def values(rank: int) -> list[str]:
-        found = [summary.by_rank.get(rank) for summary in columns]
-        return ["" if value is None else number(value) for value in found]
+        found = [(summary.name, summary.by_rank.get(rank)) for summary in columns]
+        return ["" if value is None else number_of(name, value) for name, value in found]
 
     rows = [
-        _row("td", "mean", (number(summary.latest) for summary in columns)),
+        _row("td", "mean", (summary.latest_text for summary in columns)),
         *(_row("td", f"rank {rank}", values(rank)) for rank in ranks),
     ]
     head = _row("th", "latest", (_text(summary.name, 60) for summary in columns))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares, without_colours
 from nblaunch.launch.views.events import Failure
-from nblaunch.launch.views.text_view import number
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH, terminal_lines
-from nblaunch.notebook.charts import Summary, clean, summarise
+from nblaunch.notebook.charts import Summary, clean
 from nblaunch.notebook.record import Record, one_line, plain, rank_name, within
 from nblaunch.notebook.record_outputs import outputs_text
 
@@ -23,7 +23,7 @@ _MAX_OTHERS = 8
 
 def as_text(record: Record) -> str:
     """Return the record as at most 10 KB of text."""
-    summaries = summarise(record.metrics)
+    summaries = [summary for group in record.summaries() for summary in group]
     _, _, facts = record.heading()
     first = f"{one_line(record.name, 200)}: {one_line(record.state, 40)} {' · '.join(filter(None, facts))}"
     parts = [
@@ -63,12 +63,16 @@ def _debugging_text(lines: Sequence[str]) -> str:
 def _metrics_text(summaries: Sequence[Summary]) -> str:
     excerpt = Excerpt(_MAX_METRICS_BYTES, 0)
     for summary in summaries:
-        best = f" (best {number(summary.best)})" if summary.best is not None else ""
+        best = f" ({summary.best_text})" if summary.best_text else ""
         ranks = ""
         if summary.differs:
-            values = [f"{rank}: {number(value)}" for rank, value in list(summary.by_rank.items())[:_MAX_OTHERS]]
-            ranks = f"; rank {', '.join(values)}{', …' * (len(summary.by_rank) > _MAX_OTHERS)}"
-        excerpt.add(f"{one_line(summary.name, 80)} {number(summary.latest)}{best}{ranks}")
+            values = [
+                f"{rank}: {number_of(summary.name, value)}"
+                for rank, value in list(summary.by_rank.items())[:_MAX_OTHERS]
+            ]
+            more = ", …" * (len(summary.by_rank) > _MAX_OTHERS)
+            ranks = f", mean of {len(summary.by_rank)} ranks; rank {', '.join(values)}{more}"
+        excerpt.add(f"{one_line(summary.name, 80)} {summary.latest_text}{best}{ranks}")
     return excerpt.text(f"and {excerpt.left_lines} more metrics").rstrip()
 
 

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nblaunch.launch.views.text_view import number
+from nblaunch.launch.output.metric_names import direction, number
 from nblaunch.notebook.charts import (
     MAX_LINES,
     MEAN_COLOUR,
     colour_of,
     data_uri,
-    direction,
     line_chart,
     mean_of,
     summarise,
@@ -63,10 +62,13 @@ def test_the_words_of_a_name_say_whether_more_is_better(name: str, expected: str
     assert direction(name) == expected
 
 
-def test_accuracies_come_first_then_losses_then_the_others_by_name() -> None:
-    names = ["lr", "val_loss", "Grad", "loss", "f1", "accuracy"]
-    summaries = summarise({name: {0: [(0, 1.0)]} for name in names})
-    assert [summary.name for summary in summaries] == ["accuracy", "f1", "loss", "val_loss", "Grad", "lr"]
+def test_losses_come_first_then_what_is_to_grow_and_rates_last() -> None:
+    names = ["lr", "samples/s", "val_loss", "Grad", "loss", "f1", "accuracy", "RMSE"]
+    groups = summarise({name: {0: [(0, 1.0)]} for name in names})
+    assert [[summary.name for summary in group] for group in groups] == [
+        ["loss", "val_loss"],
+        *(["accuracy"], ["f1"], ["RMSE"], ["Grad"], ["lr"], ["samples/s"]),
+    ]
 
 
 def test_a_metric_without_a_point_is_not_there() -> None:
@@ -85,7 +87,7 @@ def test_the_mean_needs_half_of_the_ranks() -> None:
 
 def test_the_latest_and_the_best_are_the_means() -> None:
     ranks = {0: [(1, 0.5), (2, 0.9), (3, 0.7)], 1: [(1, 0.5), (2, 0.7), (3, 0.7)]}
-    accuracy, loss, other = summarise({"accuracy": ranks, "loss": ranks, "other": ranks})
+    (loss,), (accuracy,), (other,) = summarise({"accuracy": ranks, "loss": ranks, "other": ranks})
     assert accuracy.latest == 0.7
     assert accuracy.best == pytest.approx(0.8)
     assert (loss.latest, loss.best) == (0.7, 0.5)
@@ -95,22 +97,22 @@ def test_the_latest_and_the_best_are_the_means() -> None:
 
 def test_ranks_that_share_no_x_have_no_mean_but_a_latest_and_a_best() -> None:
     series = {rank: [(10 * rank + step, float(rank + step)) for step in range(3)] for rank in range(3)}
-    (loss,) = summarise({"loss": series})
+    ((loss,),) = summarise({"loss": series})
     assert (loss.mean, loss.latest, loss.best) == ((), 3.0, 0.0)
     assert loss.by_rank == {0: 2.0, 1: 3.0, 2: 4.0}
     assert loss.differs
 
 
 def test_a_loss_that_is_no_number_any_more_says_so_and_keeps_its_best() -> None:
-    (loss,) = summarise({"loss": {0: [(0, 2.0), (1, 1.0), (2, NAN)], 1: [(0, 2.0), (1, 1.0), (2, 1.0)]}})
+    ((loss,),) = summarise({"loss": {0: [(0, 2.0), (1, 1.0), (2, NAN)], 1: [(0, 2.0), (1, 1.0), (2, 1.0)]}})
     assert math.isnan(loss.latest)
     assert loss.best == 1.0
-    (lost,) = summarise({"loss": {0: [(0, NAN), (1, INF)], 1: [(0, NAN), (1, INF)]}})
+    ((lost,),) = summarise({"loss": {0: [(0, NAN), (1, INF)], 1: [(0, NAN), (1, INF)]}})
     assert (lost.latest, lost.best, lost.differs) == (INF, None, False)
 
 
 def test_only_ranks_with_a_point_count() -> None:
-    (loss,) = summarise({"loss": {0: [(0, 2.0)], 1: []}})
+    ((loss,),) = summarise({"loss": {0: [(0, 2.0)], 1: []}})
     assert (loss.latest, loss.by_rank) == (2.0, {0: 2.0})
 
 

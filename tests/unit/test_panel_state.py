@@ -128,10 +128,36 @@ def test_a_rank_has_its_latest_bars(state: PanelState) -> None:
         state.add_reports(0, [bar(desc, 1)])
     state.add_reports(0, [bar("two", 2)])
     assert changes_of(state).progress == [
-        (0, "three", 1, 10, 1.0),
-        (0, "four", 1, 10, 1.0),
-        (0, "two", 2, 10, 1.0),
+        (0, "two", 2, 10, 1.0, 0, 0),
+        (0, "three", 1, 10, 1.0, 0, 0),
+        (0, "four", 1, 10, 1.0, 0, 0),
     ]
+
+
+def test_the_bar_of_the_whole_run_stays_above_those_of_its_epochs(state: PanelState) -> None:
+    for epoch in range(5):
+        state.add_reports(0, [bar(f"epoch {epoch}", done) | {"level": 1} for done in (0, 10)])
+        state.add_reports(0, [bar("fit", epoch + 1) | {"first": 1}])
+    state.add_reports(0, [bar("epoch 5", 1) | {"level": 1}])
+    assert changes_of(state).progress == [
+        (0, "fit", 5, 10, 1.0, 1, 0),
+        (0, "epoch 4", 10, 10, 1.0, 0, 1),
+        (0, "epoch 5", 1, 10, 1.0, 0, 1),
+    ]
+
+
+def test_validation_is_in_the_chart_of_training_and_the_best_step_is_marked(state: PanelState) -> None:
+    report(state, 0, step=9, loss=0.5, lr=1e-3)
+    state.delta()
+    report(state, 0, step=9, valid_loss=0.6)
+    state.add_reports(1, [{"best": "valid_loss", "step": 9, "value": None}])
+    state.add_reports(0, [{"best": "valid_loss", "step": 9, "value": 0.6}])
+    state.add_reports(1, [{"best": "valid_loss", "step": 10, "value": 0.7}])  # the lowest rank's is shown
+    delta = changes_of(state)
+    assert delta.charts == [(("loss", "valid_loss"), "down", ""), (("lr",), "", "lr")]
+    assert delta.best == [("valid_loss", 9, 0.6)]
+    report(state, 0, step=10, loss=0.4)
+    assert changes_of(state).charts is None
 
 
 def test_unchanged_resources_are_sent_once(state: PanelState) -> None:
@@ -181,7 +207,7 @@ def test_a_snapshot_is_all_of_it(state: PanelState) -> None:
     state.delta()
     whole: Any = state.snapshot()
     assert whole.metrics == [("loss", 0, 1.0, 1.0)]
-    assert whole.progress == [(1, "epoch", 3, 10, 1.0)]
+    assert whole.progress == [(1, "epoch", 3, 10, 1.0, 0, 0)]
     assert whole.notes == [(1.5, "restarting")]
     assert whole.stacks.ranks == [(0, "in train")]
     assert whole.failure is None
@@ -192,7 +218,7 @@ def test_a_snapshot_is_all_of_it(state: PanelState) -> None:
 @pytest.mark.parametrize("total", [math.inf, math.nan, "10", -3, 0, None])
 def test_a_bar_whose_end_is_no_number_has_none(state: PanelState, total: Any) -> None:
     state.add_reports(0, [bar("x", 1, total)])
-    assert changes_of(state).progress == [(0, "x", 1, None, 1.0)]
+    assert changes_of(state).progress == [(0, "x", 1, None, 1.0, 0, 0)]
 
 
 def test_a_reloaded_page_gets_a_bounded_number_of_points(state: PanelState) -> None:

@@ -177,8 +177,8 @@ def test_the_page_says_first_how_it_went() -> None:
 def test_the_text_says_first_how_it_went() -> None:
     assert as_text(FINISHED).splitlines() == [
         "train: finished in 12.3 s · 2 ranks · cpu",
-        "accuracy 0.9405 (best 0.9405); rank 0: 0.94, 1: 0.941",
         "loss 1 (best 1)",
+        "accuracy 0.9405 (best 0.9405), mean of 2 ranks; rank 0: 0.94, 1: 0.941",
         "[rank 0] hello from 0",
         "[rank 0] bye",
         "[rank 1] hello from 1",
@@ -255,9 +255,41 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
 # ------------------------------------------------------------------ what it measured
 def test_each_metric_has_its_numbers_and_a_chart_that_is_also_words() -> None:
     shown = page(FINISHED)
-    assert shown.text.index("accuracy 0.9405 best 0.9405") < shown.text.index("loss 1 best 1")
-    assert [image.findtext("{http://www.w3.org/2000/svg}title") for image in shown.images] == ["accuracy", "loss"]
-    assert shown.alts[0] == "chart of accuracy: latest 0.9405, best 0.9405, mean of 2 ranks"
+    assert shown.text.index("loss 1 best 1") < shown.text.index("accuracy 0.9405 best 0.9405, mean of 2 ranks")
+    assert [image.findtext("{http://www.w3.org/2000/svg}title") for image in shown.images] == ["loss", "accuracy"]
+    assert shown.alts[1] == "chart of accuracy: latest 0.9405, best 0.9405, mean of 2 ranks"
+
+
+VALIDATED = replace(
+    FINISHED,
+    metrics={
+        "loss": {0: [(step, 2 - step / 100) for step in range(1, 101)]},
+        "lr": {0: [(step, 3e-4 * step / 100) for step in range(1, 101)]},
+        "samples_per_second": {0: [(step, 1200.0 + step % 3) for step in range(1, 101)]},
+        "valid_loss": {0: [(25, 1.8), (50, 1.25), (75, 1.3), (100, 1.4)]},
+    },
+    charts=[("loss", "valid_loss"), ("lr",), ("samples_per_second",)],
+    best={"valid_loss": (50.0, 1.25)},
+)
+
+
+def test_validation_is_a_dashed_line_beside_training_with_its_best_step() -> None:
+    shown = page(VALIDATED)
+    assert len(shown.images) == 3
+    assert shown.alts[0] == "chart of loss: latest 1, best 1; valid_loss: latest 1.4, best 1.25 at step 50"
+    assert "╌╌ valid_loss 1.4 best 1.25 at step 50" in shown.text
+    svg = ET.tostring(shown.images[0], encoding="unicode")
+    assert svg.count("stroke-dasharray") == 1
+    assert svg.count("circle ") == 1
+    assert "valid_loss 1.4 (best 1.25 at step 50)" in as_text(VALIDATED)
+
+
+def test_learning_rates_and_throughputs_have_their_own_writing() -> None:
+    shown = page(VALIDATED)
+    assert "lr 3e-4" in shown.text
+    assert "samples_per_second 1.2k/s" in shown.text
+    labels = ["".join(text.itertext()) for text in shown.images[2].iter("{http://www.w3.org/2000/svg}text")]
+    assert labels[:3] == ["0", "500/s", "1k/s"]
 
 
 def test_differing_ranks_get_a_table() -> None:

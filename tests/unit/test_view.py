@@ -308,15 +308,35 @@ def test_stderr_lines_come_between_the_old_status_and_the_new(cell: Cell) -> Non
 @pytest.mark.parametrize(
     ("record", "text"),
     [
-        ({"progress": "epoch 1", "done": 45, "total": 100, "seconds": 3.65}, "epoch 1: 45/100 45% 12.3 it/s"),
+        (
+            {"progress": "epoch 1", "done": 45, "total": 100, "seconds": 3.65},
+            "epoch 1: 45/100 45% 12.3 it/s, 0:04 left",
+        ),
         ({"progress": "", "done": 0, "total": 100, "seconds": 0.0}, "0/100 0%"),
         ({"progress": "", "done": 50_000, "total": None, "seconds": 10}, "50000 5,000 it/s"),
-        ({"progress": "", "done": 1, "total": 3, "seconds": 20.0}, "1/3 33% 0.05 it/s"),
+        ({"progress": "", "done": 1, "total": 3, "seconds": 20.0}, "1/3 33% 0.05 it/s, 0:40 left"),
+        (
+            {"progress": "fit", "done": 6000, "total": 90_000, "seconds": 10.0, "first": 5000, "level": 0},
+            "fit: 6000/90000 7% 100 it/s, 14:00 left",
+        ),
     ],
 )
 def test_progress_is_shown_below(cell: Cell, record: dict[str, Any], text: str) -> None:
     cell.view.on(Reports(0, [record]))
     assert cell.screen() == [f"[rank 0] {text}"]
+
+
+def test_bars_within_each_other_stand_side_by_side(cell: Cell) -> None:
+    outer = {"progress": "fit", "done": 2, "total": 10, "seconds": 0.0, "first": 0, "level": 0}
+    cell.view.on(Reports(0, [outer, {**outer, "progress": "epoch", "done": 1, "level": 1}]))
+    assert cell.screen() == ["[rank 0] fit: 2/10 20% · epoch: 1/10 10%"]
+
+
+def test_the_best_step_is_named_at_the_end(cell: Cell) -> None:
+    cell.view.on(Reports(0, [{"metrics": {"valid_loss": 0.25}, "time": 1.0, "step": 1200}]))
+    cell.view.on(Reports(0, [{"best": "valid_loss", "step": 1200, "value": 0.25}]))
+    cell.view.on(Ended(FINISHED))
+    assert cell.screen()[-1] == "[rank 0] valid_loss 0.25; best valid_loss 0.25 at step 1,200 (1 report)"
 
 
 def test_complete_progress_leaves_the_status(cell: Cell) -> None:

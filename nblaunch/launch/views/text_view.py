@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, LineAssembler, fair_shares, without_colours
 from nblaunch.launch.views.base import View
 from nblaunch.launch.views.events import (
@@ -68,6 +69,8 @@ class _RankReports:
     """The reports of one rank so far."""
 
     metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, str] = field(default_factory=dict)
+    """Of each metric of which a step is marked as the best one."""
     count: int = 0
     level: float = 0.0
     time: float = 0.0
@@ -128,7 +131,9 @@ class TextView(View):
                     if "metrics" in record:
                         self._add_metrics(rank, record)
                     elif "progress" in record:
-                        self._set_status(rank, "progress", _progress_text(record))
+                        self._set_status(rank, f"progress {record.get('level', 0)}", _progress_text(record))
+                    elif "best" in record:
+                        self._reported.setdefault(rank, _RankReports()).best[record["best"]] = _best_text(record)
                 self._emit_if_due()
             case Displays(rank, outputs):
                 for output in outputs:
@@ -184,7 +189,8 @@ class TextView(View):
         self._finish_lines()
         self._blocks += (self._late or {}).items()
         closing = [
-            f"[rank {rank}] {_metrics_text(reported.metrics)} ({reported.count:,} report{'s' * (reported.count != 1)})"
+            f"[rank {rank}] {'; '.join(filter(None, (_metrics_text(reported.metrics), *reported.best.values())))} "
+            f"({reported.count:,} report{'s' * (reported.count != 1)})"
             for rank, reported in sorted(self._reported.items())
         ]
         if outcome.state != "finished" or self._noted:
@@ -337,7 +343,7 @@ def _gap_text(source: _Source, excerpt: Excerpt) -> str:
 
 
 def _metrics_text(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{_one_line(name)} {number(value)}" for name, value in metrics.items())
+    return ", ".join(f"{_one_line(name)} {number_of(name, value)}" for name, value in metrics.items())
 
 
 def _progress_text(record: Mapping[str, Any]) -> str:
@@ -346,15 +352,20 @@ def _progress_text(record: Mapping[str, Any]) -> str:
         return ""  # complete
     desc = f"{record['progress']}: " if record["progress"] else ""
     share = f"{done}/{total} {done / total:.0%}" if total else f"{done}"
-    rate = done / seconds if seconds else 0.0
-    return f"{desc}{share}" + (f" {rate:,.0f} it/s" if rate >= 1000 else f" {rate:.3g} it/s" if rate else "")
+    rate = (done - record.get("first", 0)) / seconds if seconds else 0.0
+    left = f", {_clock((total - done) / rate)} left" if total and rate > 0 and total > done else ""
+    return f"{desc}{share}" + (f" {rate:,.0f} it/s" if rate >= 1000 else f" {rate:.3g} it/s" if rate else "") + left
 
 
-def number(value: float) -> str:
-    """Format a value with four digits, or as a whole number."""
-    if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
-        return f"{int(value):,}"
-    return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _best_text(record: Mapping[str, Any]) -> str:
+    value = "" if record["value"] is None else f" {number_of(record['best'], record['value'])}"
+    return f"best {_one_line(record['best'])}{value} at step {record['step']:,}"
 
 
 def _human(size: int) -> str:

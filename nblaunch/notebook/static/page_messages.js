@@ -3,10 +3,14 @@
 
 /** The state of one rank.
  * @typedef {[rank: number, state: "starting" | "running" | "stopping" | "returned" | "failed" | "ended"]} RankEntry */
-/** One progress bar of a rank.
- * @typedef {[rank: number, name: string, done: number | null, total: number | null, seconds: number | null]} ProgressEntry */
+/** One progress bar of a rank. The steps after `first` took `seconds`; a bar within another has a higher level.
+ * @typedef {[rank: number, name: string, done: number | null, total: number | null, seconds: number | null, first: number, level: number]} ProgressEntry */
 /** One point of a metric; y is null if it is not finite.
  * @typedef {[metric: string, rank: number, x: number, y: number | null]} PointEntry */
+/** What is drawn in one chart: metrics, training first, with the better direction and how to write their values.
+ * @typedef {[names: string[], direction: "up" | "down" | "", kind: "" | "rate" | "lr"]} ChartEntry */
+/** The point that a rank has marked as the best one of a metric; y is null if it is not known.
+ * @typedef {[metric: string, x: number, y: number | null]} BestEntry */
 /** Busy cores, bytes resident, the busy share of the GPU, and bytes of GPU memory of a rank.
  * @typedef {[rank: number, cpu: number, memory: number, gpu: number | null, gpu_memory: number | null]} ResourceEntry */
 /** A message of nblaunch, and its time in seconds since the launch began.
@@ -92,6 +96,8 @@
  * @property {RankEntry[]} [ranks]
  * @property {ProgressEntry[]} [progress]
  * @property {PointEntry[]} [metrics]
+ * @property {ChartEntry[]} [charts]
+ * @property {BestEntry[]} [best]
  * @property {ResourceEntry[]} [resources]
  * @property {OutputsEntry[]} [outputs]
  * @property {NoteEntry[]} [notes]

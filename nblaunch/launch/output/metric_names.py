@@ -1,0 +1,179 @@
+"""What the names of metrics say: which belong in one chart, in which order, which way is better, and how to write them.
+
+``valid_loss`` belongs beside ``loss``, and so do ``train_loss``, ``val/loss``, ``evalLoss`` and ``loss_epoch``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Direction = Literal["up", "down", ""]
+Kind = Literal["", "rate", "lr"]
+"""How to write a value: as a plain number, as a rate such as 1.2k/s, or as a learning rate such as 3e-4."""
+Part = Literal["training", "epoch", "valid", "test"]
+"""The data that a metric is of; "epoch" is a mean over an epoch of training."""
+
+_UP = {"accuracy", "acc", "f1", "auc", "precision", "recall", "map", "iou", "miou", "bleu", "score"}
+_DOWN = {"loss", "error", "perplexity", "mae", "mse", "rmse", "err", "ppl", "nll", "cer", "wer"}
+_WORD = re.compile(r"f1|[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_PARTS: dict[str, Part] = {"train": "training", "epoch": "epoch", "val": "valid", "eval": "valid", "test": "test"}
+_PREFIX = re.compile(
+    r"((?i:train|val|eval|test|epoch))(?i:(?<=train)ing|(?<=val)id(?:ation)?|(?<=eval)uation)?"
+    r"(?:[_/. -]+|(?=[A-Z]))(?=.)"
+)
+_SUFFIX = re.compile(r"(?<=.)[_/. -](step|epoch)$", re.IGNORECASE)
+_ORDER: tuple[Part, ...] = ("training", "epoch", "valid", "test")
+_SECOND = ("s", "sec", "second")
+
+
+def direction(name: str) -> Direction:
+    """Return "up" or "down" for the better direction of a metric, judged by its name; "" if unknown."""
+    # Read names both ways: "valLoss" has two words, "mAP" has one. The last known word decides.
+    for word in [*re.findall("f1|[a-z]+", name.lower()), *map(str.lower, _WORD.findall(name))][::-1]:
+        if word in _UP:
+            return "up"
+        if word in _DOWN:
+            return "down"
+    return ""
+
+
+def kind(name: str) -> Kind:
+    """Return how to write the values of a metric."""
+    words = re.findall("[a-z0-9]+", name.lower())
+    if "throughput" in words or (words[-1:] and words[-1] in _SECOND and ("per" in words or name.endswith("/s"))):
+        return "rate"
+    return "lr" if "lr" in words or "learning rate" in " ".join(words) else ""
+
+
+def family(name: str) -> tuple[str, Part]:
+    """Return what a metric measures, in lower case, and on which data: ``("loss", "valid")`` for ``val_loss``."""
+    part: Part = "training"
+    base = name
+    while match := _PREFIX.match(base):
+        found = _PARTS[match[1].lower()]
+        part = max(part, found, key=_ORDER.index)
+        base = base[match.end() :]
+    if match := _SUFFIX.search(base):
+        part = "epoch" if match[1].lower() == "epoch" and part == "training" else part
+        base = base[: match.start()]
+    return base.lower(), part
+
+
+def number(value: float) -> str:
+    """Format a value with four digits, or as a whole number."""
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def number_of(name: str, value: float) -> str:
+    """Format a value of a metric, such as 0.9672, 1.2k/s or 3e-4."""
+    return formatted(value, kind(name))
+
+
+def formatted(value: float, kind: Kind) -> str:
+    """Format a value of this kind."""
+    if not math.isfinite(value) or not kind:
+        return number(value)
+    if kind == "lr":
+        if value == 0 or not abs(value) < 0.01:
+            return f"{value:.3g}"
+        digits, _, exponent = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+    for unit, factor in (("M", 1e6), ("k", 1e3)):
+        if abs(value) >= 0.9995 * factor:
+            return f"{value / factor:.3g}{unit}/s" if abs(value) < 999.5 * factor else f"{value / factor:.0f}{unit}/s"
+    return f"{value:.3g}/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """What is drawn in one chart."""
+
+    names: tuple[str, ...]
+    """The metrics; training comes first."""
+
+    @property
+    def direction(self) -> Direction:
+        """Which way is better."""
+        return direction(self.names[0])
+
+    @property
+    def kind(self) -> Kind:
+        """How to write the values."""
+        return kind(self.names[0])
+
+
+class ChartPlan:
+    """Which metrics are drawn in one chart: those of one family, if their steps count the same.
+
+    The steps of a metric count the same as those of its family's first metric if it is reported at about the step where
+    that one is: not if one counts batches and the other one epochs.
+
+    Args:
+        points: The name and x of each reported value, in order of time.
+    """
+
+    def __init__(self, points: Iterable[tuple[str, float]] = ()) -> None:
+        self._latest: dict[str, float] = {}
+        self._families: dict[str, list[str]] = {}
+        """The metrics of each family, training first."""
+        self._leaders: dict[str, str] = {}
+        """For each metric that is not the first of its family, that first one."""
+        self._apart: set[str] = set()
+        for name, x in points:
+            self.add(name, x)
+
+    def add(self, name: str, x: float) -> bool:
+        """Add a reported value. Return True if the charts have changed."""
+        is_new = name not in self._latest
+        self._latest[name] = x
+        if is_new:
+            self._join(name)
+        leader = self._leaders.get(name)
+        if leader is None:
+            return is_new
+        was_apart = name in self._apart
+        if _count_the_same(x, self._latest[leader]):
+            self._apart.discard(name)
+        else:
+            self._apart.add(name)
+        return is_new or was_apart != (name in self._apart)
+
+    def _join(self, name: str) -> None:
+        base, part = family(name)
+        names = self._families.setdefault(base, [])
+        at = next(
+            (i for i, other in enumerate(names) if _ORDER.index(family(other)[1]) > _ORDER.index(part)), len(names)
+        )
+        names.insert(at, name)
+        self._leaders.pop(names[0], None)
+        self._apart.difference_update(names[:1])
+        self._leaders.update((other, names[0]) for other in names[1:])
+
+    @property
+    def charts(self) -> list[Chart]:
+        """The charts: losses first, then other metrics by name, learning rates and throughputs last."""
+        charts = []
+        for first, *others in self._families.values():
+            charts.append(Chart((first, *(name for name in others if name not in self._apart))))
+            charts += [Chart((name,)) for name in others if name in self._apart]
+        return sorted(charts, key=_place)
+
+
+def _count_the_same(x: float, leader: float) -> bool:
+    """Return True if x is near the step of the metric that training reports; both begin at 0 or 1."""
+    low, high = sorted((x + 1, leader + 1))
+    return low == high or (low > 0 and high < 2 * low)
+
+
+def _place(chart: Chart) -> tuple[int, str, str]:
+    name, way = chart.names[0], chart.direction
+    kinds: dict[Kind, int] = {"lr": 4, "rate": 5, "": 0}
+    by_way: dict[Direction, int] = {"up": 1, "down": 2, "": 3}
+    place = kinds[chart.kind] or (0 if family(name)[0].endswith("loss") else by_way[way])
+    return place, name.lower(), name

@@ -1,0 +1,86 @@
+"""What the names of metrics say."""
+
+from __future__ import annotations
+
+import pytest
+
+from nblaunch.launch.output.metric_names import ChartPlan, family, formatted, kind
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, ("loss", "training")) for name in ("loss", "train_loss", "train_loss_step", "trainingLoss", "Loss")),
+        *((name, ("loss", "epoch")) for name in ("epoch_loss", "train_loss_epoch", "loss/epoch")),
+        *((name, ("loss", "valid")) for name in ("valid_loss", "val/loss", "valLoss", "eval_loss", "validation.loss")),
+        ("test_accuracy", ("accuracy", "test")),
+        *((name, (name, "training")) for name in ("valid", "epoch", "validity_loss", "evaluate", "testament", "")),
+    ],
+)
+def test_the_prefix_of_a_name_says_which_data_it_is_of(name: str, expected: tuple[str, str]) -> None:
+    assert family(name) == expected
+
+
+def names_of(plan: ChartPlan) -> list[tuple[str, ...]]:
+    return [chart.names for chart in plan.charts]
+
+
+def test_validation_joins_training_where_both_count_steps() -> None:
+    plan = ChartPlan()
+    for step in range(1, 301):
+        for name in ("lr", "samples_per_second", "loss"):
+            plan.add(name, step)
+        if step % 100 == 0:
+            plan.add("valid_accuracy", step)
+            plan.add("valid_loss", step)
+            plan.add("epoch_loss", step)
+    assert names_of(plan) == [
+        ("loss", "epoch_loss", "valid_loss"),
+        ("valid_accuracy",),
+        ("lr",),
+        ("samples_per_second",),
+    ]
+
+
+def test_validation_that_counts_epochs_has_a_chart_of_its_own() -> None:
+    plan = ChartPlan()
+    for epoch in range(3):
+        for step in range(50):
+            plan.add("loss", 50 * epoch + step)
+        plan.add("valid_loss", epoch)
+    assert names_of(plan) == [("loss",), ("valid_loss",)]
+
+
+def test_epochs_that_both_count_share_a_chart() -> None:
+    plan = ChartPlan((name, epoch) for epoch in range(3) for name in ("val_acc", "acc"))
+    assert names_of(plan) == [("acc", "val_acc")]
+
+
+def test_charts_change_with_new_metrics_and_new_steps_alone() -> None:
+    plan = ChartPlan()
+    assert plan.add("loss", 100)
+    assert not plan.add("loss", 200)
+    assert plan.add("valid_loss", 1)
+    assert not plan.add("valid_loss", 2)
+    assert plan.add("valid_loss", 200)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("lr", 3e-4, "3e-4"),
+        ("learning_rate", 1.25e-5, "1.25e-5"),
+        ("lr-AdamW", 0.1, "0.1"),
+        ("lr", 0.0, "0"),
+        ("samples_per_second", 1234.5, "1.23k/s"),
+        ("throughput", 12.34, "12.3/s"),
+        ("images/s", 1.2e6, "1.2M/s"),
+        ("tokens_per_sec", 999_700.0, "1M/s"),
+        ("tokens_per_sec", 123_456.0, "123k/s"),
+        ("samples_per_second", float("nan"), "nan"),
+        ("loss", 0.25, "0.25"),
+        ("seconds", 1.5, "1.5"),
+    ],
+)
+def test_rates_have_their_own_writing(name: str, value: float, text: str) -> None:
+    assert formatted(value, kind(name)) == text
