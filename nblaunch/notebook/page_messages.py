@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from nblaunch.launch.output.metric_names import Direction, Kind
+from nblaunch.launch.output.metric_names import Direction, Kind, Part
 from nblaunch.launch.views.events import RankState, Stream
 
 LaunchState = Literal["starting", "running", "stopping", "finished", "failed", "stopped"]
@@ -47,10 +47,17 @@ class PointEntry(NamedTuple):
     y: float | None
 
 
+class ChartLine(NamedTuple):
+    """A metric in a chart, and the data that it is of."""
+
+    metric: str
+    part: Part
+
+
 class ChartEntry(NamedTuple):
     """What is drawn in one chart: metrics, training first, with the better direction and how to write their values."""
 
-    names: Sequence[str]
+    lines: Sequence[ChartLine]
     direction: Direction
     kind: Kind
 

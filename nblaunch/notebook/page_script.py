@@ -10,13 +10,17 @@ STATIC = Path(__file__).parent / "static"
 _IMPORT = re.compile(r'^import [^;]+ from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=async function|function|class|const|let)", re.MULTILINE)
 _COMMENT = re.compile(r"^ *//.*\n|^ */\*\*(?:[^*]|\*(?!/))*\*/\n", re.MULTILINE)
+_INDENT = re.compile(r"^ +", re.MULTILINE)
 
 
 @functools.cache
 def script() -> str:
-    """Return the panel's modules as one, without comments: a page loads it from a Blob, where relative imports fail."""
+    """Return the panel's modules as one, without comments and indentation.
+
+    A page loads it from a Blob, where relative imports fail.
+    """
     texts = [_COMMENT.sub("", _EXPORT.sub("", _IMPORT.sub("", text))) for text in modules("panel.js").values()]
-    return "\n".join(texts)
+    return _INDENT.sub("", "\n".join(texts))
 
 
 @functools.cache

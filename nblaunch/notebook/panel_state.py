@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from nblaunch.launch.output.metric_names import ChartPlan
+from nblaunch.launch.output.metric_names import ChartPlan, family
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankState, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.downsampling import Point, downsampled
@@ -19,6 +19,7 @@ from nblaunch.notebook.page_messages import (
     BestEntry,
     Changes,
     ChartEntry,
+    ChartLine,
     FailureEntry,
     NoteEntry,
     OutputsEntry,
@@ -288,7 +289,10 @@ class PanelState:
         ]
 
     def _chart_entries(self) -> list[ChartEntry]:
-        return [ChartEntry(chart.names, chart.direction, chart.kind) for chart in self.plan.charts]
+        return [
+            ChartEntry([ChartLine(name, family(name)[1]) for name in chart.names], chart.direction, chart.kind)
+            for chart in self.plan.charts
+        ]
 
     def _best_entries(self) -> list[BestEntry]:
         return [entry for _, entry in self.best.values()]

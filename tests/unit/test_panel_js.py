@@ -67,6 +67,11 @@ def test_the_script_is_small() -> None:
     assert len(script().encode()) < 120_000
 
 
+def test_no_string_spans_lines() -> None:
+    """`script` removes indentation."""
+    assert [line for name in MODULES for line in source(name).splitlines() if line.count("`") % 2] == []
+
+
 def test_every_module_is_sent() -> None:
     assert sorted([*MODULES, TYPES]) == sorted(path.name for path in STATIC.glob("*.js"))
 
@@ -96,7 +101,8 @@ def test_the_script_is_one_module(tmp_path: Path) -> None:
 
 
 def test_the_scripts_top_level_names_are_unique() -> None:
-    tops = re.findall(r"^(?:async )?(?:function|class|const|let) (\w+)", script(), re.MULTILINE)
+    top = re.compile(r"^(?:export )?(?:async )?(?:function|class|const|let) (\w+)", re.MULTILINE)
+    tops = [found for name in MODULES for found in top.findall(source(name))]
     assert len(tops) > 50
     assert len(tops) == len(set(tops))
 
@@ -136,5 +142,5 @@ def test_the_style_sheet_touches_nothing_else_on_the_page() -> None:
 def test_every_class_of_the_style_sheet_is_used() -> None:
     sent = script()
     names = set(re.findall(r"\.(nbl-[a-z0-9-]+)", source("panel.css")))
-    computed = re.compile(r"nbl-(?:fg|bg)-(?:\d+|ink|paper)|nbl-r\d")
+    computed = re.compile(r"nbl-(?:fg|bg)-(?:\d+|ink|paper)|nbl-r\d|nbl-ink-(?:training|epoch|valid|test)")
     assert [name for name in names if not (computed.fullmatch(name) or re.search(rf"\b{name}\b(?!-)", sent))] == []

@@ -154,7 +154,10 @@ def test_validation_is_in_the_chart_of_training_and_the_best_step_is_marked(stat
     state.add_reports(0, [{"best": "valid_loss", "step": 9, "value": 0.6}])
     state.add_reports(1, [{"best": "valid_loss", "step": 10, "value": 0.7}])  # the lowest rank's is shown
     delta = changes_of(state)
-    assert delta.charts == [(("loss", "valid_loss"), "down", ""), (("lr",), "", "lr")]
+    assert delta.charts == [
+        ([("loss", "training"), ("valid_loss", "valid")], "down", ""),
+        ([("lr", "training")], "", "lr"),
+    ]
     assert delta.best == [("valid_loss", 9, 0.6)]
     report(state, 0, step=10, loss=0.4)
     assert changes_of(state).charts is None

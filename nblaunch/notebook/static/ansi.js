@@ -126,10 +126,10 @@ function sgrColour(code, base) {
   const index = numbers[last];
   if (numbers[1] !== 5 || last !== 2) return "";
   if (index < 16) return String(index);
-  if (index >= 232)
-    return `rgb(${Array(3)
-      .fill(8 + 10 * (index - 232))
-      .join(", ")})`;
+  if (index >= 232) {
+    const grey = 8 + 10 * (index - 232);
+    return `rgb(${grey}, ${grey}, ${grey})`;
+  }
   const level = (/** @type {number} */ step) => (step ? 55 + 40 * step : 0);
   const cube = index - 16;
   return `rgb(${level(Math.floor(cube / 36))}, ${level(Math.floor(cube / 6) % 6)}, ${level(cube % 6)})`;

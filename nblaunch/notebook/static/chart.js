@@ -1,11 +1,13 @@
-// One metric over its steps on a canvas: a thin line for each rank, a thick one for their mean.
-import { el, numberText, rankClass } from "./format.js";
+// Metrics over their steps on a canvas: a thin line for each rank, a thick one for their mean, dashed ones beside them.
+import { el, numberText, rankClass, valueText } from "./format.js";
 
 const CHART_HEIGHT = 140;
 const PADDING = { top: 8, right: 10, bottom: 19 };
+const MAX_DOTS = 40; // on a dashed line
+const RING_RADIUS = 4.5;
 const FAINT = { 1: 1, 2: 0.75, 8: 0.5 }; // opacity of rank lines by number of ranks
 
-/** @typedef {{xs: number[], ranks: number[], columns: (number | null)[][], mean: (number | null)[]}} Table */
+/** @typedef {import("./series.js").Table} Table */
 /** @typedef {{left: number, width: number, height: number, x: (value: number) => number, y: (value: number) => number}} Plot */
 
 /** Return about `count` round numbers between two others. @param {number} low @param {number} high @param {number} count */
@@ -39,7 +41,9 @@ export class MetricChart {
   constructor(host, onPoint) {
     this.host = host;
     this.onPoint = onPoint;
-    /** @type {Table} */ this.table = { xs: [], ranks: [], columns: [], mean: [] };
+    /** @type {Table} */ this.table = { xs: [], ranks: [], columns: [], mean: [], beside: [], marks: [] };
+    this.kind = "";
+    /** @type {number | null} */ this.pointed = null;
     /** @type {Plot | null} */ this.plot = null;
     this.canvas = el("canvas", { class: "nbl-canvas", "aria-hidden": "true" });
     this.cursor = el("div", { class: "nbl-cursor", hidden: true });
@@ -50,14 +54,17 @@ export class MetricChart {
     for (const end of ["transitionend", "transitioncancel"]) this.theme.addEventListener(end, redraw);
     host.append(this.canvas, this.cursor, this.theme);
     host.addEventListener("pointermove", (/** @type {PointerEvent} */ event) => this.#point(event.clientX));
-    host.addEventListener("pointerleave", () => this.#point(null));
+    host.addEventListener("pointerleave", () => this.#show(null));
+    host.addEventListener("blur", () => this.#show(null));
+    host.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.#key(event));
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(host);
   }
 
-  /** @param {Table} table */
-  update(table) {
+  /** @param {Table} table @param {string} kind how to write the values */
+  update(table, kind) {
     this.table = table;
+    this.kind = kind;
     this.draw();
   }
 
@@ -85,12 +92,13 @@ export class MetricChart {
 
   /** @param {CanvasRenderingContext2D} context @param {number} width */
   #axes(context, width) {
-    const { xs, columns } = this.table;
-    const [low, high] = valueRange(columns);
+    const { xs, columns, beside, marks } = this.table;
+    const more = [...beside.map((line) => line.values), marks.map((mark) => mark.y), this.kind === "rate" ? [0] : []];
+    const [low, high] = valueRange([...columns, ...more]);
     const [first, last] = [xs[0], xs[xs.length - 1]];
     const height = CHART_HEIGHT - PADDING.top - PADDING.bottom;
     const levels = niceTicks(low, high, height / 22);
-    const left = Math.ceil(Math.max(22, ...levels.map((level) => context.measureText(numberText(level)).width))) + 6;
+    const left = Math.ceil(Math.max(22, ...levels.map((level) => context.measureText(this.#label(level)).width))) + 6;
     const plot = {
       left,
       width: width - left - PADDING.right,
@@ -109,7 +117,7 @@ export class MetricChart {
       const y = Math.round(plot.y(level)) + 0.5;
       context.moveTo(left, y);
       context.lineTo(width - PADDING.right, y);
-      context.fillText(numberText(level), left - 6, y);
+      context.fillText(this.#label(level), left - 6, y);
     }
     context.stroke();
     context.textBaseline = "alphabetic";
@@ -120,9 +128,14 @@ export class MetricChart {
     }
   }
 
+  /** @param {number} level */
+  #label(level) {
+    return level ? valueText(level, this.kind) : "0";
+  }
+
   /** @param {CanvasRenderingContext2D} context */
   #lines(context) {
-    const { ranks, columns, mean } = this.table;
+    const { ranks, columns, mean, beside, marks, xs } = this.table;
     const several = ranks.length > 1;
     context.lineJoin = "round";
     context.globalAlpha = ranks.length >= 8 ? FAINT[8] : several ? FAINT[2] : FAINT[1];
@@ -131,14 +144,30 @@ export class MetricChart {
     );
     context.globalAlpha = 1;
     if (several) this.#line(context, mean, this.#colour("nbl-ink-mean"), 2);
+    for (const { part, values } of beside) this.#line(context, values, this.#colour(`nbl-ink-${part}`), 2, [5, 4]);
+    const plot = /** @type {Plot} */ (this.plot);
+    context.lineWidth = 2;
+    for (const { part, x, y } of marks) {
+      if (x < xs[0] || x > xs[xs.length - 1]) continue;
+      const first = several ? "nbl-ink-mean" : `nbl-ink ${rankClass(ranks[0])}`;
+      context.strokeStyle = this.#colour(part === "training" ? first : `nbl-ink-${part}`);
+      context.beginPath();
+      context.arc(plot.x(x), plot.y(y), RING_RADIUS, 0, 2 * Math.PI);
+      context.stroke();
+    }
   }
 
-  /** @param {CanvasRenderingContext2D} context @param {(number | null)[]} values @param {string} colour @param {number} width */
-  #line(context, values, colour, width) {
+  /** @param {CanvasRenderingContext2D} context @param {(number | null)[]} values @param {string} colour @param {number} width
+   * @param {number[]} [dashes] */
+  #line(context, values, colour, width, dashes = []) {
     const plot = /** @type {Plot} */ (this.plot);
     const { xs, ranks } = this.table;
-    const every = ranks.length > 16 ? Math.ceil(values.length / plot.width) : 1; // with many lines, skip some points
-    let [end, length] = [[0, 0], 0];
+    const many = ranks.length > 16 && !dashes.length;
+    const every = many ? Math.ceil(values.length / plot.width) : 1; // with many lines, skip some points
+    /** @type {[number, number][]} */
+    const dots = [];
+    let [end, length] = [/** @type {[number, number]} */ ([0, 0]), 0];
+    context.setLineDash(dashes);
     context.strokeStyle = context.fillStyle = colour;
     context.lineWidth = width;
     context.beginPath();
@@ -148,28 +177,51 @@ export class MetricChart {
       end = [plot.x(xs[i]), plot.y(value)];
       if (length++) context.lineTo(end[0], end[1]);
       else context.moveTo(end[0], end[1]);
+      if (dashes.length && dots.length <= MAX_DOTS) dots.push(end);
     }
     context.stroke();
+    context.setLineDash([]);
     if (!length) return;
-    context.beginPath();
-    context.arc(end[0], end[1], width, 0, 2 * Math.PI);
-    context.fill();
+    for (const [x, y] of dots.length > 0 && dots.length <= MAX_DOTS ? dots : [end]) {
+      context.beginPath();
+      context.arc(x, y, width, 0, 2 * Math.PI);
+      context.fill();
+    }
   }
 
-  /** @param {number | null} clientX */
+  /** @param {KeyboardEvent} event */
+  #key(event) {
+    const last = this.table.xs.length - 1;
+    const at = this.pointed ?? last;
+    /** @type {Record<string, number | null>} */
+    const moves = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: last, Escape: null };
+    if (!(event.key in moves) || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    const moved = moves[event.key];
+    this.#show(moved === null ? null : Math.max(0, Math.min(last, moved)));
+  }
+
+  /** @param {number} clientX */
   #point(clientX) {
     const {
       plot,
       table: { xs },
     } = this;
-    this.cursor.hidden = clientX === null || !plot;
-    if (clientX === null || !plot) return this.onPoint(null);
+    if (!plot) return;
     const share = (clientX - this.host.getBoundingClientRect().left - plot.left) / plot.width;
     const wanted = xs[0] + Math.max(0, Math.min(1, share)) * (xs[xs.length - 1] - xs[0]);
     let nearest = 0;
     for (let i = 1; i < xs.length; i++) if (Math.abs(xs[i] - wanted) < Math.abs(xs[nearest] - wanted)) nearest = i;
-    this.cursor.style.left = `${plot.x(xs[nearest])}px`;
-    this.onPoint(nearest);
+    this.#show(nearest);
+  }
+
+  /** Show the cursor at a row of the table; null hides it. @param {number | null} row */
+  #show(row) {
+    this.pointed = row;
+    this.cursor.hidden = row === null || !this.plot;
+    if (row !== null && this.plot) this.cursor.style.left = `${this.plot.x(this.table.xs[row])}px`;
+    this.onPoint(row);
   }
 
   /** Return the computed colour of a class, for the canvas. @param {string} cls */

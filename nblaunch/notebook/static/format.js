@@ -61,6 +61,17 @@ export function numberText(given) {
   return size >= 1e3 ? value.toFixed(0) : String(Number(value.toPrecision(4)));
 }
 
+/** Format a value of a metric. @param {unknown} given @param {string} [kind] "rate": 1.2k/s, "lr": 3e-4 */
+export function valueText(given, kind = "") {
+  const value = numberOf(given);
+  if (value === null || !kind) return numberText(value);
+  const size = Math.abs(value);
+  const three = (/** @type {number} */ part) => String(Number(part.toPrecision(3)));
+  if (kind === "lr") return size && size < 0.01 ? value.toExponential(2).replace(/\.?0+e/, "e") : three(value);
+  const [unit, factor] = size >= 999500 ? ["M", 1e6] : size >= 999.5 ? ["k", 1e3] : ["", 1];
+  return `${three(value / factor)}${unit}/s`;
+}
+
 /** @param {number} rank */
 export function rankClass(rank) {
   return rank < 0 ? "nbl-own" : `nbl-r${rank % 8}`;

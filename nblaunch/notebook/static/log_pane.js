@@ -115,7 +115,6 @@ export class LogPane {
         this.#scrollTo(placeOf(this.view.lines, this.anchor.line) * LINE_HEIGHT + this.anchor.offset);
     }
     this.empty.hidden = this.total > 0;
-    this.node.classList.toggle("nbl-log-empty", !this.total);
     setText(this.empty, this.panel.active ? "Nothing printed yet" : "Nothing was printed");
     this.#paint();
   }

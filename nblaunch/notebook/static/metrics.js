@@ -1,11 +1,14 @@
-// A card for each metric: its latest and best value, and its chart.
+// A card for each chart: the latest and best values of its metrics, and the lines.
 import { MetricChart } from "./chart.js";
-import { el, numberText, setText } from "./format.js";
+import { el, numberText, setAttribute, setText, valueText } from "./format.js";
 
 const REDRAW_PAUSE_MS = 250;
 
-/** @typedef {{metric: import("./series.js").Metric, box: any, latest: any, best: any, detail: any, host: any,
- *   chart: MetricChart | null, version: number, pointed: number | null}} MetricCard */
+/** @typedef {import("./series.js").Metric} Metric */
+/** @typedef {import("./series.js").MetricGroup} MetricGroup */
+/** @typedef {{latest: any, best: any, box: any}} Values of one metric */
+/** @typedef {{group: MetricGroup, box: any, values: Map<string, Values>, rows: any, detail: any, host: any,
+ *   chart: MetricChart | null, version: string, pointed: number | null}} MetricCard */
 
 export class MetricsView {
   /** @param {import("./state.js").PanelState} panel */
@@ -38,18 +41,18 @@ export class MetricsView {
 
   #draw() {
     this.due = performance.now() + REDRAW_PAUSE_MS;
-    const metrics = this.panel.metrics.sorted();
-    this.node.hidden = !metrics.length;
-    const cards = metrics.map((metric) => this.#card(metric));
-    const order = metrics.map((metric) => `${hasChart(metric)} ${metric.name}`).join("\n");
+    const groups = this.panel.metrics.groups();
+    this.node.hidden = !groups.length;
+    const cards = groups.map((group) => this.#card(group));
+    const order = groups.map((group) => `${group.hasChart} ${group.name}`).join("\n");
     if (order !== this.order) {
       this.order = order;
-      this.#dropOthers(new Set(metrics.map((metric) => metric.name)));
+      this.#dropOthers(new Set(groups.map((group) => group.name)));
       for (const [node, charted] of [
         [this.charts, true],
         [this.values, false],
       ]) {
-        const boxes = cards.filter((card) => hasChart(card.metric) === charted).map((card) => card.box);
+        const boxes = cards.filter((card) => card.group.hasChart === charted).map((card) => card.box);
         node.replaceChildren(...boxes);
         node.hidden = !boxes.length;
       }
@@ -66,19 +69,19 @@ export class MetricsView {
     }
   }
 
-  /** @param {import("./series.js").Metric} metric @returns {MetricCard} */
-  #card(metric) {
-    let card = this.cards.get(metric.name);
+  /** @param {MetricGroup} group @returns {MetricCard} */
+  #card(group) {
+    let card = this.cards.get(group.name);
     if (!card) {
-      const [latest, best, detail] = [
-        el("span", { class: "nbl-latest" }),
-        el("span", { class: "nbl-best" }),
-        el("span", { class: "nbl-point" }),
-      ];
+      const [detail, rows] = [el("span", { class: "nbl-point", "aria-live": "off" }), el("div")];
       const host = el("div", {
         class: "nbl-chart",
         role: "img",
-        "aria-label": `Chart of ${metric.name}`,
+        tabindex: 0,
+        title: "",
+        "data-lm-suppress-shortcuts": "true",
+        on_focus: () => setAttribute(detail, "aria-live", "polite"), // the arrow keys move along the steps
+        on_blur: () => setAttribute(detail, "aria-live", "off"),
         hidden: true,
       });
       const box = el(
@@ -87,56 +90,91 @@ export class MetricsView {
         el(
           "div",
           { class: "nbl-metric-top" },
-          el("span", { class: "nbl-metric-name", title: metric.name }, metric.name),
+          el("span", { class: "nbl-metric-name", title: group.name }, group.name),
           detail,
         ),
-        el("div", { class: "nbl-values" }, latest, best),
+        rows,
         host,
       );
-      card = { metric, box, latest, best, detail, host, chart: null, version: -1, pointed: null };
-      this.cards.set(metric.name, card);
+      card = { group, box, values: new Map(), rows, detail, host, chart: null, version: "", pointed: null };
+      this.cards.set(group.name, card);
     }
-    if (card.metric !== metric) Object.assign(card, { metric, version: -1 });
+    card.group = group;
     return card;
   }
 
   /** @param {MetricCard} card */
   #drawCard(card) {
-    const { metric } = card;
-    if (card.version === metric.version) return;
-    const table = metric.table();
-    setText(card.latest, metric.diverged ? "NaN" : numberText(metric.latest));
-    setText(card.best, metric.best === null ? "" : `best ${numberText(metric.best)}`);
-    card.host.hidden = card.detail.hidden = !hasChart(metric);
-    if (!hasChart(metric)) {
-      card.version = metric.version;
-      return;
+    const { group } = card;
+    if (card.version === group.version) return;
+    card.version = group.version;
+    for (const [name, { box }] of card.values) {
+      if (group.metrics.some((metric) => metric.name === name)) continue;
+      box.remove();
+      card.values.delete(name);
     }
+    const said = group.metrics.map((metric) => this.#drawValues(card, metric));
+    card.host.hidden = card.detail.hidden = !group.hasChart;
+    if (!group.hasChart) return;
+    setAttribute(card.host, "aria-label", `Chart of ${said.join("; ")}. Arrow keys read its steps`);
     card.chart ??= new MetricChart(card.host, (i) => this.#describe(card, (card.pointed = i)));
-    card.chart.update(table);
-    card.version = metric.version;
+    card.chart.update(group.table(), group.kind);
     this.#describe(card, card.pointed);
   }
 
-  /** Show the values under the pointer, else the latest step. @param {MetricCard} card @param {number | null} i */
-  #describe(card, i) {
-    const { xs, columns, mean, ranks } = card.metric.table();
-    const step = card.metric.byIndex ? "report" : "step";
-    if (i === null || xs[i] === undefined) {
-      const { end } = card.metric;
-      return setText(card.detail, `${step} ${numberText(xs[end < 0 ? xs.length - 1 : end])}`);
+  /** Show the numbers of a metric, and return them as a text. @param {MetricCard} card @param {Metric} metric */
+  #drawValues(card, metric) {
+    const isFirst = metric === card.group.first;
+    let values = card.values.get(metric.name);
+    if (!values) {
+      const [latest, best] = [el("span", { class: "nbl-latest" }), el("span", { class: "nbl-best" })];
+      const box = el("div", { class: isFirst ? "nbl-values" : "nbl-values nbl-beside" });
+      if (!isFirst) {
+        const line = el("span", { class: `nbl-dashes nbl-ink-${metric.part}`, "aria-hidden": "true" });
+        box.append(line, el("span", { class: "nbl-metric-name", title: metric.name }, metric.name));
+      }
+      box.append(latest, best);
+      values = { latest, best, box };
+      card.values.set(metric.name, values);
+      card.rows.append(box);
     }
+    metric.table(); // finds the best
+    const { kind } = card.group;
+    const latest = metric.diverged ? "NaN" : valueText(metric.latest, kind);
+    const facts = [bestText(metric, kind), metric.differs ? `mean of ${metric.ranks.size} ranks` : ""].filter(Boolean);
+    setText(values.latest, latest);
+    setText(values.best, facts.join(" · "));
+    return [`${metric.name} ${latest}`, ...facts].join(", ");
+  }
+
+  /** Show the values under the cursor, else the latest step. @param {MetricCard} card @param {number | null} i */
+  #describe(card, i) {
+    const { group } = card;
+    const { xs, columns, mean, ranks, beside } = group.table();
+    const step = group.first.byIndex ? "report" : "step";
+    if (i === null || xs[i] === undefined) {
+      const { end } = group.first;
+      const { xs: own } = group.first.table();
+      return setText(card.detail, `${step} ${numberText(own[end < 0 ? own.length - 1 : end])}`);
+    }
+    const text = (/** @type {unknown} */ value) => valueText(value, group.kind);
     const values = columns.map((column) => column[i]).filter((value) => value !== null);
     const spread =
-      ranks.length > 1 && values.length
-        ? ` (${numberText(Math.min(...values))} to ${numberText(Math.max(...values))})`
-        : "";
+      ranks.length > 1 && values.length ? ` (${text(Math.min(...values))} to ${text(Math.max(...values))})` : "";
     const value = ranks.length > 1 && mean[i] !== null ? mean[i] : values[0];
-    setText(card.detail, `${step} ${numberText(xs[i])}: ${numberText(value ?? null)}${spread}`);
+    const others = beside.flatMap(({ values: line }, k) =>
+      line[i] === null ? [] : [`${group.metrics[k + 1].name} ${text(line[i])}`],
+    );
+    const own = value === undefined && others.length ? [] : [`${text(value ?? null)}${spread}`];
+    setText(card.detail, `${step} ${numberText(xs[i])}: ${[...own, ...others].join(", ")}`);
   }
 }
 
-/** Return true if a metric has a line to draw. @param {import("./series.js").Metric} metric */
-function hasChart(metric) {
-  return metric.table().xs.length > 1;
+/** @param {Metric} metric @param {string} kind */
+function bestText({ marked, best }, kind) {
+  if (marked) {
+    const value = marked.y === null ? "" : ` ${valueText(marked.y, kind)}`;
+    return `best${value} at step ${numberText(marked.x)}`;
+  }
+  return best === null ? "" : `best ${valueText(best, kind)}`;
 }

@@ -7,8 +7,10 @@
  * @typedef {[rank: number, name: string, done: number | null, total: number | null, seconds: number | null, first: number, level: number]} ProgressEntry */
 /** One point of a metric; y is null if it is not finite.
  * @typedef {[metric: string, rank: number, x: number, y: number | null]} PointEntry */
+/** A metric in a chart, and the data that it is of.
+ * @typedef {[metric: string, part: "training" | "epoch" | "valid" | "test"]} ChartLine */
 /** What is drawn in one chart: metrics, training first, with the better direction and how to write their values.
- * @typedef {[names: string[], direction: "up" | "down" | "", kind: "" | "rate" | "lr"]} ChartEntry */
+ * @typedef {[lines: ChartLine[], direction: "up" | "down" | "", kind: "" | "rate" | "lr"]} ChartEntry */
 /** The point that a rank has marked as the best one of a metric; y is null if it is not known.
  * @typedef {[metric: string, x: number, y: number | null]} BestEntry */
 /** Busy cores, bytes resident, the busy share of the GPU, and bytes of GPU memory of a rank.

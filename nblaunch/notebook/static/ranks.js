@@ -75,12 +75,12 @@ export class RanksView {
     if (failed && !cell.failed) this.node.scrollTop = cell.box.offsetTop - this.node.offsetTop - 40;
     cell.failed = failed;
     const bars = panel.progress.get(rank);
-    for (const [desc, bar] of bars ?? []) this.#bar(cell, rank, bar, lives);
     for (const [desc, drawn] of cell.drawn) {
       if (bars?.has(desc)) continue;
       drawn.box.remove();
       cell.drawn.delete(desc);
     }
+    for (const [desc, bar] of bars ?? []) this.#bar(cell, rank, bar, lives);
   }
 
   /** @param {Cell} cell @param {number} rank @param {import("./state.js").Bar} bar @param {boolean} lives */
@@ -122,11 +122,11 @@ export class RanksView {
 
 /** @param {import("./state.js").Bar} bar @param {number | null} share @param {boolean} lives */
 function barText(bar, share, lives) {
-  const rate = bar.seconds > 0 ? bar.done / bar.seconds : 0;
+  const rate = bar.seconds > 0 ? (bar.done - bar.first) / bar.seconds : 0;
   if (share === null || bar.total === null) {
     return rate ? `${numberText(bar.done)} · ${numberText(Number(rate.toPrecision(3)))}/s` : numberText(bar.done);
   }
-  const left = lives && share < 1 && rate ? ` · ${clockText((bar.total - bar.done) / rate)} left` : "";
+  const left = lives && share < 1 && rate > 0 ? ` · ${clockText((bar.total - bar.done) / rate)} left` : "";
   return `${numberText(bar.done)}/${numberText(bar.total)}${left}`;
 }
 

@@ -2,38 +2,16 @@
 
 const MAX_POINTS = 2000;
 const FRONT = 64; // recent reports that are not thinned yet: slower ranks may still reach them
-const GREATER_IS_BETTER = {
-  parts: ["accuracy", "precision", "recall", "bleu", "score"],
-  words: ["acc", "f1", "auc", "map", "iou", "miou"],
-};
-const LESS_IS_BETTER = {
-  parts: ["loss", "error", "perplexity", "rmse"],
-  words: ["err", "ppl", "mae", "mse", "nll", "cer", "wer"],
-};
 
-/** Return 1 if a metric's name says that greater is better, -1 if smaller, 0 if unknown. @param {string} name */
-export function metricDirection(name) {
-  const lower = name.toLowerCase();
-  const words = lower.split(/[^a-z0-9]+|(?<=[a-z])(?=\d+$)/).concat(
-    name
-      .replace(/([a-z])(?=[A-Z][a-z])/g, "$1 ")
-      .toLowerCase()
-      .split(/[^a-z0-9]+/),
-  );
-  const is = (/** @type {{parts: string[], words: string[]}} */ kind) =>
-    kind.parts.some((part) => lower.includes(part)) || kind.words.some((word) => words.includes(word));
-  if (is(LESS_IS_BETTER)) return -1;
-  return is(GREATER_IS_BETTER) ? 1 : 0;
-}
-
-/** Order accuracies first, then losses, then the rest; each by name. @param {string} x @param {string} y */
-export function compareMetrics(x, y) {
-  const place = (/** @type {string} */ name) => {
-    if (metricDirection(name) > 0) return /acc/i.test(name) ? 0 : 1;
-    return /loss/i.test(name) ? 2 : 3;
-  };
-  return place(x) - place(y) || (x < y ? -1 : x > y ? 1 : 0);
-}
+/** @typedef {import("./page_messages.js").ChartEntry} ChartEntry */
+/** What a chart draws: its metrics at all their steps. The first metric has a column for each rank; the others are one line.
+ * @typedef {object} Table
+ * @property {number[]} xs
+ * @property {number[]} ranks
+ * @property {(number | null)[][]} columns
+ * @property {(number | null)[]} mean
+ * @property {{part: string, values: (number | null)[]}[]} beside
+ * @property {{part: string, x: number, y: number}[]} marks the best points */
 
 /** Return a finite number, or null. @param {unknown} given */
 export function numberOf(given) {
@@ -73,10 +51,12 @@ class RankSeries {
 
 /** One metric over all ranks. */
 export class Metric {
-  /** @param {string} name */
-  constructor(name) {
+  /** @param {string} name @param {number} [direction] 1 if greater is better, -1 if smaller, 0 if unknown */
+  constructor(name, direction = 0) {
     this.name = name;
-    this.direction = metricDirection(name);
+    this.direction = direction;
+    this.part = "training";
+    /** @type {{x: number, y: number | null} | null} the best step, if one is marked */ this.marked = null;
     /** @type {Map<number, RankSeries>} */ this.ranks = new Map();
     this.byIndex = false; // steps went backwards: number the points instead
     this.block = 4; // two reports are kept of each block of this size ...
@@ -153,6 +133,11 @@ export class Metric {
   /** True if the last value of every rank was NaN or infinite. */
   get diverged() {
     return [...this.ranks.values()].every((series) => series.ys[series.ys.length - 1] === null);
+  }
+
+  /** True if the latest values of the ranks differ. */
+  get differs() {
+    return new Set([...this.ranks.values()].map((series) => series.ys[series.ys.length - 1])).size > 1;
   }
 
   /** Return all points by x: a column for each rank, and their mean up to the slowest rank. Ignore ranks that stopped
@@ -237,27 +222,107 @@ function meanOf(values) {
   return count ? sum / count : null;
 }
 
+/** The metrics of one chart: training first, and what stands beside it. */
+export class MetricGroup {
+  /** @param {Metric[]} metrics @param {ChartEntry[2]} kind how to write their values */
+  constructor(metrics, kind) {
+    this.metrics = metrics;
+    this.kind = kind;
+    this.first = metrics[0];
+    this.name = this.first.name;
+  }
+
+  /** Changes with what is drawn. */
+  get version() {
+    return this.metrics.map(({ name, version }) => `${name} ${version}`).join();
+  }
+
+  /** True if there is a line to draw. */
+  get hasChart() {
+    return this.metrics.some((metric) => metric.table().xs.length > 1);
+  }
+
+  /** @returns {Table} */
+  table() {
+    const { xs, ranks, columns, mean } = this.first.table();
+    const others = this.metrics.slice(1);
+    const tables = others.map((metric) => metric.table());
+    const all = tables.length
+      ? [...new Set([xs, ...tables.map((table) => table.xs)].flat())].sort((x, y) => x - y)
+      : xs;
+    const row = new Map(all.map((x, i) => [x, i]));
+    const placed = (/** @type {number[]} */ own, /** @type {(number | null)[]} */ values) => {
+      /** @type {(number | null)[]} */
+      const column = new Array(all.length).fill(null);
+      own.forEach((x, i) => (column[/** @type {number} */ (row.get(x))] = values[i]));
+      return column;
+    };
+    return {
+      xs: all,
+      ranks,
+      columns: columns.map((column) => placed(xs, column)),
+      mean: placed(xs, mean),
+      beside: others.map(({ part }, i) => ({ part, values: placed(tables[i].xs, tables[i].mean) })),
+      marks: this.metrics.flatMap(({ marked, part }) =>
+        marked && marked.y !== null ? [{ part, x: marked.x, y: marked.y }] : [],
+      ),
+    };
+  }
+}
+
 /** Every metric of a launch. */
 export class MetricBook {
   constructor() {
     /** @type {Map<string, Metric>} */ this.metrics = new Map();
+    /** @type {ChartEntry[]} */ this.charts = [];
+  }
+
+  /** Set what is drawn in which chart. @param {ChartEntry[]} charts */
+  arrange(charts) {
+    this.charts = charts;
+    for (const [lines, direction] of charts) {
+      for (const [name, part] of lines)
+        Object.assign(this.#metric(name), { part, direction: direction ? (direction === "up" ? 1 : -1) : 0 });
+    }
+  }
+
+  /** Mark the best steps. @param {import("./page_messages.js").BestEntry[]} entries */
+  mark(entries) {
+    for (const [name, x, y] of entries) {
+      const metric = this.#metric(name);
+      metric.marked = { x, y };
+      metric.version++;
+    }
   }
 
   /** @param {import("./page_messages.js").PointEntry[]} points */
   add(points) {
     const touched = new Set();
     for (const [name, rank, x, y] of points) {
-      const key = String(name);
-      let metric = this.metrics.get(key);
-      if (!metric) this.metrics.set(key, (metric = new Metric(key)));
+      const metric = this.#metric(String(name));
       metric.push(rank, x, y);
       touched.add(metric);
     }
     for (const metric of touched) metric.thin();
   }
 
-  /** @returns {Metric[]} */
-  sorted() {
-    return [...this.metrics.values()].sort((x, y) => compareMetrics(x.name, y.name));
+  /** @param {string} name */
+  #metric(name) {
+    let metric = this.metrics.get(name);
+    if (!metric) this.metrics.set(name, (metric = new Metric(name)));
+    return metric;
+  }
+
+  /** Return the metrics with points, in charts. Points that are numbered share no steps with others.
+   * @returns {MetricGroup[]} */
+  groups() {
+    return this.charts.flatMap(([lines, , kind]) => {
+      const known = lines.map(([name]) => this.#metric(name)).filter((metric) => metric.ranks.size);
+      const together = known.filter((metric, i) => !i || (!metric.byIndex && !known[0].byIndex));
+      const apart = known.filter((metric) => !together.includes(metric));
+      return [together, ...apart.map((metric) => [metric])].flatMap((metrics) =>
+        metrics.length ? [new MetricGroup(metrics, kind)] : [],
+      );
+    });
   }
 }

@@ -6,7 +6,6 @@ import { LogStore } from "./store.js";
 import { MetricBook, numberOf } from "./series.js";
 
 const OLDER_TIMEOUT_MS = 10000;
-const BARS = 3; // progress bars shown for one rank
 const NO_INFO = { launch: "", name: "", world_size: 0, device: "" };
 
 /** @typedef {import("./page_messages.js").ToPage} ToPage */
@@ -15,7 +14,7 @@ const NO_INFO = { launch: "", name: "", world_size: 0, device: "" };
 /** @typedef {import("./page_messages.js").PanelInfo} PanelInfo */
 /** @typedef {import("./page_messages.js").StateEntry} StateEntry */
 /** @typedef {import("./page_messages.js").FailureEntry} FailureEntry */
-/** @typedef {{desc: string, done: number, total: number | null, seconds: number}} Bar */
+/** @typedef {{desc: string, done: number, total: number | null, seconds: number, first: number, level: number}} Bar */
 /** @typedef {{cpu: number, memory: number, gpu: number | null, gpuMemory: number | null, peak: number}} Use */
 
 /** What the reader has chosen. The notebook renders a new view when the launch ends; it continues from here.
@@ -216,8 +215,11 @@ export class PanelState {
   #apply(changes, isWhole) {
     if (changes.state) this.#setState(changes.state);
     for (const [rank, state] of changes.ranks ?? []) this.ranks.set(rank, state);
+    for (const rank of new Set(changes.progress?.map(([rank]) => rank))) this.progress.set(rank, new Map());
     for (const bar of changes.progress ?? []) this.#setBar(bar);
+    if (changes.charts) this.metrics.arrange(changes.charts);
     if (changes.metrics) this.metrics.add(changes.metrics);
+    if (changes.best) this.metrics.mark(changes.best);
     for (const use of changes.resources ?? []) this.#setUse(use);
     for (const entry of changes.outputs ?? []) this.outputs.set(entry);
     if (changes.notes || isWhole) this.logs.addNotes(changes.notes ?? [], isWhole);
@@ -246,17 +248,16 @@ export class PanelState {
   }
 
   /** @param {import("./page_messages.js").ProgressEntry} bar */
-  #setBar([rank, desc, done, total, seconds]) {
-    let bars = this.progress.get(rank);
-    if (!bars) this.progress.set(rank, (bars = new Map()));
+  #setBar([rank, desc, done, total, seconds, first, level]) {
     const whole = numberOf(total) ?? 0;
-    bars.set(String(desc), {
+    this.progress.get(rank)?.set(String(desc), {
       desc: String(desc),
       done: numberOf(done) ?? 0,
       total: whole > 0 ? whole : null,
       seconds: numberOf(seconds) ?? 0,
+      first: numberOf(first) ?? 0,
+      level: numberOf(level) ?? 0,
     });
-    if (bars.size > BARS) bars.delete(/** @type {string} */ (bars.keys().next().value));
   }
 
   /** @param {import("./page_messages.js").ResourceEntry} use */

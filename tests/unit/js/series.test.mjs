@@ -1,11 +1,13 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 import { niceTicks, valueRange } from "../../../nblaunch/notebook/static/chart.js";
-import { bytesText, clockText, durationText, numberText } from "../../../nblaunch/notebook/static/format.js";
-import { Metric, MetricBook, metricDirection } from "../../../nblaunch/notebook/static/series.js";
+import { bytesText, clockText, durationText, numberText, valueText } from "../../../nblaunch/notebook/static/format.js";
+import { Metric, MetricBook } from "../../../nblaunch/notebook/static/series.js";
+
+const DIRECTIONS = { accuracy: 1, loss: -1 };
 
 function metric(name, points) {
-  const made = new Metric(name);
+  const made = new Metric(name, DIRECTIONS[name]);
   for (const [rank, x, y] of points) made.push(rank, x, y);
   return made;
 }
@@ -98,7 +100,7 @@ test("best goes by the name", () => {
 });
 
 test("best survives thinning", () => {
-  const made = new Metric("accuracy");
+  const made = new Metric("accuracy", 1);
   for (let i = 0; i < 10_000; i++) {
     made.push(0, i, i === 3 ? 1 : 0.5);
     if (i % 50 === 0) made.table();
@@ -106,46 +108,101 @@ test("best survives thinning", () => {
   assert.equal(made.best, 1);
 });
 
-test("names say which way is better", () => {
-  for (const name of [
-    "accuracy",
-    "val_acc",
-    "acc1",
-    "Top1 Accuracy",
-    "f1",
-    "val/f1",
-    "mAP",
-    "mIoU",
-    "BLEU",
-    "auc",
-    "recall@5",
-    "valAcc",
-  ])
-    assert.equal(metricDirection(name), 1, name);
-  for (const name of ["loss", "val_loss", "trainLoss", "perplexity", "mae", "RMSE", "val-mse", "error"])
-    assert.equal(metricDirection(name), -1, name);
-  for (const name of ["lr", "step_time", "__proto__", "mapped", "place", "throughput"])
-    assert.equal(metricDirection(name), 0, name);
+/** @param {[string, string][][]} charts the metrics of each chart with their parts */
+function arranged(charts, direction = "down", kind = "") {
+  const book = new MetricBook();
+  book.arrange(charts.map((lines) => [lines, direction, kind]));
+  return book;
+}
+
+test("charts stand as the kernel says, once their metrics have points", () => {
+  const book = arranged([
+    [
+      ["loss", "training"],
+      ["valid_loss", "valid"],
+    ],
+    [["lr", "training"]],
+  ]);
+  assert.deepEqual(book.groups(), []);
+  book.add([
+    ["lr", 0, 1, 1e-3],
+    ["valid_loss", 0, 1, 2],
+  ]);
+  const names = () => book.groups().map((group) => group.metrics.map((made) => made.name));
+  assert.deepEqual(names(), [["valid_loss"], ["lr"]]);
+  book.add([["loss", 0, 1, 3]]);
+  assert.deepEqual(names(), [["loss", "valid_loss"], ["lr"]]);
 });
 
-test("accuracy first, then losses, then the rest by name", () => {
-  const book = new MetricBook();
-  book.add(["lr", "train_loss", "f1", "val_accuracy", "eval_loss", "epoch", "accuracy"].map((name) => [name, 0, 1, 1]));
+test("a chart has the steps of all its metrics, and their best points", () => {
+  const book = arranged([
+    [
+      ["loss", "training"],
+      ["valid_loss", "valid"],
+    ],
+  ]);
+  book.add([1, 2, 3, 4].map((x) => ["loss", 0, x, 1 / x]));
+  book.add([
+    ["valid_loss", 0, 2, 0.9],
+    ["valid_loss", 0, 5, 0.7],
+    ["valid_loss", 1, 5, 0.9],
+  ]);
+  book.mark([
+    ["valid_loss", 2, 0.9],
+    ["loss", 9, null],
+  ]);
+  const [group] = book.groups();
+  const { xs, columns, beside, marks } = group.table();
+  assert.deepEqual(xs, [1, 2, 3, 4, 5]);
+  assert.deepEqual(columns, [[1, 1 / 2, 1 / 3, 1 / 4, null]]);
+  assert.deepEqual(beside, [{ part: "valid", values: [null, 0.9, null, null, 0.8] }]);
+  assert.deepEqual(marks, [{ part: "valid", x: 2, y: 0.9 }]);
   assert.deepEqual(
-    book.sorted().map((made) => made.name),
-    ["accuracy", "val_accuracy", "f1", "eval_loss", "train_loss", "epoch", "lr"],
+    group.metrics.map((made) => [made.best, made.differs]),
+    [
+      [0.25, false],
+      [0.8, true],
+    ],
   );
 });
 
+test("a metric whose steps went backwards is drawn alone", () => {
+  const book = arranged([
+    [
+      ["loss", "training"],
+      ["valid_loss", "valid"],
+    ],
+  ]);
+  book.add([3, 1, 2].map((x) => ["loss", 0, x, x]));
+  book.add([["valid_loss", 0, 3, 1]]);
+  assert.deepEqual(
+    book.groups().map((group) => group.name),
+    ["loss", "valid_loss"],
+  );
+});
+
+test("rates and learning rates have their own writing", () => {
+  const texts = (kind, values) => values.map((value) => valueText(value, kind));
+  assert.deepEqual(texts("lr", [3e-4, 1.25e-5, 0.1, 0, null]), ["3e-4", "1.25e-5", "0.1", "0", "–"]);
+  assert.deepEqual(texts("rate", [0.5, 12.34, 1234.5, 123456, 999700]), [
+    "0.5/s",
+    "12.3/s",
+    "1.23k/s",
+    "123k/s",
+    "1M/s",
+  ]);
+  assert.deepEqual(texts("", [0.25]), ["0.25"]);
+});
+
 test("names of a hostile kind are names", () => {
-  const book = new MetricBook();
+  const book = arranged(["<b>", "__proto__", "constructor"].map((name) => [[name, "training"]]));
   book.add([
     ["__proto__", 0, 1, 1],
     ["constructor", 0, 1, 2],
     ["<b>", 0, 1, 3],
   ]);
   assert.deepEqual(
-    book.sorted().map((made) => [made.name, made.latest]),
+    book.groups().map(({ name, first }) => [name, first.latest]),
     [
       ["<b>", 3],
       ["__proto__", 1],
@@ -160,7 +217,7 @@ test("a long series keeps its peaks: one odd point among 10,000 is the best", ()
     ["loss", -1],
   ]) {
     for (const at of [0, 1, 2, 3, 6001, 9998, 9999]) {
-      const made = new Metric(name);
+      const made = new Metric(name, DIRECTIONS[name]);
       for (let i = 0; i < 10_000; i++)
         for (const rank of [0, 1]) made.push(rank, i, i === at ? odd : i % 7 ? 0.5 + (i % 3) / 100 : NaN);
       const { xs, mean } = made.table();
@@ -171,7 +228,7 @@ test("a long series keeps its peaks: one odd point among 10,000 is the best", ()
 });
 
 test("peaks stay through every thinning, and all ranks keep the same steps", () => {
-  const made = new Metric("accuracy");
+  const made = new Metric("accuracy", 1);
   for (let i = 0; i < 300_000; i++) {
     for (let rank = 0; rank < 2; rank++) made.push(rank, i, i === 70_001 ? 1 : ((i * 7919 + rank * 31) % 1000) / 2000);
     if (i % 1500 === 0) made.thin();
@@ -190,9 +247,9 @@ test("a series that never has a number is thinned too", () => {
 });
 
 test("points are thinned as they come, before anyone draws them", () => {
-  const book = new MetricBook();
+  const book = arranged([[["loss", "training"]]]);
   book.add(Array.from({ length: 9000 }, (_, i) => ["loss", 0, i, i === 4321 ? -1 : 1]));
-  const [made] = book.sorted();
+  const made = book.groups()[0].first;
   assert.ok(made.ranks.get(0).xs.length <= 2000);
   made.table();
   assert.equal(made.best, -1);

@@ -193,17 +193,12 @@ test("a second click on a session's cell says what it costs", (t) => {
   assert.equal(stop.textContent, "Kill ranks and their variables");
 });
 
-test("an empty log is low until something is printed", (t) => {
-  const { delta, view } = opened(t);
-  const { log } = view();
-  assert.ok(log.classList.contains("nbl-log-empty"));
-  delta(...chunk("a\n"));
-  assert.ok(!log.classList.contains("nbl-log-empty"));
-});
-
 test("metrics with one value stand below those with a chart", (t) => {
   const { delta, view } = opened(t);
-  delta({ metrics: [0, 1, 2].map((x) => [x ? "loss" : "accuracy", 0, x, 1]) });
+  delta({
+    charts: ["loss", "accuracy"].map((name) => [[[name, "training"]], "", ""]),
+    metrics: [0, 1, 2].map((x) => [x ? "loss" : "accuracy", 0, x, 1]),
+  });
   const { host } = view();
   const names = (part) =>
     host
@@ -211,6 +206,39 @@ test("metrics with one value stand below those with a chart", (t) => {
       .all("nbl-metric-name")
       .map((node) => node.textContent);
   assert.deepEqual([names("nbl-charts"), names("nbl-single")], [["loss"], ["accuracy"]]);
+});
+
+test("validation stands beside training, and the arrow keys read both", (t) => {
+  const { delta, view } = opened(t);
+  const lines = [
+    ["loss", "training"],
+    ["valid_loss", "valid"],
+  ];
+  delta({
+    charts: [[lines, "down", ""]],
+    metrics: [...[1, 2, 3].map((x) => ["loss", 0, x, 1 / x]), ...[2, 3].map((x) => ["valid_loss", 0, x, x / 4])],
+    best: [["valid_loss", 2, 0.5]],
+  });
+  const { host } = view();
+  const [chart] = host.all("nbl-chart");
+  const label = "Chart of loss 0.3333, best 0.3333; valid_loss 0.75, best 0.5 at step 2. Arrow keys read its steps";
+  assert.equal(chart.getAttribute("aria-label"), label);
+  const detail = host.one("nbl-point");
+  const press = (key) => {
+    for (const act of chart.listeners.keydown) act({ key, preventDefault() {}, stopPropagation() {} });
+    return detail.textContent;
+  };
+  assert.equal(press("ArrowLeft"), "step 2: 0.5, valid_loss 0.5");
+  assert.equal(press("Home"), "step 1: 1");
+  assert.equal(press("ArrowLeft"), "step 1: 1");
+  assert.equal(press("Escape"), "step 3");
+});
+
+test("the time left goes by the steps of this run", (t) => {
+  const { delta, view } = opened(t, { hosts: [] });
+  delta({ ranks: [[0, "running"]], progress: [[0, "fit", 60, 100, 10, 40, 0]] });
+  const { host } = view();
+  assert.equal(host.one("nbl-count").textContent, "60/100 · 0:20 left");
 });
 
 test("a sign of life draws nothing", (t) => {
