@@ -1,4 +1,4 @@
-"""The panel's script and style sheet, as the widget carries them to the page."""
+"""The panel's script and style sheet, as widgets carry them to the page."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ def script() -> str:
 
     A page loads it from a Blob, where relative imports fail.
     """
-    texts = [_COMMENT.sub("", _EXPORT.sub("", _IMPORT.sub("", text))) for text in modules("panel.js").values()]
-    return _INDENT.sub("", "\n".join(texts))
+    texts = [_EXPORT.sub("", _IMPORT.sub("", text)) for text in modules("panel.js").values()]
+    return _bare("\n".join(texts))
+
+
+@functools.cache
+def loader() -> str:
+    """Return the module that each panel's widget carries: it loads the script."""
+    return _bare((STATIC / "loader.js").read_text(encoding="utf-8"))
+
+
+def _bare(text: str) -> str:
+    return _INDENT.sub("", _COMMENT.sub("", text))
 
 
 @functools.cache

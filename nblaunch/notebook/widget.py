@@ -1,18 +1,44 @@
-"""The panel's widget: the only module that imports anywidget."""
+"""The panel's widgets: the only module that imports anywidget.
+
+A saved notebook keeps the state of each widget. So one widget holds the page's script for all panels of this kernel,
+and each panel carries a loader of 2 KB.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import anywidget
+import ipywidgets
 import traitlets
 
 from nblaunch.notebook.page_messages import Delta, PanelInfo, Snapshot, to_content
-from nblaunch.notebook.page_script import script, style
+from nblaunch.notebook.page_script import loader, script, style
 from nblaunch.notebook.waiting_display import answer_in_main_shell
+
+
+class PanelScript(ipywidgets.Widget):  # type: ignore[misc]  # ipywidgets has no types
+    """The script and style sheet of all panels. It is never shown itself."""
+
+    script = traitlets.Unicode().tag(sync=True)
+    style = traitlets.Unicode().tag(sync=True)
+
+    @classmethod
+    def shared(cls) -> PanelScript:
+        """Return this kernel's, made on the first call, or after ``Widget.close_all()``."""
+        global _shared
+        with _lock:
+            if _shared is None or _shared.comm is None:
+                _shared = cls(script=script(), style=style())
+            return _shared
+
+
+_shared: PanelScript | None = None
+_lock = threading.Lock()
 
 
 class PanelWidget(anywidget.AnyWidget):
@@ -24,15 +50,17 @@ class PanelWidget(anywidget.AnyWidget):
     """
 
     _esm = traitlets.Unicode().tag(sync=True)
-    _css = traitlets.Unicode().tag(sync=True)
     info = traitlets.Dict().tag(sync=True)
+    script = traitlets.Unicode().tag(sync=True)
+    """Refers to the `PanelScript`."""
     is_prompt = True
     """Messages of the page may be handled at any time, in any thread: see `nblaunch.notebook.shell_channel`."""
     sent = traitlets.Int(0).tag(sync=True)
     """Messages sent so far, for a page that reloads the widget. Never sent on its own."""
 
     def __init__(self, info: PanelInfo, receive: Callable[[dict[str, Any]], None]) -> None:
-        super().__init__(_esm=script(), _css=style(), info=to_content(info))
+        shared = f"IPY_MODEL_{PanelScript.shared().model_id}"
+        super().__init__(_esm=loader(), info=to_content(info), script=shared)
         self.on_msg(lambda widget, content, buffers: receive(content))
         answer_in_main_shell(self)
 

@@ -12,13 +12,15 @@ import pytest
 
 from nblaunch.launch.output.terminal_lines import LineAssembler
 from nblaunch.machine import timeouts
-from nblaunch.notebook.page_script import STATIC, modules, script
+from nblaunch.notebook.page_script import STATIC, loader, modules, script
 from tests.unit import page_types
 from tests.unit.node import HERE, node, tool
 
 MODULES = list(modules("panel.js"))
 TYPES = page_types.TARGET.name
 """Typedefs alone: not sent to the page."""
+LOADER = "loader.js"
+"""Sent with each panel."""
 
 
 def source(name: str) -> str:
@@ -65,15 +67,16 @@ def test_the_page_waits_for_two_heartbeats_before_silence() -> None:
 # ------------------------------------------------------------------ the files
 def test_the_script_is_small() -> None:
     assert len(script().encode()) < 120_000
+    assert len(loader().encode()) < 2000  # of each panel in a saved notebook
 
 
 def test_no_string_spans_lines() -> None:
     """`script` removes indentation."""
-    assert [line for name in MODULES for line in source(name).splitlines() if line.count("`") % 2] == []
+    assert [line for name in (*MODULES, LOADER) for line in source(name).splitlines() if line.count("`") % 2] == []
 
 
 def test_every_module_is_sent() -> None:
-    assert sorted([*MODULES, TYPES]) == sorted(path.name for path in STATIC.glob("*.js"))
+    assert sorted([*MODULES, LOADER, TYPES]) == sorted(path.name for path in STATIC.glob("*.js"))
 
 
 def test_the_types_of_messages_are_current() -> None:
@@ -114,7 +117,7 @@ def test_a_module_comes_after_those_that_it_imports() -> None:
         assert set(imported) <= set(MODULES[:place]), name
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, LOADER])
 def test_no_module_reaches_out_or_makes_markup_of_text(name: str) -> None:
     text = source(name)
     code = re.sub(r"/\*.*?\*/|^\s*//.*$", "", text, flags=re.DOTALL | re.MULTILINE)
