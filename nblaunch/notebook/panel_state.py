@@ -154,6 +154,9 @@ class PanelState:
         if not (isinstance(total, (int, float)) and 0 < total < math.inf):
             total = None
         first, level = record.get("first", 0), record.get("level", 0)
+        if name not in bars and level:
+            for done in [bar.name for bar in bars.values() if bar.level >= level and bar.done == bar.total]:
+                del bars[done]  # such as that of the epoch before
         bars[name] = ProgressEntry(rank, name, record.get("done"), total, record.get("seconds"), first, level)
         if len(bars) > _MAX_BARS:  # keep outer bars, and those that still run
             others = [bar for bar in bars.values() if bar.name != name]

@@ -139,11 +139,10 @@ def test_the_bar_of_the_whole_run_stays_above_those_of_its_epochs(state: PanelSt
         state.add_reports(0, [bar(f"epoch {epoch}", done) | {"level": 1} for done in (0, 10)])
         state.add_reports(0, [bar("fit", epoch + 1) | {"first": 1}])
     state.add_reports(0, [bar("epoch 5", 1) | {"level": 1}])
-    assert changes_of(state).progress == [
-        (0, "fit", 5, 10, 1.0, 1, 0),
-        (0, "epoch 4", 10, 10, 1.0, 0, 1),
-        (0, "epoch 5", 1, 10, 1.0, 0, 1),
-    ]
+    assert changes_of(state).progress == [(0, "fit", 5, 10, 1.0, 1, 0), (0, "epoch 5", 1, 10, 1.0, 0, 1)]
+    for desc in ("valid", "rest", "more"):
+        state.add_reports(0, [bar(desc, 1) | {"level": 1}])
+    assert [entry.name for entry in changes_of(state).progress] == ["fit", "rest", "more"]
 
 
 def test_validation_is_in_the_chart_of_training_and_the_best_step_is_marked(state: PanelState) -> None:

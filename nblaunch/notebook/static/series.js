@@ -135,9 +135,10 @@ export class Metric {
     return [...this.ranks.values()].every((series) => series.ys[series.ys.length - 1] === null);
   }
 
-  /** True if the latest values of the ranks differ. */
+  /** True if the ranks differ where the latest mean is. */
   get differs() {
-    return new Set([...this.ranks.values()].map((series) => series.ys[series.ys.length - 1])).size > 1;
+    const { columns } = this.table();
+    return new Set(columns.map((column) => column[this.end] ?? null).filter((y) => y !== null)).size > 1;
   }
 
   /** Return all points by x: a column for each rank, and their mean up to the slowest rank. Ignore ranks that stopped
