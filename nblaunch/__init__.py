@@ -15,6 +15,7 @@ if _typing.TYPE_CHECKING:
     from nblaunch.launch.live_sessions import session
     from nblaunch.launch.result import LaunchResult
     from nblaunch.launch.session import Session
+    from nblaunch.notebook.comparison import compare
     from nblaunch.ranks.report import progress, report
     from nblaunch.training.accelerator import Accelerator
 
@@ -25,6 +26,7 @@ __all__ = [
     "LaunchResult",
     "Session",
     "__version__",
+    "compare",
     "export",
     "notebook_launcher",
     "progress",
@@ -37,6 +39,7 @@ _ROOMS = {
     "Launch": "nblaunch.launch.handle",
     "LaunchResult": "nblaunch.launch.result",
     "Session": "nblaunch.launch.session",
+    "compare": "nblaunch.notebook.comparison",
     "export": "nblaunch.launch.export.exported",
     "notebook_launcher": "nblaunch.launch.api",
     "progress": "nblaunch.ranks.report",

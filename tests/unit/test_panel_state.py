@@ -145,7 +145,7 @@ def test_the_bar_of_the_whole_run_stays_above_those_of_its_epochs(state: PanelSt
     assert [entry.name for entry in changes_of(state).progress] == ["fit", "rest", "more"]
 
 
-def test_validation_is_in_the_chart_of_training_and_the_best_step_is_marked(state: PanelState) -> None:
+def test_validation_joins_training_and_has_its_best_step(state: PanelState) -> None:
     report(state, 0, step=9, loss=0.5, lr=1e-3)
     state.delta()
     report(state, 0, step=9, valid_loss=0.6)

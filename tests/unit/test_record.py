@@ -273,7 +273,7 @@ VALIDATED = replace(
 )
 
 
-def test_validation_is_a_dashed_line_beside_training_with_its_best_step() -> None:
+def test_validation_is_a_dashed_line_with_its_best_step() -> None:
     shown = page(VALIDATED)
     assert len(shown.images) == 3
     assert shown.alts[0] == "chart of loss: latest 1, best 1; valid_loss: latest 1.4, best 1.25 at step 50"

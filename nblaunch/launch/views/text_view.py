@@ -70,7 +70,7 @@ class _RankReports:
 
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, str] = field(default_factory=dict)
-    """Of each metric of which a step is marked as the best one."""
+    """By metric, if a step is marked as the best one."""
     count: int = 0
     level: float = 0.0
     time: float = 0.0

@@ -1,0 +1,313 @@
+"""`compare`: the metrics of several runs laid over each other, as charts and as a table."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from nblaunch.launch.handle import Launch
+from nblaunch.launch.output.metric_names import Chart, ChartPlan, family, number_of
+from nblaunch.launch.output.saved_reports import saved_reports
+from nblaunch.launch.result import LaunchResult, Metrics
+from nblaunch.notebook.charts import (
+    COLOURS,
+    MEAN_COLOUR,
+    Line,
+    Summary,
+    data_uri,
+    has_line,
+    line_chart,
+    line_of,
+    summarise,
+)
+from nblaunch.notebook.downsampling import Point
+from nblaunch.notebook.record import DIM, one_line
+
+Source: TypeAlias = "LaunchResult | Launch | Metrics | str | os.PathLike[str]"
+_RUN_COLOURS = (MEAN_COLOUR, *COLOURS)
+_MAX_CHARTS = 12
+_MAX_NAME = 60
+_MAX_CHARTS_BYTES = 120 << 10
+_PICTURE = "display:block;max-width:100%;height:auto"
+
+
+def compare(*runs: Source, **named: Source) -> Comparison:
+    """Lay the metrics of two or more runs over each other: ``compare(baseline=first, bigger=second)``.
+
+    The last expression of a cell shows charts and a table of the last and best values, as means over the ranks. The
+    differences are those to the first run.
+
+    Args:
+        runs: A result of `notebook_launcher`, its ``metrics``, a `Launch` that has ended, or the path of a log
+            directory, such as of an earlier kernel or of a run that failed. They are labelled by their names.
+        named: The same, with their labels.
+
+    Raises:
+        TypeError: An argument is none of these.
+        ValueError: There are fewer than two runs, or a run has no metrics or has not ended.
+        FileNotFoundError: A path is not a log directory.
+    """
+    given = [(f"argument {number}", "", run) for number, run in enumerate(runs, start=1)]
+    given += [(f"{name}=", name, run) for name, run in named.items()]
+    if len(given) < 2:
+        raise ValueError(f"compare() needs at least two runs, and got {len(given)}: compare(first, second)")
+    found = [_run_of(argument, label, source) for argument, label, source in given]
+    return Comparison([run.labelled(label) for run, label in zip(found, _labels(found, set(named)), strict=True)])
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The metrics of one run.
+
+    Attributes:
+        label: Its name in charts and tables.
+        metrics: The points of each metric by rank.
+        order: The name and x of each value, in order of time.
+        best: The points that are marked as the best ones.
+    """
+
+    label: str
+    metrics: Mapping[str, Mapping[int, Sequence[Point]]]
+    order: Sequence[tuple[str, float]]
+    best: Mapping[str, Point]
+
+    @classmethod
+    def of(cls, label: str, reports: Metrics) -> Run:
+        """Return the run that has reported this."""
+        metrics: dict[str, dict[int, list[Point]]] = {}
+        order = []
+        for report in reports:
+            for name, value in report.values.items():
+                points = metrics.setdefault(name, {}).setdefault(report.rank, [])
+                x = float(len(points) if report.step is None else report.step)
+                points.append((x, value))
+                order.append((name, x))
+        marks = {
+            name: (float(best.step), math.nan if best.value is None else best.value)
+            for name, best in reports.best.items()
+        }
+        return cls(label, metrics, order, marks)
+
+    def labelled(self, label: str) -> Run:
+        """Return the same run with another label."""
+        return Run(label, self.metrics, self.order, self.best)
+
+    def summaries(self, charts: Iterable[Chart]) -> dict[str, Summary]:
+        """Return its metrics in numbers, by name."""
+        groups = summarise(self.metrics, [chart.names for chart in charts], self.best)
+        return {summary.name: summary for group in groups for summary in group}
+
+
+def _run_of(argument: str, label: str, source: Any) -> Run:
+    if isinstance(source, Launch):
+        if not source.done:
+            raise ValueError(f"compare({_said(argument, source)}): it still runs: compare after its end")
+        name, metrics = source.name, _result_of(argument, source).metrics
+    elif isinstance(source, LaunchResult):
+        name, metrics = source.name, source.metrics
+    elif isinstance(source, Metrics):
+        name, metrics = "metrics", source
+    elif isinstance(source, (str, os.PathLike)):
+        folder = Path(source)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"compare({_said(argument, source)}): there is no such log directory")
+        name, metrics = folder.name, Metrics(saved_reports(folder))
+    else:
+        raise TypeError(
+            f"compare({_said(argument, source)}): expected a result, its metrics, a Launch, or the path of a log "
+            f"directory"
+        )
+    if not metrics:
+        raise ValueError(f"compare({_said(argument, source)}): it has no metrics: its ranks never called report()")
+    return Run.of(label or name, metrics)
+
+
+def _result_of(argument: str, launch: Launch) -> LaunchResult:
+    try:
+        return launch.result()
+    except BaseException as error:  # also that of a stopped launch, which is no Exception
+        raise ValueError(
+            f"compare({_said(argument, launch)}): it has no result, because it failed or was stopped: pass the path of "
+            f"its log directory"
+        ) from error
+
+
+def _said(argument: str, value: object) -> str:
+    """Return an argument with its value: ``bigger=5``, or ``argument 2: 5``."""
+    return f"{argument}{value!r:.80}" if argument.endswith("=") else f"{argument}: {value!r:.80}"
+
+
+def _labels(runs: Sequence[Run], given: set[str]) -> list[str]:
+    """Return a label for each run: its name, with a number where several have the same."""
+    count = Counter(run.label for run in runs)
+    seen: Counter[str] = Counter()
+    labels = []
+    for run in runs:
+        seen[run.label] += 1
+        is_plain = count[run.label] == 1 or (run.label in given and seen[run.label] == count[run.label])
+        labels.append(run.label if is_plain else f"{run.label} {seen[run.label]}")
+    return labels
+
+
+class Comparison:
+    """Several runs, as `compare` returns them. A notebook shows charts and a table; elsewhere it is the table as text.
+
+    Attributes:
+        runs: The runs, with their labels.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = tuple(runs)
+        self._charts = ChartPlan(point for run in self.runs for point in run.order).charts
+        self._summaries = [run.summaries(self._charts) for run in self.runs]
+
+    @property
+    def last(self) -> dict[str, dict[str, float]]:
+        """The last value of each metric by the label of the run, as a mean over the ranks."""
+        return {name: {label: summary.latest for label, summary in self._of(name)} for name in self._names()}
+
+    @property
+    def best(self) -> dict[str, dict[str, float]]:
+        """The best value of each metric by the label of the run: the marked one, else the best mean over the ranks."""
+        return {
+            name: found
+            for name in self._names()
+            if (found := {label: best for label, summary in self._of(name) if (best := _best(summary)) is not None})
+        }
+
+    def _names(self) -> list[str]:
+        return [name for chart in self._charts for name in chart.names]
+
+    def _of(self, name: str) -> list[tuple[str, Summary]]:
+        pairs = zip(self.runs, self._summaries, strict=True)
+        return [(run.label, summaries[name]) for run, summaries in pairs if name in summaries]
+
+    # -------------------------------------------------------------- as text
+    def __repr__(self) -> str:
+        rows = [self._head(), *self._rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+    def _head(self) -> list[str]:
+        return ["", *(one_line(run.label, _MAX_NAME) for run in self.runs)]
+
+    def _rows(self) -> list[list[str]]:
+        return [[one_line(name, _MAX_NAME), *self._cells(name)] for name in self._names()]
+
+    def _cells(self, name: str) -> list[str]:
+        """Return the values of a metric in each run: the last one, its difference to the first run's, the best one."""
+        found = dict(self._of(name))
+        first = found.get(self.runs[0].label)
+        cells = []
+        for run in self.runs:
+            summary = found.get(run.label)
+            if summary is None:
+                cells.append("–")
+                continue
+            is_other = first is not None and summary is not first
+            change = f" ({_signed(name, summary.latest - first.latest)})" if is_other and first is not None else ""
+            best = f", {summary.best_text}" if summary.best_text else ""
+            cells.append(f"{summary.latest_text}{change}{best}")
+        return cells
+
+    # -------------------------------------------------------------- in a notebook
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/plain": repr(self), "text/html": self._html()}
+
+    def _html(self) -> str:
+        """Return HTML that needs no script, as a saved notebook keeps it; see `nblaunch.notebook.record_html`."""
+        names = " ".join(
+            f'<b style="color:{_colour(number)};white-space:nowrap">━ {_text(run.label)}</b>'
+            for number, run in enumerate(self.runs)
+        )
+        drawn = [chart for chart in self._charts if self._has_line(chart)][:_MAX_CHARTS]
+        cards = [self._card(chart, image) for chart, image in zip(drawn, self._images(drawn), strict=True)]
+        style = (
+            "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
+        )
+        parts = [f"<div>{names}</div>", *cards, self._table()]
+        return f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{"".join(parts)}</div>'
+
+    def _has_line(self, chart: Chart) -> bool:
+        return any(
+            has_line(run.metrics, [summaries[name]])
+            for run, summaries in zip(self.runs, self._summaries, strict=True)
+            for name in chart.names
+            if name in summaries
+        )
+
+    def _images(self, charts: Sequence[Chart]) -> list[str]:
+        images: list[str] = []
+        for most_points in (300, 150, 75, 40, 20, 8):
+            images = [self._image(chart, most_points) for chart in charts]
+            if sum(map(len, images)) <= _MAX_CHARTS_BYTES:
+                break
+        return images
+
+    def _image(self, chart: Chart, most_points: int) -> str:
+        lines = [
+            Line(
+                line_of(run.metrics, summaries[name]), _colour(number), _is_beside(chart, name), summaries[name].marked
+            )
+            for name in chart.names
+            for number, (run, summaries) in enumerate(zip(self.runs, self._summaries, strict=True))
+            if name in summaries
+        ]
+        title = one_line(" and ".join(chart.names), _MAX_NAME)
+        return data_uri(line_chart({}, (), title, lines=lines, kind=chart.kind, most_points=most_points))
+
+    def _card(self, chart: Chart, image: str) -> str:
+        style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
+        names = [f"{'╌╌' if _is_beside(chart, name) else '━'} <b>{_text(name)}</b>" for name in chart.names]
+        said = "; ".join(
+            f"{name}: " + ", ".join(f"{label} {summary.latest_text}" for label, summary in self._of(name))
+            for name in chart.names
+        )
+        picture = f'<img src="{image}" alt="chart of {_text(said, 600)}" width="340" height="150" style="{_PICTURE}">'
+        return f'<div style="{style}"><div>{" ".join(names)}</div>{picture}</div>'
+
+    def _table(self) -> str:
+        heads = "".join(
+            f'<th style="color:{_colour(number)}">{_text(run.label)}</th>' for number, run in enumerate(self.runs)
+        )
+        rows = "".join(
+            f"<tr><th>{_text(name)}</th>{''.join(f'<td>{_text(cell, 120)}</td>' for cell in cells)}</tr>"
+            for name, *cells in self._rows()
+        )
+        note = f"last value, its difference to that of {_text(self.runs[0].label)}, and the best; means over the ranks"
+        return (
+            '<div style="overflow-x:auto;margin-top:10px"><table cellpadding="4" '
+            'style="border-collapse:collapse;text-align:right">'
+            f"<thead><tr><th></th>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
+            f'<div style="font-size:12px;{DIM}">{note}</div>'
+        )
+
+
+def _is_beside(chart: Chart, name: str) -> bool:
+    return family(name)[1] != family(chart.names[0])[1]
+
+
+def _best(summary: Summary) -> float | None:
+    if summary.marked is not None and math.isfinite(summary.marked[1]):
+        return summary.marked[1]
+    return summary.best
+
+
+def _signed(name: str, difference: float) -> str:
+    sign = "+" if difference >= 0 else "−"
+    return f"{sign}{number_of(name, abs(difference))}" if math.isfinite(difference) else "–"
+
+
+def _colour(number: int) -> str:
+    return _RUN_COLOURS[number % len(_RUN_COLOURS)]
+
+
+def _text(text: str, most: int = _MAX_NAME) -> str:
+    return escape(one_line(text, most))

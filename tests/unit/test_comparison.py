@@ -1,0 +1,172 @@
+"""Runs laid over each other."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import pickle
+import re
+import threading
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nblaunch
+from nblaunch import LaunchResult, compare
+from nblaunch.launch.handle import Launch
+from nblaunch.launch.output.report_columns import Report, ReportColumns
+from nblaunch.launch.result import Metrics
+from nblaunch.notebook.comparison import Comparison
+
+
+def reports_of(end: float, ranks: int = 2, best: int | None = None) -> ReportColumns:
+    columns = ReportColumns()
+    for step in range(1, 101):
+        for rank in range(ranks):
+            columns.add(rank, step + rank / 10, step, {"loss": 2 - (2 - end) * step / 100 + rank * 0.1})
+        if step % 25 == 0:
+            columns.add(0, step + 0.5, step, {"valid_loss": end + 1 / step, "lr": 1e-3 / step})
+    if best is not None:
+        columns.mark(0, "valid_loss", best, None)
+    return columns
+
+
+def result_of(end: float, name: str = "train", **more: Any) -> LaunchResult:
+    return LaunchResult(name, [None], Metrics(reports_of(end, **more)), [], 1.0)
+
+
+def rows_of(comparison: Comparison) -> list[list[str]]:
+    return [re.split(r"  +", line) for line in repr(comparison).splitlines()]
+
+
+class Images(HTMLParser):
+    """The sources and texts of a page's images."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.alts: list[str] = []
+        self.charts: list[ET.Element] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "img":
+            found = dict(attrs)
+            self.alts.append(found["alt"] or "")
+            self.charts.append(ET.fromstring(base64.b64decode((found["src"] or "").partition(",")[2])))
+
+
+def test_the_table_has_last_and_best_values_and_differences() -> None:
+    comparison = compare(baseline=result_of(0.5), bigger=result_of(0.25, best=75))
+    assert rows_of(comparison) == [
+        ["", "baseline", "bigger"],
+        ["loss", "0.55, best 0.55", "0.3 (−0.25), best 0.3"],
+        ["valid_loss", "0.51, best 0.51", "0.26 (−0.25), best 0.2633 at step 75"],
+        ["lr", "1e-5", "1e-5 (+0)"],
+    ]
+    assert comparison.last["loss"] == {"baseline": pytest.approx(0.55), "bigger": pytest.approx(0.3)}
+    assert comparison.best["valid_loss"]["bigger"] == pytest.approx(0.25 + 1 / 75)
+
+
+def test_each_chart_has_a_line_for_each_run_and_dashes_for_validation() -> None:
+    bundle = compare(result_of(0.5, best=50), result_of(0.25))._repr_mimebundle_()
+    images = Images(bundle["text/html"])
+    assert images.alts[0] == "chart of loss: train 1 0.55, train 2 0.3; valid_loss: train 1 0.51, train 2 0.26"
+    loss = ET.tostring(images.charts[0], encoding="unicode")
+    assert loss.count("stroke-dasharray") == 2
+    assert loss.count("circle ") == 1
+    assert len(images.charts) == 2
+    assert bundle["text/plain"].startswith(" ")
+    assert "<style" not in bundle["text/html"]
+
+
+def test_runs_without_a_label_have_their_names() -> None:
+    labels = [run.label for run in compare(result_of(1), result_of(1), result_of(1, "test"), train=result_of(1)).runs]
+    assert labels == ["train 1", "train 2", "test", "train"]
+
+
+def test_a_metric_of_one_run_alone_leaves_the_other_empty() -> None:
+    more = Metrics([Report(0, 1.0, 1, {"accuracy": 0.5})])
+    rows = rows_of(compare(a=result_of(0.5), b=more))
+    assert rows[3] == ["accuracy", "–", "0.5, best 0.5"]
+    assert rows[1][2] == "–"
+
+
+def test_saved_metrics_are_runs_too() -> None:
+    saved = pickle.loads(pickle.dumps(result_of(0.5).metrics))
+    assert rows_of(compare(a=saved, b=result_of(0.5)))[1][1:] == ["0.55, best 0.55", "0.55 (+0), best 0.55"]
+
+
+def test_a_log_directory_is_a_run(tmp_path: Path) -> None:
+    lines = [json.dumps({"time": float(step), "step": step, "metrics": {"loss": 1 / step}}) for step in (1, 2, 4)]
+    mark = json.dumps({"time": 5.0, "best": "loss", "step": 2, "value": None})
+    progress = json.dumps({"progress": "", "done": 1, "total": 2, "seconds": 0})
+    (tmp_path / "rank0.spool").write_text("\n".join([*lines, progress, '{"torn": ', mark]))
+    (tmp_path / "rank1.spool").write_text("")
+    rows = rows_of(compare(result_of(0.5), failed=str(tmp_path)))
+    assert rows[1][2] == "0.25 (−0.3), best 0.5 at step 2"
+
+
+def test_text_of_runs_becomes_no_markup() -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    html = compare(**{evil: result_of(0.5), "b": Metrics([Report(0, 1.0, 1, {evil: 1.0})])})._repr_mimebundle_()[
+        "text/html"
+    ]
+    assert "onerror" in html
+    assert "<img src=x" not in html
+
+
+def test_a_loss_that_is_no_number_has_no_difference() -> None:
+    lost = Metrics([Report(0, 1.0, 1, {"loss": math.nan})])
+    assert rows_of(compare(a=result_of(0.5), b=lost))[1][2] == "nan (–)"
+
+
+# ------------------------------------------------------------------ errors
+def test_one_run_is_not_enough() -> None:
+    with pytest.raises(ValueError, match=r"^compare\(\) needs at least two runs, and got 1"):
+        compare(result_of(0.5))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda other: compare(result_of(1), other(5)), r"^compare\(argument 2: 5\): expected a result"),
+        (lambda other: compare(a=result_of(1), b=other(None)), r"^compare\(b=None\): expected a result"),
+    ],
+)
+def test_what_is_no_run_is_named(call: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        call(lambda value: value)
+
+
+def test_a_run_without_metrics_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^compare\(b=Metrics\(0 reports\)\): it has no metrics"):
+        compare(a=result_of(1), b=Metrics([]))
+
+
+def test_a_folder_that_is_none_of_a_launch_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"^compare\(b='/no/such'\): there is no such log directory"):
+        compare(a=result_of(1), b="/no/such")
+    with pytest.raises(FileNotFoundError, match=r"is not the log directory of a launch: it has no rank0\.spool"):
+        compare(a=result_of(1), b=tmp_path)
+
+
+def test_a_launch_that_runs_or_failed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch: Any = Launch.__new__(Launch)
+    monkeypatch.setattr(Launch, "__repr__", lambda self: "<Launch>")
+    launch._finished = threading.Event()
+    with pytest.raises(ValueError, match=r"^compare\(b=<Launch>\): it still runs"):
+        compare(a=result_of(1), b=launch)
+    launch._finished.set()
+    monkeypatch.setattr(Launch, "result", lambda self: [][0])
+    launch.name = "train"
+    with pytest.raises(ValueError, match=r"^compare\(b=<Launch>\): it has no result") as caught:
+        compare(a=result_of(1), b=launch)
+    assert isinstance(caught.value.__cause__, IndexError)
+
+
+def test_compare_is_public() -> None:
+    assert nblaunch.compare is compare
