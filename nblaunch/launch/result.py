@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from nblaunch.launch.output.log_directory import RankLogs
+from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.report_columns import Best, Report, ReportColumns
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel
@@ -54,8 +55,20 @@ class Metrics(Sequence[Report]):
 
     @property
     def last(self) -> dict[str, float]:
-        """The latest value of each metric, from the lowest rank that reported it."""
+        """The latest value of each metric, from the lowest rank that reported it.
+
+        The panel, the record and `nblaunch.compare` show means over the ranks.
+        """
         return self._reports.last
+
+    def in_words(self, lead: str) -> str:
+        """Return `lead` and the latest values, or an empty string if there are none."""
+        last, differing = self.last, self._reports.differing
+        shown = [
+            f"{name} {number_of(name, value)}" + (f" on rank {differing[name]}" if name in differing else "")
+            for name, value in itertools.islice(last.items(), _MAX_SHOWN)
+        ]
+        return lead + ", ".join([*shown, *(["…"] if len(last) > _MAX_SHOWN else [])]) if last else ""
 
     @property
     def best(self) -> dict[str, Best]:
@@ -88,7 +101,7 @@ class Metrics(Sequence[Report]):
         return pandas.DataFrame(columns)
 
     def __repr__(self) -> str:
-        return f"Metrics({len(self)} report{'' if len(self) == 1 else 's'}{_values(self.last, ': ')})"
+        return f"Metrics({len(self)} report{'' if len(self) == 1 else 's'}{self.in_words(': ')})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +195,7 @@ class LaunchResult(Sequence[Any]):
         count = f"{len(self)} rank{'' if len(self) == 1 else 's'}"
         dropped = Dropped(sum(rank.dropped for rank in self.logs), self.metrics.dropped)
         lost = f"; {dropped.amount} dropped" if dropped else ""
-        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{_values(self.metrics.last, ', ')}{lost}>"
-
-
-def _values(values: Mapping[str, float], lead: str) -> str:
-    shown = [f"{name} {value:.4g}" for name, value in itertools.islice(values.items(), _MAX_SHOWN)]
-    more = ["…"] if len(values) > _MAX_SHOWN else []
-    return lead + ", ".join(shown + more) if values else ""
+        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{self.metrics.in_words(', ')}{lost}>"
 
 
 def notes_on(sent: Sent, noted: set[str]) -> Iterator[str]:

@@ -302,7 +302,7 @@ def _best(summary: Summary) -> float | None:
 
 def _signed(name: str, difference: float) -> str:
     sign = "+" if difference >= 0 else "−"
-    return f"{sign}{number_of(name, abs(difference))}" if math.isfinite(difference) else "–"
+    return f"{sign}{number_of(name, float(f'{abs(difference):.3g}'))}" if math.isfinite(difference) else "–"
 
 
 def _colour(number: int) -> str:

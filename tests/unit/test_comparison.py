@@ -112,9 +112,8 @@ def test_a_log_directory_is_a_run(tmp_path: Path) -> None:
 
 def test_text_of_runs_becomes_no_markup() -> None:
     evil = "<img src=x onerror=alert(1)>"
-    html = compare(**{evil: result_of(0.5), "b": Metrics([Report(0, 1.0, 1, {evil: 1.0})])})._repr_mimebundle_()[
-        "text/html"
-    ]
+    runs: dict[str, Any] = {evil: result_of(0.5), "b": Metrics([Report(0, 1.0, 1, {evil: 1.0})])}
+    html = compare(**runs)._repr_mimebundle_()["text/html"]
     assert "onerror" in html
     assert "<img src=x" not in html
 

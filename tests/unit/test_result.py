@@ -58,6 +58,7 @@ def test_logs_and_duration_stand_beside_the_values() -> None:
     [
         ([1], [], "<LaunchResult of train: 1 rank, 1.23 s>"),
         ([1, 2], REPORTS[:1], "<LaunchResult of train: 2 ranks, 1.23 s, loss 0.9, accuracy 0.1>"),
+        ([1, 2], REPORTS, "<LaunchResult of train: 2 ranks, 1.23 s, loss 0.7 on rank 0, lr 0.01, accuracy 0.1>"),
         (["x" * 10_000, 2], [], "<LaunchResult of train: 2 ranks, 1.23 s>"),
     ],
 )
@@ -141,7 +142,7 @@ def test_last_is_the_latest_value_of_the_lowest_rank_that_reported_it() -> None:
 
 def test_the_repr_has_the_number_of_reports_and_the_last_values() -> None:
     assert repr(Metrics([])) == "Metrics(0 reports)"
-    assert repr(Metrics(REPORTS)) == "Metrics(4 reports: loss 0.7, lr 0.01, accuracy 0.1)"
+    assert repr(Metrics(REPORTS)) == "Metrics(4 reports: loss 0.7 on rank 0, lr 0.01, accuracy 0.1)"
 
 
 def test_pandas_gets_a_row_per_report_and_a_column_per_metric() -> None:

@@ -118,6 +118,17 @@ class ReportColumns(Sequence[Report]):
         return values
 
     @property
+    def differing(self) -> dict[str, int]:
+        """Return the metrics whose latest values differ between ranks, with the rank that `last` is of."""
+        values: dict[str, set[str]] = {}
+        origins: dict[str, int] = {}
+        for rank in sorted(self._latest):
+            for name, (_, value) in self._latest[rank].items():
+                values.setdefault(name, set()).add(repr(value))
+                origins.setdefault(name, rank)
+        return {name: rank for name, rank in origins.items() if len(values[name]) > 1}
+
+    @property
     def best(self) -> dict[str, Best]:
         """Return the best step by each metric for which one is marked, from the lowest rank that marked it."""
         return {metric: best for rank in sorted(self._best, reverse=True) for metric, best in self._best[rank].items()}
