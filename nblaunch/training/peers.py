@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import numbers
 import sys
 from collections.abc import Callable, Mapping
@@ -101,12 +102,14 @@ def _panel_callback() -> type[Any]:
 
 def _panel_logger() -> type[Any]:
     base: Any = _base("lightning", _LIGHTNING, "loggers.logger.Logger")
+    bars = __getattr__("PanelBars")
 
     class PanelLogger(base):  # type: ignore[misc]  # the base is known only at run time
         """Shows a lightning ``Trainer`` in the notebook: ``Trainer(logger=PanelLogger(), ...)``.
 
-        It reports every number that is logged (``self.log("loss", loss)``), with its step. It works with
-        ``lightning.pytorch`` and ``pytorch_lightning``, whichever is imported first.
+        It reports every number that is logged (``self.log("loss", loss)``), with its step. Each rank shows the progress
+        of its training (batches of all epochs), validation, test and prediction. It works with ``lightning.pytorch``
+        and ``pytorch_lightning``, whichever is imported first.
 
         Args:
             all_ranks: Report the numbers of every rank. Default: of rank 0 only, as lightning's own loggers do; these
@@ -133,10 +136,77 @@ def _panel_logger() -> type[Any]:
         def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
             """Do nothing: the panel shows what changes over time."""
 
+        def log_graph(self, model: Any, *args: Any, **kwargs: Any) -> None:
+            """Add the progress bars to the model's trainer, which calls this before it begins."""
+            callbacks = model.trainer.callbacks
+            if not any(isinstance(callback, bars) for callback in callbacks):
+                callbacks.append(bars())
+
     return PanelLogger
 
 
-_FACTORIES: dict[str, Callable[[], type[Any]]] = {"PanelCallback": _panel_callback, "PanelLogger": _panel_logger}
+def _panel_bars() -> type[Any]:
+    base: Any = _base("lightning", _LIGHTNING, "Callback")
+
+    class PanelBars(base):  # type: ignore[misc]  # the base is known only at run time
+        """Shows how far a lightning ``Trainer`` is, on each rank. `PanelLogger` adds it to the trainer."""
+
+        def __init__(self) -> None:
+            self._bars: dict[str, Progress] = {}
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            batches = trainer.num_training_batches * (math.inf if trainer.max_epochs == -1 else trainer.max_epochs)
+            if trainer.max_steps != -1:
+                batches = min(batches, trainer.max_steps * trainer.accumulate_grad_batches)
+            done = trainer.fit_loop.total_batch_idx + 1
+            self._bars["training"] = Progress(_whole(batches), "training", done)
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            self._bars["training"].reach(trainer.fit_loop.total_batch_idx + 1)
+
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            self._end("training")
+
+        def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+            if not trainer.sanity_checking:
+                self._step("validating", trainer.num_val_batches)
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            self._end("validating")
+
+        def on_test_batch_end(self, trainer: Any, *args: Any) -> None:
+            self._step("testing", trainer.num_test_batches)
+
+        def on_test_end(self, trainer: Any, module: Any) -> None:
+            self._end("testing")
+
+        def on_predict_batch_end(self, trainer: Any, *args: Any) -> None:
+            self._step("predicting", trainer.num_predict_batches)
+
+        def on_predict_end(self, trainer: Any, module: Any) -> None:
+            self._end("predicting")
+
+        def _step(self, name: str, batches: list[float]) -> None:
+            if name not in self._bars:
+                self._bars[name] = Progress(_whole(sum(batches)), name)
+            self._bars[name].step()
+
+        def _end(self, name: str) -> None:
+            if name in self._bars:
+                self._bars.pop(name).close()
+
+    return PanelBars
+
+
+_FACTORIES: dict[str, Callable[[], type[Any]]] = {
+    "PanelBars": _panel_bars,
+    "PanelCallback": _panel_callback,
+    "PanelLogger": _panel_logger,
+}
+
+
+def _whole(count: float) -> int | None:
+    return int(count) if math.isfinite(count) else None
 
 
 def _report_numbers(values: Mapping[str, Any], step: int | None, all_ranks: bool) -> None:

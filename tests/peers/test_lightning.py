@@ -111,6 +111,10 @@ def test_lightning_trains_on_two_ranks(
     assert result[0]["weights"] == result[1]["weights"]
     assert result[0]["accuracy"] == result[1]["accuracy"]
     logged = [report for report in result.metrics if report.step is not None]
+    bars = [json.loads(line) for line in result.logs[1].out.with_suffix(".spool").read_text().splitlines()]
+    ended = {bar["progress"]: (bar["done"], bar["total"], bar["level"]) for bar in bars if "progress" in bar}
+    assert ended["training"] == (STEPS, STEPS, 0)
+    assert ended["validating"] == (2, 2, 1)
     assert {report.rank for report in logged} == {0}
     assert [report.step for report in logged if "train_loss" in report.values] == [3, 7]
     assert [report.step for report in logged if "valid_loss" in report.values] == [7]
