@@ -237,6 +237,8 @@ PANEL_HEARTBEAT_INTERVAL_S = 2.0
 """Longest silence to the page. After MAX_SILENCE_MS (``static/kernel.js``) a click no longer interrupts the kernel."""
 RESOURCE_SAMPLE_INTERVAL_S = 1.0
 """Pause between two samples of the ranks' CPU, memory and GPU."""
+FIRST_SAMPLE_INTERVAL_S = 0.2
+"""The same until each rank has been measured once: some may end within a second."""
 LOG_TIME_RESOLUTION_S = 0.2
 """Bytes of a log that arrive within this time get one time."""
 SHELL_SERVE_INTERVAL_S = 0.1

@@ -272,8 +272,10 @@ class PanelView(View):
             pause, due = threading.Event(), 0.0
             while self._has_more():
                 if time.monotonic() >= due and not self._over.is_set():
-                    due = time.monotonic() + timeouts.RESOURCE_SAMPLE_INTERVAL_S
-                    self._sample(meter)
+                    is_whole = self._sample(meter)
+                    due = time.monotonic() + (
+                        timeouts.RESOURCE_SAMPLE_INTERVAL_S if is_whole else timeouts.FIRST_SAMPLE_INTERVAL_S
+                    )
                 self._send()
                 (pause if self._over.is_set() else self._over).wait(timeouts.PANEL_SEND_INTERVAL_S)
         finally:
@@ -289,12 +291,14 @@ class PanelView(View):
                 return False
             return True
 
-    def _sample(self, meter: UsageMeter) -> None:
+    def _sample(self, meter: UsageMeter) -> bool:
+        """Measure the ranks. Return True if each has been measured."""
         with self._lock:
             workers, ranks = self._workers, list(self._state.pids)
         usages = meter.sample(workers, ranks)
         with self._lock:
             self._state.set_resources(usages)
+            return self._state.resources.keys() >= self._state.ranks.keys()
 
     def _send(self) -> None:
         """Send at most one message, if the rate limit allows it."""

@@ -152,7 +152,42 @@ def test_a_saved_notebook_shows_the_record_also_untrusted(fresh_lab: Lab) -> Non
         assert lab.page.locator(".nbl-root").count() == 0
         chart = record.locator("img").first
         assert chart.evaluate("image => image.complete && image.naturalWidth > 0")
-        assert "accuracy" in (chart.get_attribute("alt") or "")
+        assert "loss" in (chart.get_attribute("alt") or "")
+
+
+VALIDATES = """
+def fits(rank):
+    import time
+    from nblaunch.ranks.report import Progress, mark_best
+    fit = Progress(40, "fit")
+    for step in range(1, 41):
+        report(step, loss=1 / step, lr=3e-4, samples_per_second=1200 + step)
+        if step % 10 == 0:
+            report(step, valid_loss=abs(step - 20) / 100 + 0.25)
+            if step <= 20:
+                mark_best("valid_loss", step)
+        fit.reach(step)
+        time.sleep(0.01)
+notebook_launcher(fits, num_processes=2)
+"""
+STYLES = "() => [...document.querySelectorAll('style')].filter(s => s.textContent.includes('.nbl-root')).length"
+
+
+def test_two_panels_with_validation_share_one_script(lab: Lab) -> None:
+    lab.run(VALIDATES, VALIDATES)
+    for lab.number in (0, 1):
+        lab.wait_for_state("finished")
+        chart = lab.panel.get_by_role("img", name="Chart of loss")
+        chart.focus()
+        chart.press("Home")
+        assert lab.panel.get_by_text("step 1: 1", exact=True).is_visible()
+        assert "valid_loss 0.45, best 0.25 at step 20" in (chart.get_attribute("aria-label") or "")
+        assert lab.panel.get_by_text("40/40").count() == 2
+    names = lab.panel.locator(".nbl-metric-top .nbl-metric-name").all_inner_texts()
+    assert names == ["loss", "lr", "samples_per_second"]
+    assert lab.panel.locator(".nbl-log").bounding_box()["height"] < 40  # type: ignore[index]  # it is on the page
+    assert lab.page.evaluate(STYLES) == 1
+    keep_picture(lab.page, "validation.png")
 
 
 def test_nothing_that_a_rank_says_becomes_html(lab: Lab) -> None:
@@ -255,7 +290,7 @@ _MEAN_HAS_THE_THEMES_COLOUR = """() => {
 
 def _progress_and_metrics_are_shown(lab: Lab) -> None:
     assert lab.panel.get_by_role("progressbar").count() == 8
-    assert lab.panel.locator(".nbl-card .nbl-metric-name").all_inner_texts() == ["accuracy", "loss"]
+    assert lab.panel.locator(".nbl-card .nbl-metric-name").all_inner_texts() == ["loss", "accuracy"]
     lab.panel.scroll_into_view_if_needed()
 
 

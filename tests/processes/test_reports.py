@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import nblaunch
-from nblaunch.launch.output.report_columns import Report
+from nblaunch.launch.output.report_columns import Best, Report
 from tests.conftest import conformance
 from tests.processes.conftest import Launcher
 
@@ -68,6 +68,14 @@ def report_in_workers(rank: int) -> list[int]:
 
 def with_progress(rank: int) -> list[int]:
     return list(nblaunch.progress(range(5), desc="epoch"))
+
+
+def report_and_mark(rank: int) -> None:
+    from nblaunch.ranks.report import mark_best
+
+    for step, loss in enumerate((0.5, 0.25, 0.75)):
+        nblaunch.report(step, valid_loss=loss + rank)
+    mark_best("valid_loss", 1)
 
 
 def report_much(rank: int) -> None:
@@ -216,6 +224,12 @@ def test_reports_are_quick_and_none_is_lost_in_a_flood(launch: Launcher) -> None
     metrics = launch(report_much).metrics
     for rank in range(2):
         assert [report.step for report in metrics if report.rank == rank] == list(range(2000))
+
+
+def test_the_best_step_comes_back_with_its_value(launch: Launcher) -> None:
+    metrics = launch(report_and_mark).metrics
+    assert metrics.best == {"valid_loss": Best(1, 0.25)}
+    assert metrics.last == {"valid_loss": 0.75}
 
 
 def test_progress_iterates_and_is_no_metric(launch: Launcher) -> None:

@@ -159,8 +159,8 @@ export class MetricsView {
     }
     const text = (/** @type {unknown} */ value) => valueText(value, group.kind);
     const values = columns.map((column) => column[i]).filter((value) => value !== null);
-    const spread =
-      ranks.length > 1 && values.length ? ` (${text(Math.min(...values))} to ${text(Math.max(...values))})` : "";
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    const spread = low < high ? ` (${text(low)} to ${text(high)})` : "";
     const value = ranks.length > 1 && mean[i] !== null ? mean[i] : values[0];
     const others = beside.flatMap(({ values: line }, k) =>
       line[i] === null ? [] : [`${group.metrics[k + 1].name} ${text(line[i])}`],
