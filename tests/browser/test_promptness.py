@@ -35,7 +35,7 @@ def test_a_reload_restores_the_panel_of_a_blocking_cell(fresh_lab: Lab) -> None:
     lab.wait_for_state("running", 10)
     cards = lab.panel.locator(".nbl-card .nbl-metric-name")
     cards.first.wait_for()
-    assert cards.all_inner_texts() == ["accuracy", "loss"]
+    assert cards.all_inner_texts() == ["loss", "accuracy"]
     for rank in range(2):
         lab.panel.get_by_role("tab", name=f"rank {rank}").click()
         lab.find("begun")
