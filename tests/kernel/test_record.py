@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -54,6 +55,17 @@ def test_without_a_page_the_notebook_gets_the_record_at_once(executed: tuple[Not
     assert "accuracy 0.9667" in bundle["text/plain"]
     assert "&lt;b&gt;step&lt;/b&gt; 29" in bundle["text/html"]
     assert "data:image/svg+xml" in bundle["text/html"]
+
+
+def test_a_saved_notebook_has_the_panels_script_once(executed: tuple[NotebookNode, float]) -> None:
+    models = executed[0].metadata.widgets["application/vnd.jupyter.widget-state+json"].state
+    sizes = {model: len(json.dumps(kept)) for model, kept in models.items()}
+    panels = [model for model, kept in models.items() if kept.model_name == "AnyModel"]
+    scripts = [model for model, kept in models.items() if "script" in kept.state and model not in panels]
+    assert [models[panel].state.script for panel in panels] == [f"IPY_MODEL_{script}" for script in scripts]
+    assert len(panels) == 1
+    assert max(size for model, size in sizes.items() if model not in scripts) < 4000
+    assert max(sizes.values()) > 50_000
 
 
 def test_nbconvert_shows_the_record(executed: tuple[NotebookNode, float]) -> None:
