@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 
 from nblaunch.launch.handle import Launch
 from nblaunch.launch.output.metric_names import Chart, ChartPlan, family, number_of
+from nblaunch.launch.output.report_columns import Report
 from nblaunch.launch.output.saved_reports import saved_reports
 from nblaunch.launch.result import LaunchResult, Metrics
 from nblaunch.notebook.charts import (
@@ -29,7 +31,9 @@ from nblaunch.notebook.charts import (
 from nblaunch.notebook.downsampling import Point
 from nblaunch.notebook.record import DIM, one_line
 
-Source: TypeAlias = "LaunchResult | Launch | Metrics | str | os.PathLike[str]"
+Source: TypeAlias = "LaunchResult | Launch | Metrics | Sequence[Mapping[str, Any]] | str | os.PathLike[str]"
+_NOT_METRICS = {"rank", "time", "step", "epoch"}
+"""What rows hold beside metrics."""
 _RUN_COLOURS = (MEAN_COLOUR, *COLOURS)
 _MAX_CHARTS = 12
 _MAX_NAME = 60
@@ -44,8 +48,9 @@ def compare(*runs: Source, **named: Source) -> Comparison:
     differences are those to the first run.
 
     Args:
-        runs: A result of `notebook_launcher`, its ``metrics``, a `Launch` that has ended, or the path of a log
-            directory, such as of an earlier kernel or of a run that failed. They are labelled by their names.
+        runs: A result of `notebook_launcher`, its ``metrics``, a `Launch` that has ended, the ``history`` of a Trainer,
+            rows of ``metrics.to_pandas()``, or the path of a log directory, such as of an earlier kernel or of a run
+            that failed. They are labelled by their names.
         named: The same, with their labels.
 
     Raises:
@@ -113,6 +118,8 @@ def _run_of(argument: str, label: str, source: Any) -> Run:
         name, metrics = source.name, source.metrics
     elif isinstance(source, Metrics):
         name, metrics = "metrics", source
+    elif (rows := _rows_of(source)) is not None:
+        name, metrics = "history", rows
     elif isinstance(source, (str, os.PathLike)):
         folder = Path(source)
         if not folder.is_dir():
@@ -120,12 +127,30 @@ def _run_of(argument: str, label: str, source: Any) -> Run:
         name, metrics = folder.name, Metrics(saved_reports(folder))
     else:
         raise TypeError(
-            f"compare({_said(argument, source)}): expected a result, its metrics, a Launch, or the path of a log "
-            f"directory"
+            f"compare({_said(argument, source)}): expected a result, its metrics, a Launch, a history, or the path "
+            f"of a log directory"
         )
     if not metrics:
         raise ValueError(f"compare({_said(argument, source)}): it has no metrics: its ranks never called report()")
     return Run.of(label or name, metrics)
+
+
+def _rows_of(source: Any) -> Metrics | None:
+    """Return what a history or a DataFrame of `Metrics.to_pandas` holds; None if the source is neither."""
+    rows = source.to_dict("records") if hasattr(source, "to_dict") and hasattr(source, "columns") else source
+    if isinstance(rows, str) or not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+        return None
+    reports = []
+    for number, row in enumerate(rows):
+        values = {
+            str(name): float(value)
+            for name, value in row.items()
+            if name not in _NOT_METRICS and isinstance(value, numbers.Real) and (rows is source or value == value)
+        }  # a DataFrame has NaN where nothing was reported
+        step = row.get("step", row.get("epoch", number))
+        at = int(float(step)) if isinstance(step, numbers.Real) and math.isfinite(step) else None
+        reports.append(Report(int(row.get("rank", 0)), float(row.get("time", number)), at, values))
+    return Metrics(reports)
 
 
 def _result_of(argument: str, launch: Launch) -> LaunchResult:

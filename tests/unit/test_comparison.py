@@ -100,6 +100,19 @@ def test_saved_metrics_are_runs_too() -> None:
     assert rows_of(compare(a=saved, b=result_of(0.5)))[1][1:] == ["0.55, best 0.55", "0.55 (+0), best 0.55"]
 
 
+def test_the_history_of_a_trainer_is_a_run() -> None:
+    history = [{"epoch": float(e), "step": 50.0 * e, "loss": 1 / e, "valid_loss": 1.5 / e, "name": "x"} for e in (1, 2)]
+    comparison = compare(a=history, b=result_of(0.5))
+    assert rows_of(comparison)[1][:2] == ["loss", "0.5, best 0.5"]
+    assert [point for point, _ in comparison.runs[0].metrics["valid_loss"][0]] == [50.0, 100.0]
+
+
+def test_a_data_frame_of_metrics_is_a_run() -> None:
+    metrics = result_of(0.5).metrics
+    first, second = compare(metrics, metrics.to_pandas()).runs
+    assert first.metrics == second.metrics
+
+
 def test_a_log_directory_is_a_run(tmp_path: Path) -> None:
     lines = [json.dumps({"time": float(step), "step": step, "metrics": {"loss": 1 / step}}) for step in (1, 2, 4)]
     mark = json.dumps({"time": 5.0, "best": "loss", "step": 2, "value": None})
@@ -142,6 +155,8 @@ def test_what_is_no_run_is_named(call: Any, said: str) -> None:
 
 
 def test_a_run_without_metrics_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^compare\(b=\[\]\): it has no metrics"):
+        compare(a=result_of(1), b=[])
     with pytest.raises(ValueError, match=r"^compare\(b=Metrics\(0 reports\)\): it has no metrics"):
         compare(a=result_of(1), b=Metrics([]))
 
