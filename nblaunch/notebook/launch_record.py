@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nblaunch.launch.views.events import LaunchInfo
-from nblaunch.notebook.downsampling import downsampled
-from nblaunch.notebook.panel_state import PanelState
+from nblaunch.notebook.charts import mean_of
+from nblaunch.notebook.downsampling import MAX_POINTS, Point, downsampled
+from nblaunch.notebook.panel_state import PanelState, Series
 from nblaunch.notebook.record import RankOutputs, RankTail, Record
 
 
@@ -37,10 +38,7 @@ def record_of(
         world_size=info.world_size if info else 0,
         device=info.device if info else "",
         ended_at=ended_at,
-        metrics={
-            name: {rank: downsampled(series.points) for rank, series in ranks.items()}
-            for name, ranks in state.series.items()
-        },
+        metrics={name: _thinned(ranks) for name, ranks in state.series.items()},
         charts=[chart.names for chart in state.plan.charts],
         best={name: (entry.x, math.nan if entry.y is None else entry.y) for name, (_, entry) in state.best.items()},
         tails=tails,
@@ -51,3 +49,19 @@ def record_of(
         outputs=outputs,
         debugging=state.console.for_record,
     )
+
+
+def _thinned(ranks: Mapping[int, Series]) -> dict[int, list[Point]]:
+    """Return at most `MAX_POINTS` points of each rank. All ranks keep the same x, so that their mean is exact."""
+    all_points = {rank: series.points for rank, series in ranks.items()}
+    if max(map(len, all_points.values())) <= MAX_POINTS:
+        return all_points
+    kept = {x for x, _ in downsampled(mean_of(all_points), MAX_POINTS - 1)}
+    thinned = {
+        rank: [point for point in points[:-1] if point[0] in kept] + points[-1:] for rank, points in all_points.items()
+    }
+    # Ranks that share no x have no mean, and steps that went backwards have the same x.
+    return {
+        rank: points if 1 < len(points) <= MAX_POINTS else downsampled(all_points[rank])
+        for rank, points in thinned.items()
+    }

@@ -12,6 +12,7 @@ import pytest
 
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
+from nblaunch.notebook.launch_record import record_of
 from nblaunch.notebook.panel_state import PanelState, Series
 
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
@@ -160,6 +161,16 @@ def test_validation_joins_training_and_has_its_best_step(state: PanelState) -> N
     assert delta.best == [("valid_loss", 9, 0.6)]
     report(state, 0, step=10, loss=0.4)
     assert changes_of(state).charts is None
+
+
+def test_the_record_of_a_long_run_has_the_mean_of_all_ranks(state: PanelState) -> None:
+    for step in range(1500):
+        for rank in (0, 1):
+            report(state, rank, step, loss=1 + (-1.0) ** (step + rank) * (step % 7))
+    ((loss,),) = record_of(state, None, 1.0).summaries()
+    assert {y for _, y in loss.mean} == {1.0}
+    assert (loss.latest, loss.best, loss.mean[-1][0]) == (1.0, 1.0, 1499)
+    assert all(len(points) <= 300 for points in record_of(state, None, 1.0).metrics["loss"].values())
 
 
 def test_unchanged_resources_are_sent_once(state: PanelState) -> None:
