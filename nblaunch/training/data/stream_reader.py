@@ -63,6 +63,8 @@ class StreamReader:
         if self._is_batched:
             samples = chain.from_iterable(samples)
         parts = partition_samples(samples, self._size, self.place.size, drop_last=self._drop_last, begin=begin)
+        if not self._is_batched:  # an item may be a whole batch
+            parts = ([share._replace(of_all=0) for share in shares] for shares in parts)
         return islice(with_last(parts), 0 if begin else start, None)
 
     def _read(self, generator: torch.Generator) -> Iterator[Any]:
