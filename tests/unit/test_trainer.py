@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Accuracy, Mean, TrainConfig, Trainer, checkpoint, shard
+from nblaunch.training.training_run import loader_of
 
 
 @pytest.mark.parametrize(
@@ -53,8 +54,8 @@ def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], 
 def test_a_trainer_needs_a_loss_and_a_config_of_its_kind() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ArgumentError, match=r"loss_fn=None: give a loss function, or override compute_loss"):
-        Trainer(model, optimizer)
+    with pytest.raises(ArgumentError, match=r"loss_fn='mse': give a function \(output, target\) -> loss"):
+        Trainer(model, optimizer, loss_fn="mse")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"config=\{'epochs': 2\}: use a TrainConfig"):
         Trainer(model, optimizer, {"epochs": 2}, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
 
@@ -67,7 +68,7 @@ def trainer(**config: Any) -> Trainer:
 
 def test_a_figure_that_no_epoch_has_is_named_before_anything_starts() -> None:
     one = trainer(early_stop=1, monitor="valid_accuracy")
-    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the results of an epoch are step, loss, sec"):
+    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the results of training are step, loss, sec"):
         one.fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
 
 
@@ -110,20 +111,22 @@ class Endless(IterableDataset[int]):
         return itertools.count()
 
 
-def test_data_without_a_length_is_refused_before_anything_starts() -> None:
-    for train in (Endless(), DataLoader(Endless(), 2)):
-        with pytest.raises(ArgumentError, match=r"train=<.*: give a dataset or DataLoader with a length"):
-            trainer().fit(train)
+def test_data_that_does_not_fit_is_refused_before_anything_starts() -> None:
     with pytest.raises(ArgumentError, match=r"train=None: give a dataset"):
         trainer().fit(None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"train=<.*with a length of at least 1"):
+    with pytest.raises(ArgumentError, match=r"train=<.*with at least one sample"):
         trainer().fit(TensorDataset(torch.ones(0, 1)))
+    for train in (Endless(), DataLoader(Endless(), 2)):
+        with pytest.raises(ArgumentError, match=r"schedule='cosine': train has no length, .*: give max_steps"):
+            trainer(schedule="cosine", epochs=2).fit(train)
+    with pytest.raises(ArgumentError, match=r"validate_every=3: give fit the validation data, valid="):
+        trainer(validate_every=3).fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
 
 
 def test_a_loader_of_the_users_own_restarts_and_keeps_its_seed() -> None:
     own = shard(DataLoader(TensorDataset(torch.arange(8)), 2), seed=7)
     own.load_state_dict({"epoch": 3, "batches": 2, "seed": 7})
-    assert trainer(seed=1)._loader(own, True) is own
+    assert loader_of(own, TrainConfig(seed=1), shuffle=True) is own
     state = own.state_dict()
     assert (state["epoch"], state["batches"], state["seed"]) == (0, 0, 7)
     assert len(list(own)) == 4
@@ -170,6 +173,7 @@ def rates_of(folder: Path, epochs: int, extend: str | None = None) -> list[float
     """The learning rates of a run of four steps an epoch, in this process."""
     model, rates = nn.Linear(1, 1), Rates()
     config = TrainConfig(
+        nprocs=1,
         epochs=epochs,
         batch_size=2,
         schedule="cosine",
@@ -180,7 +184,7 @@ def rates_of(folder: Path, epochs: int, extend: str | None = None) -> list[float
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     one = Trainer(model, optimizer, config, loss_fn=nn.functional.mse_loss, callbacks=[rates])
-    one._train(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), None)
+    one.fit(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)))
     return rates.rates
 
 
@@ -190,7 +194,7 @@ def cosine(step: int, steps: int) -> float:
 
 def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
     assert rates_of(tmp_path, 1) == pytest.approx([cosine(step, 4) for step in range(4)])
-    with pytest.warns(UserWarning, match=r"step-4\.pt .* rate of 0; over 3 epochs it jumps to 0\.75.*\"restart\""):
+    with pytest.warns(UserWarning, match=r"step-4\.pt .* rate of 0; over 12 steps it jumps to 0\.75.*\"restart\""):
         rates = rates_of(tmp_path, 3)
     assert rates == pytest.approx([cosine(step, 12) for step in range(4, 12)])
     assert rates_of(tmp_path, 4, "stretch") == pytest.approx([cosine(step, 16) for step in range(12, 16)])
