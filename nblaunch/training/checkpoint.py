@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,8 +74,14 @@ def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
     """Refuse to resume from another run's checkpoint.
+
+    Args:
+        path: The checkpoint.
+        wrote: The setup in it.
+        own: The setup of this run.
+        remedy: How to train with this setup.
 
     Raises:
         ArgumentError: A value differs; the message names it, with the fix.
@@ -83,8 +89,8 @@ def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any]) ->
     for name, value in own.items():
         if name in wrote and wrote[name] != value:  # an earlier version wrote fewer
             raise ArgumentError(
-                f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, "
-                "another checkpoint_dir, or resume=False to train from the start"
+                f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, or "
+                f"{remedy}"
             )
 
 
@@ -151,6 +157,13 @@ def find(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)), key=step_of)
 
 
+class Loaded(NamedTuple):
+    """A checkpoint that the next `Trainer.fit` continues."""
+
+    path: Path
+    step: int
+
+
 class CheckpointFolder:
     """The checkpoints of one training run: the latest ones, and the best.
 
@@ -198,15 +211,28 @@ class CheckpointFolder:
         if self._replaces_best and not is_best:
             self.best.unlink(missing_ok=True)
         self._replaces_best = False
-        if is_best:
+        if is_best:  # first: the latest one names its step
             write(state, self.best)
         if is_latest:
             path = path_of(self.path, step)
-            write(state, path)
+            if not (is_best and _link(self.best, path)):
+                write(state, path)
             self.own = [*(other for other in self.own if other != path), path][-self.keep :]
             for old in find(self.path):
                 if old not in self.own:
                     old.unlink()
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Give a file a second name, replacing another file of that name; return False if the file system cannot."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        os.link(source, scratch)
+    except OSError:
+        return False
+    os.replace(scratch, path)
+    _sync_folder(path.parent)
+    return True
 
 
 def random_states() -> dict[str, Any]:

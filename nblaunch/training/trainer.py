@@ -5,26 +5,28 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import checkpoint
 from nblaunch.training.callbacks import Callbacks
-from nblaunch.training.data.index_source import length_of, samplers_of, shards
 from nblaunch.training.distribute import distributed, is_rank, runs_in_place
 from nblaunch.training.evaluation import OutputMetric, evaluate, forward, named, split
 from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Metric
+from nblaunch.training.own_process import kept_process_state
 from nblaunch.training.prediction import Part, in_order, inputs_of, predict_part
-from nblaunch.training.process_state import kept_process_state
 from nblaunch.training.train_config import TrainConfig
-from nblaunch.training.training_run import Data, Results, TrainingRun, loader_of, parameters_of
+from nblaunch.training.trainer_data import Data, check_order, check_training_data, loader_of
+from nblaunch.training.training_run import Results, TrainingRun, parameters_of
+
+if TYPE_CHECKING:
+    from nblaunch import LaunchResult
 
 
 class Best(NamedTuple):
@@ -37,13 +39,6 @@ class Best(NamedTuple):
     value: float
     path: Path | None
     """Its checkpoint, if one is kept."""
-
-
-class Loaded(NamedTuple):
-    """A checkpoint that the next `Trainer.fit` continues."""
-
-    path: Path
-    step: int
 
 
 class Trainer:
@@ -62,7 +57,8 @@ class Trainer:
             training with the epoch, or with the next validation.
 
     For callbacks and afterwards: `epoch`, `step` (optimizer steps done), `history`, `validations`, `best` and
-    `accelerator`, current during training.
+    `accelerator`, current during training. `result` is the `LaunchResult` of the last `fit` that launched ranks, with
+    its metrics and logs.
     """
 
     def __init__(
@@ -91,7 +87,11 @@ class Trainer:
         self.should_stop = False
         self.accelerator = self.config.make_accelerator()
         self.progress = checkpoint.TrainingProgress()
-        self.loaded: Loaded | None = None
+        self.loaded: checkpoint.Loaded | None = None
+        self.result: LaunchResult | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "result": None}  # with all its logs and metrics
 
     @property
     def epoch(self) -> int:
@@ -171,7 +171,10 @@ class Trainer:
             ArgumentError: ``config.monitor`` is not among the results, or the latest checkpoint is of another run.
             Exception: A rank's exception, as from `notebook_launcher`.
         """
-        self._check_data(train, valid)
+        check_training_data(train, valid, self.config)
+        if not self.callbacks.have("on_epoch_end", "on_validation_end"):  # which may add results
+            of_valid = [] if valid is None else ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
+            self.config.check_monitor(["step", "loss", "seconds", *of_valid])
         if is_rank():
             self._fit(train, valid)
         elif runs_in_place(self.accelerator, {}):
@@ -180,12 +183,12 @@ class Trainer:
         else:
             before = self._checkpoints()
             try:
-                ran = distributed(self.accelerator, self._fit, {}, name="Trainer.fit")(train, valid)
+                self.result = distributed(self.accelerator, self._fit, {}, name="Trainer.fit")(train, valid)
             except BaseException:
                 if self._checkpoints() != before:  # it is what the next `fit` continues
                     self.progress, self.loaded = self._latest_progress(), None
                 raise
-            self.progress = ran[0]
+            self.progress = self.result[0]
         self.loaded = None
         return self.model, self.optimizer
 
@@ -193,21 +196,6 @@ class Trainer:
         """Train in this process."""
         TrainingRun(self, train, valid).run()
         return self.progress
-
-    def _check_data(self, train: Data, valid: Data | None) -> None:
-        length = length_of(train)
-        if length == 0 or (length is None and not isinstance(train, (DataLoader, IterableDataset))):
-            raise ArgumentError(f"train={train!r:.80}: give a dataset or DataLoader with at least one sample")
-        config = self.config
-        if length is None and config.schedule is not None and config.max_steps is None:
-            raise ArgumentError(
-                f"schedule={config.schedule!r}: train has no length, so the number of steps is unknown: give max_steps"
-            )
-        if config.validate_every is not None and valid is None:
-            raise ArgumentError(f"validate_every={config.validate_every}: give fit the validation data, valid=")
-        if not self.callbacks.have("on_epoch_end", "on_validation_end"):  # which may add results
-            of_valid = [] if valid is None else ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
-            config.check_monitor(["step", "loss", "seconds", *of_valid])
 
     def compute(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, output, target) by `compute_loss`, with None for what it leaves out."""
@@ -265,13 +253,7 @@ class Trainer:
         Raises:
             ArgumentError: The loader shuffles or has a distributed sampler, or outputs cannot be concatenated.
         """
-        if isinstance(data, DataLoader):
-            for sampler in samplers_of(data):
-                if isinstance(sampler, RandomSampler) or shards(sampler):
-                    raise ArgumentError(
-                        f"data: its {type(sampler).__name__} changes the order of the samples, in which the outputs "
-                        "are returned: give the dataset, or a DataLoader with shuffle=False"
-                    )
+        check_order(data)
         return in_order(self._in_ranks(self._predict_part, data, "Trainer.predict"))
 
     def _predict_part(self, data: Data) -> Part:
@@ -317,7 +299,7 @@ class Trainer:
         own = self._load_states(file)
         self.loaded = None
         if progress:
-            self.progress, self.loaded = own, Loaded(file.absolute(), own.step)
+            self.progress, self.loaded = own, checkpoint.Loaded(file.absolute(), own.step)
 
     def restore_best(self) -> Best:
         """Load the model and the optimizer of the best step, and return it. The next `fit` is not affected.

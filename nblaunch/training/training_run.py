@@ -7,19 +7,18 @@ import time
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training import checkpoint
 from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.callbacks import Callbacks
 from nblaunch.training.data.index_source import length_of
-from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.data.sharding import shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.fit_display import FitDisplay
 from nblaunch.training.metrics import Mean
@@ -27,30 +26,27 @@ from nblaunch.training.sample_weights import SampleWeights
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.topology import world
 from nblaunch.training.train_config import TrainConfig
-
-if TYPE_CHECKING:
-    from nblaunch.training.trainer import Trainer
+from nblaunch.training.trainer_data import Data, loader_of
 
 Results = dict[str, float]
-Data = DataLoader[Any] | Dataset[Any]
 
 
-def loader_of(data: Data, config: TrainConfig, *, shuffle: bool, accelerator: Accelerator | None = None) -> Any:
-    """Return this rank's loader of a dataset or DataLoader, at its beginning.
+class Trained(Protocol):
+    """What a run takes from its `Trainer`, and sets there."""
 
-    Args:
-        data: A DataLoader is used as it is.
-        config: Has the batch size.
-        shuffle: Whether a dataset is shuffled; streams never are.
-        accelerator: Moves the batches. Default: they stay where they are.
-    """
-    if not isinstance(data, DataLoader):
-        shuffle = shuffle and not isinstance(data, IterableDataset)
-        data = DataLoader(data, config.batch_size, shuffle=shuffle, num_workers=config.num_workers)
-    move = None if accelerator is None else accelerator.prepare_batch
-    loader = shard(data, seed=None if isinstance(data, ShardedLoader) else config.seed, move=move)
-    loader.load_state_dict({"epoch": 0, "batches": 0, "seed": loader.seed})  # the user may have iterated it before
-    return loader
+    model: nn.Module
+    optimizer: Optimizer
+    config: TrainConfig
+    callbacks: Callbacks
+    accelerator: Accelerator
+    progress: checkpoint.TrainingProgress
+    should_stop: bool
+    loaded: checkpoint.Loaded | None
+
+    def compute(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]: ...
+    def evaluate(self, model: nn.Module, data: Data, at: int | None = None) -> Results: ...
+    def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None: ...
+    def restore_best(self) -> Any: ...
 
 
 class TrainingRun:
@@ -62,7 +58,7 @@ class TrainingRun:
         valid: The validation data, if any.
     """
 
-    def __init__(self, trainer: Trainer, train: Data, valid: Data | None) -> None:
+    def __init__(self, trainer: Trained, train: Data, valid: Data | None) -> None:
         config = self.config = trainer.config
         seed_everything(config.seed)
         torch.manual_seed(config.seed + world().rank)  # dropout differs between ranks, the order of data does not
@@ -139,8 +135,11 @@ class TrainingRun:
                 if self._is_done() and not self.loader.is_last:  # else the pass ends by itself
                     is_broken_off = True
                     break
-        if not has_batches and progress.step == 0:
-            raise ArgumentError("train has no batch: give a dataset or DataLoader with at least one sample per rank")
+        if not has_batches:
+            raise ArgumentError(
+                f"train has no batch in epoch {progress.epoch + 1}: a dataset needs at least one sample, and an "
+                "IterableDataset must begin again with each iter()"
+            )
         self._end_epoch(is_whole=not is_broken_off)
 
     def _train_batch(self, batch: Any) -> Tensor:
@@ -311,7 +310,10 @@ class TrainingRun:
             return
         config, trainer, steps = self.config, self.trainer, self.progress.schedule_end
         state = checkpoint.read(path)
-        checkpoint.check_setup(path, state["setup"], self._setup())
+        remedy = "another checkpoint_dir or resume=False to train from the start"
+        if trainer.loaded is not None:
+            remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
+        checkpoint.check_setup(path, state["setup"], self._setup(), remedy)
         progress = self.progress = trainer.progress = checkpoint.TrainingProgress.of(state)
         if config.keeps_best and not has_best:  # of a run that kept none, or in another folder
             progress.best, progress.best_step = math.inf, 0
@@ -372,6 +374,6 @@ class TrainingRun:
             self.model.zero_grad()
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that an optimizer steps."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

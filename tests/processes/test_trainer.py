@@ -341,7 +341,7 @@ def test_more_epochs_go_on_but_not_in_other_batches(tmp_path: Path, whole: tuple
 
 
 def test_a_finished_run_warns_that_nothing_is_left(tmp_path: Path) -> None:
-    history = fitted(trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path), points(20))
+    trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path).fit(points(20))
     again = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # in the ranks too

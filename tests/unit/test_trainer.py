@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Accuracy, Mean, TrainConfig, Trainer, checkpoint, shard
-from nblaunch.training.training_run import loader_of
+from nblaunch.training.trainer_data import loader_of
 
 
 @pytest.mark.parametrize(
