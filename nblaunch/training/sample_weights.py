@@ -67,8 +67,8 @@ class SampleWeights:
         self._usual = own if self._usual is None else self._usual
         if self._usual and own != self._usual:
             warn(
-                f"a batch has {own} samples and the first had {self._usual}: as the loader's own sampler divides the "
-                "data, the other ranks' sizes are unknown, and this step averages batches instead of samples. Give "
-                "the dataset or a DataLoader without a distributed sampler for exact weights"
+                f"batches of {self._usual} and {own} samples: as the loader's own sampler divides the data, the other "
+                "ranks' sizes are unknown, and this step averages batches instead of samples. For exact weights give "
+                "the dataset, or a DataLoader without a distributed sampler"
             )
             self._usual = 0
