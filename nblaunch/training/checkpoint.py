@@ -238,7 +238,7 @@ def _link(source: Path, path: Path) -> bool:
 def random_states() -> dict[str, Any]:
     """Return the states of this rank's generators: torch's, its GPU's, Python's, and NumPy's if it is loaded."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # asking whether it is available would start the driver
         states["cuda"] = torch.cuda.get_rng_state()
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, *rest = numpy.random.get_state()

@@ -171,7 +171,7 @@ class Turns(Trainer):
 
     def compute_loss(self, model: nn.Module, batch: Any) -> Any:
         loss = super().compute_loss(model, batch)
-        return loss if model.training else (torch.tensor(float(abs(self.epoch - 1))), loss[1])  # type: ignore[index]
+        return loss if model.training else (torch.tensor(float(abs(self.epoch - 1))), loss[1])
 
 
 def turning(folder: Path | None, **config: Any) -> Turns:
@@ -299,7 +299,8 @@ class Once(IterableDataset[Any]):
     """A stream that cannot begin again."""
 
     def __init__(self) -> None:
-        self.left = list(points(40))
+        data = points(40)
+        self.left = [data[index] for index in range(40)]
 
     def __iter__(self) -> Iterator[Any]:
         while self.left:

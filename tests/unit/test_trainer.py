@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accuracy, Mean, TrainConfig, Trainer, checkpoint, shard
+from nblaunch.training import Accelerator, Accuracy, Mean, TrainConfig, Trainer, checkpoint, shard
 from nblaunch.training.trainer_data import loader_of
 
 
@@ -43,6 +43,21 @@ from nblaunch.training.trainer_data import loader_of
         ({"checkpoint_dir": __file__}, r"checkpoint_dir='.*test_trainer\.py': give the path of a folder"),
         ({"mixed_precision": "fp17"}, r"mixed_precision='fp17'"),
         ({"compute_setup": "tpu"}, r"compute_setup='tpu'"),
+        ({"backend": "mpi"}, r"backend='mpi': must be one of 'gloo', 'nccl'"),
+        ({"dtype": torch.int64}, r"dtype=torch\.int64: must be a floating-point or complex type"),
+        ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of 'cpu', 'auto'"),
+        ({"max_steps": 0}, r"max_steps=0: must be a whole number, at least 1"),
+        ({"validate_every": 0}, r"validate_every=0: must be a whole number, at least 1"),
+        ({"weigh": "tokens"}, r"weigh='tokens': must be one of 'samples', 'batches'"),
+        ({"restore_best": 1}, r"restore_best=1: use True or False"),
+        (
+            {"ddp_kwargs": ["bucket_cap_mb"]},
+            r"ddp_kwargs=\['bucket_cap_mb'\]: give a dict of arguments for Distributed",
+        ),
+        (
+            {"ddp_kwargs": {"unused": True}},
+            r"ddp_kwargs: DistributedDataParallel has no argument 'unused': device_ids, ",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
@@ -70,6 +85,27 @@ def test_a_figure_that_no_epoch_has_is_named_before_anything_starts() -> None:
     one = trainer(early_stop=1, monitor="valid_accuracy")
     with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the results of training are step, loss, sec"):
         one.fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
+
+
+def test_gpus_are_refused_where_none_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a rank, which may be on another machine, and not where a launch may go to one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    said = r"compute_setup=\"gpu\", but no GPU is visible: use compute_setup=\"auto\", which takes"
+    with pytest.raises(ArgumentError, match=said):
+        TrainConfig(compute_setup="gpu")
+    accelerator = Accelerator(compute_setup="gpu")  # it may be sent to a machine that has GPUs
+    with pytest.raises(ArgumentError, match=said):
+        accelerator.distribute(print)
+    assert callable(accelerator.distribute(print, engine="slurm"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert TrainConfig(compute_setup="gpu").compute_setup == "gpu"
+
+
+def test_epochs_and_steps_have_defaults_that_fit() -> None:
+    assert TrainConfig().epochs == 1
+    assert TrainConfig(max_steps=9).epochs is None
+    assert TrainConfig(max_steps=9, epochs=2).epochs == 2
 
 
 class Misspelt:
