@@ -172,9 +172,9 @@ class TrainConfig:
         return Accelerator(
             self.nprocs,
             self.compute_setup,
-            self.log_setup,
-            self.dtype,
-            self.backend,
+            log_setup=self.log_setup,
+            dtype=self.dtype,
+            backend=self.backend,
             mixed_precision=self.mixed_precision,
             gradient_accumulation_steps=self.accumulation,
             ddp_kwargs=self.ddp_kwargs,

@@ -197,7 +197,7 @@ class Trainer:
         TrainingRun(self, train, valid).run()
         return self.progress
 
-    def compute(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
+    def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, output, target) by `compute_loss`, with None for what it leaves out."""
         computed = self.compute_loss(model, batch)
         loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
@@ -218,13 +218,13 @@ class Trainer:
         return results
 
     def _validate_part(self, data: Data) -> Results:
-        return self.evaluate(self._placed_model(), data)
+        return self.validate_prepared(self._placed_model(), data)
 
-    def evaluate(self, model: nn.Module, data: Data, at: int | None = None) -> Results:
+    def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results:
         """Validate a prepared model in this rank; `at` is the step of the report. A collective."""
 
         def step(model: nn.Module, batch: Any) -> tuple[tuple[Tensor, Any], Any]:
-            loss, output, target = self.compute(model, batch)
+            loss, output, target = self.checked_loss(model, batch)
             return (loss, output), split(batch)[1] if self.metrics and target is None else target
 
         return evaluate(

@@ -43,8 +43,8 @@ class Trained(Protocol):
     should_stop: bool
     loaded: checkpoint.Loaded | None
 
-    def compute(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]: ...
-    def evaluate(self, model: nn.Module, data: Data, at: int | None = None) -> Results: ...
+    def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]: ...
+    def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results: ...
     def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None: ...
     def restore_best(self) -> Any: ...
 
@@ -143,7 +143,7 @@ class TrainingRun:
         self._end_epoch(is_whole=not is_broken_off)
 
     def _train_batch(self, batch: Any) -> Tensor:
-        loss, *_ = self.trainer.compute(self.model, batch)
+        loss, *_ = self.trainer.checked_loss(self.model, batch)
         own, of_all = self._weights.begin_batch(self.loader, batch)
         self._samples += of_all
         self._pending.append((loss.detach(), own))
@@ -234,7 +234,7 @@ class TrainingRun:
     def _validate(self, valid: Data) -> Results:
         """Return the results of validation, record them, and judge them."""
         trainer, progress = self.trainer, self.progress
-        results = trainer.evaluate(self.model, valid, at=progress.step)
+        results = trainer.validate_prepared(self.model, valid, at=progress.step)
         self._display.note(progress.step, results)
         trainer.callbacks.call("on_validation_end", trainer, results)
         results = checkpoint.as_numbers(results)
@@ -369,7 +369,7 @@ class TrainingRun:
         With three ranks and more the grouping changes the order of summation, and the original run had regrouped.
         """
         if isinstance(self.model, DistributedDataParallel) and self.progress.step and not self._is_done():
-            loss, *_ = self.trainer.compute(self.model.train(), next(iter(self.loader)))
+            loss, *_ = self.trainer.checked_loss(self.model.train(), next(iter(self.loader)))
             loss.backward()
             self.model.zero_grad()
 

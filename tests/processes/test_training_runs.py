@@ -55,6 +55,13 @@ class Stream(IterableDataset[Any]):
         return (self.data[index] for index in range(len(self.data)))
 
 
+class JitteredStream(Stream):
+    """Its points move a little, each time that they are read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((at + 0.1 * torch.randn(2), label) for at, label in super().__iter__())
+
+
 class SizedStream(Stream):
     def __len__(self) -> int:
         return len(self.data)
@@ -277,16 +284,17 @@ def test_after_a_failure_the_history_is_the_checkpoints(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ streams
-@pytest.mark.parametrize(("nprocs", "kind"), [(1, SizedStream), (2, Stream), (3, Stream)])
+@pytest.mark.parametrize(("nprocs", "kind"), [(1, SizedStream), (1, JitteredStream), (2, Stream), (3, JitteredStream)])
 def test_a_stream_is_trained_and_resumed(tmp_path: Path, nprocs: int, kind: type[Stream]) -> None:
     settings: dict[str, Any] = {"nprocs": nprocs, "epochs": 2, "accumulation": 2}
-    whole, listed = run(**settings), run(**settings)
+    whole = run(**settings)
     whole.fit(kind(150), Stream(50))
-    assert whole.history[-1]["valid_accuracy"] > 0
-    listed.fit(DataLoader(points(150), 11), points(50))  # not shuffled, as a stream is
-    assert timeless(whole.history) == timeless(listed.history)
-    assert_same(whole, listed)
-    breaks = Breaks(step=listed.step - 1, mark=tmp_path / "mark", rank=nprocs - 1)
+    if kind is not JitteredStream:
+        listed = run(**settings)
+        listed.fit(DataLoader(points(150), 11), points(50))  # not shuffled, as a stream is
+        assert timeless(whole.history) == timeless(listed.history)
+        assert_same(whole, listed)
+    breaks = Breaks(step=whole.step - 1, mark=tmp_path / "mark", rank=nprocs - 1)
     settings |= {"checkpoint_dir": tmp_path / "c", "checkpoint_every": 1}
     with pytest.raises(OSError, match="a disk has gone"):
         run((breaks,), **settings).fit(kind(150), Stream(50))

@@ -105,9 +105,9 @@ class ShardedLoader(DataLoader[T_co]):
     **Random augmentation.** Each batch of a map-style dataset is loaded with Python's, NumPy's and torch's (CPU)
     generators seeded from (seed, epoch, rank, batch). So no two ranks draw the same, a run repeats with any number of
     workers, and a resumed pass loads the same batches. Without workers this process's generators are restored:
-    loading draws nothing from them. Generators of the dataset's own are not seeded. A stream's workers are seeded once
-    per pass, from (seed, epoch, rank of the reader). Two loaders with one seed draw the same numbers for their n-th
-    batches: give loaders that are iterated side by side different seeds.
+    loading draws nothing from them. Generators of the dataset's own are not seeded. Of a stream each batch is seeded
+    too, as rank 0's; its workers are seeded once per pass. Two loaders with one seed draw the same numbers for their
+    n-th batches: give loaders that are iterated side by side different seeds.
 
     Rank and world size are read on iteration, so a loader made in a notebook is valid in the ranks it is sent to.
 
