@@ -166,13 +166,13 @@ class LaunchResult(Sequence[Any]):
         self,
         name: str,
         values: Sequence[Any],
-        metrics: Metrics,
-        logs: Sequence[RankLogs],
-        duration: float,
+        metrics: Metrics | None = None,
+        logs: Sequence[RankLogs] = (),
+        duration: float = 0.0,
         payload: Sent = NOTHING_SENT,
     ) -> None:
         self.name = name
-        self.metrics = metrics
+        self.metrics = Metrics(()) if metrics is None else metrics
         self.logs = tuple(logs)
         self.duration = duration
         self.payload = payload

@@ -106,7 +106,8 @@ class Accelerator(AcceleratorSettings):
         """Return a function that runs `fun` over `nprocs` ranks when a notebook calls it; in a rank it just calls it.
 
         It takes the arguments of `fun`; ``rank``, ``world_size``, ``local_rank`` and ``device`` may be left out. It
-        returns a `LaunchResult`: ``result[rank]`` is a rank's return value, also for a single rank. Afterwards
+        returns a `LaunchResult`: ``result[rank]`` is a rank's return value, also for a single rank. With ``nprocs=1``
+        and no other option than ``view`` it runs in this process, and the result has no metrics and logs. Afterwards
         modules, optimizers and schedulers have rank 0's states: those among its arguments, in the object of a bound
         method, and in variables that it, or a notebook function among them, names; inside pytrees and plain objects
         too, as deep as ``self.trainer.model``. Others, such as a global of an imported module, do not change.
@@ -116,6 +117,7 @@ class Accelerator(AcceleratorSettings):
             options: More arguments for `notebook_launcher`, such as ``view`` and ``timeout``.
 
         Raises:
+            ArgumentError: ``compute_setup="gpu"``, the ranks are to run on this machine, and no GPU is visible.
             Exception: As `notebook_launcher` does.
         """
         return distributed(self, fun, options)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,8 +29,11 @@ class TrainingProgress:
     """Optimizer steps done."""
     best: float = math.inf
     """The lowest monitored value; negated if higher is better."""
+    best_step: int = 0
+    """The optimizer step of `best`; 0 if there is none yet."""
+    best_epoch: int = 0
     stale: int = 0
-    """Epochs since the best."""
+    """Judgements since the best: validations, or epochs if no validation has the monitored value."""
     ended: bool = False
     schedule_begin: int = 0
     """The optimizer step at which the schedule began."""
@@ -39,13 +42,21 @@ class TrainingProgress:
     seconds: float = 0.0
     """Time that the current epoch took before it was interrupted."""
     history: list[dict[str, float]] = field(default_factory=list)
+    validations: list[dict[str, float]] = field(default_factory=list)
 
-    def monitor(self, value: float) -> None:
-        """Record an epoch's monitored value. Lower is better; NaN is never better."""
-        if value < self.best:
-            self.best, self.stale = value, 0
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> TrainingProgress:
+        """Return the progress in a checkpoint, also of earlier versions."""
+        return cls(**(state.get("progress") or state["standing"]))  # the key of 0.1.0
+
+    def monitor(self, value: float) -> bool:
+        """Record a monitored value, and return True if it is the best. Lower is better; NaN is never better."""
+        is_best = value < self.best
+        if is_best:
+            self.best, self.best_step, self.best_epoch, self.stale = value, self.step, self.epoch, 0
         else:
             self.stale += 1
+        return is_best
 
 
 def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
@@ -63,17 +74,23 @@ def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], remedy: str) -> None:
     """Refuse to resume from another run's checkpoint.
+
+    Args:
+        path: The checkpoint.
+        wrote: The setup in it.
+        own: The setup of this run.
+        remedy: How to train with this setup.
 
     Raises:
         ArgumentError: A value differs; the message names it, with the fix.
     """
     for name, value in own.items():
-        if wrote[name] != value:
+        if name in wrote and wrote[name] != value:  # an earlier version wrote fewer
             raise ArgumentError(
-                f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, "
-                "another checkpoint_dir, or resume=False to train from the start"
+                f"{path} was written with {name}={wrote[name]}, and this run has {name}={value}: use the same, or "
+                f"{remedy}"
             )
 
 
@@ -128,49 +145,100 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step}.pt"
 
 
+def step_of(path: Path) -> int:
+    """Return the optimizer step of a checkpoint that `find` returned."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
 def find(folder: Path) -> list[Path]:
     """Return a folder's checkpoints, the latest step last; empty if the folder does not exist."""
-    steps = {int(match[1]): path for path in folder.glob("step-*.pt") if (match := _NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps)]
+    return sorted((path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name)), key=step_of)
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that the next `Trainer.fit` continues."""
+
+    path: Path
+    step: int
 
 
 class CheckpointFolder:
-    """The latest checkpoints of one training run.
+    """The checkpoints of one training run: the latest ones, and the best.
 
     Args:
         path: The folder; made with the first checkpoint.
-        keep: Number of checkpoints to keep.
+        keep: Number of latest checkpoints to keep.
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int) -> None:
         self.path, self.keep = Path(path), keep
         self.own: list[Path] = []
-        """The checkpoints of this run, the latest last."""
+        """The latest checkpoints of this run, the last one last."""
+        self._replaces_best = False
 
-    def begin(self, resume: bool) -> Path | None:
+    @property
+    def best(self) -> Path:
+        """The path of the best checkpoint."""
+        return self.path / "best.pt"
+
+    def begin(self, resume: bool, until: float = math.inf) -> Path | None:
         """Return the checkpoint to resume from, if any; then the existing checkpoints are this run's own.
 
         Removes temporary files of writes that were killed.
+
+        Args:
+            resume: Whether to resume; if not, the first write removes all existing checkpoints.
+            until: The last step whose checkpoint counts: later ones are another run's.
         """
-        for scratch in self.path.glob(".step-*.pt.*"):
-            scratch.unlink()
-        self.own = find(self.path) if resume else []
+        for pattern in (".step-*.pt.*", ".best.pt.*"):
+            for scratch in self.path.glob(pattern):
+                scratch.unlink()
+        self.own = [path for path in find(self.path) if step_of(path) <= until] if resume else []
+        self._replaces_best = not resume
         return self.own[-1] if self.own else None
 
-    def write(self, state: Mapping[str, Any], step: int) -> None:
-        """Write a checkpoint; then remove surplus ones and those of other runs."""
-        path = path_of(self.path, step)
-        write(state, path)
-        self.own = [*(other for other in self.own if other != path), path][-self.keep :]
-        for old in find(self.path):
-            if old not in self.own:
-                old.unlink()
+    def write(self, state: Mapping[str, Any], step: int, *, is_latest: bool = True, is_best: bool = False) -> None:
+        """Write a checkpoint; then remove surplus ones and those of other runs.
+
+        Args:
+            state: As for the function `write`.
+            step: The optimizer step.
+            is_latest: Write it as the latest one.
+            is_best: Write it as the best one, which is never surplus.
+        """
+        if self._replaces_best and not is_best:
+            self.best.unlink(missing_ok=True)
+        self._replaces_best = False
+        if is_best:  # first: the latest one names its step
+            write(state, self.best)
+        if is_latest:
+            path = path_of(self.path, step)
+            if not (is_best and _link(self.best, path)):
+                write(state, path)
+            self.own = [*(other for other in self.own if other != path), path][-self.keep :]
+            for old in find(self.path):
+                if old not in self.own:
+                    old.unlink()
+
+
+def _link(source: Path, path: Path) -> bool:
+    """Give a file a second name, replacing another file of that name; return False if the file system cannot."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        os.link(source, scratch)
+    except OSError:
+        return False
+    os.replace(scratch, path)
+    _sync_folder(path.parent)
+    return True
 
 
 def random_states() -> dict[str, Any]:
     """Return the states of this rank's generators: torch's, its GPU's, Python's, and NumPy's if it is loaded."""
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # asking whether it is available would start the driver
         states["cuda"] = torch.cuda.get_rng_state()
     if (numpy := sys.modules.get("numpy")) is not None:
         name, keys, *rest = numpy.random.get_state()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import current
 from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.pytree import children, is_container, to_device
@@ -38,11 +40,26 @@ _Visit = tuple[Path, Any, int]
 
 
 def distributed(
-    settings: AcceleratorSettings, function: Callable[..., Any], options: Mapping[str, Any]
+    settings: AcceleratorSettings,
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    *,
+    name: str = "",
+    trains: bool = True,
 ) -> Callable[..., Any]:
-    """See `Accelerator.distribute`."""
+    """See `Accelerator.distribute`.
+
+    Args:
+        settings: The accelerator.
+        function: The function or bound method.
+        options: Of the launch.
+        name: The name of the launch. Default: the function's.
+        trains: Whether trained states come back.
+    """
     if not callable(function):
         raise ArgumentError(f"fun={function!r:.80}: must be a function")
+    if options.get("engine", "auto") in ("auto", "local"):
+        check_gpu(settings.compute_setup)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,9 +70,43 @@ def distributed(
             parameters.check(function, args, kwargs)
         except TypeError as error:
             raise ArgumentError(f"the arguments do not fit {_name_of(function)}: {error}") from None
-        return _launch(settings, _Call(function, args, kwargs), options)
+        if runs_in_place(settings, options):
+            return _run_in_place(settings, function, args, kwargs)
+        return _launch(settings, _Call(function, args, kwargs, name, trains), options)
 
     return call
+
+
+def check_gpu(setup: str) -> None:
+    """Refuse to plan ranks on GPUs of this machine if it has none.
+
+    Raises:
+        ArgumentError: `setup` is ``"gpu"``, this process is no rank, and no GPU is visible.
+    """
+    if setup == "gpu" and not is_rank() and this_machine().gpus == 0:
+        raise ArgumentError(
+            'compute_setup="gpu", but no GPU is visible: use compute_setup="auto", which takes the GPUs that the ranks '
+            'have, or "cpu"'
+        )
+
+
+def runs_in_place(settings: AcceleratorSettings, options: Mapping[str, Any]) -> bool:
+    """Return True if a call is one rank without options of a launch: then it runs in this process."""
+    return settings.nprocs == 1 and not options.keys() - {"view"}
+
+
+def _run_in_place(
+    settings: AcceleratorSettings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call the function here, and return a `LaunchResult` without metrics and logs."""
+    __tracebackhide__ = True  # IPython leaves this frame out
+    from nblaunch import LaunchResult
+
+    values = {"rank": 0, "world_size": 1, "local_rank": 0, "device": settings.device}
+    filled = {name: values[name] for name in parameters.left_out(function, args, kwargs)}
+    begin = time.monotonic()
+    value = function(*args, **kwargs, **filled)
+    return LaunchResult(_name_of(function), [value], duration=time.monotonic() - begin)
 
 
 def is_rank() -> bool:
@@ -68,7 +119,7 @@ def _launch(settings: AcceleratorSettings, call: _Call, options: Mapping[str, An
     __tracebackhide__ = True  # IPython leaves this frame out
     from nblaunch import LaunchResult, notebook_launcher
 
-    own = dict(_find_trainable(call.function, call.args, call.kwargs))
+    own = dict(call.find_trainable())
     arguments = {
         "num_processes": settings.nprocs,
         "device": _DEVICES[settings.compute_setup],
@@ -108,9 +159,16 @@ class _Returned:
 class _Call:
     """A call of the user's function, launched in its place: the ranks send the trained states back."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.__qualname__ = _name_of(function)
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str = "",
+        trains: bool = True,
+    ) -> None:
+        self.function, self.args, self.kwargs, self.trains = function, args, kwargs, trains
+        self.__qualname__ = name or _name_of(function)
         filled = parameters.left_out(function, args, kwargs)
         kind = inspect.Parameter.KEYWORD_ONLY
         self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in filled])
@@ -120,8 +178,12 @@ class _Call:
         function = getattr(self.function, "__func__", self.function)
         return getattr(function, "__code__", None)
 
+    def find_trainable(self) -> Iterator[tuple[Path, Any]]:
+        """Yield what is trained, with its path."""
+        return _find_trainable(self.function, self.args, self.kwargs) if self.trains else iter(())
+
     def __call__(self, **filled: Any) -> _Returned:
-        parts = dict(_find_trainable(self.function, self.args, self.kwargs))  # before the function moves anything
+        parts = dict(self.find_trainable())  # before the function moves anything
         value = self.function(*self.args, **self.kwargs, **filled)
         if world().rank != 0:
             return _Returned(value, {})

@@ -73,8 +73,8 @@ def evaluate(
     sharded = _sharded(loader)
     module = unwrapped(model)
     where = device if device is not None else _device_of(module)
-    with _eval_mode(module), torch.no_grad():  # inference mode would make tensors that cannot be trained on later
-        _broadcast_buffers(module)
+    with eval_mode(module), torch.no_grad():  # inference mode would make tensors that cannot be trained on later
+        broadcast_buffers(module)
         for batch in progress(sharded, desc=desc):
             if not getattr(sharded, "is_padding", False):
                 totals.update(module, to_device(batch, where))
@@ -242,7 +242,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 @contextmanager
-def _eval_mode(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Iterator[None]:
     """Enter eval mode; restore each submodule's own mode, since some are frozen in eval mode on purpose."""
     before = [(part, part.training) for part in module.modules()]
     module.eval()
@@ -253,7 +253,7 @@ def _eval_mode(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def _broadcast_buffers(module: nn.Module) -> None:
+def broadcast_buffers(module: nn.Module) -> None:
     """Broadcast rank 0's buffers, as bytes, so that any dtype works.
 
     DistributedDataParallel does so before each forward pass; after the last one of training the buffers differ.

@@ -60,6 +60,11 @@ class GradientState:
         return any(loader.is_padding for loader in self._loaders()[-1:])
 
     # ------------------------------------------------------------------ accumulation
+    @property
+    def divisor(self) -> int:
+        """The number that `backward` divides the losses of the current step by: its batches, as far as known."""
+        return self._size
+
     @contextmanager
     def accumulate(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Count one batch; a step ends with its last batch, and with a loader's last."""

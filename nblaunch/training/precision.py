@@ -47,7 +47,7 @@ def cast_forward(module: nn.Module, device: torch.device, precision: str) -> Non
 
     Patches the instance, in a way that survives pickling and deepcopy. Idempotent; `plain_forward` undoes it.
     """
-    if precision == "no" or _is_cast(module):
+    if precision == "no" or is_cast(module):
         return
     earlier = vars(module).get("forward")
     module.forward = functools.partial(_cast, module, earlier, device.type, precision)
@@ -55,7 +55,7 @@ def cast_forward(module: nn.Module, device: torch.device, precision: str) -> Non
 
 def plain_forward(module: nn.Module) -> None:
     """Undo `cast_forward`, if it was done."""
-    if not _is_cast(module):
+    if not is_cast(module):
         return
     _, earlier, _, _ = vars(module)["forward"].args
     del module.forward
@@ -63,7 +63,8 @@ def plain_forward(module: nn.Module) -> None:
         module.forward = earlier
 
 
-def _is_cast(module: nn.Module) -> bool:
+def is_cast(module: nn.Module) -> bool:
+    """Return True if `cast_forward` has changed the module."""
     return getattr(vars(module).get("forward"), "func", None) is _cast
 
 

@@ -93,7 +93,7 @@ class Preparation:
         """Move the optimizer's state to its parameters' devices; wrap it for accumulation or float16."""
         if isinstance(optimizer, SteppedOptimizer):
             return optimizer
-        _move_state(optimizer)
+        move_state(optimizer)
         if not self.gradient_state.needs_wrappers:
             return optimizer
         self.gradient_state.add_optimizer(optimizer)
@@ -147,7 +147,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _move_state(optimizer: Optimizer) -> None:
+def move_state(optimizer: Optimizer) -> None:
     """Move an optimizer's state to the device and type of its parameters.
 
     ``Optimizer.load_state_dict`` would do it, but leaves the types of complex parameters' states unchanged.

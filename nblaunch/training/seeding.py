@@ -16,7 +16,8 @@ import torch
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import whole_number
 
-_VARIABLE = "NBLAUNCH_SEED"
+SEED_VARIABLE = "NBLAUNCH_SEED"
+"""Set by `seed_everything`, for ranks that are launched later."""
 _SEED_LIMIT = 2**32
 """Exclusive, as for NumPy's seeds."""
 
@@ -39,7 +40,7 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
         ArgumentError: `seed` is not a whole number in that range.
     """
     seed = whole_number("seed", seed, least=0, most=_SEED_LIMIT - 1)
-    os.environ[_VARIABLE] = str(seed)
+    os.environ[SEED_VARIABLE] = str(seed)
     _seed_python_and_numpy(seed)
     torch.manual_seed(seed)
     if deterministic:
@@ -63,9 +64,11 @@ def default_seed() -> int:
     Raises:
         ArgumentError: The environment variable NBLAUNCH_SEED is not a seed.
     """
-    text = os.environ.get(_VARIABLE, "0")
+    text = os.environ.get(SEED_VARIABLE, "0")
     if not (text.isascii() and text.isdigit() and int(text) < _SEED_LIMIT):
-        raise ArgumentError(f"{_VARIABLE}={text!r}: must be a whole number from 0 to 2**32 - 1: call seed_everything")
+        raise ArgumentError(
+            f"{SEED_VARIABLE}={text!r}: must be a whole number from 0 to 2**32 - 1: call seed_everything"
+        )
     return int(text)
 
 

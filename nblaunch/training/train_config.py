@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
-from nblaunch.training.accelerator_settings import AcceleratorSettings
+from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.distribute import check_gpu
+from nblaunch.training.seeding import checked_seed
 
 SCHEDULES = ("linear", "cosine")
 _LEAST = {
     "nprocs": 1,
     "epochs": 0,
+    "max_steps": 1,
+    "validate_every": 1,
     "batch_size": 1,
     "accumulation": 1,
     "num_workers": 0,
@@ -36,8 +43,11 @@ class TrainConfig:
     """The settings of a training run.
 
     Attributes:
-        nprocs: Number of ranks. Default: one per visible GPU; 2 without GPUs.
-        epochs: Passes over the training data in all: a resumed run does the rest of them.
+        nprocs: Number of ranks. 1: no rank is started, `Trainer.fit` trains in the notebook's own process. Default:
+            one rank per visible GPU; 2 without GPUs.
+        epochs: Passes over the training data in all: a resumed run does the rest of them. Default: 1, or with
+            `max_steps` as many as those steps take.
+        max_steps: Optimizer steps in all, even if that is within an epoch. Default: no limit.
         batch_size: Samples per batch and rank, if `Trainer.fit` is given a dataset.
         accumulation: Batches whose gradients make one optimizer step.
         clip: Maximum norm of all gradients together. Default: no limit.
@@ -51,23 +61,34 @@ class TrainConfig:
             ``"stretch"``, with a warning that names both learning rates.
         checkpoint_dir: Folder for checkpoints. Default: none are written.
         checkpoint_every: Optimizer steps between checkpoints, besides the one after each epoch.
-        keep: Number of latest checkpoints to keep.
+        keep: Number of latest checkpoints to keep; the best one is kept besides.
         resume: True: resume from the latest checkpoint in the folder. False: train from the start, and replace the
             checkpoints there.
         seed: Seed of the order of samples and all random numbers in the ranks.
-        log_every: Optimizer steps between two reports of the loss.
-        early_stop: Stop after this many epochs without an improvement of `monitor`. Default: never.
-        monitor: The result of an epoch that `early_stop` watches. Default: ``valid_loss``, without validation ``loss``.
+        log_every: Optimizer steps between two reports of the loss, the learning rate and the samples per second.
+        validate_every: Optimizer steps between validations, and one at the end of training. Default: validation after
+            each epoch.
+        early_stop: Stop after this many validations without an improvement of `monitor` (epochs, if `monitor` is not a
+            result of validation). Default: never.
+        monitor: The result that decides which step is best. Default: ``valid_loss``, without validation ``loss``.
         higher_is_better: Whether a higher `monitor` is an improvement.
-        num_workers: Workers of the DataLoaders that `Trainer.fit` makes of datasets.
-        compute_setup: ``"auto"``, ``"cpu"`` or ``"gpu"``.
+        restore_best: Whether training ends with the best step's weights. Needs a `checkpoint_dir`.
+        num_workers: Workers of the DataLoaders that the Trainer makes of datasets.
+        weigh: ``"samples"``: every sample of an optimizer step has the same weight, as in one big batch, also where
+            ranks or accumulated batches have different sizes. ``"batches"``: every batch has, as
+            DistributedDataParallel does by itself. They differ only in steps with batches of different sizes.
+        compute_setup: ``"auto"``, ``"cpu"`` or ``"gpu"``. ``"gpu"`` is refused where no GPU is visible.
+        backend: ``"gloo"`` or ``"nccl"``. Default: the one that fits the device.
+        dtype: Type of the model and of batches, while they train. Default: unchanged.
+        log_setup: As for `Accelerator`.
+        ddp_kwargs: More arguments for ``DistributedDataParallel``, such as ``{"find_unused_parameters": True}``.
 
     Raises:
         ArgumentError: A value is wrong; the message names it.
     """
 
     nprocs: int | None = None
-    epochs: int = 1
+    epochs: int | None = None
     batch_size: int = 32
     accumulation: int = 1
     clip: float | None = None
@@ -86,6 +107,14 @@ class TrainConfig:
     higher_is_better: bool = False
     num_workers: int = 0
     compute_setup: str = "auto"
+    max_steps: int | None = None
+    validate_every: int | None = None
+    restore_best: bool = False
+    weigh: str = "samples"
+    backend: str | None = None
+    dtype: torch.dtype | None = None
+    log_setup: str = "cpu"
+    ddp_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -93,7 +122,9 @@ class TrainConfig:
             is_optional = type(self).__dataclass_fields__[name].default is None
             if value is not None or not is_optional:
                 object.__setattr__(self, name, whole_number(name, value, least=least))
-        for name in ("resume", "higher_is_better"):
+        if self.epochs is None and self.max_steps is None:
+            object.__setattr__(self, "epochs", 1)
+        for name in ("resume", "higher_is_better", "restore_best"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name}={getattr(self, name)!r}: use True or False")
         if self.clip is not None and not self.clip > 0:
@@ -106,27 +137,60 @@ class TrainConfig:
             raise ArgumentError(f"warmup={self.warmup} needs a schedule: use one of {', '.join(SCHEDULES)}")
         if self.extend_schedule is not None:
             one_of("extend_schedule", self.extend_schedule, ("stretch", "restart"))
+        one_of("weigh", self.weigh, ("samples", "batches"))
         self._check_folder()
-        AcceleratorSettings(self.nprocs, self.compute_setup, mixed_precision=self.mixed_precision, seed=self.seed)
+        self._check_ddp_arguments()
+        checked_seed(self.seed)
+        self.make_accelerator()
+        check_gpu(self.compute_setup)
 
     def _check_folder(self) -> None:
         folder: object = self.checkpoint_dir
         if folder is None:
-            if self.checkpoint_every is not None:
-                raise ArgumentError(f"checkpoint_every={self.checkpoint_every} needs a folder: give checkpoint_dir")
+            for name in ("checkpoint_every", "restore_best"):
+                if getattr(self, name):
+                    raise ArgumentError(f"{name}={getattr(self, name)} needs a folder: give checkpoint_dir")
         elif not isinstance(folder, (str, Path)) or (Path(folder).exists() and not Path(folder).is_dir()):
             raise ArgumentError(f"checkpoint_dir={folder!r}: give the path of a folder, which need not exist yet")
+
+    def _check_ddp_arguments(self) -> None:
+        given: object = self.ddp_kwargs
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentError(f"ddp_kwargs={given!r:.80}: give a dict of arguments for DistributedDataParallel")
+        known = [*inspect.signature(DistributedDataParallel).parameters][1:]  # the module is the Trainer's own
+        for name in self.ddp_kwargs or ():
+            if name not in known:
+                raise ArgumentError(f"ddp_kwargs: DistributedDataParallel has no argument {name!r}: {', '.join(known)}")
+
+    @property
+    def keeps_best(self) -> bool:
+        """Return True if the best checkpoint is kept."""
+        return self.checkpoint_dir is not None and bool(self.monitor or self.early_stop or self.restore_best)
+
+    def make_accelerator(self) -> Accelerator:
+        """Return an Accelerator for one run with these settings."""
+        return Accelerator(
+            self.nprocs,
+            self.compute_setup,
+            log_setup=self.log_setup,
+            dtype=self.dtype,
+            backend=self.backend,
+            mixed_precision=self.mixed_precision,
+            gradient_accumulation_steps=self.accumulation,
+            ddp_kwargs=self.ddp_kwargs,
+            schedule_steps="optimizer",
+        )
 
     def fixed_on_resume(self) -> dict[str, Any]:
         """Return the settings that determine each step; a resumed run must have the same."""
         schedule = getattr(self.schedule, "__qualname__", None) or (self.schedule and str(self.schedule))
-        names = ("accumulation", "clip", "mixed_precision", "warmup", "seed")
+        names = ("accumulation", "clip", "mixed_precision", "warmup", "seed", "weigh")
         return {"schedule": schedule, **{name: getattr(self, name) for name in names}}
 
     def check_monitor(self, results: Iterable[str]) -> None:
-        """Raise ArgumentError if `monitor` is not among an epoch's results."""
+        """Raise ArgumentError if `monitor` is not among the results."""
         if self.monitor is not None and self.monitor not in results:
-            raise ArgumentError(f"monitor={self.monitor!r}: the results of an epoch are {', '.join(results)}")
+            raise ArgumentError(f"monitor={self.monitor!r}: the results of training are {', '.join(results)}")
 
     def make_scheduler(self, optimizer: Optimizer, steps: int, begin: int = 0) -> LRScheduler | None:
         """Return the learning-rate scheduler; None for a constant rate.

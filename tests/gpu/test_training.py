@@ -161,7 +161,8 @@ def test_the_trainer_learns_on_gpus(kernel: Kernel, precision: str) -> None:
         "optimizer = torch.optim.Adam(model.parameters(), lr=0.01)\n"
         "given = {'loss_fn': torch.nn.functional.cross_entropy, 'metrics': {'accuracy': Accuracy()}}\n"
         "trainer = Trainer(model, optimizer, config, callbacks=[OnGpu()], **given)\n"
-        "history = trainer.fit(line(4096), line(256))"
+        "trainer.fit(line(4096), line(256))\n"
+        "history = trainer.history"
     ).check()
     assert kernel.ask("history[-1]['valid_accuracy']") > 0.9
     assert kernel.ask("next(model.parameters()).device.type") == "cpu"

@@ -17,6 +17,7 @@ def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert accuracy >= 0.9
     assert "rank 1: out of luck" in printed
     assert "8 of 8 weights are equal to the last bit" in printed
+    assert re.search(r"^best (0\.\d+) at step \d+, predicted \1$", printed, flags=re.MULTILINE)
 
 
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

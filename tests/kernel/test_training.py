@@ -1,6 +1,8 @@
-"""An Accelerator training run in cells."""
+"""Training runs in cells: the second document's Accelerator and Trainer, and one rank in the notebook's process."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,10 @@ REPAIRS = {
     "from qadence.ml_tools.train_utils import Accelerator": "from nblaunch import Accelerator",
     "from import DataLoader, TensorDataset": "from torch.utils.data import DataLoader, TensorDataset",
     "nn.Linear(100, 1) # Output Layer": "nn.Linear(100, 1)) # Output Layer",
+    'backend="nccl" # Backend for communication': 'backend="nccl") # Backend for communication',
+    "from qadence.ml_tools.trainer import Trainer": "from nblaunch.training import Trainer",
+    "from qadence.ml_tools import TrainConfig": "from nblaunch.training import TrainConfig",
+    "model, optimizer =\n": "model, optimizer = trainer.fit(dataset)\n",
     'backend="gloo" # choose `nccl` for GPU': 'backend="gloo") # choose `nccl` for GPU',
     "output = model(batch_data)": "optimizer.zero_grad()\n            output = model(batch_data)",
     "loss = torch.nn.functional.mse_loss(output, batch_targets)": (
@@ -19,6 +25,23 @@ REPAIRS = {
 }
 """What the page's text lost (an import's module, closing brackets, the step in the loop), and where ours is found.
 Its indentation, lost too, is put back below."""
+
+SETTINGS = """
+accelerator = Accelerator(
+    nprocs=4, # Number of processes (e.g., GPUs). Enables multiprocessing.
+    compute_setup="auto", # Automatically selects available compute devices
+    log_setup="cpu", # Logs on CPU to avoid memory overhead
+    dtype=torch.float32, # Data type for numerical precision
+    backend="nccl" # Backend for communication
+"""
+
+TRAINER = """
+from qadence.ml_tools.trainer import Trainer
+from qadence.ml_tools import TrainConfig
+config = TrainConfig(nprocs=4)
+trainer = Trainer(model, optimizer, config)
+model, optimizer =
+"""
 
 DEFINITIONS = """
 import torch
@@ -92,6 +115,75 @@ def test_the_documented_example_trains_the_notebooks_model(cells: Kernel) -> Non
         "x, y = dataset.tensors\nwith torch.no_grad(): error = nn.functional.mse_loss(model(x), y).item()"
     ).check()
     assert cells.ask("error") < 1.0  # what the mean of the targets alone would get
+
+
+def test_the_documented_trainer_returns_model_and_optimizer(cells: Kernel) -> None:
+    cells.run(repaired("from nblaunch import Accelerator\n" + SETTINGS)).check()
+    cells.run(
+        "from torch import nn\nfrom torch.utils.data import TensorDataset\n"
+        "inputs = torch.randn(100, 10)\ndataset = TensorDataset(inputs, inputs.sum(1, keepdim=True))\n"
+        "model = given = nn.Linear(10, 1)\noptimizer = torch.optim.Adam(model.parameters(), lr=0.1)\n"
+        "before = nn.functional.mse_loss(model(inputs), dataset.tensors[1]).item()"
+    ).check()
+    cells.run(repaired(TRAINER)).check()
+    assert cells.ask("model is given, trainer.accelerator.nprocs, [int(r['step']) for r in trainer.history]") == (
+        True,
+        4,
+        [1],
+    )
+    cells.run("after = nn.functional.mse_loss(model(inputs), dataset.tensors[1]).item()").check()
+    assert cells.ask("after < before")
+
+
+IN_PLACE = """
+import os, threading
+from nblaunch.training import TrainConfig, Trainer
+
+torch.manual_seed(0)
+inputs = torch.randn(40, 2)
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+pids, reached = set(), []
+
+class Notes:
+    def on_step_end(self, trainer, loss):
+        pids.add(os.getpid())
+        if trainer.step == wait_at:
+            print("waiting", flush=True)
+            threading.Event().wait()
+
+def new_trainer(epochs=3, **config):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    config = TrainConfig(nprocs=1, epochs=epochs, batch_size=8, compute_setup="cpu", log_every=5, **config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Trainer(model, optimizer, config, callbacks=[Notes()])
+"""
+
+
+def test_one_rank_trains_in_the_notebook_and_shows_a_line(cells: Kernel) -> None:
+    cells.run(IN_PLACE + "wait_at = None").check()
+    cell = cells.run("trainer = new_trainer()\ntrainer.fit(data, data);").check()
+    shown = [message["content"] for message in cell.messages if message["msg_type"].endswith("display_data")]
+    assert len({content["transient"]["display_id"] for content in shown}) == 1
+    last = shown[-1]["data"]["text/plain"]
+    assert last.startswith("epoch 3/3 · step 15 of 15 · loss 0.")
+    assert "samples per second" in last
+    assert "valid loss 0." in last
+    assert cells.ask("pids == {os.getpid()}")
+    assert cell.stderr == ""
+
+
+def test_an_interrupt_of_one_rank_keeps_weights_and_history(cells: Kernel, folder: Path) -> None:
+    cells.run(IN_PLACE + "wait_at = 12\nbroken = new_trainer(checkpoint_dir=folder, checkpoint_every=1)").check()
+    request = cells.start_cell("broken.fit(data)")
+    cells.follow_cell(request, "waiting")
+    cells.interrupt()
+    assert cells.finish_cell(request).error.startswith("KeyboardInterrupt")
+    assert cells.ask("broken.step, len(broken.history)") == (12, 2)
+    cells.run("wait_at = None\nwhole = new_trainer()\nwhole.fit(data)").check()
+    cells.run("at_stop = broken.model.weight.clone()\nbroken.fit(data)").check()
+    assert not cells.ask("torch.equal(at_stop, whole.model.weight)")
+    assert cells.ask("torch.equal(broken.model.weight, whole.model.weight)")
 
 
 def test_a_method_of_a_cells_class_trains_its_object(cells: Kernel) -> None:

@@ -836,6 +836,14 @@ class Noise(Dataset):
         return torch.tensor([np.random.rand(), random.random(), torch.rand(()).item()])
 
 
+class NoiseStream(IterableDataset):
+    """The same from a stream, which also draws when it begins."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        random.random()
+        return (Noise()[index] for index in range(12))
+
+
 def test_no_two_ranks_draw_the_same_augmentations(standing: Standing) -> None:
     drawn = []
     for rank in range(2):
@@ -861,14 +869,50 @@ def test_a_resumed_pass_loads_the_very_same_batches(standing: Standing, options:
     assert torch.equal(torch.cat(list(shard(DataLoader(Noise(), 2), seed=1))), torch.cat(whole))  # however it is loaded
 
 
-def test_loading_draws_nothing_from_this_processs_generators() -> None:
-    loader = shard(DataLoader(Noise(), 4), seed=1)
+@pytest.mark.parametrize("dataset", [Noise(), NoiseStream()])
+def test_loading_draws_nothing_from_this_processs_generators(dataset: Dataset) -> None:
+    loader = shard(DataLoader(dataset, 4), seed=1)
     drawn = []
     for batches in range(2):
         torch.manual_seed(7), random.seed(7), np.random.seed(7), np.random.randn()
         list(islice(loader, batches))
         drawn.append([torch.rand(()).item(), random.random(), np.random.randn(), np.random.rand()])
     assert drawn[0] == drawn[1]
+
+
+def test_a_stream_is_read_again_with_the_same_draws() -> None:
+    def make() -> ShardedLoader[Any]:
+        return shard(DataLoader(NoiseStream(), 4), seed=1)
+
+    first, *rest = make()
+    loader = make()
+    assert torch.equal(next(iter(loader)), first)
+    random.seed(7)  # as another process begins
+    assert torch.equal(torch.cat(list(resumed(make(), loader.state_dict()))), torch.cat(rest))
+    assert not torch.equal(rest[0], rest[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "of_all"),
+    [
+        ({"batch_size": 4}, [[4, 4, 2], [4, 4, 1]], [8, 8, 3]),
+        ({"batch_size": 1}, [[1] * 10, [1] * 9 + [0]], [2] * 9 + [1]),  # the last batch of rank 1 is repeated
+        ({"batch_size": 9, "drop_last": True}, [[9], [9]], [18]),
+        ({"batch_sampler": InBatches(SequentialSampler(range(19)), 6, False)}, [[6, 6], [6, 1]], [12, 7]),
+        ({"batch_size": None}, [[0] * 10] * 2, [0] * 10),  # one may be a whole batch
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_the_samples_of_all_ranks_are_known(
+    standing: Standing, options: dict[str, Any], own: list[list[int]], of_all: list[int], is_stream: bool
+) -> None:
+    if is_stream and "batch_sampler" in options:
+        return
+    for rank in range(2):
+        standing.at(rank, 2)
+        loader = shard(DataLoader(Sized(19) if is_stream else range(19), **options), dispatch=False)  # type: ignore[arg-type]
+        counts = [(loader.own_samples, loader.all_samples) for _ in loader]
+        assert counts == list(zip(own[rank], of_all, strict=True))
 
 
 def test_loaders_side_by_side_draw_apart_with_seeds_of_their_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accuracy, Mean, TrainConfig, Trainer, checkpoint, shard
+from nblaunch.training import Accelerator, Accuracy, Mean, TrainConfig, Trainer, checkpoint, shard
+from nblaunch.training.trainer_data import loader_of
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,21 @@ from nblaunch.training import Accuracy, Mean, TrainConfig, Trainer, checkpoint, 
         ({"checkpoint_dir": __file__}, r"checkpoint_dir='.*test_trainer\.py': give the path of a folder"),
         ({"mixed_precision": "fp17"}, r"mixed_precision='fp17'"),
         ({"compute_setup": "tpu"}, r"compute_setup='tpu'"),
+        ({"backend": "mpi"}, r"backend='mpi': must be one of 'gloo', 'nccl'"),
+        ({"dtype": torch.int64}, r"dtype=torch\.int64: must be a floating-point or complex type"),
+        ({"log_setup": "gpu"}, r"log_setup='gpu': must be one of 'cpu', 'auto'"),
+        ({"max_steps": 0}, r"max_steps=0: must be a whole number, at least 1"),
+        ({"validate_every": 0}, r"validate_every=0: must be a whole number, at least 1"),
+        ({"weigh": "tokens"}, r"weigh='tokens': must be one of 'samples', 'batches'"),
+        ({"restore_best": 1}, r"restore_best=1: use True or False"),
+        (
+            {"ddp_kwargs": ["bucket_cap_mb"]},
+            r"ddp_kwargs=\['bucket_cap_mb'\]: give a dict of arguments for Distributed",
+        ),
+        (
+            {"ddp_kwargs": {"unused": True}},
+            r"ddp_kwargs: DistributedDataParallel has no argument 'unused': device_ids, ",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
@@ -53,8 +70,8 @@ def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], 
 def test_a_trainer_needs_a_loss_and_a_config_of_its_kind() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ArgumentError, match=r"loss_fn=None: give a loss function, or override compute_loss"):
-        Trainer(model, optimizer)
+    with pytest.raises(ArgumentError, match=r"loss_fn='mse': give a function \(output, target\) -> loss"):
+        Trainer(model, optimizer, loss_fn="mse")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"config=\{'epochs': 2\}: use a TrainConfig"):
         Trainer(model, optimizer, {"epochs": 2}, loss_fn=nn.functional.mse_loss)  # type: ignore[arg-type]
 
@@ -67,8 +84,29 @@ def trainer(**config: Any) -> Trainer:
 
 def test_a_figure_that_no_epoch_has_is_named_before_anything_starts() -> None:
     one = trainer(early_stop=1, monitor="valid_accuracy")
-    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the results of an epoch are step, loss, sec"):
+    with pytest.raises(ArgumentError, match=r"monitor='valid_accuracy': the results of training are step, loss, sec"):
         one.fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
+
+
+def test_gpus_are_refused_where_none_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in a rank, which may be on another machine, and not where a launch may go to one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    said = r"compute_setup=\"gpu\", but no GPU is visible: use compute_setup=\"auto\", which takes"
+    with pytest.raises(ArgumentError, match=said):
+        TrainConfig(compute_setup="gpu")
+    accelerator = Accelerator(compute_setup="gpu")  # it may be sent to a machine that has GPUs
+    with pytest.raises(ArgumentError, match=said):
+        accelerator.distribute(print)
+    assert callable(accelerator.distribute(print, engine="slurm"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert TrainConfig(compute_setup="gpu").compute_setup == "gpu"
+
+
+def test_epochs_and_steps_have_defaults_that_fit() -> None:
+    assert TrainConfig().epochs == 1
+    assert TrainConfig(max_steps=9).epochs is None
+    assert TrainConfig(max_steps=9, epochs=2).epochs == 2
 
 
 class Misspelt:
@@ -110,20 +148,22 @@ class Endless(IterableDataset[int]):
         return itertools.count()
 
 
-def test_data_without_a_length_is_refused_before_anything_starts() -> None:
-    for train in (Endless(), DataLoader(Endless(), 2)):
-        with pytest.raises(ArgumentError, match=r"train=<.*: give a dataset or DataLoader with a length"):
-            trainer().fit(train)
+def test_data_that_does_not_fit_is_refused_before_anything_starts() -> None:
     with pytest.raises(ArgumentError, match=r"train=None: give a dataset"):
         trainer().fit(None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"train=<.*with a length of at least 1"):
+    with pytest.raises(ArgumentError, match=r"train=<.*with at least one sample"):
         trainer().fit(TensorDataset(torch.ones(0, 1)))
+    for train in (Endless(), DataLoader(Endless(), 2)):
+        with pytest.raises(ArgumentError, match=r"schedule='cosine': train has no length, .*: give max_steps"):
+            trainer(schedule="cosine", epochs=2).fit(train)
+    with pytest.raises(ArgumentError, match=r"validate_every=3: give fit the validation data, valid="):
+        trainer(validate_every=3).fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
 
 
 def test_a_loader_of_the_users_own_restarts_and_keeps_its_seed() -> None:
     own = shard(DataLoader(TensorDataset(torch.arange(8)), 2), seed=7)
     own.load_state_dict({"epoch": 3, "batches": 2, "seed": 7})
-    assert trainer(seed=1)._loader(own, True) is own
+    assert loader_of(own, TrainConfig(seed=1), shuffle=True) is own
     state = own.state_dict()
     assert (state["epoch"], state["batches"], state["seed"]) == (0, 0, 7)
     assert len(list(own)) == 4
@@ -170,6 +210,7 @@ def rates_of(folder: Path, epochs: int, extend: str | None = None) -> list[float
     """The learning rates of a run of four steps an epoch, in this process."""
     model, rates = nn.Linear(1, 1), Rates()
     config = TrainConfig(
+        nprocs=1,
         epochs=epochs,
         batch_size=2,
         schedule="cosine",
@@ -180,7 +221,7 @@ def rates_of(folder: Path, epochs: int, extend: str | None = None) -> list[float
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     one = Trainer(model, optimizer, config, loss_fn=nn.functional.mse_loss, callbacks=[rates])
-    one._train(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), None)
+    one.fit(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)))
     return rates.rates
 
 
@@ -190,7 +231,7 @@ def cosine(step: int, steps: int) -> float:
 
 def test_more_epochs_stretch_the_schedule_and_say_so(tmp_path: Path) -> None:
     assert rates_of(tmp_path, 1) == pytest.approx([cosine(step, 4) for step in range(4)])
-    with pytest.warns(UserWarning, match=r"step-4\.pt .* rate of 0; over 3 epochs it jumps to 0\.75.*\"restart\""):
+    with pytest.warns(UserWarning, match=r"step-4\.pt .* rate of 0; over 12 steps it jumps to 0\.75.*\"restart\""):
         rates = rates_of(tmp_path, 3)
     assert rates == pytest.approx([cosine(step, 12) for step in range(4, 12)])
     assert rates_of(tmp_path, 4, "stretch") == pytest.approx([cosine(step, 16) for step in range(12, 16)])
@@ -236,6 +277,35 @@ def test_a_new_run_removes_the_checkpoints_of_the_last_one(tmp_path: Path) -> No
     assert folder.begin(resume=False) is None
     folder.write({}, 6)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-6.pt"]
+
+
+def test_the_best_checkpoint_is_never_surplus(tmp_path: Path) -> None:
+    folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
+    folder.begin(resume=False)
+    for step in (1, 2, 3):
+        folder.write({"step": step}, step, is_best=step == 2)
+        names = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+        if step == 2:
+            assert len(set(names.values())) == 1  # one file of two names
+    assert names.keys() == {"best.pt", "step-3.pt"}
+    assert checkpoint.read(folder.best) == {"step": 2}
+    folder.write({"step": 4}, 4, is_latest=False, is_best=True)
+    assert [path.name for path in checkpoint.find(tmp_path)] == ["step-3.pt"]
+    again = checkpoint.CheckpointFolder(tmp_path, keep=1)
+    assert again.begin(resume=True, until=2) is None
+    again.begin(resume=False)
+    again.write({"step": 1}, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.pt"]
+
+
+def test_a_file_system_without_links_has_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: Any) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
+    folder.write({"step": 2}, 2, is_best=True)
+    assert checkpoint.read(folder.best) == checkpoint.read(tmp_path / "step-2.pt") == {"step": 2}
 
 
 def test_figures_of_any_kind_of_number_can_be_read_again(tmp_path: Path) -> None:

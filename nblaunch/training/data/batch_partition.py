@@ -17,6 +17,8 @@ class Share(NamedTuple):
     """Whether it repeats another rank's sample, because this rank would have no batch."""
     end: int = 0
     """Number of the stream's items in all rounds up to this one; 0 if not counted."""
+    of_all: int = 0
+    """Samples that all ranks have in this round, each counted once; 0 if unknown."""
 
 
 def partition_samples(
@@ -67,7 +69,7 @@ def partition_batches(
     for chunk in _chunks((list(batch) for batch in islice(batches, begin, None)), ranks):
         begin += len(chunk)
         if len(chunk) == ranks:
-            yield [Share(batch, end=begin) for batch in chunk]
+            yield _pad(chunk, [], ranks, begin)
         elif not drop_last:
             yield _pad(_halve(chunk, ranks), chunk[0][:1], ranks, begin)
 
@@ -103,8 +105,9 @@ def _divide(chunk: list[Any], ranks: int, end: int) -> list[Share]:
 
 
 def _pad(parts: list[list[Any]], repeated: list[Any], ranks: int, end: int) -> list[Share]:
-    padding = [Share(list(repeated), True, end) for _ in range(ranks - len(parts))]
-    return [Share(part, end=end) for part in parts] + padding
+    of_all = sum(map(len, parts))
+    padding = [Share(list(repeated), True, end, of_all) for _ in range(ranks - len(parts))]
+    return [Share(part, end=end, of_all=of_all) for part in parts] + padding
 
 
 def _halve(batches: list[list[Any]], ranks: int) -> list[list[Any]]:

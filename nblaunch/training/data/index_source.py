@@ -48,7 +48,7 @@ class IndexSource:
             return (shares[place.rank] for shares in rounds)
         rounds = partition_samples(self.sampler, self.batch_size, place.size, drop_last=self.drop_last, begin=begin)
         own = (shares[place.rank] for shares in rounds)
-        return own if self.takes_lists else (share._replace(items=share.items[0]) for share in own)
+        return own if self.takes_lists else (share._replace(items=share.items[0], of_all=0) for share in own)
 
     def planned(self, place: World, seed: int, epoch: int, begin: int = 0) -> list[Share]:
         """Return all of this rank's batches of one epoch, a function of the seed and not of any generator's state."""
@@ -146,6 +146,16 @@ class BatchNote(NamedTuple):
     is_last: bool
     end: int
     """As in `Share`."""
+    own: int = 0
+    """Samples of this rank that no other rank has; 0 if `of_all` is."""
+    of_all: int = 0
+    """As in `Share`."""
+
+    @classmethod
+    def of(cls, share: Share, is_last: bool) -> BatchNote:
+        """Describe a rank's share."""
+        own = len(share.items) if share.of_all and not share.is_padding else 0
+        return cls(share.is_padding, is_last, share.end, own, share.of_all)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +174,7 @@ class IndexPass:
 
     def __iter__(self) -> Iterator[Any]:
         for (share, is_last), seed in zip(with_last(self.shares), self.seeds, strict=False):
-            self.notes.append(BatchNote(share.is_padding, is_last, share.end))
+            self.notes.append(BatchNote.of(share, is_last))
             if self.loads_here:
                 self.loading.enter_context(seeded(seed))
             yield share.items if self.loads_here else Seeded(seed, share.items)

@@ -105,9 +105,9 @@ class ShardedLoader(DataLoader[T_co]):
     **Random augmentation.** Each batch of a map-style dataset is loaded with Python's, NumPy's and torch's (CPU)
     generators seeded from (seed, epoch, rank, batch). So no two ranks draw the same, a run repeats with any number of
     workers, and a resumed pass loads the same batches. Without workers this process's generators are restored:
-    loading draws nothing from them. Generators of the dataset's own are not seeded. A stream's workers are seeded once
-    per pass, from (seed, epoch, rank of the reader). Two loaders with one seed draw the same numbers for their n-th
-    batches: give loaders that are iterated side by side different seeds.
+    loading draws nothing from them. Generators of the dataset's own are not seeded. Of a stream each batch is seeded
+    too, as rank 0's; its workers are seeded once per pass. Two loaders with one seed draw the same numbers for their
+    n-th batches: give loaders that are iterated side by side different seeds.
 
     Rank and world size are read on iteration, so a loader made in a notebook is valid in the ranks it is sent to.
 
@@ -115,12 +115,16 @@ class ShardedLoader(DataLoader[T_co]):
         is_padding: Whether the latest batch repeats a sample that another rank has.
         is_last: Whether it is the last of its pass.
         remaining: Batches left in the pass when it was yielded, including it; None if the loader has no length.
+        own_samples: Samples in the latest batch that no other rank has; 0 if `all_samples` is.
+        all_samples: Samples in the latest batches of all ranks, each counted once; 0 if unknown.
         observer: Notified about passes.
     """
 
     is_padding: bool = False
     is_last: bool = False
     remaining: int | None = None
+    own_samples: int = 0
+    all_samples: int = 0
     observer: PassObserver | None = None
 
     def __init__(
@@ -178,7 +182,7 @@ class ShardedLoader(DataLoader[T_co]):
 
     def _update_position(self, current: _Pass) -> None:
         """Describe the latest batch of this pass."""
-        self.is_padding, self.is_last, _ = current.note
+        self.is_padding, self.is_last, _, self.own_samples, self.all_samples = current.note
         self.remaining = None if current.size is None else current.size - current.done + 1
         if self.epoch == current.epoch:
             self._progress.done, self._progress.samples = current.done, current.note.end
@@ -224,7 +228,7 @@ class ShardedLoader(DataLoader[T_co]):
         generator = derived_generator(self.seed, self.epoch, 0)  # the same on all ranks, which may all read everything
         for share, is_last in self._reader.shares(start, begin, generator):
             content = collated(self, share.items) if as_samples else share.items[0]
-            yield content, BatchNote(share.is_padding, is_last, share.end)
+            yield content, BatchNote.of(share, is_last)
 
     @property
     def _index_sampler(self) -> IndexFeed:

@@ -12,8 +12,10 @@ from torch.utils.data import DataLoader
 
 from nblaunch.training.data.batch_partition import Share, partition_samples, with_last
 from nblaunch.training.pytree import tree_map
+from nblaunch.training.seeding import derived_seed, seeded
 from nblaunch.training.topology import World, ensure_group
 
+_END: Any = object()
 LastShare = tuple[Share, bool]
 """A rank's batch, and whether it is the last."""
 
@@ -42,7 +44,7 @@ class StreamReader:
         Args:
             start: Batches that this rank has taken in the pass.
             begin: Samples that all ranks have taken in the pass; 0 if unknown, then `start` counts.
-            generator: Seeds the workers.
+            generator: Seeds the workers, or without workers what loading draws.
         """
         if not self.as_samples:
             batches = (Share([batch], end=number * self._size) for number, batch in enumerate(self._read(generator), 1))
@@ -63,11 +65,25 @@ class StreamReader:
         if self._is_batched:
             samples = chain.from_iterable(samples)
         parts = partition_samples(samples, self._size, self.place.size, drop_last=self._drop_last, begin=begin)
+        if not self._is_batched:  # an item may be a whole batch
+            parts = ([share._replace(of_all=0) for share in shares] for shares in parts)
         return islice(with_last(parts), 0 if begin else start, None)
 
     def _read(self, generator: torch.Generator) -> Iterator[Any]:
+        """Yield all batches of the stream; without workers, each is loaded under a seed of its own."""
         self._plain.generator = generator
-        yield from self._plain
+        if self._plain.num_workers:
+            yield from self._plain
+            return
+        seeds = (derived_seed(generator.initial_seed(), number) for number in count())
+        with seeded(next(seeds)):
+            batches = iter(self._plain)
+        for seed in seeds:
+            with seeded(seed):
+                batch = next(batches, _END)
+            if batch is _END:
+                return
+            yield batch
 
     def _send(
         self, rounds: Iterator[tuple[list[Share], bool]], turns: Iterator[tuple[int, int]]

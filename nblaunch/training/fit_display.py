@@ -1,0 +1,98 @@
+"""What a training run shows: reports and progress of a rank, or a line under the cell that trains in place."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Generator, Iterable
+from typing import Any
+
+from nblaunch.machine import timeouts
+from nblaunch.ranks.report import current, progress, report
+from nblaunch.training.topology import world
+
+_logger = logging.getLogger(__name__)
+
+
+class FitDisplay:
+    """Shows one training run.
+
+    In a launch this is the panel's part. In the notebook's own process it is one line of text, which is replaced while
+    training goes on. Elsewhere (a script, torchrun) rank 0 logs the results at level INFO.
+
+    Args:
+        total: Optimizer steps of the whole run; None if unknown.
+        done: Optimizer steps that were done before.
+    """
+
+    def __init__(self, total: int | None, done: int) -> None:
+        self._total, self._done, self._desc = total, done, ""
+        self._values: dict[str, float] = {}
+        self._begin = self._shown = time.monotonic()
+        self._line = None if current() is not None else _Line.in_notebook()
+
+    def batches(self, loader: Iterable[Any], desc: str) -> Generator[Any]:
+        """Yield the batches of an epoch, with a progress bar."""
+        self._desc = desc
+        self._show(now=time.monotonic())
+        yield from progress(loader, desc=desc)
+
+    def step(self, step: int) -> None:
+        """Note that an optimizer step is done."""
+        self._done = step
+        now = time.monotonic()
+        if now - self._shown >= timeouts.PROGRESS_INTERVAL_S:
+            self._show(now)
+
+    def report(self, step: int, **values: float) -> None:
+        """Show values of this rank."""
+        report(step, **values)
+        self.note(step, values)
+
+    def note(self, step: int, values: dict[str, float]) -> None:
+        """Show values that were reported already."""
+        self._values |= values
+        if current() is None and world().rank == 0:
+            _logger.info("step %d: %s", step, _in_words(values))
+
+    def mark_best(self, metric: str, step: int) -> None:
+        """Show that this step is the best one so far."""
+        self._values["best step"] = step
+
+    def close(self) -> None:
+        """Show the last state."""
+        self._show(time.monotonic())
+
+    def _show(self, now: float) -> None:
+        if self._line is None:
+            return
+        self._shown = now
+        steps = f"step {self._done}" + (f" of {self._total}" if self._total else "")
+        parts = [self._desc, steps, _in_words(self._values), f"{now - self._begin:.0f} s"]
+        self._line.show(" · ".join(part for part in parts if part))
+
+
+class _Line:
+    """A line of text in the notebook that can be replaced."""
+
+    def __init__(self, publisher: Any) -> None:
+        self._publisher = publisher
+        self._transient = {"display_id": uuid.uuid4().hex}
+        self._is_shown = False
+
+    @classmethod
+    def in_notebook(cls) -> _Line | None:
+        """Return a new line; None if this process is no notebook's kernel."""
+        ipython = sys.modules.get("IPython")
+        shell: Any = ipython.get_ipython() if ipython is not None else None
+        return cls(shell.display_pub) if hasattr(shell, "kernel") else None
+
+    def show(self, text: str) -> None:
+        self._publisher.publish({"text/plain": text}, transient=self._transient, update=self._is_shown)
+        self._is_shown = True
+
+
+def _in_words(values: dict[str, float]) -> str:
+    return " · ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items())

@@ -1,0 +1,47 @@
+"""The state of the notebook's own process around a training run in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+from torch import nn
+from torch.optim import Optimizer
+
+from nblaunch.training.checkpoint import random_states, restore_random_states
+from nblaunch.training.precision import is_cast, plain_forward
+from nblaunch.training.preparation import move_state
+from nblaunch.training.seeding import SEED_VARIABLE
+
+
+@contextmanager
+def kept_process_state(model: nn.Module, optimizer: Optimizer) -> Iterator[None]:
+    """Restore afterwards what ranks would not have changed either: all but the trained states.
+
+    These are the random states, and the model's device, types, train and eval modes, forward and gradients.
+    """
+    random, seed, had_cast = random_states(), os.environ.get(SEED_VARIABLE), is_cast(model)
+    modes = [(module, module.training) for module in model.modules()]
+    places = {name: (tensor.device, tensor.dtype) for name, tensor in _tensors(model)}
+    try:
+        yield
+    finally:
+        if not had_cast:
+            plain_forward(model)
+        for module, is_training in modes:
+            module.training = is_training
+        model.zero_grad()
+        for name, tensor in _tensors(model):
+            if name in places and places[name] != (tensor.device, tensor.dtype):
+                tensor.data = tensor.data.to(*places[name])
+        move_state(optimizer)
+        restore_random_states(random)
+        os.environ.pop(SEED_VARIABLE, None)
+        if seed is not None:
+            os.environ[SEED_VARIABLE] = seed
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return chain(model.named_parameters(), model.named_buffers())  # type: ignore[arg-type]  # both are tensors

@@ -1,0 +1,74 @@
+"""Weights of batches: every sample of an optimizer step counts the same, however ranks and batches divide it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from nblaunch.errors import warn
+from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.pytree import batch_size_of
+from nblaunch.training.topology import world
+
+
+class SampleWeights:
+    """Weighs the losses of one training run, each a mean over its batch.
+
+    DistributedDataParallel averages the ranks' gradients, and accumulation those of batches, so a sample in a small
+    batch counts for more. Here a batch of n samples, in a round of N over W ranks, has the weight n W / N. A step of
+    rounds of different sizes is divided by its samples at the end. Where all sizes are equal nothing is computed.
+
+    Args:
+        weigh: As in `TrainConfig`.
+        accelerator: Divides the losses by the batches of a step.
+    """
+
+    def __init__(self, weigh: str, accelerator: Accelerator) -> None:
+        self._is_exact, self._accelerator = weigh == "samples", accelerator
+        self._factor = 1.0
+        self._first = self._seen = 0
+        """Samples of all ranks in the step's first round, and in all of it."""
+        self._usual: int | None = None
+        """The size of this rank's first batch, if the other ranks' sizes are unknown; 0 once that was said."""
+
+    def begin_batch(self, loader: Any, batch: Any) -> tuple[int, int]:
+        """Return the samples of this rank's batch and of all ranks' batches, each counted once.
+
+        Where the loader does not know them all, the other ranks are taken to have as many.
+        """
+        own, of_all, ranks = loader.own_samples, loader.all_samples, world().size
+        if not of_all:
+            own = batch_size_of(batch) or 1
+            of_all = own * ranks
+            if ranks > 1 and self._is_exact:
+                self._warn_if_uneven(own)
+        if self._seen == 0:
+            self._first = of_all
+        self._seen += of_all
+        self._factor = own * ranks / self._first
+        return own, of_all
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return the loss of the batch, weighted."""
+        return loss * self._factor if self._is_exact and self._factor != 1.0 else loss
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        """Divide the gradients by the samples that the step had, if they are other than its first round implied."""
+        expected, seen = self._first * self._accelerator._gradients.divisor, self._seen
+        self._seen = 0
+        if self._is_exact and expected != seen:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(expected / seen)
+
+    def _warn_if_uneven(self, own: int) -> None:
+        self._usual = own if self._usual is None else self._usual
+        if self._usual and own != self._usual:
+            warn(
+                f"batches of {self._usual} and {own} samples: as the loader's own sampler divides the data, the other "
+                "ranks' sizes are unknown, and this step averages batches instead of samples. For exact weights give "
+                "the dataset, or a DataLoader without a distributed sampler"
+            )
+            self._usual = 0

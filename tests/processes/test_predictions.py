@@ -1,0 +1,143 @@
+"""`Trainer.predict` and `validate`: every sample once and in order, for any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+
+from nblaunch import notebook_launcher
+from nblaunch.errors import ArgumentError
+from nblaunch.training import ExactDistributedSampler, TrainConfig, Trainer, shard
+from tests.conftest import LONG
+from tests.processes.trained import points, trainer
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+
+
+class Named(Trainer):
+    """Its outputs are a dict, with what is no tensor left out."""
+
+    def predict_batch(self, model: nn.Module, batch: Any) -> Any:
+        return {"scores": model(batch["at"]), "numbers": (batch["number"], None)}
+
+
+class Numbered(TensorDataset):
+    """Samples that know their places."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"at": self.tensors[0][index], "number": index}
+
+
+def named(nprocs: int, batch_size: int = 4) -> Named:
+    config = TrainConfig(nprocs=nprocs, batch_size=batch_size, compute_setup="cpu")
+    model = nn.Linear(2, 3)
+    return Named(model, torch.optim.SGD(model.parameters()), config)
+
+
+@pytest.mark.parametrize(("nprocs", "count", "size"), [(1, 23, 4), (2, 23, 4), (3, 25, 4), (3, 2, 4), (2, 5, 1)])
+def test_outputs_come_once_each_and_in_order(nprocs: int, count: int, size: int) -> None:
+    """Also where ranks repeat samples, because there are fewer than ranks."""
+    one, data = named(nprocs, size), Numbered(points(count).tensors[0])
+    outputs = one.predict(data)
+    assert outputs["numbers"][0].tolist() == list(range(count))
+    assert outputs["numbers"][1] is None
+    assert torch.allclose(outputs["scores"], one.model(data.tensors[0]), atol=1e-6)
+    assert not outputs["scores"].requires_grad
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (at for at, _ in (points(23)[index] for index in range(23)))
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_loaders_and_streams_are_predicted_too(nprocs: int) -> None:
+    one, (at, labels) = trainer(nprocs=nprocs, batch_size=4), points(23).tensors
+    one.model.eval()
+    expected = one.model(at)
+    one.model.train()
+    pairs = DataLoader(TensorDataset(at), batch_sampler=BatchSampler(SequentialSampler(at), 5, drop_last=False))
+    for data in (TensorDataset(at, labels), DataLoader(TensorDataset(at, labels), 7), pairs, Stream(), shard(pairs)):
+        assert torch.allclose(one.predict(data), expected, atol=1e-6)
+    assert one.model.training  # in eval mode while it predicted
+
+
+def test_what_cannot_be_concatenated_is_said() -> None:
+    class Scalar(Trainer):
+        def predict_batch(self, model: nn.Module, batch: Any) -> Any:
+            return model(batch[0]), "words"
+
+    class Widens(Trainer):
+        def predict_batch(self, model: nn.Module, batch: Any) -> Any:
+            return torch.zeros(len(batch[0]), len(batch[0]))
+
+    at, labels = points(9).tensors
+    given = trainer(nprocs=1, batch_size=4)
+    with pytest.raises(ArgumentError, match=r"returned a tensor of shape \(4, 2\), 'words' for a batch of 4: let it"):
+        Scalar(given.model, given.optimizer, given.config).predict(TensorDataset(at))
+    with pytest.raises(ArgumentError, match=r"have the shapes \(1,\), \(4,\) per sample: let predict_batch pad"):
+        Widens(given.model, given.optimizer, given.config).predict(TensorDataset(at))
+    with pytest.raises(ArgumentError, match=r"the batch is a list of 3, neither inputs nor .*: override predict_batch"):
+        given.predict(TensorDataset(at, labels, labels))
+    with pytest.raises(ArgumentError, match=r"its RandomSampler changes the order .* DataLoader with shuffle=False"):
+        given.predict(DataLoader(TensorDataset(at), shuffle=True))
+    parts = ExactDistributedSampler(9, num_replicas=2, rank=0)
+    with pytest.raises(ArgumentError, match=r"its ExactDistributedSampler changes the order"):
+        given.predict(DataLoader(TensorDataset(at), sampler=parts))
+
+
+def test_a_rank_gets_all_outputs_and_the_same_results() -> None:
+    one, data = trainer(batch_size=4), points(23)
+
+    def work() -> Any:
+        return one.predict(data), one.validate(data)
+
+    (first, results), (second, others) = notebook_launcher(work, num_processes=2, device="cpu")  # type: ignore[misc]
+    assert torch.equal(first, second)
+    assert results == others == one.validate(data)
+    assert torch.equal(first, one.predict(data))
+    assert one.result is None  # of `fit` only
+
+
+SCRIPT = """
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    from nblaunch.training import TrainConfig, Trainer
+
+    torch.manual_seed(0)
+    model, at = nn.Linear(1, 1), torch.arange(7.0).reshape(7, 1)
+    config = TrainConfig(epochs=2, batch_size=2, compute_setup="cpu", dtype=torch.float64)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
+    model, optimizer = trainer.fit(TensorDataset(at, at), TensorDataset(at, at))
+    outputs = trainer.predict(TensorDataset(at))
+    assert torch.equal(outputs, model.to(outputs.dtype)(at.to(outputs.dtype)))
+    assert trainer.validate(TensorDataset(at, at))["valid_loss"] == trainer.history[-1]["valid_loss"]
+    trainer.accelerator.print(trainer.accelerator.world_size, trainer.step)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("launcher", "said"), [(["-m", "torch.distributed.run", "--standalone"], "2 4"), ([], "1 8")])
+def test_it_works_under_torchrun_and_in_a_script(tmp_path: Path, launcher: list[str], said: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT if launcher else SCRIPT.replace("dtype=torch.float64", "nprocs=1")))
+    command = [sys.executable, *launcher, *(["--nproc_per_node", "2"] if launcher else []), str(script)]
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == said

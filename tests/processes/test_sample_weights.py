@@ -1,0 +1,137 @@
+"""Every sample of an optimizer step counts the same: N ranks end with the weights of one process over big batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+
+from nblaunch import notebook_launcher
+from nblaunch.training import ExactDistributedSampler, TrainConfig, Trainer, shard
+from tests.processes.trained import fitted
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+
+
+def lines(count: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    at = torch.randn(count, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(at, (at**3).sum(1, keepdim=True))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        data = lines(53)
+        return (data[index] for index in range(53))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def trained(data: Any, nprocs: int, size: int, **config: Any) -> Tensor:
+    """The weights after some epochs of plain gradient descent, with clipping."""
+    model = net()
+    config = {"epochs": 3, "clip": 0.5, "compute_setup": "cpu", **config}
+    given = TrainConfig(nprocs=nprocs, batch_size=size, **config)
+    one = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.05), given)
+    losses = [result["loss"] for result in fitted(one, data)]
+    return torch.cat([weights(model), torch.tensor(losses, dtype=torch.float64)])
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+@pytest.mark.parametrize("nprocs", [2, 3])
+@pytest.mark.parametrize("count", [53, 61])
+def test_ranks_end_with_the_weights_of_one_big_batch(nprocs: int, count: int) -> None:
+    """53 = 2 x 24 + 5 and 61 = 2 x 24 + 13: in the last step a rank has one sample more than another."""
+    data = lines(count)
+    alone = trained(data, 1, 24)
+    assert apart(trained(data, nprocs, 24 // nprocs), alone) < 1e-12
+    assert apart(trained(data, nprocs, 24 // nprocs, weigh="batches"), alone) > 1e-5
+
+
+def test_repeated_samples_do_not_count() -> None:
+    """Of 5 samples in batches of one, rank 1 repeats one in the last step."""
+    assert apart(trained(lines(5), 2, 1), trained(lines(5), 1, 2)) < 1e-12
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3])
+def test_accumulated_batches_weigh_by_their_samples(nprocs: int) -> None:
+    """53 samples are rounds of 12, 12, 12, 12 and 5: the last step has two rounds of 12 and 5."""
+    data = lines(53)
+    alone = trained(data, 1, 24)
+    assert apart(trained(data, nprocs, 12 // nprocs, accumulation=2), alone) < 1e-12
+    alone = trained(DataLoader(data, 24), 1, 24)
+    assert apart(trained(Stream(), nprocs, 12 // nprocs, accumulation=2), alone) < 1e-12
+
+
+class InBatches(BatchSampler):
+    """A batch sampler of the user's own, whose batches stay whole."""
+
+
+def test_batches_of_a_batch_sampler_weigh_by_their_samples() -> None:
+    data = lines(10)
+    three = DataLoader(data, batch_sampler=InBatches(SequentialSampler(data), 3, drop_last=False))
+    alone = trained(DataLoader(data, 6), 1, 6)
+    assert apart(trained(three, 2, 3), alone) < 1e-12  # 3 and 3, 3 and 1
+
+
+def test_unknown_sizes_of_other_ranks_are_said() -> None:
+    def work() -> list[str]:
+        sampler = ExactDistributedSampler(11, shuffle=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trained(DataLoader(lines(11), 4, sampler=sampler), 2, 4)
+        return [str(warning.message) for warning in caught]
+
+    said = notebook_launcher(work, num_processes=2, device="cpu")
+    first, second = list(said)  # type: ignore[arg-type]
+    assert [line.split(":")[0] for line in first] == ["batches of 4 and 2 samples"]
+    assert [line.split(":")[0] for line in second] == ["batches of 4 and 1 samples"]
+
+
+def test_even_batches_are_those_of_plain_ddp_to_the_last_bit() -> None:
+    data = lines(48)
+
+    def plain() -> Tensor:
+        torch.manual_seed(0)
+        model = net()
+        wrapped = DistributedDataParallel(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        losses = []
+        loader = shard(DataLoader(data, 4, sampler=RandomSampler(data)), seed=0)
+        for _ in range(3):
+            for number, (at, target) in enumerate(loader):
+                if number % 2 == 0:
+                    with wrapped.no_sync():
+                        (nn.functional.mse_loss(wrapped(at), target) / 2).backward()
+                    continue
+                (nn.functional.mse_loss(wrapped(at), target) / 2).backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(0.0)
+        assert dist.get_world_size() == 3
+        return weights(model)
+
+    by_hand = notebook_launcher(plain, num_processes=3, device="cpu")
+    ours = trained(data, 3, 4, accumulation=2)[:-3]
+    assert torch.equal(by_hand[0], ours)  # type: ignore[index]

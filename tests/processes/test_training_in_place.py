@@ -1,0 +1,198 @@
+"""One rank in the process that asks for it, and the settings that a Trainer passes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.errors import ArgumentError
+from nblaunch.training import Accelerator, TrainConfig, Trainer
+from tests.processes.trained import assert_same, fitted, points, timeless, trainer, weights
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is shown, and a run in this process takes one thread, as a rank does."""
+    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Here:
+    """A callback that notes its process."""
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+
+    def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+        self.pids.add(os.getpid())
+        assert trainer.accelerator.device == torch.device("cpu")
+
+
+def drawn() -> Any:
+    return torch.rand(2).tolist(), random.random(), np.random.rand()
+
+
+def test_one_rank_trains_here_and_leaves_the_process_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    here = Here()
+    one = trainer((here,), nprocs=1, dtype=torch.float64, mixed_precision="bf16")
+    one.model.eval()
+    one.model[1].train()  # type: ignore[index]
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    expected = drawn()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    with caplog.at_level(logging.INFO, logger="nblaunch.training"):
+        one.fit(points(100), points(20))
+    assert here.pids == {os.getpid()}
+    assert drawn() == expected
+    assert "NBLAUNCH_SEED" not in os.environ
+    assert {tensor.dtype for tensor in weights(one)} == {torch.float32}
+    assert [part.training for part in one.model.modules()] == [False, False, True, False, False]
+    assert "forward" not in vars(one.model)
+    assert all(parameter.grad is None for parameter in one.model.parameters())
+    assert any(message.startswith("step 10: loss ") for message in caplog.messages)
+
+
+def test_a_rank_that_is_launched_ends_with_the_same_weights() -> None:
+    here, there = (trainer(nprocs=1, num_workers=1) for _ in range(2))
+    expected = timeless(fitted(here, points(100), points(20)))
+    result: Any = notebook_launcher(there.fit, args=(points(100), points(20)), num_processes=1, device="cpu")
+    for name, tensor in result[0][0].state_dict().items():
+        assert torch.equal(tensor, here.model.state_dict()[name])
+    assert len(expected) == 3
+
+
+class Interrupted(Trainer):
+    """Between the two batches of its sixth step."""
+
+    batches = 0
+
+    def compute_loss(self, model: nn.Module, batch: Any) -> Any:
+        self.batches += 1
+        if self.batches == 12:
+            raise KeyboardInterrupt
+        return super().compute_loss(model, batch)
+
+
+def test_an_interrupted_run_leaves_whole_steps() -> None:
+    given, five = trainer(nprocs=1, accumulation=2), trainer(nprocs=1, accumulation=2, max_steps=5)
+    five.fit(points(160))
+    broken = Interrupted(given.model, given.optimizer, given.config, loss_fn=given.loss_fn)
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(points(160))
+    assert (broken.step, broken.epoch) == (5, 1)
+    assert_same(broken, five)
+    whole = Trainer(five.model, five.optimizer, given.config, loss_fn=given.loss_fn)
+    for one in (broken, whole):  # nothing of the batch before the interrupt is left
+        one.fit(points(160))
+    assert_same(broken, whole)
+
+
+def test_an_interrupted_run_of_a_loaded_checkpoint_goes_on(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"nprocs": 1, "checkpoint_every": 1, "keep": 99}
+    whole = trainer(checkpoint_dir=tmp_path / "whole", **settings)
+    whole.fit(points(160))
+    given = trainer(checkpoint_dir=tmp_path / "c", **settings)
+    broken = Interrupted(given.model, given.optimizer, given.config, loss_fn=given.loss_fn, metrics=given.metrics)
+    broken.load(tmp_path / "whole" / "step-4.pt")
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(points(160))
+    assert broken.step == 4 + 11
+    broken.fit(points(160))  # from step 15
+    assert broken.batches == 12 + 30 - 15
+    assert_same(broken, whole)
+
+
+def test_distribute_calls_a_single_rank_here() -> None:
+    model = nn.Linear(1, 1)
+
+    def work(value: float, rank: int, world_size: int, device: torch.device) -> Any:
+        nn.init.constant_(model.weight, value)
+        return os.getpid(), rank, world_size, device
+
+    accelerator = Accelerator(nprocs=1, compute_setup="cpu")
+    result = accelerator.distribute(work, view="none")(2.5)
+    assert isinstance(result, LaunchResult)
+    assert list(result) == [(os.getpid(), 0, 1, torch.device("cpu"))]
+    assert (len(result.metrics), result.logs) == (0, ())
+    assert "work: 1 rank" in repr(result)
+    assert model.weight.item() == 2.5
+    launched = accelerator.distribute(work, view="none", timeout=60.0)(3.5)  # it needs a process of its own
+    assert launched[0][0] != os.getpid()
+    assert model.weight.item() == 3.5
+
+
+# ------------------------------------------------------------------ settings that are passed on
+class Forked(nn.Module):
+    """One of its two layers is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    def forward(self, at: torch.Tensor) -> Any:
+        return self.used(at)
+
+
+def test_arguments_reach_distributed_data_parallel() -> None:
+    at = points(40).tensors[0]
+
+    def forked(**config: Any) -> Trainer:
+        model = Forked()
+        config = {"nprocs": 2, "batch_size": 4, "compute_setup": "cpu", "backend": "gloo", **config}
+        return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), TrainConfig(**config))
+
+    data = TensorDataset(at, at.sum(1, keepdim=True))
+    assert len(fitted(forked(ddp_kwargs={"find_unused_parameters": True}), data)) == 1
+    with pytest.raises(RuntimeError, match=r"find_unused_parameters=True"):
+        forked().fit(data)
+
+
+class Sees:
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        accelerator = trainer.accelerator
+        assert (accelerator.dtype, accelerator.log_setup, accelerator.backend) == (torch.float64, "auto", "gloo")
+        assert next(trainer.model.parameters()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_type_backend_and_log_device_reach_the_ranks(nprocs: int) -> None:
+    one = trainer((Sees(),), nprocs=nprocs, dtype=torch.float64, backend="gloo", log_setup="auto", epochs=1)
+    one.fit(points(40), points(40))
+    assert next(one.model.parameters()).dtype == torch.float32
+
+
+def test_rates_are_reported_once_and_losses_by_each_rank() -> None:
+    one = trainer(log_every=2, epochs=1)
+    one.fit(points(160), points(40))
+    assert one.result is not None
+    by_name: dict[str, list[tuple[int, int | None]]] = {}
+    for report in one.result.metrics:
+        for name in report.values:
+            by_name.setdefault(name, []).append((report.rank, report.step))
+    assert sorted(by_name["loss"]) == [(0, 2), (0, 4), (1, 2), (1, 4)]
+    assert by_name["lr"] == by_name["samples_per_second"] == [(0, 2), (0, 4)]
+    assert by_name["valid_loss"] == by_name["epoch_loss"] == [(0, 5)]
+    assert one.result.name == "Trainer.fit"
+
+
+def test_classes_need_another_loss_than_the_default() -> None:
+    for nprocs in (1, 2):
+        given = trainer(nprocs=nprocs)
+        one = Trainer(given.model, given.optimizer, given.config)
+        said = r"loss_fn=None is the mean squared .* the target torch\.int64 of shape \(\d+,\): give loss_fn, such as"
+        with pytest.raises(ArgumentError, match=said):
+            one.fit(points(40))
