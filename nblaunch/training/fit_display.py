@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 from nblaunch.machine import timeouts
-from nblaunch.ranks.report import current, progress, report
+from nblaunch.ranks.report import Progress, current, mark_best, progress, report
 from nblaunch.training.topology import world
 
 _logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class FitDisplay:
         self._values: dict[str, float] = {}
         self._begin = self._shown = time.monotonic()
         self._line = None if current() is not None else _Line.in_notebook()
+        self._bar = Progress(total, "fit", done)
 
     def batches(self, loader: Iterable[Any], desc: str) -> Generator[Any]:
         """Yield the batches of an epoch, with a progress bar."""
@@ -42,6 +43,7 @@ class FitDisplay:
     def step(self, step: int) -> None:
         """Note that an optimizer step is done."""
         self._done = step
+        self._bar.reach(step)
         now = time.monotonic()
         if now - self._shown >= timeouts.PROGRESS_INTERVAL_S:
             self._show(now)
@@ -57,12 +59,15 @@ class FitDisplay:
         if current() is None and world().rank == 0:
             _logger.info("step %d: %s", step, _in_words(values))
 
-    def mark_best(self, metric: str, step: int) -> None:
+    def mark_best(self, metric: str, step: int, value: float) -> None:
         """Show that this step is the best one so far."""
         self._values["best step"] = step
+        if world().rank == 0:
+            mark_best("epoch_loss" if metric == "loss" else metric, step, value)
 
     def close(self) -> None:
         """Show the last state."""
+        self._bar.close()
         self._show(time.monotonic())
 
     def _show(self, now: float) -> None:

@@ -253,7 +253,7 @@ class TrainingRun:
         progress.ended |= any(ends for ends, _ in by_rank)
         if by_rank[0][1]:
             self._is_best = True
-            self._display.mark_best(name, progress.step)
+            self._display.mark_best(name, progress.step, results.get(name, math.nan))
 
     # ------------------------------------------------------------------ checkpoints
     def _write_checkpoint(self, is_latest: bool = True) -> None:
