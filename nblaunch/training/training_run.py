@@ -272,6 +272,8 @@ class TrainingRun:
             state = {"setup": self._setup(), "progress": asdict(self.progress), "parts": parts, "ranks": ranks}
             self._folder.write(state, self.progress.step, is_latest=is_latest, is_best=is_best)
         self.accelerator.wait_for_everyone()
+        if is_latest:
+            self.trainer.loaded = None  # after an interrupt the next run continues this checkpoint
         self._restart_clock()
 
     def _parts(self) -> dict[str, Any]:

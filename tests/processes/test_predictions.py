@@ -124,7 +124,7 @@ SCRIPT = """
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), config)
     model, optimizer = trainer.fit(TensorDataset(at, at), TensorDataset(at, at))
     outputs = trainer.predict(TensorDataset(at))
-    assert torch.equal(outputs, model.double()(at.double()))
+    assert torch.equal(outputs, model.to(outputs.dtype)(at.to(outputs.dtype)))
     assert trainer.validate(TensorDataset(at, at))["valid_loss"] == trainer.history[-1]["valid_loss"]
     trainer.accelerator.print(trainer.accelerator.world_size, trainer.step)
     if torch.distributed.is_initialized():
@@ -135,7 +135,7 @@ SCRIPT = """
 @pytest.mark.parametrize(("launcher", "said"), [(["-m", "torch.distributed.run", "--standalone"], "2 4"), ([], "1 8")])
 def test_it_works_under_torchrun_and_in_a_script(tmp_path: Path, launcher: list[str], said: str) -> None:
     script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT if launcher else SCRIPT.replace("epochs=2", "nprocs=1, epochs=2")))
+    script.write_text(textwrap.dedent(SCRIPT if launcher else SCRIPT.replace("dtype=torch.float64", "nprocs=1")))
     command = [sys.executable, *launcher, *(["--nproc_per_node", "2"] if launcher else []), str(script)]
     env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, env=env)

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,21 @@ def test_an_interrupted_run_leaves_whole_steps() -> None:
     whole = Trainer(five.model, five.optimizer, given.config, loss_fn=given.loss_fn)
     for one in (broken, whole):  # nothing of the batch before the interrupt is left
         one.fit(points(160))
+    assert_same(broken, whole)
+
+
+def test_an_interrupted_run_of_a_loaded_checkpoint_goes_on(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"nprocs": 1, "checkpoint_every": 1, "keep": 99}
+    whole = trainer(checkpoint_dir=tmp_path / "whole", **settings)
+    whole.fit(points(160))
+    given = trainer(checkpoint_dir=tmp_path / "c", **settings)
+    broken = Interrupted(given.model, given.optimizer, given.config, loss_fn=given.loss_fn, metrics=given.metrics)
+    broken.load(tmp_path / "whole" / "step-4.pt")
+    with pytest.raises(KeyboardInterrupt):
+        broken.fit(points(160))
+    assert broken.step == 4 + 11
+    broken.fit(points(160))  # from step 15
+    assert broken.batches == 12 + 30 - 15
     assert_same(broken, whole)
 
 

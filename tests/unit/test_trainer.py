@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -276,6 +277,35 @@ def test_a_new_run_removes_the_checkpoints_of_the_last_one(tmp_path: Path) -> No
     assert folder.begin(resume=False) is None
     folder.write({}, 6)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-6.pt"]
+
+
+def test_the_best_checkpoint_is_never_surplus(tmp_path: Path) -> None:
+    folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
+    folder.begin(resume=False)
+    for step in (1, 2, 3):
+        folder.write({"step": step}, step, is_best=step == 2)
+        names = {path.name: path.stat().st_ino for path in tmp_path.iterdir()}
+        if step == 2:
+            assert len(set(names.values())) == 1  # one file of two names
+    assert names.keys() == {"best.pt", "step-3.pt"}
+    assert checkpoint.read(folder.best) == {"step": 2}
+    folder.write({"step": 4}, 4, is_latest=False, is_best=True)
+    assert [path.name for path in checkpoint.find(tmp_path)] == ["step-3.pt"]
+    again = checkpoint.CheckpointFolder(tmp_path, keep=1)
+    assert again.begin(resume=True, until=2) is None
+    again.begin(resume=False)
+    again.write({"step": 1}, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.pt"]
+
+
+def test_a_file_system_without_links_has_two_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: Any) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    folder = checkpoint.CheckpointFolder(tmp_path, keep=1)
+    folder.write({"step": 2}, 2, is_best=True)
+    assert checkpoint.read(folder.best) == checkpoint.read(tmp_path / "step-2.pt") == {"step": 2}
 
 
 def test_figures_of_any_kind_of_number_can_be_read_again(tmp_path: Path) -> None:
