@@ -18,10 +18,11 @@ from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.preparation import Preparation, move_batch, unwrapped
+from nblaunch.training.state_files import StateFiles
 from nblaunch.training.topology import ensure_group, world
 
 
-class Accelerator(AcceleratorSettings):
+class Accelerator(StateFiles, AcceleratorSettings):
     """Places models and data and trains over any number of ranks, including a single process.
 
     It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
@@ -83,6 +84,7 @@ class Accelerator(AcceleratorSettings):
             self.schedule_steps if self.step_scheduler_with_optimizer else "call",
         )
         prepared = preparation.all(objects)
+        self._prepared.add(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_batch(self, batch: Any) -> Any:
