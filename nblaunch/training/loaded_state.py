@@ -14,6 +14,7 @@ from nblaunch.training import model_states
 from nblaunch.training.checkpoint import restore_random_states, seed_from_random_states
 from nblaunch.training.data.loader_positions import restore_position
 from nblaunch.training.gradient_accumulation import GradientState
+from nblaunch.training.gradient_order import repeat_order
 from nblaunch.training.model_states import path_of, read_file
 from nblaunch.training.prepared_objects import PreparedObjects, Registered
 from nblaunch.training.state_folder import Manifest
@@ -65,6 +66,12 @@ class LoadedState:
             return own
         by_rank = [read_file(gradient_path(folder, rank)) for rank in range(size)]
         return [[_mean(grads) for grads in zip(*of_model, strict=True)] for of_model in zip(*by_rank, strict=True)]
+
+    def repeat_gradient_orders(self) -> None:
+        """Have DDP sum gradients in the order of the run that was saved. A collective."""
+        if self.manifest.world_size == world().size:
+            for model, order in zip(self.record.models, self.ranks[0]["gradient_orders"], strict=True):
+                repeat_order(model, order)
 
     def apply(self) -> None:
         """Load everything; the random states last."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -133,16 +134,30 @@ def read_file(path: Path, options: Mapping[str, Any] | None = None) -> Any:
     """Read a file to the CPU. Unless `options` say otherwise, loading executes no code.
 
     Raises:
-        ArgumentError: The file is damaged, or holds objects that only code can load.
+        ArgumentError: The file is damaged, or holds objects that run code when they are loaded.
     """
     try:
         return torch.load(path, **{"map_location": "cpu", "weights_only": True, **(options or {})})
     except Exception as error:
-        if "weights_only" in str(error) and "Unsupported" in str(error):
+        name = f"input_dir={str(path.parent)!r}: its file {path.name}"
+        if found := _refused(error):
             raise ArgumentError(
-                f"input_dir={str(path.parent)!r}: {path.name} holds objects that run code when they are loaded. If you "
-                'trust the folder, use load_state(..., load_kwargs={"weights_only": False})'
+                f"{name} holds {found}, which runs code when it is loaded. If you trust the folder, use "
+                'load_state(..., load_kwargs={"weights_only": False})'
             ) from error
-        raise ArgumentError(
-            f"input_dir={str(path.parent)!r}: its file {path.name} is damaged. Load another folder"
-        ) from error
+        raise ArgumentError(f"{name} cannot be read ({type(error).__name__}). Load another folder") from error
+
+
+def code_in(path: Path) -> str:
+    """Return the name of an object in a file that runs code when it is loaded; empty if there is none."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # noqa: BLE001  # torch's own, UnpicklingError, or of a class that is missing
+        return _refused(error) or type(error).__name__
+    return ""
+
+
+def _refused(error: Exception) -> str:
+    """Return the name of the object that torch refused to load without running code."""
+    match = re.search(r"Unsupported (?:global|class)\W+(?:GLOBAL )?([\w.]+)", str(error))
+    return "" if match is None else match[1]

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.training import gradient_order
 from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
@@ -70,6 +71,7 @@ class Preparation:
         if isinstance(module, DistributedDataParallel):
             cast_forward(module.module, self.device, self.precision)
             self.gradient_state.add_module(module)
+            gradient_order.follow(module)
             return module
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             return module  # DTensors: already placed and sharded by the user
@@ -79,6 +81,7 @@ class Preparation:
             device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" else {}
             module = DistributedDataParallel(module, **{**device_ids, **self.ddp_kwargs})
             self.gradient_state.add_module(module)
+            gradient_order.follow(module)
         return module
 
     def _place(self, module: nn.Module) -> None:

@@ -16,6 +16,8 @@ from nblaunch.training.gradient_accumulation import SteppedOptimizer, SteppedSch
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import tree_leaves
 
+_KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader)
+
 
 class PreparedObjects:
     """The prepared objects that still exist, each once, in the order of their preparation.
@@ -25,31 +27,39 @@ class PreparedObjects:
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
+        self._is_settled = True
+        """Whether no object can have taken the place of an earlier one since `collect`."""
 
     def __reduce__(self) -> Any:
         return PreparedObjects, ()  # nothing is prepared yet in the process that receives it
 
     def add(self, objects: Any) -> None:
         """Note the objects of a pytree. Of a wrapper its inner object, which lives as long as the user has either."""
+        before = [kind for kind in _KINDS if self._of(kind)]
         for leaf in tree_leaves(objects):
             if isinstance(leaf, nn.Module):
                 self._add(unwrapped(leaf))
             elif isinstance(leaf, (SteppedOptimizer, SteppedScheduler)):
                 self._add(leaf.inner)
-            elif isinstance(leaf, (Optimizer, LRScheduler, DataLoader)):
+            elif isinstance(leaf, _KINDS):
                 self._add(leaf)
+            if isinstance(leaf, tuple(before)):
+                self._is_settled = False
 
     def _add(self, thing: Any) -> None:
-        if not any(reference() is thing for reference in self._references):
-            self._references.append(weakref.ref(thing))
+        if any(reference() is thing for reference in self._references):
+            return
+        self._references.append(weakref.ref(thing))
 
     def clear(self) -> None:
         """Forget all objects."""
         self._references.clear()
 
     def collect(self) -> None:
-        """Drop objects that only reference cycles keep alive, so that all ranks agree."""
-        gc.collect()
+        """Drop objects that only reference cycles keep alive, if others may have taken their place."""
+        if not self._is_settled:
+            gc.collect()  # 0.1 s and more in a process with torch
+            self._is_settled = True
         self._references = [reference for reference in self._references if reference() is not None]
 
     def _of(self, kind: type) -> list[Any]:

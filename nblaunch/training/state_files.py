@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training import model_states, state_folder
+from nblaunch.training import gradient_order, model_states, state_folder
 from nblaunch.training.checkpoint import random_states
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
 from nblaunch.training.exchange import exchange, exchange_results
@@ -76,17 +76,18 @@ class StateFiles:
             raise ArgumentError(f"save_state: {', '.join(save_model_func_kwargs)}: not supported, leave it out")
         self._prepared.collect()
         configuration = self._automatic_naming()
-        parts = exchange_results(lambda: (self._target(output_dir), self._own_state()))
-        target = parts[0][0]
-        if any(other != target for other, _ in parts):
+        parts = exchange_results(lambda: (self._target(output_dir), self._kinds(), self._own_state()))
+        target, kinds, _ = parts[0]
+        if any(other != target for other, *_ in parts):
             raise ArgumentError("output_dir: the ranks passed different folders: give the same on every rank")
+        if any(other != kinds for _, other, _ in parts):
+            raise ArgumentError("save_state: the ranks prepared or registered different objects: use the same on each")
         is_writer = world().rank == 0
         folder = exchange_results(lambda: StateFolder(target) if is_writer else None)[world().rank]
         try:
             scratch = exchange_results(lambda: folder.begin() if folder is not None else None)[0]
             assert scratch is not None
-            exchange_results(lambda: self._write(scratch, [own for _, own in parts]))
-            kinds = self._kinds()
+            exchange_results(lambda: self._write(scratch, [own for *_, own in parts]))
             size, has_gradients = world().size, self._gradients.step_progress[0] > 0
             exchange_results(lambda: folder.complete(size, kinds, has_gradients) if folder is not None else None)
         finally:
@@ -137,6 +138,7 @@ class StateFiles:
             "random": random_states(),
             "loaders": [position_of(loader, self._gradients.continues(loader)) for loader in self._prepared.loaders],
             "step": {"batches": batches, "size": size},
+            "gradient_orders": [gradient_order.order_of(model) for model in self._prepared.models],
         }
 
     def _kinds(self) -> dict[str, list[str]]:
@@ -217,6 +219,7 @@ class StateFiles:
             exchange_results(functools.partial(_call, hook, models, str(folder)))
         saved: list[LoadedState] = []
         exchange_results(lambda: saved.append(self._read(models, folder, manifest, load_kwargs or {}, options)))
+        saved[0].repeat_gradient_orders()
         exchange_results(saved[0].apply)
         configuration = self._automatic_naming()
         if configuration is not None:
@@ -249,7 +252,7 @@ class StateFiles:
             ArgumentError: It is not.
         """
         manifest = Manifest.read(folder)
-        manifest.check_files(folder)
+        manifest.check_files(folder, content=world().rank == 0)
         now = self._kinds()
         for kind, names in now.items():
             before = manifest.kinds[kind]
@@ -360,14 +363,10 @@ def _counted(kind: str, names: list[str]) -> str:
 
 
 def _warn_about_code(folder: Path) -> None:
-    """Warn about each file that cannot be read back without running code, now and not only when it is needed."""
+    """Warn about files that `load_state` could not read: now, not only when they are needed."""
     for path in sorted(folder.glob("*.pt")):
-        if path.name.partition("_")[0].removesuffix(".pt") in ("optimizer", "scheduler", "object"):
-            try:
-                torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except Exception as error:  # noqa: BLE001  # whatever it is, load_state would meet it
-                reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-                warn(
-                    f"save_state: {path.name} holds objects that only code can load: load_state will need "
-                    f'load_kwargs={{"weights_only": False}} ({reason:.200})'
-                )
+        if path.name.startswith(("optimizer", "scheduler", "object")) and (found := model_states.code_in(path)):
+            warn(
+                f"save_state: {path.name} holds {found}, which runs code when it is loaded: load_state will need "
+                'load_kwargs={"weights_only": False}. Better keep numbers, strings and tensors in the state'
+            )

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -59,17 +60,32 @@ class Manifest:
             raise ArgumentError(f"{name}: it was written by a later version of nblaunch: update nblaunch")
         return found
 
-    def check_files(self, folder: Path) -> None:
-        """Check that the files are there, and whole by their sizes.
+    def check_files(self, folder: Path, content: bool) -> None:
+        """Check that the files are there, with their sizes and, if wanted, the checksums that torch writes into them.
 
         Raises:
             ArgumentError: A file is not; the message names it.
         """
         for file, size in self.sizes.items():
-            there = (folder / file).stat().st_size if (folder / file).is_file() else None
-            if there != size:
-                state = "missing" if there is None else f"damaged: it has {there} bytes instead of {size}"
-                raise ArgumentError(f"input_dir={str(folder)!r}: its file {file} is {state}. Load another folder")
+            path = folder / file
+            there = path.stat().st_size if path.is_file() else None
+            if there is None:
+                state = "missing"
+            elif there != size:
+                state = f"damaged: it has {there} bytes instead of {size}"
+            elif content and path.parent == folder and path.suffix == ".pt" and not _is_intact(path):
+                state = "damaged: its content differs from what was written"
+            else:
+                continue
+            raise ArgumentError(f"input_dir={str(folder)!r}: its file {file} is {state}. Load another folder")
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError):  # the table of contents itself is damaged
+        return False
 
 
 class StateFolder:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from nblaunch import notebook_launcher
-from nblaunch.errors import ArgumentError, RankDiedError
-from nblaunch.training import Accelerator, ShardedLoader
+from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.training import Accelerator
 
 SAMPLES, BATCH = 48, 2
 
@@ -63,7 +61,9 @@ def train(
     np.random.seed(start + accelerator.rank)
     net = Net()
     inner = torch.optim.Adam(net.parameters(), lr=0.03)
-    model, optimizer, loader = accelerator.prepare(net, inner, DataLoader(Augmented(), BATCH, True, num_workers=workers))
+    model, optimizer, loader = accelerator.prepare(
+        net, inner, DataLoader(Augmented(), BATCH, True, num_workers=workers)
+    )
     done = 0
     if load is not None:
         accelerator.load_state(load)
@@ -80,6 +80,12 @@ def train(
             if done == batches:
                 break
     return [*net.state_dict().values(), torch.rand(2), torch.tensor(random.random()), torch.tensor(np.random.rand())]
+
+
+def launched(function: Callable[..., Any], ranks: int, *args: Any) -> LaunchResult:
+    result = notebook_launcher(function, args, num_processes=ranks, device="cpu")
+    assert isinstance(result, LaunchResult)
+    return result
 
 
 def equal(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -102,5 +108,5 @@ def test_ranks_resume_to_the_same_bits(ranks: int, options: dict[str, Any], tmp_
             whole = train(5, batches, save=path, save_at=save_at, **options)
             return whole, train(11, batches, load=path, save_at=save_at, **options)
 
-        for whole, resumed in notebook_launcher(both, num_processes=ranks, device="cpu"):
+        for whole, resumed in launched(both, ranks):
             assert equal(whole, resumed), save_at
