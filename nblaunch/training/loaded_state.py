@@ -101,7 +101,7 @@ class LoadedState:
         for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
             self.gradients.forget_pass(loader)
             restore_position(loader, number, position)
-        if len(loaders) != len(positions):
+        if len(loaders) != len(positions) and world().rank == 0:
             warn(
                 f"load_state: the state has the positions of {len(positions)} prepared loaders, and there are "
                 f"{len(loaders)}: the first ones continue, in the order of their preparation"

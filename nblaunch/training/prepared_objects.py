@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from nblaunch.errors import ArgumentError
 from nblaunch.training.gradient_accumulation import SteppedOptimizer, SteppedScheduler
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import tree_leaves
 
 _KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader)
+_NEEDED = {nn.Module: "modules", Optimizer: "optimizers", LRScheduler: "schedulers"}
 
 
 class PreparedObjects:
@@ -27,6 +29,8 @@ class PreparedObjects:
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
+        self._seen: set[type] = set()
+        """Those of `_NEEDED` that were prepared."""
         self._is_settled = True
         """Whether no object can have taken the place of an earlier one since `collect`."""
 
@@ -50,10 +54,12 @@ class PreparedObjects:
         if any(reference() is thing for reference in self._references):
             return
         self._references.append(weakref.ref(thing))
+        self._seen |= {kind for kind in _NEEDED if isinstance(thing, kind)}
 
     def clear(self) -> None:
         """Forget all objects."""
         self._references.clear()
+        self._seen.clear()
 
     def collect(self) -> None:
         """Drop objects that only reference cycles keep alive, if others may have taken their place."""
@@ -61,6 +67,18 @@ class PreparedObjects:
             gc.collect()  # 0.1 s and more in a process with torch
             self._is_settled = True
         self._references = [reference for reference in self._references if reference() is not None]
+
+    def check_any_left(self) -> None:
+        """Refuse to save a state without what was trained.
+
+        Raises:
+            ArgumentError: All prepared objects of a kind are gone.
+        """
+        for kind, name in _NEEDED.items():
+            if kind in self._seen and not self._of(kind):
+                raise ArgumentError(
+                    f"save_state: the prepared {name} no longer exist: keep a reference to them until it is called"
+                )
 
     def _of(self, kind: type) -> list[Any]:
         return [thing for thing in (reference() for reference in self._references) if isinstance(thing, kind)]

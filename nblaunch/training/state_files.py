@@ -133,6 +133,7 @@ class StateFiles:
 
     def _own_state(self) -> dict[str, Any]:
         """Return what differs between ranks."""
+        self._prepared.check_any_left()
         batches, size = self._gradients.step_progress
         return {
             "random": random_states(),
@@ -187,6 +188,7 @@ class StateFiles:
         Prepare the same objects in the same order first, and register the same objects. Everything is checked before
         anything changes.
 
+        Break off a loop over a prepared loader before you load: a pass in progress does not move.
         Prepared loaders continue at their batch: the next pass yields the batches that were left, and later passes are
         whole. `skip_first_batches` with a script's own count does not skip twice, see there.
 

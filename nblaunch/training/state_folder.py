@@ -135,8 +135,12 @@ class StateFolder:
             self.scratch.rename(self.target)
         else:
             before = _beside(self.target, "old")
-            self.target.rename(before)
-            self.scratch.rename(self.target)
+            try:
+                self.target.rename(before)
+                self.scratch.rename(self.target)
+            except BaseException:  # an interrupt too
+                repair(self.target)
+                raise
             _retire(before, self.target)
         flush(self.target.parent)
 

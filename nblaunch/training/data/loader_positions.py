@@ -12,6 +12,7 @@ from nblaunch.training.data.counted_loader import CountedLoader, begin_at
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher, reader_of
 from nblaunch.training.data.sharded_loader import ShardedLoader
+from nblaunch.training.topology import world
 
 
 def position_of(loader: Any, continues: bool) -> dict[str, Any]:
@@ -40,9 +41,9 @@ def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None
         else:
             loader.set_epoch(state["epoch"])
             return
-    if reason:
+    if reason and world().rank == 0:
         warn(f"load_state: the position of prepared loader {number} is not restored: {reason}")
-    else:
+    if not reason:
         loader.load_state_dict(state)
 
 
