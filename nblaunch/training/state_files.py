@@ -253,6 +253,7 @@ class StateFiles:
         Raises:
             ArgumentError: It is not.
         """
+        self._prepared.check_any_left()
         manifest = Manifest.read(folder)
         manifest.check_files(folder, content=world().rank == 0)
         now = self._kinds()
