@@ -129,7 +129,7 @@ def test_ranks_resume_to_the_same_bits(ranks: int, options: dict[str, Any], tmp_
 
 # ------------------------------------------------------------------ another number of ranks
 def test_another_number_of_ranks_takes_what_is_left(folder: Path) -> None:
-    """Each sample of an epoch comes once, whoever takes it; gradients of an unfinished step keep their mean."""
+    """Each sample of an epoch comes once, on any rank; gradients of an unfinished step keep their mean."""
 
     def begin(accumulation: int = 1) -> tuple[Accelerator, Any, Any, Any]:
         accelerator = Accelerator(compute_setup="cpu", seed=1, gradient_accumulation_steps=accumulation)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, Prefetcher, ShardedLoader, shard, skip_first_batches
+from nblaunch.training.data import prefetch
 from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.state_folder import MANIFEST
 
@@ -213,6 +214,30 @@ def test_a_broken_off_pass_without_training_begins_again(tmp_path: Path) -> None
         run.accelerator.save_state(tmp_path / "state")
         run.accelerator.load_state(tmp_path / "state")
         assert len(list(run.loader)) == STEPS
+
+
+def test_batches_that_were_read_ahead_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ahead(prefetch.Copier):
+        """Reads ahead, as the copies to a GPU do."""
+
+        runs_ahead = True
+
+    monkeypatch.setattr(prefetch, "copier_for", Ahead)
+    accelerator = Accelerator(compute_setup="cpu", seed=3)
+    loader: Any = accelerator.prepare(numbers())
+    whole = [batch.tolist() for batch in loader]
+    loader.load_state_dict({"epoch": 0, "batches": 0, "seed": 3})
+    taken = []
+    for batch in Prefetcher(loader, "cpu", depth=2):
+        taken.append(batch.tolist())
+        if len(taken) == 2:
+            accelerator.save_state(tmp_path / "state")
+            break
+    accelerator.load_state(tmp_path / "state")
+    reader = Prefetcher(loader, "cpu", depth=2)
+    assert taken + [batch.tolist() for batch in skip_first_batches(reader, 2)] == whole
+    accelerator.load_state(tmp_path / "state")
+    assert taken + [batch.tolist() for batch in reader] == whole
 
 
 # ------------------------------------------------------------------ skip_first_batches
