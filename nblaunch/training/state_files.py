@@ -107,7 +107,7 @@ class StateFiles:
                     "output_dir=None: give a folder, or an Accelerator with a project_dir and a project_config with "
                     "automatic_checkpoint_naming=True"
                 )
-            return Path(output_dir).expanduser().absolute()
+            return Path(output_dir).expanduser().resolve()  # a link to a folder stays
         target = state_folder.numbered(self._checkpoints(), configuration.iteration)
         if target.exists():
             raise ArgumentError(
@@ -129,7 +129,7 @@ class StateFiles:
         place = self.project_dir or self.project_configuration.project_dir
         if place is None:
             raise ArgumentError("project_dir=None: automatic_checkpoint_naming needs an Accelerator(project_dir=...)")
-        return Path(place).expanduser().absolute() / "checkpoints"
+        return Path(place).expanduser().resolve() / "checkpoints"
 
     def _own_state(self) -> dict[str, Any]:
         """Return what differs between ranks."""
@@ -194,7 +194,8 @@ class StateFiles:
 
         On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. With another number
         the remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states
-        derived from rank 0's. Gradients of an unfinished step are averaged over the ranks that saved them.
+        derived from rank 0's. Gradients of an unfinished step are averaged over the ranks that saved them; if there
+        are none in the state, the modules' gradients are cleared.
 
         Args:
             input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project; saving
@@ -234,7 +235,7 @@ class StateFiles:
 
     def _source(self, input_dir: str | Path | None) -> Path:
         if input_dir is not None:
-            folder = Path(input_dir).expanduser().absolute()
+            folder = Path(input_dir).expanduser().resolve()
             state_folder.repair(folder)
             return folder
         if self._automatic_naming() is None:
@@ -287,8 +288,9 @@ class StateFiles:
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before `save_state` writes.
 
-        The hook may write files of its own into `output_dir`, which is still the unfinished folder, and take states
-        out of the list `weights`, which are then not written.
+        `models` are the users' own modules, without DDP, and `weights` their states, in the same order. The hook may
+        write files of its own into `output_dir`, which is still the unfinished folder. States that it takes out of the
+        list `weights` are not written.
 
         Returns:
             A handle; its ``remove()`` removes the hook.
@@ -298,7 +300,7 @@ class StateFiles:
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
         """Call ``hook(models, input_dir)`` on every rank before `load_state` reads.
 
-        The hook may load modules itself and take them out of the list `models`.
+        `models` are the users' own modules, without DDP. Those that the hook takes out of the list are not loaded.
 
         Returns:
             A handle; its ``remove()`` removes the hook.
