@@ -18,7 +18,7 @@ from nblaunch.training.topology import world
 
 T_co = TypeVar("T_co", covariant=True)
 _END: Any = object()
-_OWN = {"observer", "_latest", "_active", "_resumed", "_offset", "_epoch", "_sharded"}
+_OWN = {"observer", "_latest", "_active", "_resumed", "_offset", "_epoch", "sharded"}
 
 
 def begin_at(loader: ShardedLoader[Any], batches: int) -> None:
@@ -75,7 +75,7 @@ class CountedLoader(DataLoader[T_co]):
         self._offset = 0
         """Batches to leave out of the next pass."""
         self._epoch = 0
-        self._sharded: ShardedLoader[T_co] | None = None
+        self.sharded: ShardedLoader[T_co] | None = None
         """Iterated instead, after a state that several ranks have written."""
 
     def plain(self) -> DataLoader[T_co]:
@@ -85,9 +85,9 @@ class CountedLoader(DataLoader[T_co]):
         return loader
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
-        if self._sharded is not None:
-            self._sharded.observer = self.observer
-            return iter(self._sharded)
+        if self.sharded is not None:
+            self.sharded.observer = self.observer
+            return iter(self.sharded)
         before, now = self._resumed, self._random_states()
         offset, self._offset = self._offset, 0
         if before is None:
@@ -134,7 +134,7 @@ class CountedLoader(DataLoader[T_co]):
     @property
     def epoch(self) -> int:
         """The epoch of the current pass, or of the next one."""
-        return self._epoch if self._sharded is None else self._sharded.epoch
+        return self._epoch if self.sharded is None else self.sharded.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch, and set it on a sampler or dataset that has epochs.
@@ -144,8 +144,8 @@ class CountedLoader(DataLoader[T_co]):
         Raises:
             ArgumentError: `epoch` is not a whole number of at least 0.
         """
-        if self._sharded is not None:
-            self._sharded.set_epoch(epoch)
+        if self.sharded is not None:
+            self.sharded.set_epoch(epoch)
             return
         if whole_number("epoch", epoch, least=0) != self._epoch:
             self._epoch, self._latest, self._resumed = epoch, None, None
@@ -154,8 +154,8 @@ class CountedLoader(DataLoader[T_co]):
 
     def begin_at(self, batches: int) -> None:
         """Begin the next pass after this many batches, wherever the loader stands."""
-        if self._sharded is not None:
-            begin_at(self._sharded, batches)
+        if self.sharded is not None:
+            begin_at(self.sharded, batches)
         elif self._resumed is not None:
             self._resumed.done = batches
         else:
@@ -167,9 +167,15 @@ class CountedLoader(DataLoader[T_co]):
         Returns:
             ``epoch``, the complete passes; ``batches`` taken, 0 after the last; and the states.
         """
-        if self._sharded is not None:
-            return self._sharded.state_dict()
-        latest = self._latest or self._resumed
+        if self.sharded is not None:
+            return self.sharded.state_dict()
+        return self._state_of(self._latest or self._resumed)
+
+    def beginning(self) -> dict[str, Any]:
+        """Return the state at which the latest pass began."""
+        return self._state_of(self._resumed)
+
+    def _state_of(self, latest: _Pass | None) -> dict[str, Any]:
         size = length_of(self)
         ended = latest is not None and size is not None and latest.done >= size
         state: dict[str, Any] = {"epoch": self._epoch + ended, "batches": 0, "generators": self._own_states()}
@@ -180,10 +186,10 @@ class CountedLoader(DataLoader[T_co]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict`: the next pass begins there. One of a `ShardedLoader` keeps that one's order."""
         self._offset = 0
-        self._latest = self._resumed = self._sharded = None
+        self._latest = self._resumed = self.sharded = None
         if "seed" in state:
-            self._sharded = ShardedLoader(self.plain())
-            self._sharded.load_state_dict(dict(state))
+            self.sharded = ShardedLoader(self.plain())
+            self.sharded.load_state_dict(dict(state))
             return
         self._epoch = whole_number("epoch", state["epoch"], least=0)
         for generator, own in zip(self._generators(), state["generators"], strict=False):
