@@ -137,7 +137,10 @@ class StateFiles:
         batches, size = self._gradients.step_progress
         return {
             "random": random_states(),
-            "loaders": [position_of(loader, self._gradients.continues(loader)) for loader in self._prepared.loaders],
+            "loaders": [
+                position_of(loader, self._gradients.continues(getattr(loader, "sharded", None) or loader))
+                for loader in self._prepared.loaders
+            ],
             "step": {"batches": batches, "size": size},
             "gradient_orders": [gradient_order.order_of(model) for model in self._prepared.models],
         }

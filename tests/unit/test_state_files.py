@@ -334,6 +334,22 @@ def test_a_counted_loader_resumes_with_generators_of_its_own() -> None:
     assert second.epoch == 3
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_in_the_last_batch_keeps_the_next_order(num_workers: int) -> None:
+    """A sampler with a generator draws once more after its last index."""
+
+    def loader(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        return Accelerator(compute_setup="cpu").prepare(numbers(generator=generator, num_workers=num_workers))
+
+    first, second = loader(1), loader(2)
+    state = [first.state_dict() for _ in first][-1]
+    second.load_state_dict(state)
+    assert [[batch.tolist() for batch in second] for _ in range(2)] == [
+        [batch.tolist() for batch in first] for _ in range(2)
+    ]
+
+
 def test_a_stream_resumes_in_a_single_process() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ def begin_at(loader: ShardedLoader[Any], batches: int) -> None:
     if state["batches"] == batches:
         loader.load_state_dict(state)
         return
-    if state["batches"] and state["world_size"] != world().size:
+    if state["batches"] and state["world_size"] != world().size and world().rank == 0:
         warn(
             f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {state['batches']} of "
             f"{state['world_size']} ranks, and there are {world().size} now: leave skip_first_batches out, and the "
@@ -124,7 +125,7 @@ class CountedLoader(DataLoader[T_co]):
                 self.observer.end_pass(self)
 
     def _skip(self, batches: Any, count: int) -> None:
-        if self.num_workers == 0 and not isinstance(self.dataset, IterableDataset):
+        if batches._num_workers == 0 and not isinstance(self.dataset, IterableDataset):
             batches = iter(batches._next_index, _END)  # torch's own: the sampler's next batch, without loading it
         for _ in range(count):
             if next(batches, _END) is _END:
@@ -178,10 +179,10 @@ class CountedLoader(DataLoader[T_co]):
     def _state_of(self, latest: _Pass | None) -> dict[str, Any]:
         size = length_of(self)
         ended = latest is not None and size is not None and latest.done >= size
-        state: dict[str, Any] = {"epoch": self._epoch + ended, "batches": 0, "generators": self._own_states()}
-        if latest is not None and not ended:
-            state |= {"batches": latest.done, "at_iter": latest.at_iter, "at_first": latest.at_first}
-        return state
+        state: dict[str, Any] = {"epoch": self._epoch + ended, "generators": self._own_states()}
+        if latest is not None and (not ended or self._generators()):
+            state |= {"at_iter": latest.at_iter, "at_first": latest.at_first}
+        return state | {"batches": 0 if latest is None or ended else latest.done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict`: the next pass begins there. One of a `ShardedLoader` keeps that one's order."""
@@ -196,6 +197,20 @@ class CountedLoader(DataLoader[T_co]):
             generator.set_state(own)
         if state["batches"]:
             self._resumed = _Pass(state["at_iter"], state["at_first"], state["batches"])
+        elif "at_iter" in state and not isinstance(self.dataset, IterableDataset):
+            self._finish(state)
+
+    def _finish(self, state: Mapping[str, Any]) -> None:
+        """Have samplers draw what they draw after the last batch of a pass, from generators of their own."""
+        now = random_states()
+        indices: Any = self.plain()
+        vars(indices)["num_workers"] = 0
+        self._restore(state["at_iter"])
+        batches = iter(indices)
+        if self.num_workers == 0:  # workers have the indices drawn before the first batch
+            self._restore(state["at_first"])
+        self._skip(batches, sys.maxsize)
+        restore_random_states(now)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything except what belongs to this process."""
