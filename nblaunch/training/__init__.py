@@ -17,6 +17,7 @@ from nblaunch.training.data import (
     WorkersTiming,
     preprocess,
     shard,
+    skip_first_batches,
     time_workers,
 )
 from nblaunch.training.evaluation import evaluate
@@ -47,5 +48,6 @@ __all__ = [
     "seed_everything",
     "seed_worker",
     "shard",
+    "skip_first_batches",
     "time_workers",
 ]

@@ -18,15 +18,16 @@ from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.preparation import Preparation, move_batch, unwrapped
+from nblaunch.training.state_files import StateFiles
 from nblaunch.training.topology import ensure_group, world
 
 
-class Accelerator(AcceleratorSettings):
+class Accelerator(StateFiles, AcceleratorSettings):
     """Places models and data and trains over any number of ranks, including a single process.
 
     It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
     the ranks that it is sent to. In a single process on the CPU it changes nothing, so the same cell runs without a
-    launch. Every rank must call the methods marked as collectives.
+    launch. Every rank must call the methods marked as collectives. `save_state` and `load_state` resume a loop exactly.
 
     Args:
         nprocs: Ranks that `distribute` launches. Default: one per GPU; 2 without GPUs.
@@ -46,6 +47,8 @@ class Accelerator(AcceleratorSettings):
             ``"optimizer"``; with several ranks `prepare` warns that the two differ.
         step_scheduler_with_optimizer: Whether schedulers wait for their optimizer's step (default). False: each
             ``step`` counts, whatever the optimizer does; for schedules of epochs.
+        project_dir: The folder of `save_state` without arguments, if `project_config` does not name one.
+        project_config: An object with the attributes of accelerate's ``ProjectConfiguration``.
 
     Raises:
         ArgumentError: An argument is wrong; the message names it.
@@ -62,9 +65,10 @@ class Accelerator(AcceleratorSettings):
         DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). Other objects come
         back unchanged.
 
-        In a single process a DataLoader comes back unchanged unless its batches must be moved (a GPU, a `dtype`), its
-        last batch detected (accumulation), or its order drawn from `seed`. For ``set_epoch``, ``is_last`` or
-        ``state_dict`` prepare ``shard(loader)``, which has them in a single process too.
+        In a single process a DataLoader yields the same batches as before, and has ``state_dict`` and ``set_epoch``.
+        It is sharded only if its batches must be moved (a GPU, a `dtype`), its last batch detected (accumulation), or
+        its order drawn from `seed`. One of a subclass of DataLoader comes back unchanged, and has no position in
+        `save_state`: prepare ``shard(loader)`` for that, or for ``is_last``.
 
         Returns:
             A single object as itself, several as a tuple.
@@ -83,6 +87,7 @@ class Accelerator(AcceleratorSettings):
             self.schedule_steps if self.step_scheduler_with_optimizer else "call",
         )
         prepared = preparation.all(objects)
+        self._prepared.add(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_batch(self, batch: Any) -> Any:

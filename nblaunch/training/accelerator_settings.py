@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,8 @@ class AcceleratorSettings:
         seed: int | None = None,
         schedule_steps: str | None = None,
         step_scheduler_with_optimizer: bool = True,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: Any = None,
     ) -> None:
         given: Any = dtype
         if given is not None and not (isinstance(given, torch.dtype) and (given.is_floating_point or given.is_complex)):
@@ -50,6 +53,8 @@ class AcceleratorSettings:
         self.seed = checked_seed(seed)
         self.schedule_steps = schedule_steps
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.project_dir = project_dir
+        self.project_configuration = project_config
         self._mixed_precision = mixed_precision
         self._gradient_state: GradientState | None = None
         precision.precision_of(mixed_precision)

@@ -16,8 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.training import gradient_order
+from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
+from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.data.sharding import shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.gradient_accumulation import GradientState, SteppedOptimizer, SteppedScheduler
@@ -68,6 +71,7 @@ class Preparation:
         if isinstance(module, DistributedDataParallel):
             cast_forward(module.module, self.device, self.precision)
             self.gradient_state.add_module(module)
+            gradient_order.follow(module)
             return module
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             return module  # DTensors: already placed and sharded by the user
@@ -77,6 +81,7 @@ class Preparation:
             device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" else {}
             module = DistributedDataParallel(module, **{**device_ids, **self.ddp_kwargs})
             self.gradient_state.add_module(module)
+            gradient_order.follow(module)
         return module
 
     def _place(self, module: nn.Module) -> None:
@@ -121,14 +126,22 @@ class Preparation:
 
     # ------------------------------------------------------------------ data
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Shard the loader and move its batches. Alone, with nothing to move, count or seed: the loader itself."""
+        """Shard the loader and move its batches. Alone, with nothing to move, count or seed: only count its batches."""
         moves = self.device.type != "cpu" or self.dtype is not None
         if not (world().is_shared or moves or self.gradient_state.every > 1 or self.seed is not None):
-            return loader
+            return self._counted(loader)
         move = functools.partial(move_batch, device=self.device, dtype=self.dtype)
         prepared = shard(loader, seed=self.seed, move=move)
         prepared.observer = self.gradient_state
         return prepared
+
+    def _counted(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return the loader with a position for saved states; one of a class of the user's own comes back itself."""
+        if type(loader) is DataLoader:
+            loader = CountedLoader(loader)
+        if isinstance(loader, (CountedLoader, ShardedLoader)):
+            loader.observer = self.gradient_state
+        return loader
 
 
 def move_batch(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
