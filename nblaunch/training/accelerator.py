@@ -18,6 +18,7 @@ from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.preparation import Preparation, move_batch, unwrapped
+from nblaunch.training.sharded_models import clip_grad_norm, is_sharded
 from nblaunch.training.topology import ensure_group, world
 
 
@@ -39,6 +40,7 @@ class Accelerator(AcceleratorSettings):
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. Default: the launcher's ``mixed_precision=``, else no.
         gradient_accumulation_steps: Batches per optimizer step, counted by `accumulate`. Default 1.
         ddp_kwargs: More arguments for ``DistributedDataParallel``.
+        parallelism: A `Parallelism`: ranks divide each prepared module instead of holding copies of it.
         seed: Seed of the order of prepared loaders. Default: that of `seed_everything`, else 0.
         schedule_steps: What one ``step`` of a prepared scheduler counts. ``"optimizer"``: an optimizer step, so the
             schedule is the same for any number of ranks. ``"rank"``: an optimizer step of each rank, so N ranks take
@@ -55,8 +57,9 @@ class Accelerator(AcceleratorSettings):
     def prepare(self, *objects: Any) -> Any:
         """Prepare objects for the ranks: any number, in any order, inside pytrees too. A collective.
 
-        Modules go to the device and dtype, and into DDP if there are other ranks and something to train. Optimizers
-        are wrapped only if accumulation or float16 must decide when they step. The same holds for schedulers: unless
+        Modules go to the device and dtype, and into DDP if there are other ranks and something to train. With
+        `parallelism` the ranks divide them in place, and optimizers of them get the new parameters. Optimizers are
+        wrapped only if accumulation or float16 must decide when they step. The same holds for schedulers: unless
         `schedule_steps` says otherwise they count optimizer steps, so with 4 ranks a schedule of 1000 steps takes
         1000 steps, where accelerate's takes 250.
         DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). Other objects come
@@ -81,6 +84,7 @@ class Accelerator(AcceleratorSettings):
             self.seed,
             self.ddp_kwargs,
             self.schedule_steps if self.step_scheduler_with_optimizer else "call",
+            self.parallelism,
         )
         prepared = preparation.all(objects)
         return prepared[0] if len(prepared) == 1 else prepared
@@ -168,14 +172,14 @@ class Accelerator(AcceleratorSettings):
         if not self.sync_gradients:
             return None
         self._gradients.unscale(own)
-        return nn.utils.clip_grad_norm_(own, max_norm, norm_type)
+        return clip_grad_norm(own, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each gradient's value; between optimizer steps do nothing."""
         own = _as_list(parameters)
         if self.sync_gradients:
             self._gradients.unscale(own)
-            nn.utils.clip_grad_value_(own, clip_value)
+            nn.utils.clip_grad_value_(own, clip_value, foreach=False if any(map(is_sharded, own)) else None)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of mixed precision. Prepared modules enter it themselves."""
@@ -200,7 +204,7 @@ class Accelerator(AcceleratorSettings):
                 value has another type.
         """
         self._join()
-        return dict_reduction.all_reduce_dict(d, op, self.log_device)
+        return dict_reduction.all_reduce_dict(d, op, self.log_device, self.copies)
 
     def gather(self, nest: Any) -> Any:
         """Concatenate every tensor of a pytree along dimension 0, by rank. A collective.
@@ -220,7 +224,7 @@ class Accelerator(AcceleratorSettings):
         or of their elements if the values are lists or tuples.
         """
         self._join()
-        is_padding = self._gradients.is_padding
+        is_padding = self._gradients.is_padding or world().rank % self.copies != 0
         return collectives.gather_for_metrics(nest, is_padding=is_padding, as_objects=use_gather_object)
 
     def reduce(self, nest: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -237,7 +241,7 @@ class Accelerator(AcceleratorSettings):
                 numbers was requested.
         """
         self._join()
-        return collectives.reduce(nest, reduction)
+        return collectives.reduce(nest, reduction, self.copies)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object, of any kind, on every rank; GPU tensors on each rank's own GPU. A collective."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nblaunch.training.sharded_models import no_gradient_sync
 from nblaunch.training.topology import world
 
 
@@ -80,9 +81,7 @@ class GradientState:
     def enter_no_sync(self, stack: ExitStack, modules: Iterable[nn.Module]) -> None:
         """Enter ``no_sync`` of the modules (default: of all prepared ones) on `stack`."""
         for module in list(modules) or list(self._modules):
-            no_sync = getattr(module, "no_sync", None)  # of DDP, of FSDP, and of a compiled one of these
-            if no_sync is not None:
-                stack.enter_context(no_sync())
+            stack.enter_context(no_gradient_sync(module))
 
     def add_module(self, module: nn.Module) -> None:
         self._modules.add(module)
