@@ -163,11 +163,14 @@ def _divide_layers(module: nn.Module, parallelism: Parallelism, mesh: Any) -> No
     names: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    styles = {name: _style(module.get_submodule(name), style) for name, style in parallelism.planned(module).items()}
+    styles = parallelism.planned(module)
+    for name, style in styles.items():
+        layer = module.get_submodule(name)
+        if style in ("colwise", "rowwise") and not isinstance(layer, nn.Embedding):
+            _check_even(layer, name, style, mesh.size())
+        styles[name] = _style(layer, style)
     parallelize_module(module, mesh, styles)
     now = dict(module.named_parameters(remove_duplicate=False))
-    for parameter in now.values():
-        _check_even(parameter, next(name for name in now if now[name] is parameter), mesh.size())
     for tied in names.values():
         _tie_again(module, tied, now)
 
@@ -200,18 +203,16 @@ def _style(layer: nn.Module, style: Any) -> Any:
     return ColwiseParallel(output_layouts=Replicate()) if style == "colwise_gather" else ColwiseParallel()
 
 
-def _check_even(parameter: Tensor, name: str, ranks: int) -> None:
-    """Refuse uneven parts: ranks would draw different numbers for dropout, and then differ in all that follows.
+def _check_even(layer: nn.Module, name: str, style: str, ranks: int) -> None:
+    """Refuse uneven parts of activations: ranks would draw different numbers for dropout, and differ from then on.
 
     Raises:
         ArgumentError: A dimension is not a multiple of the number of ranks.
     """
-    for placement in getattr(parameter, "placements", ()):
-        if placement.is_shard() and parameter.shape[placement.dim] % ranks:
-            raise ArgumentError(
-                f"plan: {name} has {parameter.shape[placement.dim]} along the dimension that tensor={ranks} divides, "
-                f"which is no multiple of {ranks}"
-            )
+    attribute = "out_features" if style == "colwise" else "in_features"
+    size = getattr(layer, attribute, 0)
+    if size % ranks:
+        raise ArgumentError(f"plan: {name} has {attribute}={size}, which tensor={ranks} does not divide")
 
 
 def _tie_again(module: nn.Module, tied: list[str], now: Mapping[str, Tensor]) -> None:
@@ -253,11 +254,11 @@ def _part_like(value: Any, parameter: Any) -> Any:
 
     mesh, part = parameter.device_mesh, value
     for dimension in reversed(range(mesh.ndim)):  # a layer's division first, then that of its part
-        placement = parameter.placements[dimension]
-        if placement.is_shard():
-            parts = part.chunk(mesh.size(dimension), placement.dim)
+        divided: int | None = getattr(parameter.placements[dimension], "dim", None)
+        if divided is not None:
+            parts = part.chunk(mesh.size(dimension), divided)
             at = mesh.get_local_rank(dimension)
-            part = parts[at] if at < len(parts) else part.narrow(placement.dim, 0, 0)
+            part = parts[at] if at < len(parts) else part.narrow(divided, 0, 0)
     local = part.contiguous().clone().to(parameter.to_local().device)
     return DTensor.from_local(
         local, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

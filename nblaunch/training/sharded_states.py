@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +18,13 @@ from nblaunch.training.gradient_accumulation import SteppedOptimizer
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import to_device, tree_leaves, tree_map
 from nblaunch.training.sharded_models import is_sharded
-from nblaunch.training.topology import ensure_group, world
+from nblaunch.training.topology import ensure_group, has_group, world
 
 Optimizers = Optimizer | Sequence[Optimizer]
 _GROUPS = "groups"
 """The key of the optimizers' hyperparameters."""
+_FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
+"""DCP need not flatten a state that is flat; it would take the hyperparameters apart."""
 
 
 # ------------------------------------------------------------------ whole
@@ -33,7 +36,7 @@ def full_state(part: Any) -> dict[str, Any]:
             ``Optimizer.state_dict``, with numbers for parameters, so it loads into an optimizer that is not divided.
 
     Returns:
-        On other ranks an empty dict.
+        On other ranks an empty dict. Tensors that are whole may share the memory of the part's own.
     """
     own = unwrapped(part) if isinstance(part, nn.Module) else part
     state: dict[str, Any] = gathered(own.state_dict())
@@ -106,12 +109,13 @@ def save_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimiz
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
     ensure_group()
-    dcp.save(
-        sharded_state(model, optimizers),
-        storage_writer=FileSystemWriter(folder),
-        planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-        no_dist=not world().is_shared,
-    )
+    with _alone_or_together() as options:
+        dcp.save(
+            sharded_state(model, optimizers),
+            storage_writer=FileSystemWriter(folder),
+            planner=DefaultSavePlanner(**_FLAT, dedup_save_to_lowest_rank=True),
+            **options,
+        )
 
 
 def load_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimizers: Optimizers = ()) -> None:
@@ -120,7 +124,6 @@ def load_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimiz
     Raises:
         ArgumentError: The folder holds no such state, or that of other modules or optimizers.
     """
-    from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint import FileSystemReader
 
     ensure_group()
@@ -133,17 +136,34 @@ def load_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimiz
     state: dict[str, Any] = {f"model.{name}": value for name, value in module.state_dict().items()}
     _compare(folder, "model", state, [key for key in saved if key.startswith("model.")])
     first: dict[str, Any] = {_GROUPS: []}
-    dcp.load(first, storage_reader=reader, no_dist=not world().is_shared)
+    _load(first, reader)
     groups = first[_GROUPS]
     _compare_groups(folder, groups, module, own)
     for number, optimizer in enumerate(own):
         state |= _empty_state(saved, f"optimizer.{number}.", module, optimizer)
-    dcp.load(state, storage_reader=reader, no_dist=not world().is_shared)  # in place, into each rank's part
+    _load(state, reader)
     module.load_state_dict(
         {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
     )
     for number, optimizer in enumerate(own):
         _set_state(optimizer, groups[number], f"optimizer.{number}.", state, _names(module, optimizer))
+
+
+def _load(state: dict[str, Any], reader: Any) -> None:
+    """Load in place, into each rank's parts of tensors."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
+    with _alone_or_together() as options:
+        dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(**_FLAT), **options)
+
+
+@contextmanager
+def _alone_or_together() -> Iterator[dict[str, bool]]:
+    """Yield DCP's arguments for this process, without its warning to a process that is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield {"no_dist": not has_group()}
 
 
 def _empty_state(saved: Mapping[str, Any], prefix: str, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from nblaunch.training import Accelerator, Accuracy, Parallelism, evaluate
+from nblaunch.errors import ArgumentError
+from nblaunch.training import (
+    Accelerator,
+    Accuracy,
+    DistributedWeightedSampler,
+    ExactDistributedSampler,
+    Parallelism,
+    evaluate,
+)
+from nblaunch.training.exchange import exchange
 from nblaunch.training.sharded_models import is_sharded
 from nblaunch.training.sharded_states import full_state, load_sharded_state, save_sharded_state
 from tests.processes.conftest import Launcher
@@ -62,7 +72,7 @@ class Model(nn.Module):
         x = self.tokens(x)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x) * self.scale
+        return self.head(x).transpose(1, 2) * self.scale
 
 
 def sentences(count: int = 26) -> TensorDataset:
@@ -71,7 +81,7 @@ def sentences(count: int = 26) -> TensorDataset:
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+    return nn.functional.cross_entropy(output, target)
 
 
 def trained(
@@ -139,3 +149,288 @@ def test_each_mesh_equals_a_single_process(launch: Launcher, mesh: str) -> None:
     size = 6 if ranks == 3 else 8
     result = launch(partial(run, parallelism, batch_size=size), num_processes=ranks, device="cpu")
     assert_close(result[0], run(None, batch_size=size))
+
+
+# ------------------------------------------------------------------ parameters and optimizers
+def test_parts_of_parameters_and_states_add_up_once(launch: Launcher) -> None:
+    def check(parallelism: Parallelism) -> tuple[int, int, int]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
+        model = accelerator.prepare(Model())
+        optimizer = accelerator.prepare(torch.optim.Adam(model.parameters()))
+        loss_of(model(torch.ones(2, 3, dtype=torch.long)), torch.ones(2, 3, dtype=torch.long)).backward()
+        optimizer.step()
+        own = [parameter.to_local().numel() for parameter in model.parameters()]
+        moments = [state["exp_avg"].to_local().numel() for state in optimizer.state.values()]
+        return sum(own), sum(moments), max(own)
+
+    total = sum(parameter.numel() for parameter in Model().parameters())
+    by_rank = list(launch(partial(check, Parallelism()), device="cpu"))
+    assert sum(own for own, _, _ in by_rank) == total
+    assert all(own == moments and abs(own - total / 2) <= 16 for own, moments, _ in by_rank)
+    by_rank = list(launch(partial(check, Parallelism(replicate=2)), num_processes=4, device="cpu"))
+    assert sum(own for own, _, _ in by_rank) == 2 * total
+
+
+def test_an_optimizer_keeps_its_groups_and_its_state(launch: Launcher) -> None:
+    def halves(model: Model) -> list[dict[str, Any]]:
+        head = [model.head.weight, model.tokens.weight]
+        return [
+            {"params": head, "lr": 0.1, "weight_decay": 0.5},
+            {"params": [p for p in model.layers.parameters()]},
+        ]
+
+    def step(net: Any, optimizer: Any) -> None:
+        inputs, target = sentences(4).tensors
+        loss_of(net(inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def check(parallelism: Parallelism | None, apart: bool = False) -> list[Any]:
+        model = Model()
+        optimizer = torch.optim.AdamW(halves(model), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step(model, optimizer)  # there is a state to divide
+        scheduler.step()
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism, schedule_steps="optimizer")
+        if apart:
+            model = accelerator.prepare(model)
+            scheduler, optimizer = accelerator.prepare(scheduler, optimizer)
+        else:
+            scheduler, model, optimizer = accelerator.prepare(scheduler, model, optimizer)
+        step(model, optimizer)
+        scheduler.step()
+        assert all(p is q for p, q in zip(optimizer.param_groups[1]["params"], model.layers.parameters(), strict=True))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+        return [full_state(model), full_state(optimizer)]
+
+    expected = check(None)
+    for ranks, parallelism in ((2, Parallelism()), (4, Parallelism(tensor=2, plan=PLAN))):
+        for apart in (False, True):
+            result = launch(partial(check, parallelism, apart), num_processes=ranks, device="cpu")
+            torch.testing.assert_close(result[0], expected, rtol=1e-10, atol=1e-10)
+            assert result[1] == [{}, {}]
+
+
+def test_rank_0_decides_the_weights(launch: Launcher) -> None:
+    def check(rank: int, parallelism: Parallelism) -> dict[str, Any]:
+        model = Model(seed=rank)
+        model.scale.fill_(rank + 3)
+        return full_state(Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(model))
+
+    expected = {**Model(seed=0).state_dict(), "scale": torch.tensor(3.0, dtype=torch.float64)}
+    for parallelism in (Parallelism(), Parallelism(tensor=2, plan=PLAN)):
+        weights = launch(partial(check, parallelism=parallelism), device="cpu")[0]
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+TIED_PLAN = {**PLAN, "tokens": "rowwise", "head": "colwise_gather"}
+
+
+@pytest.mark.parametrize("kind", ["shard", "tensor"])
+def test_tied_and_frozen_weights_stay_so(launch: Launcher, kind: str) -> None:
+    def check(parallelism: Parallelism | None) -> Any:
+        model = Model(tied=True)
+        model.layers[0].requires_grad_(False)
+        net, weights, norms = trained(parallelism, model=model)
+        assert net.head.weight is net.tokens.weight
+        assert weights == {} or torch.equal(weights["head.weight"], weights["tokens.weight"])
+        assert [p.requires_grad for p in net.layers[0].parameters()] == [False] * 16
+        return weights, norms
+
+    parallelism = Parallelism() if kind == "shard" else Parallelism(tensor=2, plan=TIED_PLAN)
+    expected = check(None)
+    assert_close(launch(partial(check, parallelism), device="cpu")[0], expected)
+    before = Model(tied=True).state_dict()
+    assert torch.equal(expected[0]["layers.0.up.weight"], before["layers.0.up.weight"])
+    assert not torch.equal(expected[0]["head.weight"], before["head.weight"])
+
+
+# ------------------------------------------------------------------ data
+def test_ranks_of_a_tensor_group_read_the_same(launch: Launcher) -> None:
+    def check(rank: int) -> list[Any]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(tensor=2, plan=PLAN))
+        numbers = TensorDataset(torch.arange(10))
+        weighted = DistributedWeightedSampler(torch.ones(10), replacement=False)
+        loaders = [
+            DataLoader(numbers, 2, shuffle=True),
+            DataLoader(numbers, 2, sampler=weighted),
+            DataLoader(Stream(10), 2),
+        ]
+        read = []
+        for loader in accelerator.prepare(*loaders):
+            batches = list(loader)
+            assert len(batches) == 3
+            read.append(
+                [number for batch in batches for number in (batch[0] if isinstance(batch, list) else batch).tolist()]
+            )
+            assert loader.state_dict()["world_size"] == 2
+        first = accelerator.prepare(DataLoader(numbers, 2))
+        counted = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in first]).tolist()
+        total = accelerator.reduce(torch.tensor(float(rank // 2 + 1)), "sum").item()
+        mean = accelerator.reduce(torch.tensor(rank // 2 + 1), "mean").item()
+        figures = accelerator.all_reduce_dict({"n": rank // 2 + 1}, "sum")["n"]
+        return [read, sorted(counted), total, mean, figures]
+
+    result = list(launch(check, num_processes=4, device="cpu"))
+    assert result[0] == result[1]
+    assert result[2] == result[3]
+    for read, other in zip(result[0][0], result[2][0], strict=True):
+        assert sorted(read + other) == list(range(10))
+    assert all(rest == [list(range(10)), 3.0, 1.5, 3] for _, *rest in result)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(self.size))
+
+
+def test_a_sampler_of_single_ranks_is_refused(launch: Launcher) -> None:
+    def check() -> None:
+        data = sentences(8)
+        loader = DataLoader(data, 2, sampler=DistributedSampler(data))
+        Accelerator(compute_setup="cpu", parallelism=Parallelism(tensor=2, plan=PLAN)).prepare(loader)
+
+    with pytest.raises(
+        ArgumentError, match=r"DistributedSampler has num_replicas=2, rank=[01].*num_replicas=1, rank=0"
+    ):
+        launch(check, device="cpu")
+
+
+@pytest.mark.parametrize("mesh", ["shard", "tensor"])
+def test_evaluate_counts_uneven_parts_once(launch: Launcher, mesh: str) -> None:
+    def check(rank: int, parallelism: Parallelism | None) -> list[Any]:
+        model = Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(Model())
+        options: Any = {"metrics": {"accuracy": Accuracy(), "count": Count()}, "loss_fn": loss_of}
+        results = [evaluate(model, DataLoader(sentences(count), 4), **options) for count in (26, 1)]
+        if parallelism is None or parallelism.tensor == 1:
+            exact = ExactDistributedSampler(5)  # three samples for rank 0, two for rank 1
+            results.append(evaluate(model, DataLoader(sentences(5), 1, sampler=exact), **options))
+            none: Any = [] if rank else list(DataLoader(sentences(3), 1))
+            results.append(evaluate(model, none, **options))
+        return results
+
+    parallelism = Parallelism() if mesh == "shard" else Parallelism(tensor=2, plan=PLAN)
+    expected = check(0, None)
+    for results in launch(partial(check, parallelism=parallelism), device="cpu"):
+        for result, own in zip(results, expected, strict=mesh == "shard"):
+            assert result == pytest.approx(own, rel=1e-10)
+
+
+class Count:
+    """The samples that were counted, over all ranks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, output: Any, target: Any) -> None:
+        self.count += len(target)
+
+    def compute(self) -> float:
+        return float(sum(exchange(self.count)))
+
+    def reset(self) -> None:
+        self.count = 0
+
+
+# ------------------------------------------------------------------ states
+def _whole(net: Any, optimizer: Any) -> list[Any]:
+    return copy.deepcopy([full_state(net), full_state(optimizer)])
+
+
+def _steps(net: Any, optimizer: Any, numbers: range, parts: int, part: int) -> None:
+    for number in numbers:
+        tokens = torch.randint(0, ENCODINGS, (12, 6), generator=torch.Generator().manual_seed(number)).chunk(parts)
+        loss_of(net(tokens[part][:, :-1]), tokens[part][:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _made(parallelism: Parallelism, seed: int) -> tuple[Any, Any]:
+    model = Model(seed, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    prepared = Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(model, optimizer)
+    return prepared[0], prepared[1]
+
+
+def _saves(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -> list[Any]:
+    net, optimizer = _made(parallelism, 0)
+    save_sharded_state(folder / "new", net, optimizer)  # before the first step there is no state
+    parts = world_size // parallelism.tensor
+    _steps(net, optimizer, range(3), parts, rank // parallelism.tensor)
+    optimizer.param_groups[0]["lr"] = 0.01
+    save_sharded_state(folder / "later", net, optimizer)
+    saved = _whole(net, optimizer)
+    _steps(net, optimizer, range(3, 5), parts, rank // parallelism.tensor)
+    return [saved, _whole(net, optimizer)]
+
+
+def _loads(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -> list[Any]:
+    net, optimizer = _made(parallelism, 1)
+    parts = world_size // parallelism.tensor
+    _steps(net, optimizer, range(7, 8), parts, rank // parallelism.tensor)  # its own state is to be forgotten
+    load_sharded_state(folder / "later", net, optimizer)
+    loaded = _whole(net, optimizer)
+    _steps(net, optimizer, range(3, 5), parts, rank // parallelism.tensor)
+    ended = _whole(net, optimizer)
+    load_sharded_state(folder / "new", net, optimizer)
+    _steps(net, optimizer, range(3), parts, rank // parallelism.tensor)
+    return [loaded, ended, _whole(net, optimizer)]
+
+
+DIVIDED = Parallelism(tensor=2, plan=TIED_PLAN)
+RESUMES = {
+    "same ranks": (2, Parallelism(), 2, Parallelism()),
+    "2 to 1": (2, Parallelism(), 1, Parallelism()),
+    "2 to 3": (2, Parallelism(), 3, Parallelism()),
+    "4 to 2": (4, Parallelism(replicate=2), 2, Parallelism()),
+    "4 divided to 2": (4, DIVIDED, 2, Parallelism()),
+    "3 to 4 divided": (3, Parallelism(), 4, DIVIDED),
+    "same ranks divided": (4, DIVIDED, 4, DIVIDED),
+}
+
+
+@pytest.mark.parametrize("kind", RESUMES)
+def test_a_state_loads_on_other_ranks_bit_for_bit(launch: Launcher, tmp_path: Path, kind: str) -> None:
+    before, first, after, second = RESUMES[kind]
+    saved, ended = launch(partial(_saves, parallelism=first, folder=tmp_path), num_processes=before, device="cpu")[0]
+    loaded, resumed, again = launch(
+        partial(_loads, parallelism=second, folder=tmp_path), num_processes=after, device="cpu"
+    )[0]
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    assert loaded[1]["param_groups"][0]["lr"] == 0.01
+    tolerance = 0.0 if (before, first) == (after, second) else 1e-10
+    torch.testing.assert_close(resumed, ended, rtol=tolerance, atol=tolerance)
+    again[1]["param_groups"][0]["lr"] = 0.01
+    torch.testing.assert_close(again, saved, rtol=tolerance, atol=tolerance)
+
+
+def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -> None:
+    def check(folder: Path) -> list[str]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        net, optimizer = Accelerator(compute_setup="cpu", parallelism=Parallelism()).prepare(model, optimizer)
+        said = []
+        for call in (
+            lambda: save_sharded_state(folder, net, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
+            lambda: load_sharded_state(folder / "none", net),
+            lambda: save_sharded_state(folder, net, optimizer),
+            lambda: load_sharded_state(folder, nn.Linear(2, 2, bias=False), ()),
+            lambda: load_sharded_state(folder, net),
+            lambda: load_sharded_state(folder, net, torch.optim.SGD([net.weight], lr=0.1)),
+        ):
+            try:
+                call()
+            except ArgumentError as error:
+                said.append(str(error))
+        return said
+
+    for said in launch(partial(check, tmp_path), device="cpu"):
+        foreign, absent, other, fewer, groups = said
+        assert "parameter of shape [2, 2] that the FSDPLinear does not have: prepare both" in foreign
+        assert f"folder={str(tmp_path / 'none')!r}: holds no complete state" in absent
+        assert "holds another model: without nothing, and with model.bias" in other
+        assert "optimizers: 0 given, but" in fewer
+        assert "the parameter groups of number 0 differ" in groups
