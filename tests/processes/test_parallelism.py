@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, RankDiedError
 from nblaunch.training import (
     Accelerator,
     Accuracy,
@@ -434,3 +436,176 @@ def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -
         assert "holds another model: without nothing, and with model.bias" in other
         assert "optimizers: 0 given, but" in fewer
         assert "the parameter groups of number 0 differ" in groups
+
+
+# ------------------------------------------------------------------ precision, randomness, and what goes wrong
+@pytest.mark.parametrize("mesh", ["shard", "tensor"])
+def test_bfloat16_computes_in_half_and_keeps_float32(launch: Launcher, mesh: str) -> None:
+    def check(parallelism: Parallelism) -> list[Any]:
+        seen: list[torch.dtype] = []
+        model = Model(dtype=torch.float32)
+        model.layers[0].up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism, mixed_precision="bf16")
+        net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for _ in range(30):
+            inputs, target = sentences(8).tensors
+            output = net(inputs)
+            loss = loss_of(output, target)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        parameter = optimizer.param_groups[0]["params"][0]
+        return [seen[0], output.dtype, parameter.dtype, losses[-1] < losses[0] * 0.8, losses[-1]]
+
+    parallelism = Parallelism() if mesh == "shard" else Parallelism(tensor=2, plan=PLAN)
+    first, second = launch(partial(check, parallelism), device="cpu")
+    assert first[:4] == [torch.bfloat16, torch.float32, torch.float32, True]
+    assert first == second
+
+
+def test_one_infinite_gradient_skips_the_step_on_all_ranks(launch: Launcher) -> None:
+    def check(rank: int) -> list[Any]:
+        model = nn.Linear(4, 4)
+        accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(), mixed_precision="fp16")
+        net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        for is_bad in (False, True, False):
+            before = full_state(net)
+            accelerator.backward(net(torch.ones(2, 4)).square().mean())
+            if is_bad and rank == 1:
+                net.weight.grad.to_local()[0, 0] = torch.inf  # of one rank's part only
+            norm = accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            after = full_state(net)
+            found.append(
+                (
+                    accelerator.optimizer_step_was_skipped,
+                    norm.isfinite().item(),
+                    all(after[k].equal(before[k]) for k in after),
+                )
+            )
+        return found
+
+    first, second = launch(check, device="cpu")
+    assert first == [(False, True, False), (True, False, True), (False, True, False)]
+    assert [each[:2] for each in second] == [each[:2] for each in first]
+
+
+def test_ranks_of_a_tensor_group_drop_the_same(launch: Launcher) -> None:
+    def check(rank: int) -> Tensor:
+        torch.manual_seed(rank)
+        plan = {"0": "colwise", "2": "rowwise"}
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 4), nn.Dropout(0.5))
+        net = Accelerator(compute_setup="cpu", parallelism=Parallelism(tensor=2, plan=plan)).prepare(model)
+        return torch.cat([net(torch.ones(4, 4)) for _ in range(3)]).detach()
+
+    outputs = list(launch(check, num_processes=4, device="cpu"))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], outputs[3])
+    assert not torch.equal(outputs[0] == 0, outputs[2] == 0)
+
+
+def test_norms_other_than_2_are_those_of_all_ranks(launch: Launcher) -> None:
+    def check(parallelism: Parallelism | None) -> list[float]:
+        model = Model()
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
+        net = accelerator.prepare(model)
+        inputs, target = sentences(4).tensors
+        norms = []
+        for kind in (1.0, float("inf")):
+            loss_of(net(inputs), target).backward()
+            for _ in range(2):
+                norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 1e-3, kind)))
+            net.zero_grad()
+        return norms
+
+    expected = check(None)
+    for ranks, parallelism in ((2, Parallelism()), (4, Parallelism(tensor=2, plan=PLAN))):
+        assert launch(partial(check, parallelism), num_processes=ranks, device="cpu")[1] == pytest.approx(expected)
+
+
+def test_distribute_brings_whole_weights_and_states_back() -> None:
+    def train(model: Model, optimizer: Any) -> int:
+        net, own = accelerator.prepare(model, optimizer)
+        _steps(net, own, range(3), accelerator.world_size, accelerator.rank)
+        return sum(parameter.to_local().numel() for parameter in net.parameters())
+
+    accelerator = Accelerator(nprocs=2, compute_setup="cpu", parallelism=Parallelism())
+    model, expected = Model(), Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    other = torch.optim.AdamW(expected.parameters(), lr=0.02)
+    sizes = accelerator.distribute(train, view="none")(model, optimizer)
+    _steps(expected, other, range(3), 1, 0)
+    assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(optimizer.state_dict(), other.state_dict(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_rank_that_fails_ends_the_others_collectives(launch: Launcher, how: str) -> None:
+    def check(rank: int) -> None:
+        net = Accelerator(compute_setup="cpu", parallelism=Parallelism()).prepare(Model())
+        inputs = sentences(2).tensors[0]
+        net(inputs)
+        if rank == 1 and how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            raise ValueError("enough")
+        for _ in range(1000):
+            net(inputs)
+
+    expected: Any = ValueError if how == "raises" else RankDiedError
+    with pytest.raises(expected, match="enough" if how == "raises" else "rank 1"):
+        launch(check, device="cpu")
+
+
+def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
+    def check(rank: int) -> list[str]:
+        def prepare(parallelism: Parallelism, *objects: Any, **settings: Any) -> None:
+            Accelerator(compute_setup="cpu", parallelism=parallelism, **settings).prepare(*objects)
+
+        layer, tied = nn.Linear(4, 3), Model(tied=True)
+        with torch.device("meta"):
+            empty = nn.Linear(2, 2)
+        said = []
+        for call in (
+            lambda: prepare(Parallelism(), torch.optim.SGD(layer.parameters(), lr=0.1)),
+            lambda: prepare(Parallelism(shard=3), layer),
+            lambda: prepare(Parallelism(tensor=2), layer),
+            lambda: prepare(Parallelism(tensor=2, plan={"0": "colwise"}), nn.Sequential(layer)),
+            lambda: prepare(Parallelism(tensor=2, plan={"layers.*.no": "colwise"}), Model()),
+            lambda: prepare(Parallelism(tensor=2, plan={"tokens": "rowwise"}), tied),
+            lambda: prepare(Parallelism(units=["tokens", "layers.*"]), Model(tied=True)),
+            lambda: prepare(Parallelism(units=[nn.Conv2d]), Model()),
+            lambda: prepare(Parallelism(cpu_offload=True), layer),
+            lambda: prepare(Parallelism(), empty),
+            lambda: prepare(Parallelism(tensor=2, plan=PLAN), Model(), mixed_precision="fp16"),
+        ):
+            try:
+                call()
+            except ArgumentError as error:
+                said.append(str(error))
+        return said
+
+    for said in launch(check, device="cpu"):
+        for text, part in zip(
+            said,
+            (
+                "none of the parameters of the SGD belong to a module that the ranks have divided",
+                "replicate=1, shard=3, tensor=1: their product must be the number of ranks, which is 2",
+                "plan=None, tensor=2: name what is divided",
+                "plan: 0 has out_features=3, which tensor=2 does not divide",
+                "plan['layers.*.no']: the Model has no such module: it has tokens, layers, layers.*, layers.*.first",
+                "plan: tokens.weight and head.weight are one parameter, and the plan divides them differently",
+                "units: tokens.weight and head.weight are one parameter, and lie in different units (tokens and the rest)",
+                "units: the Model has no Conv2d",
+                "cpu_offload=True: the ranks compute on the CPU",
+                "prepare: the Linear is on the meta device",
+                'mixed_precision="fp16", tensor=2',
+            ),
+            strict=True,
+        ):
+            assert part in text
