@@ -27,7 +27,7 @@ _replacements: Any = WeakIdKeyDictionary()
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return True for a DTensor: a tensor of which each rank holds a part."""
+    """Return True for a DTensor: each rank holds a part of it, or a copy."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 

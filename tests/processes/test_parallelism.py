@@ -63,7 +63,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.tokens = nn.Embedding(ENCODINGS, 8)
-        self.layers = nn.ModuleList([Block(8, 4), Block(8, 4)])
+        self.layers: Any = nn.ModuleList([Block(8, 4), Block(8, 4)])
         self.head = nn.Linear(8, ENCODINGS, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
@@ -178,7 +178,7 @@ def test_an_optimizer_keeps_its_groups_and_its_state(launch: Launcher) -> None:
         head = [model.head.weight, model.tokens.weight]
         return [
             {"params": head, "lr": 0.1, "weight_decay": 0.5},
-            {"params": [p for p in model.layers.parameters()]},
+            {"params": list(model.layers.parameters())},
         ]
 
     def step(net: Any, optimizer: Any) -> None:
@@ -476,7 +476,7 @@ def test_one_infinite_gradient_skips_the_step_on_all_ranks(launch: Launcher) -> 
             accelerator.backward(net(torch.ones(2, 4)).square().mean())
             if is_bad and rank == 1:
                 net.weight.grad.to_local()[0, 0] = torch.inf  # of one rank's part only
-            norm = accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            norm: Any = accelerator.clip_grad_norm_(net.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             after = full_state(net)
@@ -518,7 +518,8 @@ def test_norms_other_than_2_are_those_of_all_ranks(launch: Launcher) -> None:
         for kind in (1.0, float("inf")):
             loss_of(net(inputs), target).backward()
             for _ in range(2):
-                norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 1e-3, kind)))
+                norm: Any = accelerator.clip_grad_norm_(net.parameters(), 1e-3, kind)
+                norms.append(norm.item())
             net.zero_grad()
         return norms
 
@@ -600,7 +601,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
                 "plan: 0 has out_features=3, which tensor=2 does not divide",
                 "plan['layers.*.no']: the Model has no such module: it has tokens, layers, layers.*, layers.*.first",
                 "plan: tokens.weight and head.weight are one parameter, and the plan divides them differently",
-                "units: tokens.weight and head.weight are one parameter, and lie in different units (tokens and the rest)",
+                "tokens.weight and head.weight are one parameter, and lie in different units (tokens and the rest)",
                 "units: the Model has no Conv2d",
                 "cpu_offload=True: the ranks compute on the CPU",
                 "prepare: the Linear is on the meta device",
