@@ -247,7 +247,9 @@ def _refuse_repeats(loader: ShardedLoader[Any]) -> None:
 # ------------------------------------------------------------------ the module
 def _device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        if mesh is None or mesh.device_type == tensor.device.type:  # else its parts stay on the CPU
+            return tensor.device
     return own_device()
 
 

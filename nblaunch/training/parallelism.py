@@ -177,7 +177,8 @@ class Parallelism:
                     label = repr(unit) if isinstance(unit, str) else unit.__name__
                     raise ArgumentError(f"units: the {type(module).__name__} has no {label}{_like(list(parts))}")
                 found |= its
-        return {name: parts[name] for name in sorted(found, key=lambda name: -name.count("."))}
+        in_order = [name for name in parts if name in found]  # the same on every rank
+        return {name: parts[name] for name in sorted(in_order, key=lambda name: -name.count("."))}
 
 
 def matches(name: str, pattern: str) -> bool:

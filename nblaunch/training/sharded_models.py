@@ -20,8 +20,8 @@ from nblaunch.training.topology import collective_device, world
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TENSOR_DIMENSIONS = ("tensor", "tp")
 """Names of a mesh's dimension whose ranks divide layers: ours, and accelerate's and transformers'."""
-_meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""Meshes by default group, then by device and sizes: a session may get a new group, and no mesh outlives its own."""
+_meshes: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""Meshes in use, by default group, then by device and sizes. A session may get a new group; a mesh keeps its own."""
 _replacements: Any = WeakIdKeyDictionary()
 """The sharded parameter that took a parameter's place, by the latter, while an optimizer still has it."""
 
@@ -128,11 +128,12 @@ def _mesh(device_type: str, sizes: MeshSizes) -> Any:
     """Return the mesh of all ranks. A collective the first time."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    known = _meshes.setdefault(dist.group.WORLD, {})
+    known = _meshes.setdefault(dist.group.WORLD, weakref.WeakValueDictionary())
     key = (device_type, sizes)
-    if key not in known:
-        known[key] = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=MeshSizes._fields)
-    return known[key]
+    mesh = known.get(key)
+    if mesh is None:
+        mesh = known[key] = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=MeshSizes._fields)
+    return mesh
 
 
 def _fully_shard(

@@ -64,6 +64,7 @@ class Model(nn.Module):
         torch.manual_seed(seed)
         self.tokens = nn.Embedding(ENCODINGS, 8)
         self.layers: Any = nn.ModuleList([Block(8, 4), Block(8, 4)])
+        self.scale: Tensor
         self.head = nn.Linear(8, ENCODINGS, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
