@@ -25,7 +25,7 @@ from nblaunch.training.parallelism import Parallelism
 from nblaunch.training.precision import cast_forward
 from nblaunch.training.pytree import dtype_for, to_device, tree_leaves, tree_map
 from nblaunch.training.sharded_models import has_sharded_parameters, is_fully_sharded, is_sharded, rebind, shard_model
-from nblaunch.training.topology import world
+from nblaunch.training.topology import data_world, world
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,11 @@ class Preparation:
         return module
 
     @property
+    def _copies(self) -> int:
+        """Ranks that compute on the same samples."""
+        return 1 if self.parallelism is None else self.parallelism.copies(world().size)
+
+    @property
     def _divides(self) -> bool:
         """Return True if ranks hold parts of modules; with whole modules on every rank DDP serves."""
         if self.parallelism is None or not world().is_shared:
@@ -142,12 +147,14 @@ class Preparation:
         per_rank = self.schedule_steps == "rank"
         if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):
             return scheduler
-        return SteppedScheduler(scheduler, self.gradient_state, per_rank)
+        return SteppedScheduler(scheduler, self.gradient_state, per_rank, self._copies)
 
     def _warn_about_schedulers(self, leaves: Any) -> None:
         """Warn that a scheduler's steps differ from accelerate's, unless the user has chosen."""
         if any(isinstance(leaf, LRScheduler) and not isinstance(leaf, SteppedScheduler) for leaf in leaves):
-            ranks = world().size
+            ranks = data_world(self._copies).size
+            if ranks == 1:
+                return
             warn(
                 f"this schedule takes one step with each optimizer step of the {ranks} ranks, "
                 f"where accelerate's would take {ranks}. "
@@ -161,8 +168,7 @@ class Preparation:
         if not (world().is_shared or moves or self.gradient_state.every > 1 or self.seed is not None):
             return loader
         move = functools.partial(move_batch, device=self.device, dtype=self.dtype)
-        copies = None if self.parallelism is None else self.parallelism.copies(world().size)
-        prepared = shard(loader, seed=self.seed, move=move, copies=copies)
+        prepared = shard(loader, seed=self.seed, move=move, copies=self._copies if self._copies > 1 else None)
         prepared.observer = self.gradient_state
         return prepared
 

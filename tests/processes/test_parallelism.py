@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import signal
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from nblaunch.errors import ArgumentError, RankDiedError
@@ -611,3 +615,65 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             strict=True,
         ):
             assert part in text
+
+
+# ------------------------------------------------------------------ modules of other kinds, and meshes
+@pytest.mark.parametrize("kind", ["sharded by the user", "compiled"])
+def test_modules_of_the_user_accumulate_too(launch: Launcher, kind: str) -> None:
+    def check(parallelism: Parallelism | None) -> Any:
+        model: Any = Model()
+        if parallelism is not None and kind == "compiled":
+            warnings.filterwarnings(
+                "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+            )  # torch's own
+            model = torch.compile(model, backend="eager")
+            return trained(parallelism, steps=2, epochs=1, model=model)[1:]
+        if parallelism is not None:
+            for part in (*model.layers, model):
+                fully_shard(part)
+        return trained(None, steps=2, epochs=1, model=model)[1:]
+
+    assert_close(launch(partial(check, Parallelism()), device="cpu")[0], check(None))
+
+
+def test_without_parts_there_is_ddp(launch: Launcher) -> None:
+    def check() -> bool:
+        net = Accelerator(compute_setup="cpu", parallelism=Parallelism(shard=False)).prepare(nn.Linear(2, 2))
+        return isinstance(net, nn.parallel.DistributedDataParallel)
+
+    assert list(launch(check, device="cpu")) == [True, True]
+
+
+def test_gradients_wait_for_the_end_of_a_step(launch: Launcher) -> None:
+    def check() -> list[bool]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(), gradient_accumulation_steps=3)
+        net = accelerator.prepare(Model())
+        exchanged = []
+        for _ in range(6):
+            with accelerator.accumulate(net):
+                accelerator.backward(loss_of(net(sentences(2).tensors[0]), sentences(2).tensors[1]))
+            exchanged.append(all(parameter.grad is not None for parameter in net.parameters()))
+            if accelerator.sync_gradients:
+                net.zero_grad()
+        return exchanged
+
+    assert list(launch(check, device="cpu")) == [[False, False, True] * 2] * 2
+
+
+def test_a_mesh_ends_with_its_group(launch: Launcher, tmp_path: Path) -> None:
+    def check(rank: int, folder: Path) -> list[int]:
+        counts = []
+        for number in range(5):
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", f"file://{folder}/{number}", rank=rank, world_size=2)
+            accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(shard=2))
+            nets = [accelerator.prepare(nn.Linear(2, 2)) for _ in range(2)]
+            nets[1](torch.ones(1, 2)).sum().backward()
+            assert nets[0].weight.device_mesh is nets[1].weight.device_mesh
+            del nets
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+    for counts in launch(partial(check, folder=tmp_path), device="cpu"):
+        assert counts[4] == counts[2], counts
