@@ -135,27 +135,29 @@ def assert_close(result: Any, expected: Any, tolerance: float = 1e-10) -> None:
     assert norms == pytest.approx(own_norms, rel=tolerance)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_sharded_training_equals_a_single_process(launch: Launcher, steps: int) -> None:
-    result = launch(partial(run, Parallelism(), steps=steps), device="cpu")
-    assert_close(result[0], run(None, steps=steps))
-
-
-MESHES = {
-    "tensor": (2, Parallelism(tensor=2, plan=PLAN)),
-    "shard and tensor": (4, Parallelism(tensor=2, plan=PLAN)),
-    "replicate and shard": (4, Parallelism(replicate=2)),
-    "replicate and tensor": (4, Parallelism(shard=False, tensor=2, plan=PLAN)),
-    "uneven parts": (3, Parallelism(reshard_after_forward=False)),
+RUNS: dict[int, list[tuple[Parallelism, dict[str, Any]]]] = {
+    2: [
+        (Parallelism(), {}),
+        (Parallelism(), {"steps": 2}),
+        (Parallelism(tensor=2, plan=PLAN), {}),
+    ],
+    3: [(Parallelism(reshard_after_forward=False), {"batch_size": 6})],  # uneven parts
+    4: [
+        (Parallelism(replicate=2), {}),
+        (Parallelism(tensor=2, plan=PLAN), {}),
+        (Parallelism(shard=False, tensor=2, plan=PLAN), {}),
+    ],
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_each_mesh_equals_a_single_process(launch: Launcher, mesh: str) -> None:
-    ranks, parallelism = MESHES[mesh]
-    size = 6 if ranks == 3 else 8
-    result = launch(partial(run, parallelism, batch_size=size), num_processes=ranks, device="cpu")
-    assert_close(result[0], run(None, batch_size=size))
+@pytest.mark.parametrize("ranks", RUNS)
+def test_training_equals_that_of_a_single_process(launch: Launcher, ranks: int) -> None:
+    def check() -> list[Any]:
+        return [run(parallelism, **options) for parallelism, options in RUNS[ranks]]
+
+    results = launch(check, num_processes=ranks, device="cpu")[0]
+    for result, (_, options) in zip(results, RUNS[ranks], strict=True):
+        assert_close(result, run(None, **options))
 
 
 # ------------------------------------------------------------------ parameters and optimizers
@@ -210,12 +212,14 @@ def test_an_optimizer_keeps_its_groups_and_its_state(launch: Launcher) -> None:
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
         return [full_state(model), full_state(optimizer)]
 
-    expected = check(None)
+    def both(parallelism: Parallelism | None) -> list[Any]:
+        return [check(parallelism), check(parallelism, apart=True)]
+
+    expected = both(None)
     for ranks, parallelism in ((2, Parallelism()), (4, Parallelism(tensor=2, plan=PLAN))):
-        for apart in (False, True):
-            result = launch(partial(check, parallelism, apart), num_processes=ranks, device="cpu")
-            torch.testing.assert_close(result[0], expected, rtol=1e-10, atol=1e-10)
-            assert result[1] == [{}, {}]
+        result = launch(partial(both, parallelism), num_processes=ranks, device="cpu")
+        torch.testing.assert_close(result[0], expected, rtol=1e-10, atol=1e-10)
+        assert result[1] == [[{}, {}], [{}, {}]]
 
 
 def test_rank_0_decides_the_weights(launch: Launcher) -> None:
@@ -388,30 +392,36 @@ def _loads(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -
 
 
 DIVIDED = Parallelism(tensor=2, plan=TIED_PLAN)
-RESUMES = {
-    "same ranks": (2, Parallelism(), 2, Parallelism()),
-    "2 to 1": (2, Parallelism(), 1, Parallelism()),
-    "2 to 3": (2, Parallelism(), 3, Parallelism()),
-    "4 to 2": (4, Parallelism(replicate=2), 2, Parallelism()),
-    "4 divided to 2": (4, DIVIDED, 2, Parallelism()),
-    "3 to 4 divided": (3, Parallelism(), 4, DIVIDED),
-    "same ranks divided": (4, DIVIDED, 4, DIVIDED),
+FROM: dict[int, tuple[Parallelism, ...]] = {2: (Parallelism(),), 4: (Parallelism(replicate=2), DIVIDED)}
+"""How ranks divide the model whose state they save."""
+TO: dict[int, list[tuple[int, Parallelism]]] = {
+    2: [(2, Parallelism()), (1, Parallelism()), (3, Parallelism())],
+    4: [(2, Parallelism()), (4, DIVIDED)],
 }
+"""Those that load it."""
 
 
-@pytest.mark.parametrize("kind", RESUMES)
-def test_a_state_loads_on_other_ranks_bit_for_bit(launch: Launcher, tmp_path: Path, kind: str) -> None:
-    before, first, after, second = RESUMES[kind]
-    saved, ended = launch(partial(_saves, parallelism=first, folder=tmp_path), num_processes=before, device="cpu")[0]
-    loaded, resumed, again = launch(
-        partial(_loads, parallelism=second, folder=tmp_path), num_processes=after, device="cpu"
-    )[0]
-    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
-    assert loaded[1]["param_groups"][0]["lr"] == 0.01
-    tolerance = 0.0 if (before, first) == (after, second) else 1e-10
-    torch.testing.assert_close(resumed, ended, rtol=tolerance, atol=tolerance)
-    again[1]["param_groups"][0]["lr"] = 0.01
-    torch.testing.assert_close(again, saved, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize("ranks", FROM)
+def test_a_state_loads_on_other_ranks_bit_for_bit(launch: Launcher, tmp_path: Path, ranks: int) -> None:
+    def saves(rank: int, world_size: int) -> list[Any]:
+        return [_saves(rank, world_size, how, tmp_path / str(number)) for number, how in enumerate(FROM[ranks])]
+
+    def loads(rank: int, world_size: int, how: Parallelism) -> list[Any]:
+        return [_loads(rank, world_size, how, tmp_path / str(number)) for number in range(len(FROM[ranks]))]
+
+    by_kind = launch(saves, num_processes=ranks, device="cpu")[0]
+    for after, second in TO[ranks]:
+        if after == 1:
+            results = loads(0, 1, second)
+        else:
+            results = launch(partial(loads, how=second), num_processes=after, device="cpu")[0]
+        for first, (saved, ended), (loaded, resumed, again) in zip(FROM[ranks], by_kind, results, strict=True):
+            torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+            assert loaded[1]["param_groups"][0]["lr"] == 0.01
+            tolerance = 0.0 if (ranks, first) == (after, second) else 1e-10
+            torch.testing.assert_close(resumed, ended, rtol=tolerance, atol=tolerance)
+            again[1]["param_groups"][0]["lr"] = 0.01
+            torch.testing.assert_close(again, saved, rtol=tolerance, atol=tolerance)
 
 
 def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -> None:
