@@ -167,7 +167,10 @@ class Accelerator(AcceleratorSettings):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the gradients' norm and return the norm before; between optimizer steps do nothing and return None."""
+        """Clip the gradients' norm and return the norm before; between optimizer steps do nothing and return None.
+
+        The norm is that of whole gradients, also where ranks divide them; then this is a collective.
+        """
         own = _as_list(parameters)
         if not self.sync_gradients:
             return None
@@ -190,7 +193,7 @@ class Accelerator(AcceleratorSettings):
         """Reduce a dict of numbers and tensors over all ranks, to the same bits on each. A collective.
 
         It takes one collective if each rank's values pickle to at most 1,016 bytes (some 25 numbers with names), else
-        two.
+        two. Ranks that compute on the same samples (`copies`) count as one.
 
         Args:
             d: By name ints (of int64's range), floats, bools, or tensors of any shape; in any order, the same names on
@@ -229,6 +232,8 @@ class Accelerator(AcceleratorSettings):
 
     def reduce(self, nest: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine every tensor of a pytree over the ranks. A collective, except for ``"none"``.
+
+        Ranks that compute on the same samples (`copies`) count as one.
 
         Args:
             nest: Tensors, of the same shapes and dtypes on every rank.

@@ -536,10 +536,14 @@ def test_norms_other_than_2_are_those_of_all_ranks(launch: Launcher) -> None:
                 norm: Any = accelerator.clip_grad_norm_(net.parameters(), 1e-3, kind)
                 norms.append(norm.item())
             net.zero_grad()
-        return norms
+        loss_of(net(inputs), target).backward()
+        accelerator.clip_grad_value_(net.parameters(), 1e-2)
+        norm = accelerator.clip_grad_norm_(net.parameters(), 1.0, 1.0)
+        return [*norms, norm.item()]
 
+    divided = Parallelism(tensor=2, plan=PLAN)
     expected = check(None)
-    for ranks, parallelism in ((2, Parallelism()), (4, Parallelism(tensor=2, plan=PLAN))):
+    for ranks, parallelism in ((2, Parallelism()), (2, divided), (4, divided)):
         assert launch(partial(check, parallelism), num_processes=ranks, device="cpu")[1] == pytest.approx(expected)
 
 
