@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import report
 from nblaunch.training import checkpoint, collectives, dict_reduction, precision
 from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.preparation import Preparation, move_batch, unwrapped
+from nblaunch.training.pytree import tree_leaves
 from nblaunch.training.sharded_models import clip_grad_norm, is_sharded
 from nblaunch.training.topology import ensure_group, world
 
@@ -281,7 +283,16 @@ class Accelerator(AcceleratorSettings):
         report(step, **values)
 
     def save(self, obj: Any, path: str | os.PathLike[str]) -> None:
-        """Call ``torch.save`` on the main process only. The write is atomic: on failure the old file stays."""
+        """Call ``torch.save`` on the main process only. The write is atomic: on failure the old file stays.
+
+        Raises:
+            ArgumentError: `obj` holds tensors that ranks divide; the main process has only a part of them.
+        """
+        if any(map(is_sharded, tree_leaves(obj))):
+            raise ArgumentError(
+                "save: obj holds tensors that the ranks divide: give full_state(model) of "
+                "nblaunch.training.sharded_states, which every rank must call"
+            )
         if self.is_main_process:
             checkpoint.write(obj, Path(path))
 

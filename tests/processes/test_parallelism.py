@@ -587,6 +587,10 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
         def prepare(parallelism: Parallelism, *objects: Any, **settings: Any) -> None:
             Accelerator(compute_setup="cpu", parallelism=parallelism, **settings).prepare(*objects)
 
+        def save() -> None:
+            accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism())
+            accelerator.save(accelerator.prepare(nn.Linear(2, 2)).state_dict(), "never")
+
         layer, tied = nn.Linear(4, 3), Model(tied=True)
         with torch.device("meta"):
             empty = nn.Linear(2, 2)
@@ -603,6 +607,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             lambda: prepare(Parallelism(cpu_offload=True), layer),
             lambda: prepare(Parallelism(), empty),
             lambda: prepare(Parallelism(tensor=2, plan=PLAN), Model(), mixed_precision="fp16"),
+            save,
         ):
             try:
                 call()
@@ -625,6 +630,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
                 "cpu_offload=True: the ranks compute on the CPU",
                 "prepare: the Linear is on the meta device",
                 'mixed_precision="fp16", tensor=2',
+                "save: obj holds tensors that the ranks divide",
             ),
             strict=True,
         ):
