@@ -321,6 +321,7 @@ def test_evaluate_counts_uneven_parts_once(launch: Launcher, mesh: str) -> None:
             results.append(evaluate(model, DataLoader(sentences(5), 1, sampler=exact), **options))
             none: Any = [] if rank else list(DataLoader(sentences(3), 1))
             results.append(evaluate(model, none, **options))
+            assert parallelism is None or all(map(is_sharded, model.parameters()))  # none is left gathered
         return results
 
     parallelism = Parallelism() if mesh == "shard" else Parallelism(tensor=2, plan=PLAN)
