@@ -16,8 +16,8 @@ from nblaunch.machine.argument_checks import one_of, whole_number
 
 STYLES = ("colwise", "colwise_gather", "rowwise", "sequence")
 """Names of styles of tensor parallelism in a plan."""
-_OLDEST_TORCH = (2, 6)
-"""The first whose fully_shard is public."""
+_OLDEST_TORCH = (2, 8)
+"""The oldest with which this was tried. fully_shard is public from 2.6 on, where it fails on CPUs."""
 
 Units = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
@@ -32,7 +32,7 @@ class MeshSizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Divides a model among the ranks: ``Accelerator(parallelism=Parallelism())``. Needs torch 2.6 or later.
+    """Divides a model among the ranks: ``Accelerator(parallelism=Parallelism())``. Needs torch 2.8 or later.
 
     With `shard` each rank keeps a part of every parameter, its gradient and its optimizer state, and ranks gather a
     unit's parameters while it computes: FSDP2, torch's ``fully_shard``. With `tensor` the ranks of a group of that
@@ -58,7 +58,7 @@ class Parallelism:
         cpu_offload: Whether parameters, gradients and optimizer states stay in the CPU's memory; for GPUs.
 
     Raises:
-        ArgumentError: An argument is wrong, or torch is older than 2.6.
+        ArgumentError: An argument is wrong, or torch is older than 2.8.
     """
 
     shard: bool | int = True

@@ -160,9 +160,10 @@ def _load(state: dict[str, Any], reader: Any) -> None:
 
 @contextmanager
 def _alone_or_together() -> Iterator[dict[str, bool]]:
-    """Yield DCP's arguments for this process, without its warning to a process that is alone."""
+    """Yield DCP's arguments for this process, without its warnings: to a process that is alone, and of its own code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)  # torch 2.8
         yield {"no_dist": not has_group()}
 
 

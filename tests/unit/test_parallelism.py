@@ -93,8 +93,8 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
-    with pytest.raises(ArgumentError, match=r"needs torch 2\.6 or later, and this is 2\.5\.1"):
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    with pytest.raises(ArgumentError, match=r"needs torch 2\.8 or later, and this is 2\.7\.1"):
         Parallelism()
 
 
