@@ -172,9 +172,9 @@ def _divide_layers(module: nn.Module, parallelism: Parallelism, mesh: Any) -> No
         styles[name] = _style(layer, style)
     parallelize_module(module, mesh, styles)
     now = dict(module.named_parameters(remove_duplicate=False))
-    for parameter, tied in names.items():
+    for before, tied in names.items():
         for name in tied:
-            now[name].requires_grad_(parameter.requires_grad)  # torch 2.8 makes it trainable
+            now[name].requires_grad_(before.requires_grad)  # torch 2.8 makes it trainable
         _tie_again(module, tied, now)
 
 
