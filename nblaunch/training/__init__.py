@@ -22,6 +22,7 @@ from nblaunch.training.data import (
 )
 from nblaunch.training.evaluation import evaluate
 from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
+from nblaunch.training.parallelism import Parallelism
 from nblaunch.training.seeding import seed_everything, seed_worker
 from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer import Trainer
@@ -37,6 +38,7 @@ __all__ = [
     "FromTorchmetrics",
     "Mean",
     "Metric",
+    "Parallelism",
     "Prefetcher",
     "Preprocessed",
     "ShardedLoader",

@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import report
 from nblaunch.training import checkpoint, collectives, dict_reduction, precision
 from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.preparation import Preparation, move_batch, unwrapped
+from nblaunch.training.pytree import tree_leaves
+from nblaunch.training.sharded_models import clip_grad_norm, is_sharded
 from nblaunch.training.state_files import StateFiles
 from nblaunch.training.topology import ensure_group, world
 
@@ -40,6 +43,7 @@ class Accelerator(StateFiles, AcceleratorSettings):
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``. Default: the launcher's ``mixed_precision=``, else no.
         gradient_accumulation_steps: Batches per optimizer step, counted by `accumulate`. Default 1.
         ddp_kwargs: More arguments for ``DistributedDataParallel``.
+        parallelism: A `Parallelism`: ranks divide each prepared module instead of holding copies of it.
         seed: Seed of the order of prepared loaders. Default: that of `seed_everything`, else 0.
         schedule_steps: What one ``step`` of a prepared scheduler counts. ``"optimizer"``: an optimizer step, so the
             schedule is the same for any number of ranks. ``"rank"``: an optimizer step of each rank, so N ranks take
@@ -58,8 +62,9 @@ class Accelerator(StateFiles, AcceleratorSettings):
     def prepare(self, *objects: Any) -> Any:
         """Prepare objects for the ranks: any number, in any order, inside pytrees too. A collective.
 
-        Modules go to the device and dtype, and into DDP if there are other ranks and something to train. Optimizers
-        are wrapped only if accumulation or float16 must decide when they step. The same holds for schedulers: unless
+        Modules go to the device and dtype, and into DDP if there are other ranks and something to train. With
+        `parallelism` the ranks divide them in place, and optimizers of them get the new parameters. Optimizers are
+        wrapped only if accumulation or float16 must decide when they step. The same holds for schedulers: unless
         `schedule_steps` says otherwise they count optimizer steps, so with 4 ranks a schedule of 1000 steps takes
         1000 steps, where accelerate's takes 250.
         DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). Other objects come
@@ -85,6 +90,7 @@ class Accelerator(StateFiles, AcceleratorSettings):
             self.seed,
             self.ddp_kwargs,
             self.schedule_steps if self.step_scheduler_with_optimizer else "call",
+            self.parallelism,
         )
         prepared = preparation.all(objects)
         self._prepared.add(prepared)
@@ -170,19 +176,22 @@ class Accelerator(StateFiles, AcceleratorSettings):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip the gradients' norm and return the norm before; between optimizer steps do nothing and return None."""
+        """Clip the gradients' norm and return the norm before; between optimizer steps do nothing and return None.
+
+        The norm is that of whole gradients, also where ranks divide them; then this is a collective.
+        """
         own = _as_list(parameters)
         if not self.sync_gradients:
             return None
         self._gradients.unscale(own)
-        return nn.utils.clip_grad_norm_(own, max_norm, norm_type)
+        return clip_grad_norm(own, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip each gradient's value; between optimizer steps do nothing."""
         own = _as_list(parameters)
         if self.sync_gradients:
             self._gradients.unscale(own)
-            nn.utils.clip_grad_value_(own, clip_value)
+            nn.utils.clip_grad_value_(own, clip_value, foreach=False if any(map(is_sharded, own)) else None)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context of mixed precision. Prepared modules enter it themselves."""
@@ -193,7 +202,7 @@ class Accelerator(StateFiles, AcceleratorSettings):
         """Reduce a dict of numbers and tensors over all ranks, to the same bits on each. A collective.
 
         It takes one collective if each rank's values pickle to at most 1,016 bytes (some 25 numbers with names), else
-        two.
+        two. Ranks that compute on the same samples (`copies`) count as one.
 
         Args:
             d: By name ints (of int64's range), floats, bools, or tensors of any shape; in any order, the same names on
@@ -207,7 +216,7 @@ class Accelerator(StateFiles, AcceleratorSettings):
                 value has another type.
         """
         self._join()
-        return dict_reduction.all_reduce_dict(d, op, self.log_device)
+        return dict_reduction.all_reduce_dict(d, op, self.log_device, self.copies)
 
     def gather(self, nest: Any) -> Any:
         """Concatenate every tensor of a pytree along dimension 0, by rank. A collective.
@@ -227,11 +236,13 @@ class Accelerator(StateFiles, AcceleratorSettings):
         or of their elements if the values are lists or tuples.
         """
         self._join()
-        is_padding = self._gradients.is_padding
+        is_padding = self._gradients.is_padding or world().rank % self.copies != 0
         return collectives.gather_for_metrics(nest, is_padding=is_padding, as_objects=use_gather_object)
 
     def reduce(self, nest: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine every tensor of a pytree over the ranks. A collective, except for ``"none"``.
+
+        Ranks that compute on the same samples (`copies`) count as one.
 
         Args:
             nest: Tensors, of the same shapes and dtypes on every rank.
@@ -244,7 +255,7 @@ class Accelerator(StateFiles, AcceleratorSettings):
                 numbers was requested.
         """
         self._join()
-        return collectives.reduce(nest, reduction)
+        return collectives.reduce(nest, reduction, self.copies)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s object, of any kind, on every rank; GPU tensors on each rank's own GPU. A collective."""
@@ -279,7 +290,16 @@ class Accelerator(StateFiles, AcceleratorSettings):
         report(step, **values)
 
     def save(self, obj: Any, path: str | os.PathLike[str]) -> None:
-        """Call ``torch.save`` on the main process only. The write is atomic: on failure the old file stays."""
+        """Call ``torch.save`` on the main process only. The write is atomic: on failure the old file stays.
+
+        Raises:
+            ArgumentError: `obj` holds tensors that ranks divide; the main process has only a part of them.
+        """
+        if any(map(is_sharded, tree_leaves(obj))):
+            raise ArgumentError(
+                "save: obj holds tensors that the ranks divide: give full_state(model) of "
+                "nblaunch.training.sharded_states, which every rank must call"
+            )
         if self.is_main_process:
             checkpoint.write(obj, Path(path))
 

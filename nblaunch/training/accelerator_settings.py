@@ -12,6 +12,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
 from nblaunch.training import precision
 from nblaunch.training.gradient_accumulation import GradientState
+from nblaunch.training.parallelism import Parallelism
 from nblaunch.training.seeding import checked_seed
 from nblaunch.training.topology import own_device, world
 
@@ -30,6 +31,7 @@ class AcceleratorSettings:
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int = 1,
         ddp_kwargs: Mapping[str, Any] | None = None,
+        parallelism: Parallelism | None = None,
         seed: int | None = None,
         schedule_steps: str | None = None,
         step_scheduler_with_optimizer: bool = True,
@@ -50,6 +52,9 @@ class AcceleratorSettings:
             "gradient_accumulation_steps", gradient_accumulation_steps, least=1
         )
         self.ddp_kwargs = dict(ddp_kwargs or {})
+        if parallelism is not None and not isinstance(parallelism, Parallelism):
+            raise ArgumentError(f"parallelism={parallelism!r:.80}: must be a Parallelism, such as Parallelism()")
+        self.parallelism = parallelism
         self.seed = checked_seed(seed)
         self.schedule_steps = schedule_steps
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -79,6 +84,11 @@ class AcceleratorSettings:
         return world().size
 
     process_index, local_process_index, num_processes = rank, local_rank, world_size  # accelerate's names
+
+    @property
+    def copies(self) -> int:
+        """Ranks that compute on the same samples: those of one tensor-parallel group."""
+        return 1 if self.parallelism is None else self.parallelism.copies(world().size)
 
     @property
     def is_main_process(self) -> bool:

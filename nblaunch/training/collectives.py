@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,11 @@ from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
 from nblaunch.training.exchange import check_same, exchange, exchange_bytes, is_inexact
 from nblaunch.training.pytree import children, is_container, tree_map
-from nblaunch.training.topology import collective_device, ensure_group, world
+from nblaunch.training.topology import collective_device, data_world, ensure_group, world
 from nblaunch.transfer import pickling
+
+T = TypeVar("T")
+_NO_BATCH: Any = object()
 
 
 # ------------------------------------------------------------------ gather
@@ -110,8 +113,8 @@ def _gather_objects(value: Any, is_padding: bool) -> list[Any]:
 
 
 # ------------------------------------------------------------------ reduce
-def reduce(tree: Any, reduction: str) -> Any:
-    """See `Accelerator.reduce`."""
+def reduce(tree: Any, reduction: str, copies: int = 1) -> Any:
+    """See `Accelerator.reduce`. Of each `copies` ranks the first counts."""
     if one_of("reduction", reduction, ("sum", "mean", "max", "none")) == "none":
         return tree
     flat = dict(_flatten(tree))
@@ -123,19 +126,21 @@ def reduce(tree: Any, reduction: str) -> Any:
     for path, tensor in tensors.items():
         if reduction == "max" and tensor.is_complex():
             raise ArgumentError(f"reduction='max': {path} is complex, and complex numbers have no order")
-    return _unflatten(tree, {path: _reduce_tensor(tensor, reduction) for path, tensor in tensors.items()})
+    return _unflatten(tree, {path: _reduce_tensor(tensor, reduction, copies) for path, tensor in tensors.items()})
 
 
-def _reduce_tensor(tensor: Tensor, reduction: str) -> Tensor:
+def _reduce_tensor(tensor: Tensor, reduction: str, copies: int) -> Tensor:
     dtype, is_exact = tensor.dtype, not is_inexact(tensor.dtype)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.int64 if is_exact else dtype
     device = _common_device([tensor]) if world().is_shared else tensor.device
     total = tensor.detach().to(device=device, dtype=wide, copy=True).contiguous()
     if world().is_shared:
+        if world().rank % copies and reduction != "max":
+            total.zero_()
         op = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
         dist.all_reduce(torch.view_as_real(total) if total.is_complex() else total, op)
     if reduction == "mean":
-        total = total.double() / world().size if is_exact else total / world().size
+        total = (total.double() if is_exact else total) / data_world(copies).size
     keeps_dtype = not is_exact or reduction == "max" or (reduction == "sum" and dtype != torch.bool)
     return total.to(tensor.device, dtype if keeps_dtype else total.dtype)
 
@@ -174,6 +179,29 @@ def _serialize(value: Any) -> tuple[bytes, str]:
         return pickling.dump(lambda found: packed), ""
     except Exception as error:  # noqa: BLE001  # whatever a user's __reduce__ raises
         return b"", f"{type(error).__name__}: {error}"
+
+
+# ------------------------------------------------------------------ passes
+def in_step(batches: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield batches until every rank has run out. A collective for each batch.
+
+    For modules whose forward is a collective. A rank without batches repeats its last one, or another rank's.
+
+    Yields:
+        The batch, and whether it is such a repeat.
+    """
+    iterator, latest = iter(batches), _NO_BATCH
+    while True:
+        batch = next(iterator, _NO_BATCH)
+        latest = latest if batch is _NO_BATCH else batch
+        states = exchange_bytes(bytes([batch is not _NO_BATCH, latest is not _NO_BATCH]))
+        if not any(has_batch for has_batch, _ in states):
+            return
+        if not all(has_any for _, has_any in states):
+            source = next(rank for rank, (has_batch, _) in enumerate(states) if has_batch)
+            sent = broadcast(batch, source, collective_device())
+            latest = sent if latest is _NO_BATCH else latest
+        yield latest, batch is _NO_BATCH
 
 
 # ------------------------------------------------------------------ barrier

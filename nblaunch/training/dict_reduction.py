@@ -37,8 +37,8 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-def all_reduce_dict(values: Mapping[Any, Any], op: str, device: torch.device) -> dict[Any, Any]:
-    """Reduce `values` over all ranks; see `Accelerator.all_reduce_dict`."""
+def all_reduce_dict(values: Mapping[Any, Any], op: str, device: torch.device, copies: int = 1) -> dict[Any, Any]:
+    """Reduce `values` over all ranks, of each `copies` the first; see `Accelerator.all_reduce_dict`."""
     one_of("op", op, _OPERATIONS)
     entries = {key: _pack(value) for key, value in values.items()}
     if not world().is_shared:
@@ -53,7 +53,7 @@ def all_reduce_dict(values: Mapping[Any, Any], op: str, device: torch.device) ->
                     "give a float, an int64, a bool or a tensor"
                 )
     check_same("all_reduce_dict", [{repr(key): entry.kind for key, entry in part.items()} for part in by_rank])
-    return {key: _reduce([part[key] for part in by_rank], op, key, device) for key in values}
+    return {key: _reduce([part[key] for part in by_rank[::copies]], op, key, device) for key in values}
 
 
 def _pack(value: Any) -> _Entry:

@@ -22,7 +22,8 @@ from nblaunch.errors import ArgumentError, warn
 from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import current
 from nblaunch.training.accelerator_settings import AcceleratorSettings
-from nblaunch.training.pytree import children, is_container, to_device
+from nblaunch.training.pytree import children, is_container
+from nblaunch.training.sharded_states import full_state
 from nblaunch.training.topology import has_group, world
 from nblaunch.transfer import parameters, pickling
 
@@ -185,9 +186,8 @@ class _Call:
     def __call__(self, **filled: Any) -> _Returned:
         parts = dict(self.find_trainable())  # before the function moves anything
         value = self.function(*self.args, **self.kwargs, **filled)
-        if world().rank != 0:
-            return _Returned(value, {})
-        return _Returned(value, {path: to_device(part.state_dict(), "cpu") for path, part in parts.items()})
+        states = {path: full_state(part) for path, part in parts.items()}
+        return _Returned(value, states if world().rank == 0 else {})
 
 
 def _name_of(function: Callable[..., Any]) -> str:

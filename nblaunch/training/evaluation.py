@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import progress, report
+from nblaunch.training.collectives import in_step
 from nblaunch.training.data.index_source import samplers_of, shards
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.sharded_loader import ShardedLoader
@@ -21,6 +23,7 @@ from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Accuracy, Mean, Metric
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import batch_size_of, to_device
+from nblaunch.training.sharded_models import copies_in, free_gathered, has_sharded_parameters
 from nblaunch.training.topology import collective_device, ensure_group, own_device, world
 
 TARGETS = ("labels", "label", "target")
@@ -43,7 +46,8 @@ def evaluate(
     """Compute metrics of a model over every sample once, for any number of ranks. A collective.
 
     Each rank takes its part of the data and runs the module itself, without DistributedDataParallel or torch.compile
-    around it, so ranks with fewer batches, or none, block no other rank. The module runs in eval mode, without
+    around it, so ranks with fewer batches, or none, block no other rank. (If the ranks divide the module, those repeat
+    a batch that is not counted.) The module runs in eval mode, without
     gradients, and with rank 0's buffers (running means of batch norm differ between ranks). Afterwards every submodule
     is in its previous mode. Rank 0 reports the results to the notebook.
 
@@ -70,14 +74,18 @@ def evaluate(
         RuntimeError: The samples counted over all ranks are not as many as the loader has.
     """
     totals = _Totals(named(metrics), loss_fn, step or forward, size)
-    sharded = _sharded(loader)
     module = unwrapped(model)
+    is_collective, copies = has_sharded_parameters(module), copies_in(module)
+    sharded = _sharded(loader, copies)
     where = device if device is not None else _device_of(module)
     with eval_mode(module), torch.no_grad():  # inference mode would make tensors that cannot be trained on later
         broadcast_buffers(module)
-        for batch in progress(sharded, desc=desc):
-            if not getattr(sharded, "is_padding", False):
-                totals.update(module, to_device(batch, where))
+        batches = progress(sharded, desc=desc)
+        for batch, is_repeat in in_step(batches) if is_collective else zip(batches, repeat(False)):
+            is_counted = not (is_repeat or getattr(sharded, "is_padding", False) or world().rank % copies)
+            if is_counted or is_collective:
+                totals.update(module, to_device(batch, where), is_counted=is_counted)
+        free_gathered(module)
     counted, total = sum(exchange(totals.samples)), getattr(sharded, "total", None)
     if total is not None and counted != total:
         raise RuntimeError(
@@ -176,8 +184,10 @@ class _Totals:
         for metric in metrics.values():
             metric.reset()
 
-    def update(self, module: nn.Module, batch: Any) -> None:
+    def update(self, module: nn.Module, batch: Any, *, is_counted: bool) -> None:
         output, target = self._step(module, batch)
+        if not is_counted:
+            return
         samples = self._size(batch) if self._size is not None else batch_size_of(target, batch)
         if samples is None:
             raise ArgumentError("the batch holds no tensor to count its samples by: pass size=")
@@ -199,7 +209,7 @@ class _Totals:
 
 
 # ------------------------------------------------------------------ the loader
-def _sharded(loader: Iterable[Any]) -> Iterable[Any]:
+def _sharded(loader: Iterable[Any], copies: int) -> Iterable[Any]:
     """Return the loader of this rank's part. No sample is on two ranks, and none repeats."""
     inner = loader
     while isinstance(inner, Prefetcher):
@@ -208,7 +218,7 @@ def _sharded(loader: Iterable[Any]) -> Iterable[Any]:
         raise ArgumentError(f"loader={inner!r:.80}: is a dataset: give DataLoader(dataset, batch_size=...)")
     if not isinstance(inner, DataLoader) or (inner is not loader and not world().is_shared):
         return loader
-    sharded = shard(inner)
+    sharded = shard(inner, copies=copies if copies > 1 else None)
     if inner is loader:
         loader = sharded
     elif sharded is not inner and not any(map(shards, samplers_of(inner))):
@@ -237,7 +247,9 @@ def _refuse_repeats(loader: ShardedLoader[Any]) -> None:
 # ------------------------------------------------------------------ the module
 def _device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
+        mesh: Any = getattr(tensor, "device_mesh", None)
+        if mesh is None or mesh.device_type == tensor.device.type:  # else its parts stay on the CPU
+            return tensor.device
     return own_device()
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nblaunch.training.topology import world
+from nblaunch.training.sharded_models import no_gradient_sync
+from nblaunch.training.topology import data_world
 
 
 class GradientState:
@@ -115,9 +116,7 @@ class GradientState:
     def enter_no_sync(self, stack: ExitStack, modules: Iterable[nn.Module]) -> None:
         """Enter ``no_sync`` of the modules (default: of all prepared ones) on `stack`."""
         for module in list(modules) or list(self._modules):
-            no_sync = getattr(module, "no_sync", None)  # of DDP, of FSDP, and of a compiled one of these
-            if no_sync is not None:
-                stack.enter_context(no_sync())
+            stack.enter_context(no_gradient_sync(module))
 
     def add_module(self, module: nn.Module) -> None:
         self._modules.add(module)
@@ -233,24 +232,28 @@ class SteppedScheduler(LRScheduler):
     Attributes:
         inner: The wrapped scheduler.
         per_rank: Whether it advances by the number of ranks, as accelerate's ``AcceleratedScheduler`` does.
+        copies: Ranks that count as one then, because they compute on the same samples.
     """
 
-    def __init__(self, inner: LRScheduler, gradient_state: GradientState, per_rank: bool = False) -> None:
+    def __init__(
+        self, inner: LRScheduler, gradient_state: GradientState, per_rank: bool = False, copies: int = 1
+    ) -> None:
         self.inner = inner  # not LRScheduler.__init__, which would reset the learning rate
         self.gradient_state = gradient_state
         self.per_rank = per_rank
+        self.copies = copies
 
     def __getattr__(self, name: str) -> Any:
         return _inner_attribute(self, name)
 
     def __reduce__(self) -> Any:
-        return SteppedScheduler, (self.inner, self.gradient_state, self.per_rank)
+        return SteppedScheduler, (self.inner, self.gradient_state, self.per_rank, self.copies)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if not self.gradient_state.has_stepped(self.inner.optimizer):
             return
         inner: Any = self.inner
-        for _ in range(world().size if self.per_rank else 1):
+        for _ in range(data_world(self.copies).size if self.per_rank else 1):
             # Like accelerate: OneCycleLR raises beyond its last step.
             if not self.per_rank or inner._step_count <= getattr(inner, "total_steps", math.inf):
                 inner.step(*args, **kwargs)

@@ -24,9 +24,11 @@ from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.data.sharding import shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.gradient_accumulation import GradientState, SteppedOptimizer, SteppedScheduler
+from nblaunch.training.parallelism import Parallelism
 from nblaunch.training.precision import cast_forward
 from nblaunch.training.pytree import dtype_for, to_device, tree_leaves, tree_map
-from nblaunch.training.topology import world
+from nblaunch.training.sharded_models import has_sharded_parameters, is_fully_sharded, is_sharded, rebind, shard_model
+from nblaunch.training.topology import data_world, world
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class Preparation:
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
     schedule_steps: str | None = None
     """As in `Accelerator`; ``"call"`` if schedulers do not wait for their optimizer's step."""
+    parallelism: Parallelism | None = None
 
     def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the objects, prepared. A collective."""
@@ -73,8 +76,12 @@ class Preparation:
             self.gradient_state.add_module(module)
             gradient_order.follow(module)
             return module
-        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
-            return module  # DTensors: already placed and sharded by the user
+        if has_sharded_parameters(module):
+            if is_fully_sharded(module):
+                self.gradient_state.add_module(module)
+            return module  # already placed and sharded, perhaps by the user
+        if self._divides and any(True for _ in module.parameters()):
+            return self._divided(module)
         self._place(module)
         cast_forward(module, self.device, self.precision)
         if world().is_shared and any(parameter.requires_grad for parameter in module.parameters()):
@@ -84,10 +91,37 @@ class Preparation:
             gradient_order.follow(module)
         return module
 
+    @property
+    def _copies(self) -> int:
+        """Ranks that compute on the same samples."""
+        return 1 if self.parallelism is None else self.parallelism.copies(world().size)
+
+    @property
+    def _divides(self) -> bool:
+        """Return True if ranks hold parts of modules; with whole modules on every rank DDP serves."""
+        if self.parallelism is None or not world().is_shared:
+            return False
+        sizes = self.parallelism.sizes(world().size)
+        return sizes.shard > 1 or sizes.tensor > 1
+
+    def _divided(self, module: nn.Module) -> nn.Module:
+        """Divide the module among the ranks, in place."""
+        assert self.parallelism is not None
+        own = unwrapped(module)
+        self._cast(own)
+        cast_forward(own, self.device, self.precision)
+        shard_model(own, self.parallelism, self.device, self.precision)
+        self.gradient_state.add_module(own)
+        return module
+
     def _place(self, module: nn.Module) -> None:
         tensors = [*module.parameters(), *module.buffers()]
         if any(tensor.device != self.device for tensor in tensors):
             module.to(self.device)
+        self._cast(module)
+
+    def _cast(self, module: nn.Module) -> None:
+        tensors = [*module.parameters(), *module.buffers()]
         if any(dtype_for(tensor, self.dtype) not in (None, tensor.dtype) for tensor in tensors):
             # Module.to would make complex parameters real
             change: Any = module._apply
@@ -98,6 +132,12 @@ class Preparation:
         """Move the optimizer's state to its parameters' devices; wrap it for accumulation or float16."""
         if isinstance(optimizer, SteppedOptimizer):
             return optimizer
+        rebind(optimizer)
+        if self._divides and not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            raise ArgumentError(
+                f"prepare: none of the parameters of the {type(optimizer).__name__} belong to a module that the ranks "
+                "have divided: make it of the module's parameters, and prepare the module before it or with it"
+            )
         move_state(optimizer)
         if not self.gradient_state.needs_wrappers:
             return optimizer
@@ -112,12 +152,14 @@ class Preparation:
         per_rank = self.schedule_steps == "rank"
         if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):
             return scheduler
-        return SteppedScheduler(scheduler, self.gradient_state, per_rank)
+        return SteppedScheduler(scheduler, self.gradient_state, per_rank, self._copies)
 
     def _warn_about_schedulers(self, leaves: Any) -> None:
         """Warn that a scheduler's steps differ from accelerate's, unless the user has chosen."""
         if any(isinstance(leaf, LRScheduler) and not isinstance(leaf, SteppedScheduler) for leaf in leaves):
-            ranks = world().size
+            ranks = data_world(self._copies).size
+            if ranks == 1:
+                return
             warn(
                 f"this schedule takes one step with each optimizer step of the {ranks} ranks, "
                 f"where accelerate's would take {ranks}. "
@@ -131,7 +173,7 @@ class Preparation:
         if not (world().is_shared or moves or self.gradient_state.every > 1 or self.seed is not None):
             return self._counted(loader)
         move = functools.partial(move_batch, device=self.device, dtype=self.dtype)
-        prepared = shard(loader, seed=self.seed, move=move)
+        prepared = shard(loader, seed=self.seed, move=move, copies=self._copies if self._copies > 1 else None)
         prepared.observer = self.gradient_state
         return prepared
 

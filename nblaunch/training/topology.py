@@ -63,6 +63,16 @@ def world() -> World:
     return World(task.rank, task.local_rank, task.count)
 
 
+def data_world(copies: int = 1) -> World:
+    """Return this process's position among those that read different samples.
+
+    Args:
+        copies: Consecutive ranks that compute on the same samples, as the ranks of one tensor-parallel group do.
+    """
+    place = world()
+    return place if copies == 1 else World(place.rank // copies, place.local_rank, place.size // copies)
+
+
 def _has_torchrun_variables() -> bool:
     return all(name in os.environ for name in _TORCHRUN_VARIABLES)
 

@@ -58,8 +58,8 @@ class Standing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.place = World(0, 0, 1)
-        for module in ("sharded_loader", "samplers"):
-            monkeypatch.setattr(f"nblaunch.training.data.{module}.world", lambda: self.place)
+        for module in ("topology", "data.sharded_loader"):
+            monkeypatch.setattr(f"nblaunch.training.{module}.world", lambda: self.place)
 
     def at(self, rank: int, ranks: int) -> None:
         self.place = World(rank, rank, ranks)

@@ -21,6 +21,21 @@ class Share(NamedTuple):
     """Samples that all ranks have in this round, each counted once; 0 if unknown."""
 
 
+class Division(NamedTuple):
+    """What a position in the data depends on; the field names are keys of a loader's state."""
+
+    world_size: int
+    """Ranks that get different samples."""
+    batch_size: int
+    """Of the loader or its own batch sampler; 0 without one."""
+    num_workers: int
+    """Of a stream; 0 for a map-style dataset, whose order is the same for any number."""
+
+    def __str__(self) -> str:
+        workers = f", num_workers={self.num_workers}" if self.num_workers else ""
+        return f"world_size={self.world_size}, batch_size={self.batch_size or None}{workers}"
+
+
 def partition_samples(
     items: Iterable[Any], batch_size: int, ranks: int, *, drop_last: bool = False, begin: int = 0
 ) -> Iterator[list[Share]]:

@@ -12,9 +12,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from nblaunch.errors import ArgumentError
 from nblaunch.training.data.batch_partition import Share, partition_batches, partition_samples, round_count, with_last
 from nblaunch.training.seeding import Seeded, derived_seed, seeded
-from nblaunch.training.topology import World
+from nblaunch.training.topology import World, data_world
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,24 @@ def shards(sampler: Any) -> bool:
     """Return True if a sampler yields one rank's part, as torch's DistributedSampler and ours do."""
     replicas = getattr(sampler, "num_replicas", None)
     return isinstance(replicas, int) and replicas > 1 and hasattr(sampler, "rank")
+
+
+def share_parts(loader: DataLoader[Any], copies: int) -> None:
+    """Let a loader's samplers give `copies` consecutive ranks the same part.
+
+    Raises:
+        ArgumentError: A sampler gives each rank a part of its own.
+    """
+    for sampler in samplers_of(loader):
+        if hasattr(sampler, "copies"):
+            sampler.copies = copies
+        place = data_world(copies)
+        if copies > 1 and shards(sampler) and (sampler.num_replicas, sampler.rank) != (place.size, place.rank):
+            raise ArgumentError(
+                f"loader: its {type(sampler).__name__} has num_replicas={sampler.num_replicas}, rank={sampler.rank}, "
+                f"but {copies} ranks each divide the layers and need the same samples: leave it out, or give "
+                f"num_replicas={place.size}, rank={place.rank}"
+            )
 
 
 def generators_of(sampler: Any) -> list[torch.Generator]:

@@ -14,7 +14,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.data.epoch_progress import EpochProgress
 from nblaunch.training.seeding import checked_seed, default_seed, derived_generator
-from nblaunch.training.topology import World, world
+from nblaunch.training.topology import World, data_world
 
 T = TypeVar("T")
 _WORKER_ITERATOR: Any = getattr(dataloader, "_MultiProcessingDataLoaderIter", ())
@@ -42,6 +42,9 @@ class RankSampler(Sampler[T], Generic[T]):
         ArgumentError: A number is out of range.
     """
 
+    copies = 1
+    """Consecutive ranks that take the same part; a sharded loader sets it."""
+
     def __init__(self, num_replicas: int | None = None, rank: int | None = None, seed: int | None = None) -> None:
         self._replicas = None if num_replicas is None else whole_number("num_replicas", num_replicas, least=1)
         self._rank = None if rank is None else whole_number("rank", rank, least=0)
@@ -54,12 +57,12 @@ class RankSampler(Sampler[T], Generic[T]):
     @property
     def num_replicas(self) -> int:
         """Number of ranks that share the data."""
-        return world().size if self._replicas is None else self._replicas
+        return data_world(self.copies).size if self._replicas is None else self._replicas
 
     @property
     def rank(self) -> int:
         """This rank."""
-        return world().rank if self._rank is None else self._rank
+        return data_world(self.copies).rank if self._rank is None else self._rank
 
     @property
     def seed(self) -> int:

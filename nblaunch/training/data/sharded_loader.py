@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training.data.batch_partition import Share, round_count
-from nblaunch.training.data.epoch_progress import EpochProgress
+from nblaunch.machine.argument_checks import whole_number
+from nblaunch.training.data.batch_partition import Division, Share, round_count
+from nblaunch.training.data.epoch_progress import EpochProgress, PassObserver
 from nblaunch.training.data.index_source import (
     BatchNote,
     IndexFeed,
@@ -21,11 +22,12 @@ from nblaunch.training.data.index_source import (
     length_of,
     samplers_of,
     set_epoch_methods,
+    share_parts,
     source_of,
 )
 from nblaunch.training.data.stream_reader import StreamReader, collated
 from nblaunch.training.seeding import checked_seed, default_seed, derived_generator, derived_seed
-from nblaunch.training.topology import World, world
+from nblaunch.training.topology import World, data_world, world
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -48,35 +50,11 @@ class _Pass:
         self.done, self.taken, self.note = self.done + 1, self.taken + 1, note
 
 
-class PassObserver(Protocol):
-    """Follows the passes over a loader."""
-
-    def begin_batch(self, loader: Any) -> None:
-        """Called before the loader yields a batch."""
-
-    def end_pass(self, loader: Any) -> None:
-        """Called when a pass was completed or abandoned."""
-
-
 class _Plan(NamedTuple):
     """One epoch of one rank, cached so that a peek and the pass after it run the user's sampler once."""
 
     key: tuple[World, int, int, int]
     shares: list[Share]
-
-
-class _Division(NamedTuple):
-    """What a position in the data depends on; the field names are keys of the state."""
-
-    world_size: int
-    batch_size: int
-    """Of the loader or its own batch sampler; 0 without one."""
-    num_workers: int
-    """Of a stream; 0 for a map-style dataset, whose order is the same for any number."""
-
-    def __str__(self) -> str:
-        workers = f", num_workers={self.num_workers}" if self.num_workers else ""
-        return f"world_size={self.world_size}, batch_size={self.batch_size or None}{workers}"
 
 
 class ShardedLoader(DataLoader[T_co]):
@@ -134,6 +112,7 @@ class ShardedLoader(DataLoader[T_co]):
         seed: int | None = None,
         dispatch: bool | None = None,
         move: Callable[[Any], Any] | None = None,
+        copies: int | None = None,
     ) -> None:
         # Not DataLoader.__init__, which refuses a batch_size beside a batch sampler: every argument is kept, including
         # those of later torch versions, and `_index_sampler` alone determines what is read.
@@ -149,19 +128,33 @@ class ShardedLoader(DataLoader[T_co]):
         self._plan: _Plan | None = None
         self._reader: StreamReader | None = None
         self._indices = IndexFeed()
-        self._loaded: _Division | None = None  # of the latest loaded state
+        self._loaded: Division | None = None  # of the latest loaded state
         self._sampler_epoch: int | None = None  # last set on the samplers; any other value there is the user's
         self._in_order = getattr(loader, "in_order", True)
-        self.adjust(seed=seed, dispatch=dispatch, move=move)
+        self._copies = 1
+        self.adjust(seed=seed, dispatch=dispatch, move=move, copies=copies)
 
     def adjust(
-        self, *, seed: int | None = None, dispatch: bool | None = None, move: Callable[[Any], Any] | None = None
+        self,
+        *,
+        seed: int | None = None,
+        dispatch: bool | None = None,
+        move: Callable[[Any], Any] | None = None,
+        copies: int | None = None,
     ) -> None:
         """Set those of `shard`'s arguments that are not None."""
         self._seed = self._seed if checked_seed(seed) is None else seed
         if dispatch is not None and dispatch != self._dispatch:
             self._dispatch, self._reader = dispatch, None
         self._move = move or self._move
+        if copies is not None:
+            self._copies, self._reader = whole_number("copies", copies, least=1), None
+            share_parts(self, self._copies)
+
+    @property
+    def place(self) -> World:
+        """This process's position among those that get different samples."""
+        return data_world(self._copies)
 
     # ------------------------------------------------------------------ iterating
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
@@ -200,10 +193,10 @@ class ShardedLoader(DataLoader[T_co]):
     def _iterate_indices(self, start: int) -> Iterator[tuple[Any, BatchNote]]:
         """Iterate a map-style dataset."""
         begin = self._progress.start_samples
-        shares = self._planned() if source_of(self).is_sized else source_of(self).shares(world(), begin)
+        shares = self._planned() if source_of(self).is_sized else source_of(self).shares(self.place, begin)
         # If workers could overtake each other, the padding batch could not be identified.
         self.in_order = self._in_order or (isinstance(shares, list) and any(share.is_padding for share in shares[-1:]))
-        own, epoch, rank = self.seed, self.epoch, world().rank
+        own, epoch, rank = self.seed, self.epoch, self.place.rank
         seeds = (derived_seed(own, epoch, rank, number) for number in count(start))
         current = IndexPass(islice(shares, 0 if begin else start, None), seeds, loads_here=self.num_workers == 0)
         self._indices.current = current
@@ -221,10 +214,10 @@ class ShardedLoader(DataLoader[T_co]):
 
     def _iterate_stream(self, start: int) -> Iterator[tuple[Any, BatchNote]]:
         """Iterate an iterable dataset; what was taken before a resume is read again."""
-        place, dispatch, begin = world(), self._dispatch is not False, self._progress.start_samples
-        as_samples = place.is_shared or begin % (self.batch_size or 1) != 0
+        place, dispatch, begin = self.place, self._dispatch is not False, self._progress.start_samples
+        as_samples = world().is_shared or begin % (self.batch_size or 1) != 0
         if self._reader is None or (self._reader.place, self._reader.as_samples) != (place, as_samples):
-            self._reader = StreamReader(self, place, dispatch=dispatch, as_samples=as_samples)
+            self._reader = StreamReader(self, place, self._copies, dispatch=dispatch, as_samples=as_samples)
         generator = derived_generator(self.seed, self.epoch, 0)  # the same on all ranks, which may all read everything
         for share, is_last in self._reader.shares(start, begin, generator):
             content = collated(self, share.items) if as_samples else share.items[0]
@@ -240,7 +233,7 @@ class ShardedLoader(DataLoader[T_co]):
         return isinstance(self.dataset, IterableDataset)
 
     def _planned(self) -> list[Share]:
-        key = (world(), self.seed, self.epoch, self._progress.start_samples)
+        key = (self.place, self.seed, self.epoch, self._progress.start_samples)
         if self._plan is None or self._plan.key != key:
             self._plan = _Plan(key, source_of(self).planned(*key))
             self._set_sampler_epochs()  # our samplers have completed a pass
@@ -264,7 +257,7 @@ class ShardedLoader(DataLoader[T_co]):
         Raises:
             TypeError: The dataset or sampler has no length.
         """
-        ranks = world().size
+        ranks = self.place.size
         if self._is_stream:
             size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
             return round_count(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
@@ -280,16 +273,16 @@ class ShardedLoader(DataLoader[T_co]):
         size = length_of(self.dataset)
         if size is None:
             return None
-        return start + round_count(size - begin, self.batch_size or 1, world().size, drop_last=self.drop_last)
+        return start + round_count(size - begin, self.batch_size or 1, self.place.size, drop_last=self.drop_last)
 
     @property
     def total(self) -> int | None:
         """How many samples all ranks together get in a pass, each counted once; None if unknown."""
         if not self._is_stream:
-            return source_of(self).total(world().size)
+            return source_of(self).total(self.place.size)
         if self.batch_size is None or not hasattr(self.dataset, "__len__"):
             return None
-        whole = self.batch_size * world().size
+        whole = self.batch_size * self.place.size
         return len(self.dataset) - (len(self.dataset) % whole if self.drop_last else 0)
 
     # ------------------------------------------------------------------ epochs
@@ -344,16 +337,16 @@ class ShardedLoader(DataLoader[T_co]):
         """
         self._seed = checked_seed(state["seed"])
         self._progress.resume(state["epoch"], state["batches"], state.get("samples", 0))
-        given = {name: state[name] for name in _Division._fields if name in state}
+        given = {name: state[name] for name in Division._fields if name in state}
         self._loaded = self._division._replace(**given) if "world_size" in given else None
         self._set_sampler_epochs()
 
     @property
-    def _division(self) -> _Division:
+    def _division(self) -> Division:
         """The division of the next pass."""
         size = getattr(samplers_of(self)[0], "batch_size", None)
         workers = self.num_workers if self._is_stream else 0
-        return _Division(world().size, size if isinstance(size, int) else 0, workers)
+        return Division(self.place.size, size if isinstance(size, int) else 0, workers)
 
     def _check_resumable(self, start: int) -> None:
         """Refuse to resume if it is unknown which samples were taken.

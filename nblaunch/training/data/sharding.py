@@ -20,6 +20,7 @@ def shard(
     seed: int | None = None,
     dispatch: bool | None = None,
     move: Callable[[Any], Any] | None = None,
+    copies: int | None = None,
 ) -> ShardedLoader[T]:
     """Give each rank its part of a DataLoader: every sample once, equally many batches on every rank.
 
@@ -32,12 +33,14 @@ def shard(
         dispatch: For iterable datasets. True or None: rank 0 reads, and sends each rank its part. False: every rank
             reads everything, which must be the same on each, and keeps its part: for streams that are cheap to read.
         move: Called on each batch before it is yielded. Default: batches stay where they are.
+        copies: Consecutive ranks that get the same part, as ranks that divide layers need. Default 1.
 
     Raises:
-        ArgumentError: `loader` is not a DataLoader, or `seed` is out of range.
+        ArgumentError: `loader` is not a DataLoader, `seed` or `copies` is out of range, or with `copies` a sampler
+            gives each rank a part of its own.
     """
     if isinstance(loader, ShardedLoader):
-        loader.adjust(seed=seed, dispatch=dispatch, move=move)
+        loader.adjust(seed=seed, dispatch=dispatch, move=move, copies=copies)
         return loader
     if isinstance(loader, CountedLoader):
         loader = loader.plain()
@@ -50,4 +53,4 @@ def shard(
             f"loader is a {type(given).__name__}, already divided by accelerate, which repeats samples so that every "
             "rank has equally many: give the DataLoader from before prepare"
         )
-    return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move)
+    return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move, copies=copies)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from nblaunch.training.data.batch_partition import Share, partition_samples, with_last
 from nblaunch.training.pytree import tree_map
 from nblaunch.training.seeding import derived_seed, seeded
-from nblaunch.training.topology import World, ensure_group
+from nblaunch.training.topology import World, ensure_group, world
 
 _END: Any = object()
 LastShare = tuple[Share, bool]
@@ -31,7 +31,8 @@ class _Message(NamedTuple):
 class StreamReader:
     """Reads a loader's stream, if this rank must, and yields this rank's part."""
 
-    def __init__(self, loader: DataLoader[Any], place: World, *, dispatch: bool, as_samples: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], place: World, copies: int, *, dispatch: bool, as_samples: bool) -> None:
+        self.copies = copies
         self.place, self.dispatch, self.as_samples = place, dispatch, as_samples
         self._size, self._drop_last = loader.batch_size or 1, loader.drop_last
         self._is_batched = loader.batch_size is not None
@@ -49,14 +50,12 @@ class StreamReader:
         if not self.as_samples:
             batches = (Share([batch], end=number * self._size) for number, batch in enumerate(self._read(generator), 1))
             return islice(with_last(batches), begin // self._size or start, None)
-        if self.dispatch and self.place.is_shared:
+        if self.dispatch and world().is_shared:
             ensure_group()
             self._passes += 1
             turns = zip(repeat(self._passes), count(start))
             return (
-                self._send(self._rounds(start, begin, generator), turns)
-                if self.place.rank == 0
-                else self._receive(turns)
+                self._send(self._rounds(start, begin, generator), turns) if world().rank == 0 else self._receive(turns)
             )
         return ((shares[self.place.rank], is_last) for shares, is_last in self._rounds(start, begin, generator))
 
@@ -91,11 +90,11 @@ class StreamReader:
         is_last = False
         for shares, is_last in rounds:
             turn = next(turns)
-            own, *others = [(share, is_last) for share in shares]
-            _scatter([None, *(_Message(turn, other) for other in others)])
-            yield own
+            by_rank = [(share, is_last) for share in shares for _ in range(self.copies)]
+            _scatter([None, *(_Message(turn, other) for other in by_rank[1:])])
+            yield by_rank[0]
         if not is_last:  # the stream is empty, and the other ranks wait
-            _scatter([_Message(next(turns), None)] * self.place.size)
+            _scatter([_Message(next(turns), None)] * world().size)
 
     def _receive(self, turns: Iterator[tuple[int, int]]) -> Iterator[LastShare]:
         is_last = False
@@ -103,7 +102,7 @@ class StreamReader:
             message, turn = _scatter(None), next(turns)
             if message.turn != turn:
                 raise RuntimeError(
-                    f"rank {self.place.rank} is at batch {turn[1]} of its pass {turn[0]} over a stream, and rank 0 "
+                    f"rank {world().rank} is at batch {turn[1]} of its pass {turn[0]} over a stream, and rank 0 "
                     f"sent batch {message.turn[1]} of pass {message.turn[0]}: some ranks took batches that others did "
                     "not. Iterate it equally on every rank, including peeks at its first batch, or let each rank read "
                     "the stream: shard(loader, dispatch=False)"

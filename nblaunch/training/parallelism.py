@@ -1,0 +1,283 @@
+"""`Parallelism`: how ranks divide a model that is too large for one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nblaunch.errors import ArgumentError
+from nblaunch.machine.argument_checks import one_of, whole_number
+
+STYLES = ("colwise", "colwise_gather", "rowwise", "sequence")
+"""Names of styles of tensor parallelism in a plan."""
+_OLDEST_TORCH = (2, 8)
+"""The oldest with which this was tried. fully_shard is public from 2.6 on, where it fails on CPUs."""
+
+Units = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
+
+
+class MeshSizes(NamedTuple):
+    """Sizes of the dimensions of the mesh of ranks, outermost first; the field names are those of the dimensions."""
+
+    replicate: int
+    shard: int
+    tensor: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """Divides a model among the ranks: ``Accelerator(parallelism=Parallelism())``. Needs torch 2.8 or later.
+
+    With `shard` each rank keeps a part of every parameter, its gradient and its optimizer state, and ranks gather a
+    unit's parameters while it computes: FSDP2, torch's ``fully_shard``. With `tensor` the ranks of a group of that
+    size divide single layers, as `plan` says, and compute on the same samples. The ranks form a mesh of `replicate` ×
+    `shard` × `tensor`; consecutive ranks are a tensor group. In a single process a Parallelism has no effect.
+
+    Args:
+        shard: Ranks among which parameters are divided. True (default): all that `replicate` and `tensor` leave.
+            False: each rank keeps whole parameters (except for what `tensor` divides).
+        replicate: Groups of ranks that each hold the whole model and exchange gradients. Default: 1, and with a number
+            or False for `shard` what is left.
+        tensor: Ranks that divide single layers. Default 1.
+        plan: For `tensor`, by name of a module how it is divided: ``"colwise"`` (a linear layer's outputs, an
+            embedding's columns), ``"rowwise"`` (a linear layer's inputs, an embedding's rows), ``"colwise_gather"``
+            (each rank gets all outputs), ``"sequence"`` (a norm or dropout over parts of a sequence), or any
+            ``torch.distributed.tensor.parallel.ParallelStyle``. A ``*`` stands for one part of a dotted name:
+            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``.
+        units: Modules whose parameters are gathered together: classes, names of modules (with ``*``), or a function
+            ``(name, module) -> bool``. Default: a transformers model's ``_no_split_modules``, else the modules in each
+            ``nn.ModuleList``, and of an ``nn.Transformer``. The rest of the model is a unit of its own.
+        reshard_after_forward: Whether a unit's parameters are freed between forward and backward. False needs more
+            memory and gathers them once less. A number: see ``fully_shard``. Default: torch's own.
+        cpu_offload: Whether parameters, gradients and optimizer states stay in the CPU's memory; for GPUs.
+
+    Raises:
+        ArgumentError: An argument is wrong, or torch is older than 2.8.
+    """
+
+    shard: bool | int = True
+    replicate: int | None = None
+    tensor: int = 1
+    plan: Mapping[str, Any] | None = None
+    units: Units | None = None
+    reshard_after_forward: bool | int | None = None
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        if _torch_version() < _OLDEST_TORCH:
+            raise ArgumentError(
+                f"parallelism: Parallelism needs torch {'.'.join(map(str, _OLDEST_TORCH))} or later, and this is "
+                f"{torch.__version__}: upgrade torch, or use FullyShardedDataParallel directly"
+            )
+        if not isinstance(self.shard, bool):
+            whole_number("shard", self.shard, least=1)
+        if self.replicate is not None:
+            whole_number("replicate", self.replicate, least=1)
+        whole_number("tensor", self.tensor, least=1)
+        self._check_plan()
+        self._check_units()
+        if self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool):
+            whole_number("reshard_after_forward", self.reshard_after_forward, least=1)
+        if self.cpu_offload and self.shard is False:
+            raise ArgumentError("cpu_offload=True, shard=False: only sharded parameters can stay on the CPU")
+
+    def _check_plan(self) -> None:
+        given: Any = self.plan
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentError(f"plan={given!r:.80}: must be a dict from names of modules to styles")
+        if given and self.tensor == 1:
+            raise ArgumentError("plan: there is nothing to divide with tensor=1: give tensor=2 or more")
+        for name, style in (given or {}).items():
+            if isinstance(style, str):
+                one_of(f"plan[{name!r}]", style, STYLES)
+            elif not callable(getattr(style, "_apply", None)):
+                raise ArgumentError(
+                    f"plan[{name!r}]={style!r:.80}: must be one of {', '.join(STYLES)} or a ParallelStyle"
+                )
+
+    def _check_units(self) -> None:
+        given: Any = self.units
+        if given is None or (callable(given) and not isinstance(given, type)):
+            return
+        if isinstance(given, (str, type)) or not isinstance(given, Sequence):
+            raise ArgumentError(f"units={given!r:.80}: must be a list of classes or names, or a function")
+        for unit in given:
+            if not isinstance(unit, str) and not (isinstance(unit, type) and issubclass(unit, nn.Module)):
+                raise ArgumentError(f"units: {unit!r:.80} is neither a class of modules nor a name")
+
+    # ------------------------------------------------------------------ sizes
+    def sizes(self, world_size: int) -> MeshSizes:
+        """Return the sizes of the mesh for this number of ranks.
+
+        Raises:
+            ArgumentError: The ranks cannot be divided so.
+        """
+        if world_size % self.tensor:
+            raise ArgumentError(f"tensor={self.tensor}: does not divide the {world_size} ranks")
+        rest = world_size // self.tensor
+        if self.shard is True:
+            replicate = self.replicate or 1
+            shard = rest // replicate
+        else:
+            shard = int(self.shard) or 1
+            replicate = self.replicate or max(1, rest // shard)
+        if replicate * shard != rest:
+            parts = f"replicate={replicate}, shard={self.shard}, tensor={self.tensor}"
+            raise ArgumentError(f"{parts}: their product must be the number of ranks, which is {world_size}")
+        return MeshSizes(replicate, shard, self.tensor)
+
+    def copies(self, world_size: int) -> int:
+        """Return how many ranks compute on the same samples."""
+        return self.sizes(world_size).tensor if world_size > 1 else 1
+
+    # ------------------------------------------------------------------ which modules
+    def planned(self, module: nn.Module) -> dict[str, Any]:
+        """Return the style of each module that the plan names.
+
+        Raises:
+            ArgumentError: There is no plan, or a name in it is no module's.
+        """
+        if not self.plan:
+            raise ArgumentError(f'plan={self.plan!r}, tensor={self.tensor}: name what is divided: {{"up": "colwise"}}')
+        names = [name for name, _ in module.named_modules() if name]
+        styles: dict[str, Any] = {}
+        for pattern, style in self.plan.items():
+            found = [name for name in names if matches(name, pattern)]
+            if not found:
+                raise ArgumentError(f"plan[{pattern!r}]: the {type(module).__name__} has no such module{_like(names)}")
+            styles |= dict.fromkeys(found, style)
+        return styles
+
+    def units_of(self, module: nn.Module) -> dict[str, nn.Module]:
+        """Return the modules that are sharded as units, by name, innermost first; without the root.
+
+        Raises:
+            ArgumentError: A class or name in `units` is in no part of the module.
+        """
+        parts = {name: part for name, part in module.named_modules() if name}
+        if self.units is None:
+            found = _default_units(module, parts)
+        elif callable(self.units):
+            found = {name for name, part in parts.items() if self.units(name, part)}
+        else:
+            found = set()
+            for unit in self.units:
+                its = {
+                    name
+                    for name, part in parts.items()
+                    if (matches(name, unit) if isinstance(unit, str) else isinstance(part, unit))
+                }
+                if not its:
+                    label = repr(unit) if isinstance(unit, str) else unit.__name__
+                    raise ArgumentError(f"units: the {type(module).__name__} has no {label}{_like(list(parts))}")
+                found |= its
+        in_order = [name for name in parts if name in found]  # the same on every rank
+        return {name: parts[name] for name in sorted(in_order, key=lambda name: -name.count("."))}
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return True if a dotted name fits a pattern, part by part."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _default_units(module: nn.Module, parts: Mapping[str, nn.Module]) -> set[str]:
+    classes = getattr(module, "_no_split_modules", None)
+    if classes:
+        return {name for name, part in parts.items() if type(part).__name__ in classes}
+    lists = [name for name, part in parts.items() if isinstance(part, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return {
+        name
+        for name, part in parts.items()
+        if name.rpartition(".")[0] in outermost
+        and type(part).forward is not nn.Module.forward  # else its hooks would never run
+        and any(True for _ in part.parameters())
+    }
+
+
+def _like(names: Sequence[str]) -> str:
+    """Return the names in short, those that differ in their numbers once."""
+    short = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names]
+    distinct = [name for name, _ in groupby(dict.fromkeys(short))]
+    shown = ", ".join(distinct[:12]) + (", …" if len(distinct) > 12 else "")
+    return f": it has {shown}" if distinct else ""
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+
+# ------------------------------------------------------------------ accelerate's objects
+@dataclass(frozen=True)
+class _OfClasses:
+    """A rule for units: modules whose class has one of these names."""
+
+    names: tuple[str, ...]
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        return type(module).__name__ in self.names
+
+
+def from_accelerate(
+    fsdp_plugin: Any = None, parallelism_config: Any = None, *, plan: Mapping[str, Any] | None = None
+) -> Parallelism:
+    """Return the Parallelism that means the same as accelerate's objects.
+
+    Args:
+        fsdp_plugin: A ``FullyShardedDataParallelPlugin(fsdp_version=2)``, or None.
+        parallelism_config: A ``ParallelismConfig``, or None.
+        plan: For its ``tp_size``, which takes the plan from the model.
+
+    Raises:
+        ArgumentError: An object asks for something that a Parallelism does not have.
+    """
+    options: dict[str, Any] = {"shard": fsdp_plugin is not None}
+    if parallelism_config is not None:
+        for name in ("cp_size", "sp_size"):
+            if (getattr(parallelism_config, name, 1) or 1) > 1:
+                raise ArgumentError(
+                    f"parallelism_config: {name}={getattr(parallelism_config, name)}: nblaunch divides no sequences: "
+                    "use accelerate's own Accelerator, which runs in a launch"
+                )
+        shard = parallelism_config.dp_shard_size
+        options |= {
+            "shard": shard if shard > 1 else fsdp_plugin is not None and parallelism_config.dp_replicate_size == 1,
+            "replicate": parallelism_config.dp_replicate_size,
+            "tensor": parallelism_config.tp_size,
+            "plan": plan if parallelism_config.tp_size > 1 else None,
+        }
+    if fsdp_plugin is not None:
+        options |= _from_plugin(fsdp_plugin)
+    return Parallelism(**options)
+
+
+def _from_plugin(plugin: Any) -> dict[str, Any]:
+    if plugin.fsdp_version != 2:
+        raise ArgumentError(
+            f"fsdp_plugin: fsdp_version={plugin.fsdp_version}: only FSDP2 is supported: give fsdp_version=2"
+        )
+    for name in ("ignored_modules", "activation_checkpointing", "mixed_precision_policy"):
+        value = getattr(plugin, name, None)
+        if value:
+            raise ArgumentError(
+                f"fsdp_plugin: {name}={value!r:.80}: is not supported: leave it out, or use accelerate's own "
+                "Accelerator, which runs in a launch"
+            )
+    offload = plugin.cpu_offload
+    options: dict[str, Any] = {
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "cpu_offload": offload if isinstance(offload, bool) else type(offload).__name__ == "CPUOffloadPolicy",
+    }
+    classes = getattr(plugin, "transformer_cls_names_to_wrap", None)
+    if classes:
+        options["units"] = _OfClasses(tuple(classes))
+    elif getattr(plugin, "min_num_params", 0):
+        raise ArgumentError("fsdp_plugin: min_num_params: name the classes by transformer_cls_names_to_wrap instead")
+    return options

@@ -1,0 +1,700 @@
+"""Models that the ranks divide: training, data, evaluation and states equal those of whole models."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import signal
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from nblaunch.errors import ArgumentError, RankDiedError
+from nblaunch.training import (
+    Accelerator,
+    Accuracy,
+    DistributedWeightedSampler,
+    ExactDistributedSampler,
+    Parallelism,
+    evaluate,
+)
+from nblaunch.training.exchange import exchange
+from nblaunch.training.sharded_models import is_sharded
+from nblaunch.training.sharded_states import full_state, load_sharded_state, save_sharded_state
+from tests.processes.conftest import Launcher
+
+PLAN = {
+    **{f"layers.*.{name}": "colwise" for name in ("query", "key", "value", "up")},
+    **{f"layers.*.{name}": "rowwise" for name in ("out", "down")},
+}
+ENCODINGS = 11
+
+
+class Block(nn.Module):
+    """A layer of a transformer; its heads may be divided."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        query, key, value = (
+            part(self.first(x)).view(batch, length, -1, self.head_width).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        )
+        heads = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+class Model(nn.Module):
+    """A small transformer that says the next of `ENCODINGS` tokens."""
+
+    def __init__(self, seed: int = 0, *, tied: bool = False, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tokens = nn.Embedding(ENCODINGS, 8)
+        self.layers: Any = nn.ModuleList([Block(8, 4), Block(8, 4)])
+        self.scale: Tensor
+        self.head = nn.Linear(8, ENCODINGS, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).transpose(1, 2) * self.scale
+
+
+def sentences(count: int = 26) -> TensorDataset:
+    tokens = torch.randint(0, ENCODINGS, (count, 6), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output, target)
+
+
+def trained(
+    parallelism: Parallelism | None,
+    *,
+    steps: int = 1,
+    clip: float = 1.0,
+    epochs: int = 2,
+    batch_size: int = 8,
+    model: Any = None,
+    **settings: Any,
+) -> tuple[Any, dict[str, Any], list[float]]:
+    """Train, and return the prepared model, its whole weights (on rank 0) and the norms of the gradients."""
+    accelerator = Accelerator(
+        compute_setup="cpu", parallelism=parallelism, gradient_accumulation_steps=steps, seed=5, **settings
+    )
+    model = Model() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    loader = DataLoader(sentences(24), batch_size // accelerator.world_size * accelerator.copies, shuffle=True)
+    loader, optimizer, net = accelerator.prepare(loader, optimizer, model)
+    norms = []
+    for _ in range(epochs):
+        for inputs, target in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(loss_of(net(inputs), target))
+                norm = accelerator.clip_grad_norm_(net.parameters(), clip)
+                if norm is not None:
+                    assert not is_sharded(norm)
+                    norms.append(norm.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return net, full_state(net), norms
+
+
+def run(parallelism: Parallelism | None, **options: Any) -> tuple[dict[str, Any], list[float]]:
+    return trained(parallelism, **options)[1:]
+
+
+def assert_close(result: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    (weights, norms), (own, own_norms) = result, expected
+    assert list(weights) == list(own)
+    for name, value in own.items():
+        torch.testing.assert_close(weights[name], value, rtol=tolerance, atol=tolerance)
+    assert norms == pytest.approx(own_norms, rel=tolerance)
+
+
+RUNS: dict[int, list[tuple[Parallelism, dict[str, Any]]]] = {
+    2: [
+        (Parallelism(), {}),
+        (Parallelism(), {"steps": 2}),
+        (Parallelism(tensor=2, plan=PLAN), {}),
+    ],
+    3: [(Parallelism(reshard_after_forward=False), {"batch_size": 6})],  # uneven parts
+    4: [
+        (Parallelism(replicate=2), {}),
+        (Parallelism(tensor=2, plan=PLAN), {}),
+        (Parallelism(shard=False, tensor=2, plan=PLAN), {}),
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", RUNS)
+def test_training_equals_that_of_a_single_process(launch: Launcher, ranks: int) -> None:
+    def check() -> list[Any]:
+        return [run(parallelism, **options) for parallelism, options in RUNS[ranks]]
+
+    results = launch(check, num_processes=ranks, device="cpu")[0]
+    for result, (_, options) in zip(results, RUNS[ranks], strict=True):
+        assert_close(result, run(None, **options))
+
+
+# ------------------------------------------------------------------ parameters and optimizers
+def test_parts_of_parameters_and_states_add_up_once(launch: Launcher) -> None:
+    def check(parallelism: Parallelism) -> tuple[int, int, int]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
+        model = accelerator.prepare(Model())
+        optimizer = accelerator.prepare(torch.optim.Adam(model.parameters()))
+        loss_of(model(torch.ones(2, 3, dtype=torch.long)), torch.ones(2, 3, dtype=torch.long)).backward()
+        optimizer.step()
+        own = [parameter.to_local().numel() for parameter in model.parameters()]
+        moments = [state["exp_avg"].to_local().numel() for state in optimizer.state.values()]
+        return sum(own), sum(moments), max(own)
+
+    total = sum(parameter.numel() for parameter in Model().parameters())
+    by_rank = list(launch(partial(check, Parallelism()), device="cpu"))
+    assert sum(own for own, _, _ in by_rank) == total
+    assert all(own == moments and abs(own - total / 2) <= 16 for own, moments, _ in by_rank)
+    by_rank = list(launch(partial(check, Parallelism(replicate=2)), num_processes=4, device="cpu"))
+    assert sum(own for own, _, _ in by_rank) == 2 * total
+
+
+def test_an_optimizer_keeps_its_groups_and_its_state(launch: Launcher) -> None:
+    def halves(model: Model) -> list[dict[str, Any]]:
+        head = [model.head.weight, model.tokens.weight]
+        return [
+            {"params": head, "lr": 0.1, "weight_decay": 0.5},
+            {"params": list(model.layers.parameters())},
+        ]
+
+    def step(net: Any, optimizer: Any) -> None:
+        inputs, target = sentences(4).tensors
+        loss_of(net(inputs), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def check(parallelism: Parallelism | None, apart: bool = False) -> list[Any]:
+        model = Model()
+        optimizer = torch.optim.AdamW(halves(model), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        step(model, optimizer)  # there is a state to divide
+        scheduler.step()
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism, schedule_steps="optimizer")
+        if apart:
+            model = accelerator.prepare(model)
+            scheduler, optimizer = accelerator.prepare(scheduler, optimizer)
+        else:
+            scheduler, model, optimizer = accelerator.prepare(scheduler, model, optimizer)
+        step(model, optimizer)
+        scheduler.step()
+        assert all(p is q for p, q in zip(optimizer.param_groups[1]["params"], model.layers.parameters(), strict=True))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+        return [full_state(model), full_state(optimizer)]
+
+    def both(parallelism: Parallelism | None) -> list[Any]:
+        return [check(parallelism), check(parallelism, apart=True)]
+
+    expected = both(None)
+    for ranks, parallelism in ((2, Parallelism()), (4, Parallelism(tensor=2, plan=PLAN))):
+        result = launch(partial(both, parallelism), num_processes=ranks, device="cpu")
+        torch.testing.assert_close(result[0], expected, rtol=1e-10, atol=1e-10)
+        assert result[1] == [[{}, {}], [{}, {}]]
+
+
+def test_rank_0_decides_the_weights(launch: Launcher) -> None:
+    def check(rank: int, parallelism: Parallelism) -> dict[str, Any]:
+        model = Model(seed=rank)
+        model.scale.fill_(rank + 3)
+        return full_state(Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(model))
+
+    expected = {**Model(seed=0).state_dict(), "scale": torch.tensor(3.0, dtype=torch.float64)}
+    for parallelism in (Parallelism(), Parallelism(tensor=2, plan=PLAN)):
+        weights = launch(partial(check, parallelism=parallelism), device="cpu")[0]
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+TIED_PLAN = {**PLAN, "tokens": "rowwise", "head": "colwise_gather"}
+
+
+@pytest.mark.parametrize("kind", ["shard", "tensor"])
+def test_tied_and_frozen_weights_stay_so(launch: Launcher, kind: str) -> None:
+    def check(parallelism: Parallelism | None) -> Any:
+        model = Model(tied=True)
+        model.layers[0].requires_grad_(False)
+        net, weights, norms = trained(parallelism, model=model)
+        assert net.head.weight is net.tokens.weight
+        assert weights == {} or torch.equal(weights["head.weight"], weights["tokens.weight"])
+        assert [p.requires_grad for p in net.layers[0].parameters()] == [False] * 16
+        return weights, norms
+
+    parallelism = Parallelism() if kind == "shard" else Parallelism(tensor=2, plan=TIED_PLAN)
+    expected = check(None)
+    assert_close(launch(partial(check, parallelism), device="cpu")[0], expected)
+    before = Model(tied=True).state_dict()
+    assert torch.equal(expected[0]["layers.0.up.weight"], before["layers.0.up.weight"])
+    assert not torch.equal(expected[0]["head.weight"], before["head.weight"])
+
+
+# ------------------------------------------------------------------ data
+def test_ranks_of_a_tensor_group_read_the_same(launch: Launcher) -> None:
+    def check(rank: int) -> list[Any]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(tensor=2, plan=PLAN))
+        numbers = TensorDataset(torch.arange(10))
+        weighted = DistributedWeightedSampler(torch.ones(10), replacement=False)
+        loaders = [
+            DataLoader(numbers, 2, shuffle=True),
+            DataLoader(numbers, 2, sampler=weighted),
+            DataLoader(Stream(10), 2),
+        ]
+        read = []
+        for loader in accelerator.prepare(*loaders):
+            batches = list(loader)
+            assert len(batches) == 3
+            read.append(
+                [number for batch in batches for number in (batch[0] if isinstance(batch, list) else batch).tolist()]
+            )
+            assert loader.state_dict()["world_size"] == 2
+        first = accelerator.prepare(DataLoader(numbers, 2))
+        counted = torch.cat([accelerator.gather_for_metrics(batch) for (batch,) in first]).tolist()
+        total = accelerator.reduce(torch.tensor(float(rank // 2 + 1)), "sum").item()
+        mean = accelerator.reduce(torch.tensor(rank // 2 + 1), "mean").item()
+        figures = accelerator.all_reduce_dict({"n": rank // 2 + 1}, "sum")["n"]
+        return [read, sorted(counted), total, mean, figures]
+
+    result = list(launch(check, num_processes=4, device="cpu"))
+    assert result[0] == result[1]
+    assert result[2] == result[3]
+    for read, other in zip(result[0][0], result[2][0], strict=True):
+        assert sorted(read + other) == list(range(10))
+    assert all(rest == [list(range(10)), 3.0, 1.5, 3] for _, *rest in result)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(self.size))
+
+
+def test_a_sampler_of_single_ranks_is_refused(launch: Launcher) -> None:
+    def check() -> None:
+        data = sentences(8)
+        loader = DataLoader(data, 2, sampler=DistributedSampler(data))
+        Accelerator(compute_setup="cpu", parallelism=Parallelism(tensor=2, plan=PLAN)).prepare(loader)
+
+    with pytest.raises(
+        ArgumentError, match=r"DistributedSampler has num_replicas=2, rank=[01].*num_replicas=1, rank=0"
+    ):
+        launch(check, device="cpu")
+
+
+@pytest.mark.parametrize("mesh", ["shard", "tensor"])
+def test_evaluate_counts_uneven_parts_once(launch: Launcher, mesh: str) -> None:
+    def check(rank: int, parallelism: Parallelism | None) -> list[Any]:
+        model = Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(Model())
+        options: Any = {"metrics": {"accuracy": Accuracy(), "count": Count()}, "loss_fn": loss_of}
+        results = [evaluate(model, DataLoader(sentences(count), 4), **options) for count in (26, 1)]
+        if parallelism is None or parallelism.tensor == 1:
+            exact = ExactDistributedSampler(5)  # three samples for rank 0, two for rank 1
+            results.append(evaluate(model, DataLoader(sentences(5), 1, sampler=exact), **options))
+            none: Any = [] if rank else list(DataLoader(sentences(3), 1))
+            results.append(evaluate(model, none, **options))
+            assert parallelism is None or all(map(is_sharded, model.parameters()))  # none is left gathered
+        return results
+
+    parallelism = Parallelism() if mesh == "shard" else Parallelism(tensor=2, plan=PLAN)
+    expected = check(0, None)
+    for results in launch(partial(check, parallelism=parallelism), device="cpu"):
+        for result, own in zip(results, expected, strict=mesh == "shard"):
+            assert result == pytest.approx(own, rel=1e-10)
+
+
+class Count:
+    """The samples that were counted, over all ranks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def update(self, output: Any, target: Any) -> None:
+        self.count += len(target)
+
+    def compute(self) -> float:
+        return float(sum(exchange(self.count)))
+
+    def reset(self) -> None:
+        self.count = 0
+
+
+# ------------------------------------------------------------------ states
+def _whole(net: Any, optimizer: Any) -> list[Any]:
+    return copy.deepcopy([full_state(net), full_state(optimizer)])
+
+
+def _steps(net: Any, optimizer: Any, numbers: range, parts: int, part: int) -> None:
+    for number in numbers:
+        tokens = torch.randint(0, ENCODINGS, (12, 6), generator=torch.Generator().manual_seed(number)).chunk(parts)
+        loss_of(net(tokens[part][:, :-1]), tokens[part][:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _made(parallelism: Parallelism, seed: int) -> tuple[Any, Any]:
+    model = Model(seed, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    prepared = Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(model, optimizer)
+    return prepared[0], prepared[1]
+
+
+def _saves(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -> list[Any]:
+    net, optimizer = _made(parallelism, 0)
+    save_sharded_state(folder / "new", net, optimizer)  # before the first step there is no state
+    parts = world_size // parallelism.tensor
+    _steps(net, optimizer, range(3), parts, rank // parallelism.tensor)
+    optimizer.param_groups[0]["lr"] = 0.01
+    save_sharded_state(folder / "later", net, optimizer)
+    saved = _whole(net, optimizer)
+    _steps(net, optimizer, range(3, 5), parts, rank // parallelism.tensor)
+    return [saved, _whole(net, optimizer)]
+
+
+def _loads(rank: int, world_size: int, parallelism: Parallelism, folder: Path) -> list[Any]:
+    net, optimizer = _made(parallelism, 1)
+    parts = world_size // parallelism.tensor
+    _steps(net, optimizer, range(7, 8), parts, rank // parallelism.tensor)  # its own state is to be forgotten
+    load_sharded_state(folder / "later", net, optimizer)
+    loaded = _whole(net, optimizer)
+    _steps(net, optimizer, range(3, 5), parts, rank // parallelism.tensor)
+    ended = _whole(net, optimizer)
+    load_sharded_state(folder / "new", net, optimizer)
+    _steps(net, optimizer, range(3), parts, rank // parallelism.tensor)
+    return [loaded, ended, _whole(net, optimizer)]
+
+
+DIVIDED = Parallelism(tensor=2, plan=TIED_PLAN)
+FROM: dict[int, tuple[Parallelism, ...]] = {2: (Parallelism(),), 4: (Parallelism(replicate=2), DIVIDED)}
+"""How ranks divide the model whose state they save."""
+TO: dict[int, list[tuple[int, Parallelism]]] = {
+    2: [(2, Parallelism()), (1, Parallelism()), (3, Parallelism())],
+    4: [(2, Parallelism()), (4, DIVIDED)],
+}
+"""Those that load it."""
+
+
+@pytest.mark.parametrize("ranks", FROM)
+def test_a_state_loads_on_other_ranks_bit_for_bit(launch: Launcher, tmp_path: Path, ranks: int) -> None:
+    def saves(rank: int, world_size: int) -> list[Any]:
+        return [_saves(rank, world_size, how, tmp_path / str(number)) for number, how in enumerate(FROM[ranks])]
+
+    def loads(rank: int, world_size: int, how: Parallelism) -> list[Any]:
+        return [_loads(rank, world_size, how, tmp_path / str(number)) for number in range(len(FROM[ranks]))]
+
+    by_kind = launch(saves, num_processes=ranks, device="cpu")[0]
+    for after, second in TO[ranks]:
+        if after == 1:
+            results = loads(0, 1, second)
+        else:
+            results = launch(partial(loads, how=second), num_processes=after, device="cpu")[0]
+        for first, (saved, ended), (loaded, resumed, again) in zip(FROM[ranks], by_kind, results, strict=True):
+            torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+            assert loaded[1]["param_groups"][0]["lr"] == 0.01
+            tolerance = 0.0 if (ranks, first) == (after, second) else 1e-10
+            torch.testing.assert_close(resumed, ended, rtol=tolerance, atol=tolerance)
+            again[1]["param_groups"][0]["lr"] = 0.01
+            torch.testing.assert_close(again, saved, rtol=tolerance, atol=tolerance)
+
+
+def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -> None:
+    def check(folder: Path) -> list[str]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        net, optimizer = Accelerator(compute_setup="cpu", parallelism=Parallelism()).prepare(model, optimizer)
+        said = []
+        for call in (
+            lambda: save_sharded_state(folder, net, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
+            lambda: load_sharded_state(folder / "none", net),
+            lambda: save_sharded_state(folder, net, optimizer),
+            lambda: load_sharded_state(folder, nn.Linear(2, 2, bias=False), ()),
+            lambda: load_sharded_state(folder, net),
+            lambda: load_sharded_state(folder, net, torch.optim.SGD([net.weight], lr=0.1)),
+        ):
+            try:
+                call()
+            except ArgumentError as error:
+                said.append(str(error))
+        return said
+
+    for said in launch(partial(check, tmp_path), device="cpu"):
+        foreign, absent, other, fewer, groups = said
+        assert "parameter of shape [2, 2] that the FSDPLinear does not have: prepare both" in foreign
+        assert f"folder={str(tmp_path / 'none')!r}: holds no complete state" in absent
+        assert "holds another model: without nothing, and with model.bias" in other
+        assert "optimizers: 0 given, but" in fewer
+        assert "the parameter groups of number 0 differ" in groups
+
+
+# ------------------------------------------------------------------ precision, randomness, and what goes wrong
+@pytest.mark.parametrize("mesh", ["shard", "tensor"])
+def test_bfloat16_computes_in_half_and_keeps_float32(launch: Launcher, mesh: str) -> None:
+    def check(parallelism: Parallelism) -> list[Any]:
+        seen: list[torch.dtype] = []
+        model = Model(dtype=torch.float32)
+        model.layers[0].up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism, mixed_precision="bf16")
+        net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for _ in range(30):
+            inputs, target = sentences(8).tensors
+            output = net(inputs)
+            loss = loss_of(output, target)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        parameter = optimizer.param_groups[0]["params"][0]
+        return [seen[0], output.dtype, parameter.dtype, losses[-1] < losses[0] * 0.8, losses[-1]]
+
+    parallelism = Parallelism() if mesh == "shard" else Parallelism(tensor=2, plan=PLAN)
+    first, second = launch(partial(check, parallelism), device="cpu")
+    assert first[:4] == [torch.bfloat16, torch.float32, torch.float32, True]
+    assert first == second
+
+
+def test_one_infinite_gradient_skips_the_step_on_all_ranks(launch: Launcher) -> None:
+    def check(rank: int) -> list[Any]:
+        model = nn.Linear(4, 4)
+        accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(), mixed_precision="fp16")
+        net, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = []
+        for is_bad in (False, True, False):
+            before = full_state(net)
+            accelerator.backward(net(torch.ones(2, 4)).square().mean())
+            if is_bad and rank == 1:
+                net.weight.grad.to_local()[0, 0] = torch.inf  # of one rank's part only
+            norm: Any = accelerator.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            after = full_state(net)
+            found.append(
+                (
+                    accelerator.optimizer_step_was_skipped,
+                    norm.isfinite().item(),
+                    all(after[k].equal(before[k]) for k in after),
+                )
+            )
+        return found
+
+    first, second = launch(check, device="cpu")
+    assert first == [(False, True, False), (True, False, True), (False, True, False)]
+    assert [each[:2] for each in second] == [each[:2] for each in first]
+
+
+def test_ranks_of_a_tensor_group_drop_the_same(launch: Launcher) -> None:
+    def check(rank: int) -> Tensor:
+        torch.manual_seed(rank)
+        plan = {"0": "colwise", "2": "rowwise"}
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 4), nn.Dropout(0.5))
+        net = Accelerator(compute_setup="cpu", parallelism=Parallelism(tensor=2, plan=plan)).prepare(model)
+        return torch.cat([net(torch.ones(4, 4)) for _ in range(3)]).detach()
+
+    outputs = list(launch(check, num_processes=4, device="cpu"))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[2], outputs[3])
+    assert not torch.equal(outputs[0] == 0, outputs[2] == 0)
+
+
+def test_norms_other_than_2_are_those_of_all_ranks(launch: Launcher) -> None:
+    def check(parallelism: Parallelism | None) -> list[float]:
+        model = Model()
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
+        net = accelerator.prepare(model)
+        inputs, target = sentences(4).tensors
+        norms = []
+        for kind in (1.0, float("inf")):
+            loss_of(net(inputs), target).backward()
+            for _ in range(2):
+                norm: Any = accelerator.clip_grad_norm_(net.parameters(), 1e-3, kind)
+                norms.append(norm.item())
+            net.zero_grad()
+        loss_of(net(inputs), target).backward()
+        accelerator.clip_grad_value_(net.parameters(), 1e-2)
+        norm = accelerator.clip_grad_norm_(net.parameters(), 1.0, 1.0)
+        return [*norms, norm.item()]
+
+    divided = Parallelism(tensor=2, plan=PLAN)
+    expected = check(None)
+    for ranks, parallelism in ((2, Parallelism()), (2, divided), (4, divided)):
+        assert launch(partial(check, parallelism), num_processes=ranks, device="cpu")[1] == pytest.approx(expected)
+
+
+def test_distribute_brings_whole_weights_and_states_back() -> None:
+    def train(model: Model, optimizer: Any) -> int:
+        net, own = accelerator.prepare(model, optimizer)
+        _steps(net, own, range(3), accelerator.world_size, accelerator.rank)
+        return sum(parameter.to_local().numel() for parameter in net.parameters())
+
+    accelerator = Accelerator(nprocs=2, compute_setup="cpu", parallelism=Parallelism())
+    model, expected = Model(), Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    other = torch.optim.AdamW(expected.parameters(), lr=0.02)
+    sizes = accelerator.distribute(train, view="none")(model, optimizer)
+    _steps(expected, other, range(3), 1, 0)
+    assert sum(sizes) == sum(parameter.numel() for parameter in model.parameters())
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(optimizer.state_dict(), other.state_dict(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_rank_that_fails_ends_the_others_collectives(launch: Launcher, how: str) -> None:
+    def check(rank: int) -> None:
+        net = Accelerator(compute_setup="cpu", parallelism=Parallelism()).prepare(Model())
+        inputs = sentences(2).tensors[0]
+        net(inputs)
+        if rank == 1 and how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            raise ValueError("enough")
+        for _ in range(1000):
+            net(inputs)
+
+    expected: Any = ValueError if how == "raises" else RankDiedError
+    with pytest.raises(expected, match="enough" if how == "raises" else "rank 1"):
+        launch(check, device="cpu")
+
+
+def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
+    def check(rank: int) -> list[str]:
+        def prepare(parallelism: Parallelism, *objects: Any, **settings: Any) -> None:
+            Accelerator(compute_setup="cpu", parallelism=parallelism, **settings).prepare(*objects)
+
+        def save() -> None:
+            accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism())
+            accelerator.save(accelerator.prepare(nn.Linear(2, 2)).state_dict(), "never")
+
+        layer, tied = nn.Linear(4, 3), Model(tied=True)
+        with torch.device("meta"):
+            empty = nn.Linear(2, 2)
+        said = []
+        for call in (
+            lambda: prepare(Parallelism(), torch.optim.SGD(layer.parameters(), lr=0.1)),
+            lambda: prepare(Parallelism(shard=3), layer),
+            lambda: prepare(Parallelism(tensor=2), layer),
+            lambda: prepare(Parallelism(tensor=2, plan={"0": "colwise"}), nn.Sequential(layer)),
+            lambda: prepare(Parallelism(tensor=2, plan={"layers.*.no": "colwise"}), Model()),
+            lambda: prepare(Parallelism(tensor=2, plan={"tokens": "rowwise"}), tied),
+            lambda: prepare(Parallelism(units=["tokens", "layers.*"]), Model(tied=True)),
+            lambda: prepare(Parallelism(units=[nn.Conv2d]), Model()),
+            lambda: prepare(Parallelism(cpu_offload=True), layer),
+            lambda: prepare(Parallelism(), empty),
+            lambda: prepare(Parallelism(tensor=2, plan=PLAN), Model(), mixed_precision="fp16"),
+            save,
+        ):
+            try:
+                call()
+            except ArgumentError as error:
+                said.append(str(error))
+        return said
+
+    for said in launch(check, device="cpu"):
+        for text, part in zip(
+            said,
+            (
+                "none of the parameters of the SGD belong to a module that the ranks have divided",
+                "replicate=1, shard=3, tensor=1: their product must be the number of ranks, which is 2",
+                "plan=None, tensor=2: name what is divided",
+                "plan: 0 has out_features=3, which tensor=2 does not divide",
+                "plan['layers.*.no']: the Model has no such module: it has tokens, layers, layers.*, layers.*.first",
+                "plan: tokens.weight and head.weight are one parameter, and the plan divides them differently",
+                "tokens.weight and head.weight are one parameter, and lie in different units (tokens and the rest)",
+                "units: the Model has no Conv2d",
+                "cpu_offload=True: the ranks compute on the CPU",
+                "prepare: the Linear is on the meta device",
+                'mixed_precision="fp16", tensor=2',
+                "save: obj holds tensors that the ranks divide",
+            ),
+            strict=True,
+        ):
+            assert part in text
+
+
+# ------------------------------------------------------------------ modules of other kinds, and meshes
+@pytest.mark.parametrize("kind", ["sharded by the user", "compiled"])
+def test_modules_of_the_user_accumulate_too(launch: Launcher, kind: str) -> None:
+    def check(parallelism: Parallelism | None) -> Any:
+        model: Any = Model()
+        if parallelism is not None and kind == "compiled":
+            warnings.filterwarnings(
+                "ignore", message="The .grad attribute of a Tensor that is not a leaf"
+            )  # torch's own
+            model = torch.compile(model, backend="eager")
+            return trained(parallelism, steps=2, epochs=1, model=model)[1:]
+        if parallelism is not None:
+            for part in (*model.layers, model):
+                fully_shard(part)
+        return trained(None, steps=2, epochs=1, model=model)[1:]
+
+    assert_close(launch(partial(check, Parallelism()), device="cpu")[0], check(None))
+
+
+def test_without_parts_there_is_ddp(launch: Launcher) -> None:
+    def check() -> bool:
+        net = Accelerator(compute_setup="cpu", parallelism=Parallelism(shard=False)).prepare(nn.Linear(2, 2))
+        return isinstance(net, nn.parallel.DistributedDataParallel)
+
+    assert list(launch(check, device="cpu")) == [True, True]
+
+
+def test_gradients_wait_for_the_end_of_a_step(launch: Launcher) -> None:
+    def check() -> list[bool]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(), gradient_accumulation_steps=3)
+        net = accelerator.prepare(Model())
+        exchanged = []
+        for _ in range(6):
+            with accelerator.accumulate(net):
+                accelerator.backward(loss_of(net(sentences(2).tensors[0]), sentences(2).tensors[1]))
+            exchanged.append(all(parameter.grad is not None for parameter in net.parameters()))
+            if accelerator.sync_gradients:
+                net.zero_grad()
+        return exchanged
+
+    assert list(launch(check, device="cpu")) == [[False, False, True] * 2] * 2
+
+
+def test_a_mesh_ends_with_its_group(launch: Launcher, tmp_path: Path) -> None:
+    def check(rank: int, folder: Path) -> list[int]:
+        counts = []
+        for number in range(5):
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", f"file://{folder}/{number}", rank=rank, world_size=2)
+            accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(shard=2))
+            nets = [accelerator.prepare(nn.Linear(2, 2)) for _ in range(2)]
+            nets[1](torch.ones(1, 2)).sum().backward()
+            assert nets[0].weight.device_mesh is nets[1].weight.device_mesh
+            del nets
+            gc.collect()
+            counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+    for counts in launch(partial(check, folder=tmp_path), device="cpu"):
+        assert counts[4] == counts[2], counts

@@ -1,0 +1,213 @@
+"""`Parallelism`: its checks, the sizes of its mesh, the modules it names, and accelerate's objects. Also `copies`."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from nblaunch.errors import ArgumentError
+from nblaunch.training import Accelerator, DistributedWeightedSampler, Parallelism, shard
+from nblaunch.training.parallelism import from_accelerate
+from tests.unit.test_sharding import Standing, standing
+
+__all__ = ["standing"]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(2, 4), nn.Linear(4, 2)
+        self.experts = nn.ModuleList([nn.Linear(2, 2)])
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.up(x))
+
+
+def model() -> Any:
+    parts: dict[str, nn.Module] = {"stem": nn.Linear(2, 2), "layers": nn.ModuleList([Layer(), nn.ReLU(), Layer()])}
+    return nn.ModuleDict(parts)
+
+
+PLAN = {"layers.*.up": "colwise"}
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "sizes"),
+    [
+        ({}, 4, (1, 4, 1)),
+        ({"replicate": 2}, 4, (2, 2, 1)),
+        ({"shard": 2}, 6, (3, 2, 1)),
+        ({"shard": False}, 3, (3, 1, 1)),
+        ({"tensor": 2, "plan": PLAN}, 2, (1, 1, 2)),
+        ({"tensor": 2, "plan": PLAN}, 8, (1, 4, 2)),
+        ({"tensor": 2, "plan": PLAN, "shard": False}, 8, (4, 1, 2)),
+        ({"tensor": 2, "plan": PLAN, "replicate": 2, "shard": 2}, 8, (2, 2, 2)),
+    ],
+)
+def test_ranks_are_divided(options: Any, ranks: int, sizes: tuple[int, ...]) -> None:
+    parallelism = pickle.loads(pickle.dumps(Parallelism(**options)))
+    assert parallelism == Parallelism(**options)
+    assert parallelism.sizes(ranks) == sizes
+    assert (parallelism.copies(ranks), parallelism.copies(1)) == (sizes[2], 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        ({"shard": 3}, 4, r"replicate=1, shard=3, tensor=1: their product must be the number of ranks, which is 4"),
+        ({"replicate": 3}, 4, "replicate=3, shard=True, tensor=1"),
+        ({"tensor": 3, "plan": PLAN}, 4, "tensor=3: does not divide the 4 ranks"),
+        ({"shard": 2, "replicate": 1}, 4, "replicate=1, shard=2"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(options: Any, ranks: int, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Parallelism(**options).sizes(ranks)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard": 0}, "shard=0: must be a whole number"),
+        ({"replicate": 1.5}, "replicate=1.5"),
+        ({"tensor": True}, "tensor=True"),
+        ({"plan": PLAN}, "plan: there is nothing to divide with tensor=1"),
+        ({"tensor": 2, "plan": ["up"]}, r"plan=\['up'\]: must be a dict"),
+        ({"tensor": 2, "plan": {"up": "columns"}}, r"plan\['up'\]='columns': must be one of 'colwise'"),
+        ({"tensor": 2, "plan": {"up": 3}}, r"plan\['up'\]=3: must be one of colwise.* or a ParallelStyle"),
+        ({"units": nn.Linear}, "units=<class .*Linear.*>: must be a list of classes or names, or a function"),
+        ({"units": [3]}, "units: 3 is neither a class of modules nor a name"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
+        ({"cpu_offload": True, "shard": False}, "cpu_offload=True, shard=False"),
+    ],
+)
+def test_arguments_are_checked(options: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Parallelism(**options)
+
+
+def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
+    with pytest.raises(ArgumentError, match=r"needs torch 2\.8 or later, and this is 2\.7\.1"):
+        Parallelism()
+
+
+def test_an_accelerator_takes_a_parallelism_only() -> None:
+    with pytest.raises(ArgumentError, match="parallelism='fsdp': must be a Parallelism"):
+        Accelerator(parallelism="fsdp")  # type: ignore[arg-type]
+    accelerator = pickle.loads(pickle.dumps(Accelerator(parallelism=Parallelism())))
+    assert accelerator.parallelism == Parallelism()
+    module = nn.Linear(2, 2)
+    assert accelerator.prepare(module) is module  # alone it has no effect
+
+
+# ------------------------------------------------------------------ modules
+def test_a_plan_names_modules_part_by_part() -> None:
+    style = ColwiseParallel()
+    planned = Parallelism(tensor=2, plan={"layers.*.up": "colwise", "stem": style}).planned(model())
+    assert planned == {"layers.0.up": "colwise", "layers.2.up": "colwise", "stem": style}
+    with pytest.raises(
+        ArgumentError, match=r"plan\['\*\.up'\]: the ModuleDict has no such module: it has stem, layers"
+    ):
+        Parallelism(tensor=2, plan={"*.up": "colwise"}).planned(model())
+
+
+def test_units_are_found_innermost_first() -> None:
+    whole = model()
+    assert list(Parallelism().units_of(whole)) == ["layers.0", "layers.2"]  # no ReLU, and no list within a list
+    whole._no_split_modules = ["Linear"]
+    assert set(Parallelism().units_of(whole)) > {"stem", "layers.0.experts.0"}
+    assert list(Parallelism(units=[Layer, "layers.*.up"]).units_of(whole)) == [
+        *("layers.0.up", "layers.2.up", "layers.0", "layers.2")
+    ]
+    assert list(Parallelism(units=lambda name, part: name == "stem").units_of(whole)) == ["stem"]
+    assert Parallelism(units=[]).units_of(whole) == {}
+    with pytest.raises(ArgumentError, match="units: the ModuleDict has no 'stern': it has stem"):
+        Parallelism(units=["stern"]).units_of(whole)
+
+
+# ------------------------------------------------------------------ accelerate's objects
+class Plugin:
+    fsdp_version = 2
+    reshard_after_forward = False
+    cpu_offload: Any = False
+    ignored_modules = None
+    activation_checkpointing = False
+    mixed_precision_policy = None
+    transformer_cls_names_to_wrap: Any = None
+    min_num_params = None
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+class Config:
+    dp_replicate_size, dp_shard_size, tp_size, cp_size, sp_size = 1, 1, 1, 1, 1
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+def test_accelerates_objects_mean_the_same() -> None:
+    assert from_accelerate(Plugin()) == Parallelism(reshard_after_forward=False)
+    parallelism = from_accelerate(Plugin(transformer_cls_names_to_wrap=["Layer"], reshard_after_forward=True))
+    assert list(pickle.loads(pickle.dumps(parallelism)).units_of(model())) == ["layers.0", "layers.2"]
+    both = from_accelerate(Plugin(), Config(dp_replicate_size=2, dp_shard_size=2))
+    assert both == Parallelism(shard=2, replicate=2, reshard_after_forward=False)
+    divided = from_accelerate(None, Config(tp_size=2, dp_shard_size=2), plan=PLAN)
+    assert divided == Parallelism(shard=2, replicate=1, tensor=2, plan=PLAN)
+
+
+def test_real_objects_of_accelerate_are_taken() -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+    assert from_accelerate(plugin).sizes(2) == (1, 2, 1)
+    config = accelerate.parallelism_config.ParallelismConfig(dp_shard_size=2, dp_replicate_size=2)
+    assert from_accelerate(plugin, config).sizes(4) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "config", "message"),
+    [
+        (Plugin(fsdp_version=1), None, "fsdp_version=1: only FSDP2 is supported"),
+        (Plugin(activation_checkpointing=True), None, "activation_checkpointing=True: is not supported"),
+        (Plugin(min_num_params=100), None, "min_num_params: name the classes"),
+        (None, Config(cp_size=2), "cp_size=2: nblaunch divides no sequences"),
+    ],
+)
+def test_what_accelerate_alone_has_is_refused(plugin: Any, config: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        from_accelerate(plugin, config)
+
+
+# ------------------------------------------------------------------ ranks that read the same
+def test_copies_get_the_same_part(standing: Standing) -> None:
+    read = []
+    for rank in range(6):
+        standing.at(rank, 6)
+        loader: Any = shard(DataLoader(range(20), 2, shuffle=True), seed=3, copies=2)  # type: ignore[arg-type]
+        sampler = DistributedWeightedSampler(torch.ones(9), replacement=False)
+        drawn: Any = shard(DataLoader(range(9), 2, sampler=sampler), copies=2)  # type: ignore[arg-type]
+        assert (len(loader), loader.total, loader.state_dict()["world_size"]) == (4, 20, 3)
+        read.append([torch.cat(list(each)).tolist() for each in (loader, drawn)])
+    assert read[0::2] == read[1::2]
+    for which, size in ((0, 20), (1, 9)):
+        assert sorted(number for parts in read[::2] for number in parts[which]) == list(range(size))
+
+
+def test_copies_refuse_a_sampler_of_single_ranks(standing: Standing) -> None:
+    standing.at(3, 4)
+    own: Any = DistributedSampler(range(8), num_replicas=4, rank=3)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"DistributedSampler has num_replicas=4, rank=3.*num_replicas=2, rank=1"):
+        shard(DataLoader(range(8), sampler=own), copies=2)  # type: ignore[arg-type]
+    fitting: Any = DistributedSampler(range(8), num_replicas=2, rank=1, shuffle=False)  # type: ignore[arg-type]
+    loader: Any = shard(DataLoader(range(8), sampler=fitting), copies=2)  # type: ignore[arg-type]
+    assert torch.cat(list(loader)).tolist() == [1, 3, 5, 7]
+    with pytest.raises(ArgumentError, match="copies=0"):
+        shard(DataLoader(range(8)), copies=0)  # type: ignore[arg-type]
