@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -80,21 +81,22 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def ensure_group(backend: str | None = None) -> None:
+def ensure_group(backend: str | None = None, timeout: timedelta | None = None) -> None:
     """Initialize the default process group if there are other ranks and no group (under torchrun or srun).
 
     Args:
         backend: As ``init_process_group`` takes it. Default: gloo on the CPU, nccl (with gloo for CPU tensors) on GPUs.
+        timeout: The same, of a group that is made here. Default: torch's.
     """
     if not world().is_shared or has_group():
         return
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     task = None if _has_torchrun_variables() else slurm_task(os.environ)
     if task is None:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         address = f"tcp://{task.master_addr}:{task.master_port}"
-        dist.init_process_group(backend, address, rank=task.rank, world_size=task.count)
+        dist.init_process_group(backend, address, timeout, rank=task.rank, world_size=task.count)
 
 
 def own_device(setup: str = "auto") -> torch.device:

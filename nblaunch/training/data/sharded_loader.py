@@ -23,6 +23,7 @@ from nblaunch.training.data.index_source import (
     set_epoch_methods,
     source_of,
 )
+from nblaunch.training.data.loader_names import LoaderNames
 from nblaunch.training.data.stream_reader import StreamReader, collated
 from nblaunch.training.seeding import checked_seed, default_seed, derived_generator, derived_seed
 from nblaunch.training.topology import World, world
@@ -79,7 +80,7 @@ class _Division(NamedTuple):
         return f"world_size={self.world_size}, batch_size={self.batch_size or None}{workers}"
 
 
-class ShardedLoader(DataLoader[T_co]):
+class ShardedLoader(LoaderNames, DataLoader[T_co]):
     """A DataLoader that gives each rank its part; made by `shard`. Without other ranks it gives the whole.
 
     **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so
@@ -262,7 +263,7 @@ class ShardedLoader(DataLoader[T_co]):
         """
         ranks = world().size
         if self._is_stream:
-            size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
+            size: int = len(self.dataset)  # a stream may have one
             return round_count(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
         return source_of(self).rounds(ranks)
 
