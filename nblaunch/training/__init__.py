@@ -20,10 +20,10 @@ from nblaunch.training.data import (
     shard,
     time_workers,
 )
+from nblaunch.training.distributed_type import DistributedType
 from nblaunch.training.evaluation import evaluate
 from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
 from nblaunch.training.rank_logger import get_logger
-from nblaunch.training.rank_state import DistributedType
 from nblaunch.training.seeding import seed_everything, seed_worker
 from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer import Trainer

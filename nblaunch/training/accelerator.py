@@ -371,6 +371,7 @@ class Accelerator(Trackers, RankRoles, AcceleratorSettings):
             self.dataloader_config,
             self.semantics == "accelerate",
             tuple(self.rng_types),
+            self.semantics is None and self._is_from_accelerate,
             self.device_placement if places is None else places,
         )
 

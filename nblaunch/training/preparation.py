@@ -46,6 +46,8 @@ class Preparation:
     """Whether loaders are divided as accelerate divides them."""
     rng_types: tuple[str, ...] = ()
     """The generators whose states loaders that repeat take from rank 0."""
+    warns: bool = False
+    """Whether to warn that loaders differ from accelerate's."""
     places: bool = True
     """Whether modules, the states of optimizers, and batches move to the device."""
 
@@ -159,7 +161,17 @@ class Preparation:
             loader = RepeatingLoader(loader, self.loaders, self.rng_types)
         prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move)
         prepared.observer = self.gradient_state
+        if self.warns and world().rank == 0:
+            self._warn_about_loaders()
         return prepared
+
+    @staticmethod
+    def _warn_about_loaders() -> None:
+        warn(
+            "prepared loaders draw the order of samples from their seed, and repeat no sample: the last batches are "
+            "smaller. accelerate draws the order from torch's generators, and fills the last batches with the first "
+            'samples. Use Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as it does'
+        )
 
 
 def move_batch(batch: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

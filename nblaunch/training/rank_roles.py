@@ -15,8 +15,8 @@ from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training import collectives
 from nblaunch.training.accelerator_settings import AcceleratorSettings
+from nblaunch.training.distributed_type import DistributedType, RankState
 from nblaunch.training.pytree import to_device
-from nblaunch.training.rank_state import DistributedType, RankState
 from nblaunch.training.topology import ensure_group, world
 
 Decorated = Callable[..., Any]
@@ -70,6 +70,19 @@ class RankRoles(AcceleratorSettings):
         if not world().is_shared:
             return DistributedType.NO
         return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank may write the model's files: one rank of each machine."""
+        return self.is_local_main_process
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: there is no DeepSpeed here."""
 
     @property
     def state(self) -> RankState:

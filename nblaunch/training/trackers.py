@@ -15,6 +15,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import report
 from nblaunch.training import plugin_settings
 from nblaunch.training.rank_roles import RankRoles
+from nblaunch.training.topology import leave_group
 
 _INTERFACE = ("name", "store_init_configuration", "log", "finish")
 """What a tracker of the user's must have, as accelerate's ``GeneralTracker`` has."""
@@ -102,10 +103,11 @@ class Trackers(RankRoles):
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
-        """Finish the trackers. The process group stays: it is the launch's, or ends with the process."""
+        """Finish the trackers, and end the process group if this package has made it, as under torchrun."""
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
             tracker.finish()
+        leave_group()
 
     @contextmanager
     def profile(self, profile_handler: Any = None) -> Iterator[torch.profiler.profile]:
