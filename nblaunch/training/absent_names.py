@@ -76,6 +76,7 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
         if name not in ABSENT_ARGUMENTS:
             raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
         if value is not None:
+            shown = repr(value) if isinstance(value, (str, int)) else f"{type(value).__name__}(...)"
             raise ArgumentError(
-                f"{name}={value!r:.80}: not supported by nblaunch's Accelerator: use {ABSENT_ARGUMENTS[name]}"
+                f"{name}={shown}: nblaunch's Accelerator has no such argument: use {ABSENT_ARGUMENTS[name]}"
             )

@@ -351,7 +351,7 @@ class Accelerator(Trackers, RankRoles, AcceleratorSettings):
         if self._gradient_state is None:
             scaler = precision.scaler_for(self.device, self.mixed_precision, self._handlers.scaler)
             own = self._gradient_state = GradientState(self._accumulation, scaler)
-            own.divides_whole = self.semantics == "accelerate"
+            own.like_accelerate = self.semantics == "accelerate"
             own.warns_short = self.semantics is None and self._is_from_accelerate
             if self.semantics != "accelerate":  # loaders that repeat do it themselves
                 own.rng_types = tuple(kind for kind in self.rng_types if kind != "generator")
@@ -369,9 +369,9 @@ class Accelerator(Trackers, RankRoles, AcceleratorSettings):
             self.ddp_kwargs,
             self._counted_steps,
             self.dataloader_config,
-            self.semantics == "accelerate",
+            self.semantics,
             tuple(self.rng_types),
-            self.semantics is None and self._is_from_accelerate,
+            self._is_from_accelerate or self.semantics == "accelerate",
             self.device_placement if places is None else places,
         )
 

@@ -40,7 +40,7 @@ class AcceleratorSettings:
         semantics: str | None = None,
         schedule_steps: str | None = None,
         step_scheduler_with_optimizer: bool = True,
-        cpu: bool = False,
+        cpu: bool | None = None,
         device_placement: bool = True,
         split_batches: bool = False,
         dataloader_config: Any = None,
@@ -85,7 +85,7 @@ class AcceleratorSettings:
         self._handlers = handlers
         self._accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self._is_from_accelerate = bool(
-            cpu
+            cpu is not None
             or split_batches
             or dataloader_config
             or rng_types

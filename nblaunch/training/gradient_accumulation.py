@@ -28,7 +28,7 @@ class GradientState:
     Attributes:
         settings: How gradients accumulate.
         sync: Whether this batch ends a step: gradients are exchanged, and optimizers step.
-        divides_whole: Whether a step of fewer batches divides by `every` too, as accelerate's does.
+        like_accelerate: Whether a step of fewer batches divides by `every` too, and gathered rows are cut.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class GradientState:
     ) -> None:
         self.settings = settings
         self.sync = True
-        self.divides_whole = False
+        self.like_accelerate = False
         self.rng_types: tuple[str, ...] = ()
         """The global generators that take rank 0's state with the first batch of each pass."""
         self.warns_short = False
@@ -127,9 +127,9 @@ class GradientState:
 
     @property
     def kept_rows(self) -> int | None:
-        """How many gathered rows are no repetition, if the innermost loader repeats as accelerate does; else None."""
-        repeats = getattr(self.active_dataloader, "repeats", False) and self.end_of_dataloader and self.remainder > 0
-        return self.remainder if repeats else None
+        """How many gathered rows are no repetition as accelerate counts them; None for all."""
+        is_short = self.like_accelerate and self.end_of_dataloader and self.remainder > 0
+        return self.remainder if is_short else None
 
     @property
     def sync_gradients(self) -> bool:
@@ -156,7 +156,7 @@ class GradientState:
             # With several loaders, it is unknown whether they are iterated side by side or nested.
             left: Any = loaders[0].remaining if len(loaders) == 1 and self.sync_with_dataloader else None
             is_short = left is not None and 0 < left < self.every
-            self._size = int(left) if is_short and not self.divides_whole else self.every
+            self._size = int(left) if is_short and not self.like_accelerate else self.every
             if is_short and self.warns_short:
                 self._warn_about_short_step(self._size)
         self._batches += 1

@@ -42,12 +42,12 @@ class Preparation:
     schedule_steps: str | None = None
     """As in `Accelerator`; ``"call"`` if schedulers do not wait for their optimizer's step."""
     loaders: LoaderSettings = field(default_factory=LoaderSettings)
-    repeats: bool = False
-    """Whether loaders are divided as accelerate divides them."""
+    semantics: str | None = None
+    """As in `Accelerator`."""
     rng_types: tuple[str, ...] = ()
     """The generators whose states loaders that repeat take from rank 0."""
-    warns: bool = False
-    """Whether to warn that loaders differ from accelerate's."""
+    follows: bool = False
+    """Whether the loop was written for accelerate: everything is wrapped, and differences are warned about."""
     places: bool = True
     """Whether modules, the states of optimizers, and batches move to the device."""
 
@@ -119,7 +119,7 @@ class Preparation:
             return optimizer
         if self.places:
             _move_state(optimizer)
-        if not self.gradient_state.needs_wrappers:
+        if not (self.follows or self.gradient_state.needs_wrappers):
             self.gradient_state.add_plain(optimizer)
             return optimizer
         self.gradient_state.add_optimizer(optimizer)
@@ -131,7 +131,7 @@ class Preparation:
             return scheduler
         _restore_step_tracking(scheduler)
         per_rank = self.schedule_steps == "rank"
-        if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):
+        if self.schedule_steps == "call" or not (per_rank or self.follows or self.gradient_state.needs_wrappers):
             return scheduler
         return SteppedScheduler(scheduler, self.gradient_state, per_rank)
 
@@ -151,17 +151,20 @@ class Preparation:
         moves = self.dtype is not None or (self.places and self.device.type != "cpu")
         counts = self.gradient_state.every > 1 or self.loaders.use_stateful_dataloader
         seed = self.loaders.data_seed if self.seed is None else self.seed
-        if not (world().is_shared or moves or counts or seed is not None or self.repeats):
+        is_exact = world().is_shared or moves or counts or seed is not None
+        if not (is_exact or self.follows):
             return loader
+        # Alone a loader that repeats has nothing to repeat, and keeps torch's order.
+        repeats = self.semantics == "accelerate" or not is_exact
         device = self.device if self.places else None
         move = functools.partial(move_batch, device=device, dtype=self.dtype) if moves else None
         if self.loaders.split_batches and world().is_shared and not isinstance(loader, ShardedLoader):
             loader = divide_batches(loader, world().size)
-        if self.repeats and not isinstance(loader, ShardedLoader) and not isinstance(loader.dataset, IterableDataset):
+        if repeats and not isinstance(loader, ShardedLoader) and not isinstance(loader.dataset, IterableDataset):
             loader = RepeatingLoader(loader, self.loaders, self.rng_types)
         prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move)
         prepared.observer = self.gradient_state
-        if self.warns and world().rank == 0:
+        if self.follows and self.semantics is None and world().rank == 0 and not repeats:
             self._warn_about_loaders()
         return prepared
 

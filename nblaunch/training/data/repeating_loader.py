@@ -33,8 +33,6 @@ class RepeatingLoader(ShardedLoader[T_co]):
         move: As for `shard`.
     """
 
-    repeats = True
-
     def __init__(
         self, loader: DataLoader[T_co], settings: LoaderSettings, rng_types: Iterable[str], move: Any = None
     ) -> None:
