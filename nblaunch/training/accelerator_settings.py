@@ -18,6 +18,7 @@ from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.plugin_settings import AccumulationSettings, LoaderSettings
 from nblaunch.training.seeding import checked_seed
 from nblaunch.training.topology import own_device
+from nblaunch.training.tracker_backends import requested
 
 _GENERATORS = ("generator", "torch", "cuda")
 
@@ -79,9 +80,11 @@ class AcceleratorSettings:
         self.dataloader_config.split_batches |= bool(split_batches)
         kinds = ("generator",) if rng_types is None else rng_types
         self.rng_types = [one_of("rng_types", str(getattr(kind, "value", kind)), _GENERATORS) for kind in kinds]
-        self.project_config = project_config
-        self._project_dir = project_dir
-        self._log_with = log_with
+        configured = getattr(project_config, "project_dir", None)
+        self.project_dir = project_dir if configured is None else configured
+        self.project_configuration = project_config
+        self.log_with = requested(log_with, self.logging_dir)
+        """The trackers that were requested: names, and objects of the user's."""
         self._handlers = handlers
         self._accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         self._is_from_accelerate = bool(
@@ -131,6 +134,12 @@ class AcceleratorSettings:
     def _timeout(self) -> timedelta | None:
         """The timeout of a process group that this Accelerator makes; None for torch's."""
         return self._handlers.group.get("timeout")
+
+    @property
+    def logging_dir(self) -> Any:
+        """The folder of the trackers' files: the project's unless the configuration names another one, or None."""
+        own = getattr(self.project_configuration, "logging_dir", None)
+        return self.project_dir if own is None else own
 
     # ------------------------------------------------------------------ accumulation
     @property
