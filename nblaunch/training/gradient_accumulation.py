@@ -140,10 +140,6 @@ class GradientState:
         return self.every
 
     @property
-    def adjust_scheduler(self) -> bool:
-        return self.settings.adjust_scheduler
-
-    @property
     def sync_with_dataloader(self) -> bool:
         return self.settings.sync_with_dataloader
 
@@ -333,11 +329,9 @@ class SteppedScheduler(LRScheduler):
         return self.inner
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        inner: Any = self.inner
-        if self.per_rank and not self.gradient_state.sync and self.gradient_state.adjust_scheduler:
-            inner._step_count += 1  # as accelerate counts: OneCycleLR ends earlier
         if not self.gradient_state.has_stepped(self.inner.optimizer):
             return
+        inner: Any = self.inner
         for _ in range(world().size if self.per_rank else 1):
             # Like accelerate: OneCycleLR raises beyond its last step.
             if not self.per_rank or inner._step_count <= getattr(inner, "total_steps", math.inf):

@@ -40,6 +40,7 @@ class AccumulationSettings:
 
     num_steps: int = 1
     adjust_scheduler: bool = True
+    """Accepted. It has no effect, as in accelerate 1.15: schedules always count optimizer steps."""
     sync_with_dataloader: bool = True
     """Whether a loader's last batch ends an optimizer step."""
     sync_each_batch: bool = False
