@@ -77,7 +77,7 @@ def test_a_tracker_of_the_users_gets_everything() -> None:
     own = Own()
     accelerator = Accelerator(cpu=True, log_with=own)
     assert accelerator.trackers == []
-    accelerator.log({"loss": 1.0})  # before init_trackers nobody listens
+    accelerator.log({"loss": 1.0})  # before init_trackers it is not written
     accelerator.init_trackers("project", config={"lr": 1})
     accelerator.log({"loss": 1.0, "text": "x"}, step=2, log_kwargs={"own": {"commit": True}, "other": {"a": 1}})
     assert accelerator.get_tracker("own") is own
