@@ -18,6 +18,7 @@ from nblaunch.training.data import (
     WorkersTiming,
     preprocess,
     shard,
+    skip_first_batches,
     time_workers,
 )
 from nblaunch.training.distributed_type import DistributedType
@@ -53,5 +54,6 @@ __all__ = [
     "seed_everything",
     "seed_worker",
     "shard",
+    "skip_first_batches",
     "time_workers",
 ]

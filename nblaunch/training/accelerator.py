@@ -22,10 +22,11 @@ from nblaunch.training.distribute import distributed
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.preparation import Preparation, move_batch, unwrapped
 from nblaunch.training.rank_roles import RankRoles
+from nblaunch.training.state_files import StateFiles
 from nblaunch.training.trackers import Trackers
 
 
-class Accelerator(Trackers, RankRoles, AcceleratorSettings):
+class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
     """Places models and data and trains over any number of ranks, including a single process.
 
     It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
@@ -99,27 +100,33 @@ class Accelerator(Trackers, RankRoles, AcceleratorSettings):
                 not fit the objects.
         """
         prepared = self._preparation().all(objects, device_placement)
+        self._prepared.add(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """`prepare` a module; with `evaluation_mode` without DDP. A collective."""
-        return self._preparation(device_placement).module(model, evaluation_mode)
+        return self._noted(self._preparation(device_placement).module(model, evaluation_mode))
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """`prepare` an optimizer."""
-        return self._preparation(device_placement).optimizer(optimizer)
+        return self._noted(self._preparation(device_placement).optimizer(optimizer))
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
         """`prepare` a scheduler."""
-        return self._preparation().scheduler(scheduler)
+        return self._noted(self._preparation().scheduler(scheduler))
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None
     ) -> DataLoader[Any]:
         """`prepare` a DataLoader."""
-        return self._preparation(device_placement).loader(data_loader)
+        return self._noted(self._preparation(device_placement).loader(data_loader))
+
+    def _noted(self, prepared: Any) -> Any:
+        """Return the object; saved states hold it."""
+        self._prepared.add((prepared,))
+        return prepared
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch, any pytree, on the device; `dtype` applies to floating-point and complex tensors only."""
@@ -337,6 +344,7 @@ class Accelerator(Trackers, RankRoles, AcceleratorSettings):
         """
         if self._gradient_state is not None:
             self._gradient_state.forget()
+        self._prepared.clear()
         released: list[None] = [None] * len(objects)
         del objects
         release_memory()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import random
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.seeding import derived_seed, seed_generators
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 
@@ -84,12 +86,18 @@ def write(state: Mapping[str, Any], path: Path) -> None:
         state: What ``torch.load(..., weights_only=True)`` reads: tensors, numbers, strings, and pytrees of them.
         path: The file; its folder is made if it is missing.
     """
+    with replaced(path) as scratch, open(scratch, "wb") as file:
+        torch.save(state, file)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write to, and move that file to `path` on success. Without success it is removed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(scratch, "wb") as file:
-            torch.save(state, file)
-            file.flush()
+        yield scratch
+        with open(scratch, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(scratch, path)
         _sync_folder(path.parent)
@@ -189,3 +197,10 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
 
         name, keys, *rest = states["numpy"]
         numpy.random.set_state((name, keys.numpy().astype("uint32"), *rest))
+
+
+def seed_from_random_states(states: Mapping[str, Any], rank: int) -> None:
+    """Seed this rank's generators from another rank's states, for a rank that did not exist when they were saved."""
+    data = bytes(states["torch"].tolist())
+    digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+    seed_generators(derived_seed(digest, rank))

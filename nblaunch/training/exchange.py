@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,31 @@ def exchange(value: T) -> list[T]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def exchange_results(action: Callable[[], T]) -> list[T]:
+    """Return every rank's result of `action`, by rank. A collective; `action` must call none.
+
+    Raises:
+        Exception: On every rank, if `action` raises on one: there its own error, elsewhere one that names the rank.
+    """
+    result: T | None = None
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must not wait
+        error = raised
+    by_rank = exchange((result, None if error is None else (type(error).__name__, str(error))))
+    if error is not None:
+        raise error
+    for rank, (_, failure) in enumerate(by_rank):
+        if failure is not None:
+            kind, text = failure
+            known: dict[str, type[Exception]] = {"ArgumentError": ArgumentError, "OSError": OSError}
+            raise known.get(kind, RuntimeError)(
+                f"rank {rank}: {text}" if kind in known else f"rank {rank}: {kind}: {text}"
+            )
+    return [other for other, _ in by_rank]  # type: ignore[misc]  # no rank raised
 
 
 def exchange_bytes(data: bytes) -> list[bytes]:

@@ -45,6 +45,10 @@ class GradientState:
         self._batches = 0
         self._size = settings.num_steps
         self._passes: list[weakref.ref[Any]] = []
+        self._trained: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Loaders with a backward pass in the present pass over them."""
+        self._untrained: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Loaders without one in their latest pass, which has ended."""
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._plain: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -93,6 +97,8 @@ class GradientState:
     def end_pass(self, loader: Any) -> None:
         """Note that a pass over `loader` was completed or abandoned."""
         self._passes = [reference for reference in self._passes if reference() is not loader]
+        (self._untrained.discard if loader in self._trained else self._untrained.add)(loader)
+        self._trained.discard(loader)
 
     def _loaders(self) -> list[Any]:
         """Return the prepared loaders being iterated, innermost last."""
@@ -143,6 +149,18 @@ class GradientState:
     def sync_with_dataloader(self) -> bool:
         return self.settings.sync_with_dataloader
 
+    def continues(self, loader: Any) -> bool:
+        """Return True if a resumed run continues the latest pass over `loader` instead of beginning it again.
+
+        A pass in progress is continued. One that was broken off is continued if the user trained in it: a loop over
+        validation data, or a peek, begins again.
+        """
+        return loader not in self._untrained or any(loader is other for other in self._loaders())
+
+    def forget_pass(self, loader: Any) -> None:
+        """Forget how the latest pass ended: another position was loaded."""
+        self._untrained.discard(loader)
+
     # ------------------------------------------------------------------ accumulation
     @contextmanager
     def accumulate(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -173,6 +191,18 @@ class GradientState:
                 f"by {batches}, where accelerate divides by {self.every}. Use "
                 'Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as accelerate does'
             )
+
+    @property
+    def step_progress(self) -> tuple[int, int]:
+        """The batches so far in an unfinished optimizer step (0: there is none), and the batches of that step."""
+        return self._batches, self._size
+
+    def resume_step(self, batches: int, size: int) -> None:
+        """Continue a step that had this `step_progress`."""
+        self._batches, self._size, self.sync = batches, size, batches == 0
+        self._has_stepped = False
+        self._unscaled.clear()
+        self._skipped.clear()
 
     def enter_no_sync(self, stack: ExitStack, modules: Iterable[nn.Module]) -> None:
         """Enter ``no_sync`` of the modules (default: of all prepared ones) on `stack`."""
@@ -205,6 +235,7 @@ class GradientState:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward``, divided by the number of batches in the step, and scaled."""
+        self._trained.update(self._loaders())
         share = loss / self._size if self._size > 1 else loss
         scaler = self.scaler
         (share if scaler is None else scaler.scale(share)).backward(**kwargs)

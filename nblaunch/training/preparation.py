@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.training import gradient_order
+from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.repeating_loader import RepeatingLoader
@@ -92,6 +94,7 @@ class Preparation:
         if isinstance(module, DistributedDataParallel):
             cast_forward(module.module, self.device, self.precision)
             self.gradient_state.add_module(module)
+            gradient_order.follow(module)
             return module
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             return module  # DTensors: already placed and sharded by the user
@@ -101,6 +104,7 @@ class Preparation:
             device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" and self.places else {}
             module = wrap_in_ddp(module, {**device_ids, **self.ddp_kwargs})
             self.gradient_state.add_module(module)
+            gradient_order.follow(module)
         return module
 
     def _place(self, module: nn.Module) -> None:
@@ -147,15 +151,14 @@ class Preparation:
 
     # ------------------------------------------------------------------ data
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Shard the loader and move its batches. Alone, with nothing to move, count or seed: the loader itself."""
+        """Shard the loader and move its batches. Alone, with nothing to move, count or seed: only count its batches."""
         moves = self.dtype is not None or (self.places and self.device.type != "cpu")
         counts = self.gradient_state.every > 1 or self.loaders.use_stateful_dataloader
         seed = self.loaders.data_seed if self.seed is None else self.seed
         is_exact = world().is_shared or moves or counts or seed is not None
-        if not (is_exact or self.follows):
-            return loader
-        # Alone a loader that repeats has nothing to repeat, and keeps torch's order.
-        repeats = self.semantics == "accelerate" or not is_exact
+        repeats = self.semantics == "accelerate"
+        if not (is_exact or repeats):
+            return self._counted(loader)
         device = self.device if self.places else None
         move = functools.partial(move_batch, device=device, dtype=self.dtype) if moves else None
         if self.loaders.split_batches and world().is_shared and not isinstance(loader, ShardedLoader):
@@ -175,6 +178,14 @@ class Preparation:
             "smaller. accelerate draws the order from torch's generators, and fills the last batches with the first "
             'samples. Use Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as it does'
         )
+
+    def _counted(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return the loader with a position for saved states; one of a class of the user's own comes back itself."""
+        if type(loader) is DataLoader:
+            loader = CountedLoader(loader)
+        if isinstance(loader, (CountedLoader, ShardedLoader)):
+            loader.observer = self.gradient_state
+        return loader
 
 
 def move_batch(batch: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:

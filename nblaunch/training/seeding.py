@@ -40,13 +40,18 @@ def seed_everything(seed: int, *, deterministic: bool = False) -> int:
     """
     seed = whole_number("seed", seed, least=0, most=_SEED_LIMIT - 1)
     os.environ[_VARIABLE] = str(seed)
-    _seed_python_and_numpy(seed)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by cuBLAS
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     return seed
+
+
+def seed_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, the latter on all devices; `seed` is below 2**63."""
+    _seed_python_and_numpy(seed % _SEED_LIMIT)
+    torch.manual_seed(seed)
 
 
 def seed_worker(worker_id: int) -> None:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.data import Prefetcher, ShardedLoader, shard
+from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.distribute import _find_trainable
 
 
@@ -99,9 +100,18 @@ def test_it_travels_as_settings_alone() -> None:
 
 # ------------------------------------------------------------------ prepare
 def test_alone_on_the_cpu_everything_is_the_very_same() -> None:
-    given = parts()
-    prepared = Accelerator(compute_setup="cpu").prepare(*given)
+    *given, loader = parts()
+    *prepared, counted = Accelerator(compute_setup="cpu").prepare(*given, loader)
     assert all(now is then for now, then in zip(prepared, given, strict=True))
+    assert (type(counted), counted.dataset, counted.sampler) == (CountedLoader, loader.dataset, loader.sampler)
+
+
+def test_alone_a_loader_of_the_users_own_class_is_the_very_same() -> None:
+    class Own(DataLoader[Any]):
+        pass
+
+    loader = Own(TensorDataset(torch.arange(4)))
+    assert Accelerator(compute_setup="cpu").prepare(loader) is loader
 
 
 def test_alone_a_loader_is_sharded_only_for_what_must_be_done_with_it() -> None:

@@ -1,6 +1,7 @@
 """Data for ranks: every sample exactly once, an order of its own for each epoch, and passes that can be resumed."""
 
 from nblaunch.training.data.class_balanced_sampler import ClassBalancedBatchSampler
+from nblaunch.training.data.loader_positions import skip_first_batches
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.preprocessing import Preprocessed, preprocess
 from nblaunch.training.data.sampler_wrappers import DistributedBatchSamplerWrapper, DistributedSamplerWrapper
@@ -21,5 +22,6 @@ __all__ = [
     "WorkersTiming",
     "preprocess",
     "shard",
+    "skip_first_batches",
     "time_workers",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -14,6 +15,14 @@ from nblaunch.training.pytree import tensors_in, to_device
 _POSITION = ("is_padding", "is_last", "remaining")
 """A loader's attributes that describe its latest batch."""
 _END: Any = object()
+_readers: weakref.WeakKeyDictionary[Any, weakref.ref[Prefetcher]] = weakref.WeakKeyDictionary()
+"""The loaders that are read ahead, each with its reader."""
+
+
+def reader_of(loader: Any) -> Prefetcher | None:
+    """Return the Prefetcher that reads `loader` ahead, and so knows the position of the batch in use."""
+    reference = _readers.get(loader)
+    return None if reference is None else reference()
 
 
 class _Ahead(NamedTuple):
@@ -67,6 +76,8 @@ class Prefetcher:
     def __iter__(self) -> Iterator[Any]:
         copier = copier_for(self.device)
         depth = self.depth if copier.runs_ahead else 0
+        if copier.runs_ahead and hasattr(self.loader, "state_dict"):
+            _readers[self.loader] = weakref.ref(self)
         try:
             yield from self._iterate(copier, depth)
         finally:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.data.sharded_loader import ShardedLoader
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ def shard(
     if isinstance(loader, ShardedLoader):
         loader.adjust(seed=seed, dispatch=dispatch, move=move)
         return loader
+    if isinstance(loader, CountedLoader):
+        loader = loader.plain()
     given: object = loader
     if not isinstance(given, DataLoader):
         kind = type(given).__name__

@@ -1,0 +1,217 @@
+"""`CountedLoader`: a DataLoader in a single process, iterated as torch does, with a position to resume from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from nblaunch.errors import warn
+from nblaunch.machine.argument_checks import whole_number
+from nblaunch.training.checkpoint import random_states, restore_random_states
+from nblaunch.training.data.index_source import generators_of, length_of, samplers_of, set_epoch_methods
+from nblaunch.training.data.loader_names import LoaderNames
+from nblaunch.training.data.sharded_loader import PassObserver, ShardedLoader
+from nblaunch.training.topology import world
+
+T_co = TypeVar("T_co", covariant=True)
+_END: Any = object()
+_OWN = {"observer", "_latest", "_active", "_resumed", "_offset", "_epoch", "_sharded"}
+
+
+def begin_at(loader: ShardedLoader[Any], batches: int) -> None:
+    """Begin the next pass over `loader` after this many batches of a rank.
+
+    If a loaded state stands there, it stays: with another number of ranks its samples are counted right.
+    """
+    state = loader.state_dict()
+    if state["batches"] == batches:
+        loader.load_state_dict(state)
+        return
+    if state["batches"] and state["world_size"] != world().size:
+        warn(
+            f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {state['batches']} of "
+            f"{state['world_size']} ranks, and there are {world().size} now: leave skip_first_batches out, and the "
+            "pass continues where the state was saved"
+        )
+    loader.load_state_dict({"epoch": state["epoch"], "batches": batches, "seed": state["seed"]})
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A pass over the loader, and the random states that its order comes from."""
+
+    at_iter: dict[str, Any]
+    """When the loop asked for the iterator: workers are seeded from them."""
+    at_first: dict[str, Any]
+    """Before the first batch: without workers torch's sampler draws the order then."""
+    done: int = 0
+
+
+class CountedLoader(LoaderNames, DataLoader[T_co]):
+    """A DataLoader that counts its batches; the Accelerator makes it in a single process on the CPU.
+
+    It yields the same batches as the DataLoader that it was made of, and draws the same random numbers. The order of
+    a shuffled pass comes from the global random state at its beginning, so its state holds that one.
+
+    A resumed pass asks the sampler for the indices that were taken and loads nothing. Workers, and streams, load those
+    batches once more: their augmentation continues from a state that only loading can reach.
+    """
+
+    is_padding: bool = False
+    is_last: bool = False
+    remaining: int | None = None
+    observer: PassObserver | None = None
+
+    def __init__(self, loader: DataLoader[T_co]) -> None:
+        vars(self).update(vars(loader))
+        self._iterator = None
+        self._latest: _Pass | None = None
+        self._active: list[_Pass] = []
+        self._resumed: _Pass | None = None
+        """Where passes begin until one is completed, after `load_state_dict`."""
+        self._offset = 0
+        """Batches to leave out of the next pass."""
+        self._epoch = 0
+        self._sharded: ShardedLoader[T_co] | None = None
+        """Iterated instead, after a state that several ranks have written."""
+
+    def plain(self) -> DataLoader[T_co]:
+        """Return the loader as it was given."""
+        loader: DataLoader[T_co] = DataLoader.__new__(DataLoader)
+        vars(loader).update({key: value for key, value in vars(self).items() if key not in _OWN}, _iterator=None)
+        return loader
+
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
+        if self._sharded is not None:
+            self._sharded.observer = self.observer
+            return iter(self._sharded)
+        before, now = self._resumed, self._random_states()
+        offset, self._offset = self._offset, 0
+        if before is None:
+            batches = super().__iter__()
+            current = _Pass(now, now if offset == 0 else self._random_states(), offset)
+            self._skip(batches, offset)
+            return self._counted(batches, current)
+        self._restore(before.at_iter)
+        batches = super().__iter__()
+        self._restore(before.at_first)
+        self._skip(batches, before.done)
+        self._restore(now)
+        return self._counted(batches, _Pass(before.at_iter, before.at_first, before.done))
+
+    def _counted(self, batches: Iterator[Any], current: _Pass) -> Iterator[T_co]:
+        if current.done == 0:
+            current.at_first = self._random_states()
+        self._active.append(current)
+        taken, size = 0, length_of(self)
+        try:
+            for batch in batches:
+                current.done, taken = current.done + 1, taken + 1
+                self._latest = current
+                self.remaining = None if size is None else size - current.done + 1
+                self.is_last = self.remaining == 1
+                if self.observer is not None:
+                    self.observer.begin_batch(self)
+                yield batch
+            self._latest = self._resumed = None
+            self._epoch += 1
+        finally:
+            self._active.remove(current)
+            if taken <= 1 and self._active:  # a peek within another pass
+                self._latest = self._active[-1]
+            elif self.observer is not None:
+                self.observer.end_pass(self)
+
+    def _skip(self, batches: Any, count: int) -> None:
+        if self.num_workers == 0 and not isinstance(self.dataset, IterableDataset):
+            batches = iter(batches._next_index, _END)  # torch's own: the sampler's next batch, without loading it
+        for _ in range(count):
+            if next(batches, _END) is _END:
+                return
+
+    # ------------------------------------------------------------------ the position
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current pass, or of the next one."""
+        return self._epoch if self._sharded is None else self._sharded.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Move to the beginning of an epoch, and set it on a sampler or dataset that has epochs.
+
+        Setting the current epoch keeps a position that was loaded.
+
+        Raises:
+            ArgumentError: `epoch` is not a whole number of at least 0.
+        """
+        if self._sharded is not None:
+            self._sharded.set_epoch(epoch)
+            return
+        if whole_number("epoch", epoch, least=0) != self._epoch:
+            self._epoch, self._latest, self._resumed = epoch, None, None
+        for set_epoch in set_epoch_methods(self):
+            set_epoch(epoch)
+
+    def begin_at(self, batches: int) -> None:
+        """Begin the next pass after this many batches, wherever the loader stands."""
+        if self._sharded is not None:
+            begin_at(self._sharded, batches)
+        elif self._resumed is not None:
+            self._resumed.done = batches
+        else:
+            self._offset = batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the pass, with the random states that its order comes from.
+
+        Returns:
+            ``epoch``, the complete passes; ``batches`` taken, 0 after the last; and the states.
+        """
+        if self._sharded is not None:
+            return self._sharded.state_dict()
+        latest = self._latest or self._resumed
+        size = length_of(self)
+        ended = latest is not None and size is not None and latest.done >= size
+        state: dict[str, Any] = {"epoch": self._epoch + ended, "batches": 0, "generators": self._own_states()}
+        if latest is not None and not ended:
+            state |= {"batches": latest.done, "at_iter": latest.at_iter, "at_first": latest.at_first}
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a `state_dict`: the next pass begins there. One of a `ShardedLoader` keeps that one's order."""
+        self._offset = 0
+        self._latest = self._resumed = self._sharded = None
+        if "seed" in state:
+            self._sharded = ShardedLoader(self.plain())
+            self._sharded.load_state_dict(dict(state))
+            return
+        self._epoch = whole_number("epoch", state["epoch"], least=0)
+        for generator, own in zip(self._generators(), state["generators"], strict=False):
+            generator.set_state(own)
+        if state["batches"]:
+            self._resumed = _Pass(state["at_iter"], state["at_first"], state["batches"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything except what belongs to this process."""
+        return {**vars(self), "_iterator": None, "observer": None, "_active": []}
+
+    # ------------------------------------------------------------------ random states
+    def _generators(self) -> list[torch.Generator]:
+        """Return the generators that the loader and its samplers were given, each once."""
+        given = [self.generator] if isinstance(self.generator, torch.Generator) else []
+        given += [generator for sampler in samplers_of(self)[:1] for generator in generators_of(sampler)]
+        return list({id(generator): generator for generator in given}.values())
+
+    def _own_states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _random_states(self) -> dict[str, Any]:
+        return {**random_states(), "generators": self._own_states()}
+
+    def _restore(self, states: Mapping[str, Any]) -> None:
+        restore_random_states(states)
+        for generator, own in zip(self._generators(), states["generators"], strict=False):
+            generator.set_state(own)

@@ -1,0 +1,374 @@
+"""`StateFiles`: an Accelerator's saved states, to resume a loop of the user's own exactly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nblaunch.errors import ArgumentError, warn
+from nblaunch.training import gradient_order, model_states, state_folder
+from nblaunch.training.checkpoint import random_states
+from nblaunch.training.data.loader_positions import position_of, skip_first_batches
+from nblaunch.training.exchange import exchange, exchange_results
+from nblaunch.training.gradient_accumulation import GradientState
+from nblaunch.training.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
+from nblaunch.training.model_states import path_of
+from nblaunch.training.prepared_objects import HookHandle, PreparedObjects, Registered
+from nblaunch.training.state_folder import Manifest, StateFolder
+from nblaunch.training.topology import world
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
+LoadHook = Callable[[list[nn.Module], str], Any]
+
+
+class StateFiles:
+    """The part of an `Accelerator` that saves and loads the state of everything it prepared."""
+
+    project_configuration: Any
+    """An object with the attributes of accelerate's ``ProjectConfiguration``; or None."""
+    project_dir: Any
+
+    @property
+    def _gradients(self) -> GradientState:
+        raise NotImplementedError  # defined by Accelerator
+
+    def _join(self) -> None:
+        raise NotImplementedError  # defined by Accelerator
+
+    # ------------------------------------------------------------------ saving
+    def save_state(
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Path:
+        """Save the state of everything that was prepared, to resume exactly. A collective.
+
+        It holds the prepared modules, optimizers, schedulers and the gradient scaler; the random states of each rank
+        (Python's, NumPy's, torch's); the positions of prepared loaders; the gradients of an unfinished optimizer step
+        of `accumulate`; and registered objects. Prepared objects that no longer exist are left out.
+
+        The folder is written beside its place and moved there when it is complete: a crash, Stop or a full disk leaves
+        the earlier one. Rank 0 writes; ranks on other machines must see the same folder. One process without a process
+        group reads each file by ``torch.load``: ``model.pt`` (``model_1.pt``, ...) is the ``state_dict`` of the user's
+        own module.
+
+        Save between optimizer steps, or after any batch within `accumulate`. Gradients that a loop accumulates without
+        `accumulate` are not saved.
+
+        Args:
+            output_dir: The folder. A state that is there is replaced. Default, and required, with
+                ``automatic_checkpoint_naming``: ``project_dir/checkpoints/checkpoint_<iteration>``.
+            safe_serialization: Accepted for accelerate's sake: the files need no code to load either way.
+            save_model_func_kwargs: Not supported.
+
+        Returns:
+            The folder.
+
+        Raises:
+            ArgumentError: There is no `output_dir`, or it holds files that are not of a saved state.
+            OSError: On every rank, if rank 0 cannot write.
+        """
+        self._join()
+        if save_model_func_kwargs:
+            raise ArgumentError(f"save_state: {', '.join(save_model_func_kwargs)}: not supported, leave it out")
+        self._prepared.collect()
+        configuration = self._automatic_naming()
+        parts = exchange_results(lambda: (self._target(output_dir), self._kinds(), self._own_state()))
+        target, kinds, _ = parts[0]
+        if any(other != target for other, *_ in parts):
+            raise ArgumentError("output_dir: the ranks passed different folders: give the same on every rank")
+        if any(other != kinds for _, other, _ in parts):
+            raise ArgumentError("save_state: the ranks prepared or registered different objects: use the same on each")
+        is_writer = world().rank == 0
+        folder = exchange_results(lambda: StateFolder(target) if is_writer else None)[world().rank]
+        try:
+            scratch = exchange_results(lambda: folder.begin() if folder is not None else None)[0]
+            assert scratch is not None
+            exchange_results(lambda: self._write(scratch, [own for *_, own in parts]))
+            size, has_gradients = world().size, self._gradients.step_progress[0] > 0
+            exchange_results(lambda: folder.complete(size, kinds, has_gradients) if folder is not None else None)
+        finally:
+            if folder is not None:
+                folder.discard()
+        if configuration is not None:
+            keep = configuration.total_limit
+            exchange_results(lambda: state_folder.remove_surplus(target.parent, keep) if is_writer and keep else None)
+            configuration.iteration += 1
+        return target
+
+    def _target(self, output_dir: str | Path | None) -> Path:
+        configuration = self._automatic_naming()
+        if configuration is None:
+            if output_dir is None:
+                raise ArgumentError(
+                    "output_dir=None: give a folder, or an Accelerator with a project_dir and a project_config with "
+                    "automatic_checkpoint_naming=True"
+                )
+            return Path(output_dir).expanduser().absolute()
+        target = state_folder.numbered(self._checkpoints(), configuration.iteration)
+        if target.exists():
+            raise ArgumentError(
+                f"{target} exists: load_state() to continue after the latest one, set project_config.iteration to the "
+                "number to continue with, or use another project_dir"
+            )
+        return target
+
+    def _automatic_naming(self) -> Any:
+        """Return the project's configuration if it names the folders, else None."""
+        configuration = self.project_configuration
+        if configuration is None or not configuration.automatic_checkpoint_naming:
+            return None
+        if getattr(configuration, "save_on_each_node", False):
+            raise ArgumentError("save_on_each_node=True: a saved state is one folder that all machines see")
+        return configuration
+
+    def _checkpoints(self) -> Path:
+        place = self.project_dir or self.project_configuration.project_dir
+        if place is None:
+            raise ArgumentError("project_dir=None: automatic_checkpoint_naming needs an Accelerator(project_dir=...)")
+        return Path(place).expanduser().absolute() / "checkpoints"
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return what differs between ranks."""
+        self._prepared.check_any_left()
+        batches, size = self._gradients.step_progress
+        return {
+            "random": random_states(),
+            "loaders": [position_of(loader, self._gradients.continues(loader)) for loader in self._prepared.loaders],
+            "step": {"batches": batches, "size": size},
+            "gradient_orders": [gradient_order.order_of(model) for model in self._prepared.models],
+        }
+
+    def _kinds(self) -> dict[str, list[str]]:
+        record = self._prepared
+        kinds: dict[str, list[Any]] = {
+            "model": [*record.models],
+            "optimizer": [*record.optimizers],
+            "scheduler": [*record.schedulers],
+            "object": self._registered.objects,
+        }
+        return {kind: [type(thing).__name__ for thing in things] for kind, things in kinds.items()}
+
+    def _write(self, folder: Path, by_rank: list[dict[str, Any]]) -> None:
+        """Write the files. Every rank calls it."""
+        record, registered, scaler = self._prepared, self._registered, self._gradients.scaler
+        models = list(record.models)
+        weights = [model_states.model_state(model) for model in models]
+        for hook in list(registered.save_hooks.values()):
+            hook(models, weights, str(folder))
+        for number, state in enumerate(weights):
+            model_states.write_model(state, folder, number)
+        for number, optimizer in enumerate(record.optimizers):
+            model_states.write_optimizer(optimizer, folder, number)
+        if self._gradients.step_progress[0]:
+            torch.save([gradients_of(model) for model in record.models], gradient_path(folder, world().rank))
+        if world().rank != 0:
+            return
+        for number, scheduler in enumerate(record.schedulers):
+            torch.save(model_states.with_python_numbers(scheduler.state_dict()), path_of(folder, "scheduler", number))
+        if scaler is not None:
+            torch.save(scaler.state_dict(), folder / SCALER)
+        torch.save(by_rank, folder / RANKS)
+        for number, thing in enumerate(registered.objects):
+            torch.save(thing.state_dict(), path_of(folder, "object", number))
+        _warn_about_code(folder)
+
+    # ------------------------------------------------------------------ loading
+    def load_state(
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Continue at a state that `save_state` wrote: everything is as it was there. A collective.
+
+        Prepare the same objects in the same order first, and register the same objects. Everything is checked before
+        anything changes.
+
+        Break off a loop over a prepared loader before you load: a pass in progress does not move.
+        Prepared loaders continue at their batch: the next pass yields the batches that were left, and later passes are
+        whole. `skip_first_batches` with a script's own count does not skip twice, see there.
+
+        On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. With another number
+        the remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states
+        derived from rank 0's. Gradients of an unfinished step are averaged over the ranks that saved them.
+
+        Args:
+            input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project; saving
+                then continues with the number after it.
+            load_kwargs: Arguments for ``torch.load`` of optimizers, schedulers and registered objects. Files are read
+                with ``weights_only=True``, which runs no code; ``{"weights_only": False}`` is for registered objects
+                whose state holds other types, from a folder that you trust.
+            load_model_func_kwargs: Arguments for the modules' ``load_state_dict``, such as ``strict=False``.
+
+        Raises:
+            ArgumentError: On every rank: there is no such folder, it is incomplete or damaged, or it is of another
+                model or of other objects; the message says what differs.
+        """
+        self._join()
+        options = {key: value for key, value in load_model_func_kwargs.items() if key != "map_location"}
+        record, registered = self._prepared, self._registered
+        record.collect()
+        paths = exchange_results(lambda: self._source(input_dir) if world().rank == 0 else None)
+        folder = paths[0]
+        assert folder is not None
+        manifest = exchange_results(lambda: self._checked_manifest(folder))[world().rank]
+        models = list(record.models)
+        for hook in list(registered.load_hooks.values()):
+            exchange_results(functools.partial(_call, hook, models, str(folder)))
+        saved: list[LoadedState] = []
+        exchange_results(lambda: saved.append(self._read(models, folder, manifest, load_kwargs or {}, options)))
+        saved[0].repeat_gradient_orders()
+        exchange_results(saved[0].apply)
+        configuration = self._automatic_naming()
+        if configuration is not None:
+            numbers = [state_folder.number_of(path) for path in state_folder.all_numbered(folder.parent)]
+            latest = max((number for number in numbers if number is not None), default=configuration.iteration - 1)
+            configuration.iteration = exchange(latest)[0] + 1
+
+    def _read(self, models: list[nn.Module], folder: Path, *args: Any) -> LoadedState:
+        return LoadedState(self._prepared, self._registered, self._gradients, models, folder, *args)
+
+    def _source(self, input_dir: str | Path | None) -> Path:
+        if input_dir is not None:
+            folder = Path(input_dir).expanduser().absolute()
+            state_folder.repair(folder)
+            return folder
+        if self._automatic_naming() is None:
+            raise ArgumentError(
+                "input_dir=None: give a folder, or an Accelerator with a project_dir and a project_config with "
+                "automatic_checkpoint_naming=True"
+            )
+        found = state_folder.all_numbered(self._checkpoints())
+        if not found:
+            raise ArgumentError(f"input_dir=None: {self._checkpoints()} has no saved state: save_state() writes one")
+        return found[-1]
+
+    def _checked_manifest(self, folder: Path) -> Manifest:
+        """Return the folder's manifest, if it is of the objects that were prepared and registered here.
+
+        Raises:
+            ArgumentError: It is not.
+        """
+        manifest = Manifest.read(folder)
+        manifest.check_files(folder, content=world().rank == 0)
+        now = self._kinds()
+        for kind, names in now.items():
+            before = manifest.kinds[kind]
+            compared = kind in ("optimizer", "scheduler")  # a class of the user's own may have another name now
+            if len(before) != len(names) or (compared and before != names):
+                verb = "registered" if kind == "object" else "prepared"
+                raise ArgumentError(
+                    f"input_dir={str(folder)!r}: it has {_counted(kind, before)}, and this process has {verb} "
+                    f"{_counted(kind, names)}: load it with the same objects as those it was saved with"
+                )
+        return manifest
+
+    # ------------------------------------------------------------------ objects and hooks
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load the states of these objects too: anything with ``state_dict`` and ``load_state_dict``.
+
+        Rank 0's state is saved, and loaded on every rank. It should hold tensors, numbers, strings, and containers of
+        these; other types are pickled, and `load_state` then asks for ``load_kwargs={"weights_only": False}``.
+
+        Raises:
+            ArgumentError: An object lacks one of the two methods.
+        """
+        for thing in objects:
+            missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
+            if missing:
+                raise ArgumentError(f"objects: {thing!r:.80} has no {' and no '.join(missing)}: it needs both methods")
+        self._registered.add_objects(objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
+        """Call ``hook(models, weights, output_dir)`` on every rank before `save_state` writes.
+
+        The hook may write files of its own into `output_dir`, which is still the unfinished folder, and take states
+        out of the list `weights`, which are then not written.
+
+        Returns:
+            A handle; its ``remove()`` removes the hook.
+        """
+        return self._registered.add_hook(self._registered.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
+        """Call ``hook(models, input_dir)`` on every rank before `load_state` reads.
+
+        The hook may load modules itself and take them out of the list `models`.
+
+        Returns:
+            A handle; its ``remove()`` removes the hook.
+        """
+        return self._registered.add_hook(self._registered.load_hooks, hook)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """See `nblaunch.training.skip_first_batches`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # ------------------------------------------------------------------ models alone
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the module's ``state_dict``: of the user's own module, or with `unwrap` False of the prepared one."""
+        return model_states.model_state(model) if unwrap else model.state_dict()
+
+    def save_model(
+        self, model: nn.Module, save_directory: str | Path, max_shard_size: Any = None, safe_serialization: bool = True
+    ) -> None:
+        """Write a module's weights on the main process, in one file with accelerate's name, atomically. A collective.
+
+        Args:
+            model: A prepared module.
+            save_directory: The folder, made if it is missing: other files in it stay.
+            max_shard_size: Not supported: there is one file.
+            safe_serialization: Write ``model.safetensors`` (default); this needs safetensors. False:
+                ``pytorch_model.bin``, for ``torch.load``.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            OSError: On every rank, if the main process cannot write.
+        """
+        self._join()
+        if max_shard_size is not None:
+            warn(f"save_model: max_shard_size={max_shard_size!r} has no effect: all weights are in one file")
+        state = self.get_state_dict(model)
+        exchange_results(
+            lambda: model_states.export(model, state, Path(save_directory).expanduser(), safe_serialization)
+        )
+
+    # ------------------------------------------------------------------ inside
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named folder."""
+        configuration = self.project_configuration
+        return 0 if configuration is None else int(configuration.iteration)
+
+    @property
+    def _prepared(self) -> PreparedObjects:
+        """The objects that were prepared in this process."""
+        found: PreparedObjects = vars(self).setdefault("_prepared_objects", PreparedObjects())
+        return found
+
+    @property
+    def _registered(self) -> Registered:
+        found: Registered = vars(self).setdefault("_registered_objects", Registered())
+        return found
+
+
+def _call(hook: Callable[..., Any], *args: Any) -> None:
+    hook(*args)
+
+
+def _counted(kind: str, names: list[str]) -> str:
+    return f"{len(names)} {kind}{'' if len(names) == 1 else 's'}" + (f" ({', '.join(names)})" if names else "")
+
+
+def _warn_about_code(folder: Path) -> None:
+    """Warn about files that `load_state` could not read: now, not only when they are needed."""
+    for path in sorted(folder.glob("*.pt")):
+        if path.name.startswith(("optimizer", "scheduler", "object")) and (found := model_states.code_in(path)):
+            warn(
+                f"save_state: {path.name} holds {found}, which runs code when it is loaded: load_state will need "
+                'load_kwargs={"weights_only": False}. Better keep numbers, strings and tensors in the state'
+            )

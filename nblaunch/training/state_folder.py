@@ -1,0 +1,230 @@
+"""A saved state's folder: written whole or not at all, with a manifest; and the numbered folders of a project."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import socket
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nblaunch.errors import ArgumentError
+from nblaunch.machine.processes import alive
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Of the folder; a later version reads this one too."""
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<kind>partial|old)")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Describes a complete folder; in its file ``manifest.json``, which is written last."""
+
+    world_size: int
+    kinds: dict[str, list[str]]
+    """The type's name of each object that was saved, by ``"model"``, ``"optimizer"``, ``"scheduler"``, ``"object"``."""
+    has_gradients: bool
+    """Whether each rank's gradients of an unfinished optimizer step are there."""
+    sizes: dict[str, int]
+    """The bytes of each file, by its path in the folder."""
+    format: int = FORMAT
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read the manifest of a folder.
+
+        Raises:
+            ArgumentError: The folder is missing, is not a saved state, or its manifest is damaged.
+        """
+        name = f"input_dir={str(folder)!r}"
+        if not folder.is_dir():
+            raise ArgumentError(f"{name}: there is no such folder")
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise ArgumentError(f"{name}: it has no {MANIFEST}, so save_state did not write it, or not to its end")
+        try:
+            content: dict[str, Any] = json.loads(path.read_text())
+            is_later = content["format"] > FORMAT
+            found = None if is_later else cls(**content)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(f"{name}: its {MANIFEST} is damaged: load another folder") from error
+        if found is None:
+            raise ArgumentError(f"{name}: it was written by a later version of nblaunch: update nblaunch")
+        return found
+
+    def check_files(self, folder: Path, content: bool) -> None:
+        """Check that the files are there, with their sizes and, if wanted, the checksums that torch writes into them.
+
+        Raises:
+            ArgumentError: A file is not; the message names it.
+        """
+        for file, size in self.sizes.items():
+            path = folder / file
+            there = path.stat().st_size if path.is_file() else None
+            if there is None:
+                state = "missing"
+            elif there != size:
+                state = f"damaged: it has {there} bytes instead of {size}"
+            elif content and path.parent == folder and path.suffix == ".pt" and not _is_intact(path):
+                state = "damaged: its content differs from what was written"
+            else:
+                continue
+            raise ArgumentError(f"input_dir={str(folder)!r}: its file {file} is {state}. Load another folder")
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError):  # the table of contents itself is damaged
+        return False
+
+
+class StateFolder:
+    """A folder that is written beside its final place, and moved there once it is complete.
+
+    All methods but `repair` are for the process that writes: rank 0.
+
+    Args:
+        target: The final place. An earlier saved state there is replaced; other files in it stay.
+
+    Raises:
+        ArgumentError: The target is a file, or a folder with files that no saved state accounts for.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        if target.exists() and not target.is_dir():
+            raise ArgumentError(f"output_dir={str(target)!r}: it is a file: give a folder")
+        if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
+            raise ArgumentError(f"output_dir={str(target)!r}: it is the current folder: give a folder of its own")
+        if target.is_dir() and not (target / MANIFEST).exists() and (others := sorted(os.listdir(target))):
+            raise ArgumentError(
+                f"output_dir={str(target)!r}: save_state replaces the folder, and did not write what is in it "
+                f"({', '.join(others[:3])}): give a folder of its own, such as {str(target / 'state')!r}"
+            )
+        self.scratch = _beside(target, "partial")
+
+    def begin(self) -> Path:
+        """Make the folder to write into, and remove those of writers that were killed."""
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        repair(self.target)
+        for path, writer in _unfinished(self.target.parent):
+            if writer["kind"] == "partial" and _has_ended(writer):
+                shutil.rmtree(path)
+        self.scratch.mkdir()
+        return self.scratch
+
+    def complete(self, world_size: int, kinds: dict[str, list[str]], has_gradients: bool) -> None:
+        """Write the manifest, flush everything to the disk, and move the folder to its place."""
+        files = sorted(path for path in self.scratch.rglob("*") if path.is_file())
+        sizes = {path.relative_to(self.scratch).as_posix(): path.stat().st_size for path in files}
+        manifest = Manifest(world_size, kinds, has_gradients, sizes)
+        (self.scratch / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+        for path in (*files, self.scratch / MANIFEST, *_folders(self.scratch)):
+            flush(path)
+        if not self.target.exists():
+            self.scratch.rename(self.target)
+        else:
+            before = _beside(self.target, "old")
+            try:
+                self.target.rename(before)
+                self.scratch.rename(self.target)
+            except BaseException:  # an interrupt too
+                repair(self.target)
+                raise
+            _retire(before, self.target)
+        flush(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove what was written, if it was not completed."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def repair(target: Path) -> None:
+    """Undo or finish a replacement of `target` by a writer that was killed in it."""
+    for path, writer in _unfinished(target.parent):
+        if writer["kind"] == "old" and writer["name"] == target.name and _has_ended(writer):
+            if target.exists():
+                _retire(path, target)
+            else:
+                path.rename(target)
+
+
+def _retire(before: Path, target: Path) -> None:
+    """Remove a replaced state, and keep other files that were in its folder."""
+    own = {MANIFEST}
+    with contextlib.suppress(ArgumentError):  # an empty folder, or a damaged manifest
+        own |= {file.split("/")[0] for file in Manifest.read(before).sizes}
+    for path in list(before.iterdir()):
+        if path.name not in own and not (target / path.name).exists():
+            path.rename(target / path.name)
+    shutil.rmtree(before)
+
+
+def _beside(target: Path, kind: str) -> Path:
+    return target.with_name(f".{target.name}.{_host()}.{os.getpid()}.{kind}")
+
+
+def _host() -> str:
+    return socket.gethostname().replace(".", "-")
+
+
+def _unfinished(parent: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in parent.glob(".*"):
+        if (match := _UNFINISHED.fullmatch(path.name)) is not None:
+            yield path, match
+
+
+def _has_ended(writer: re.Match[str]) -> bool:
+    """Return True if a folder's writer is not running; another machine's may be."""
+    pid = int(writer["pid"])
+    return writer["host"] == _host() and (pid == os.getpid() or not alive(pid))
+
+
+def _folders(top: Path) -> list[Path]:
+    return [top, *(path for path in top.rglob("*") if path.is_dir())]
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # some file systems cannot
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ------------------------------------------------------------------ numbered folders
+def numbered(parent: Path, number: int) -> Path:
+    """Return the path of a project's saved state."""
+    return parent / f"checkpoint_{number}"
+
+
+def number_of(path: Path) -> int | None:
+    """Return the number in a name that `numbered` gave, else None."""
+    match = _NUMBERED.fullmatch(path.name)
+    return None if match is None else int(match[1])
+
+
+def all_numbered(parent: Path) -> list[Path]:
+    """Return a project's complete saved states, the latest last."""
+    found = {number: path for path in parent.glob("checkpoint_*") if (number := number_of(path)) is not None}
+    return [found[number] for number in sorted(found) if (found[number] / MANIFEST).is_file()]
+
+
+def remove_surplus(parent: Path, keep: int) -> None:
+    """Remove the oldest saved states of a project beyond the latest `keep`."""
+    for path in all_numbered(parent)[:-keep]:
+        doomed = _beside(path, "partial")  # a kill in mid-removal must not leave half of it under its name
+        path.rename(doomed)
+        shutil.rmtree(doomed)

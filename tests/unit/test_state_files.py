@@ -1,0 +1,742 @@
+"""`save_state` and `load_state` in a single process: exact resuming, positions, errors, and writes that are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from nblaunch.errors import ArgumentError
+from nblaunch.training import Accelerator, Prefetcher, ShardedLoader, shard, skip_first_batches
+from nblaunch.training.data.counted_loader import CountedLoader
+from nblaunch.training.state_folder import MANIFEST
+
+SAMPLES, BATCH = 20, 2
+STEPS = SAMPLES // BATCH
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Adds noise of all three generators to each sample."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(3) + random.random() + np.random.rand()
+        return torch.full((3,), float(index)) + noise, torch.tensor(index % 2)
+
+
+class Run:
+    """A training run of one process; made again it is what a new process makes."""
+
+    def __init__(self, start: int = 5, num_workers: int = 0, dataset: Any = None, **options: Any) -> None:
+        torch.manual_seed(start)
+        random.seed(start)
+        np.random.seed(start)
+        self.accelerator = Accelerator(compute_setup="cpu", **options)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        loader = DataLoader(dataset or Augmented(), BATCH, shuffle=dataset is None, num_workers=num_workers)
+        valid = DataLoader(Augmented(), 5)
+        self.model, self.optimizer, self.schedule, self.loader, self.valid = self.accelerator.prepare(
+            model, optimizer, StepLR(optimizer, 7, 0.5), loader, valid
+        )
+
+    def step(self, batch: Any) -> None:
+        with self.accelerator.accumulate(self.model):
+            inputs, target = batch
+            loss = nn.functional.cross_entropy(self.model(inputs), target)
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+    def validate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            for number, (inputs, _) in enumerate(self.valid):
+                self.model(inputs)
+                if number == 1:
+                    break  # as scripts do with a limit on validation batches
+        self.model.train()
+
+    def epochs(self, count: int, save_at: int = -1, path: Path | None = None, done: int = 0) -> Run:
+        for _ in range(count):
+            for batch in self.loader:
+                self.step(batch)
+                done += 1
+                if done % 4 == 0:
+                    self.validate()
+                if done == save_at:
+                    self.accelerator.save_state(path)
+        return self
+
+    def result(self) -> list[Tensor]:
+        """Everything that a later step depends on."""
+        state = [*self.model.state_dict().values(), torch.tensor(self.optimizer.param_groups[0]["lr"])]
+        state += [value for part in self.optimizer.state_dict()["state"].values() for value in part.values()]
+        return [*state, torch.rand(2), torch.tensor(random.random()), torch.tensor(np.random.rand())]
+
+
+def equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "workers": {"num_workers": 2},
+    "seeded": {"seed": 3},
+    "accumulating": {"gradient_accumulation_steps": 3},
+    "fp16": {"mixed_precision": "fp16"},
+    "bf16": {"mixed_precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_resumes_to_the_same_bits(name: str, tmp_path: Path) -> None:
+    options = SETTINGS[name]
+    for save_at in (5, STEPS, STEPS + 4):
+        path = tmp_path / f"at{save_at}"
+        whole = Run(**options).epochs(2, save_at, path).result()
+        resumed = Run(start=11, **options)
+        resumed.accelerator.load_state(path)
+        assert equal(whole, resumed.epochs(2 - save_at // STEPS, done=save_at).result()), save_at
+
+
+# ------------------------------------------------------------------ how scripts resume
+@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["plain", "seeded"])
+def test_a_loop_that_also_skips_batches_skips_them_once(options: dict[str, Any], tmp_path: Path) -> None:
+    """As accelerate's scripts do, with a step count in the folder's name."""
+
+    def script(resume: int | None) -> list[Tensor]:
+        run = Run(start=5 if resume is None else 11, **options)
+        overall, first_epoch, skipped = 0, 0, None
+        if resume is not None:
+            run.accelerator.load_state(tmp_path / f"step_{resume}")
+            first_epoch, skipped = divmod(resume, len(run.loader))
+            overall = first_epoch * len(run.loader)
+        for epoch in range(first_epoch, 3):
+            active = run.loader
+            if skipped is not None and epoch == first_epoch:
+                active = run.accelerator.skip_first_batches(run.loader, skipped)
+                overall += skipped
+            for batch in active:
+                run.step(batch)
+                overall += 1
+                if overall % 4 == 0:
+                    run.validate()
+                if overall % 5 == 0 and resume is None:
+                    run.accelerator.save_state(tmp_path / f"step_{overall}")
+        assert overall == 3 * STEPS
+        return run.result()
+
+    whole = script(None)
+    for resume in (5, STEPS, STEPS + 5, 3 * STEPS - 5):
+        assert equal(whole, script(resume)), resume
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["plain", "seeded"])
+def test_set_epoch_of_the_loaded_epoch_keeps_the_position(options: dict[str, Any], tmp_path: Path) -> None:
+    whole = Run(**options).epochs(2, STEPS + 3, tmp_path / "state").result()
+    resumed = Run(start=11, **options)
+    resumed.accelerator.load_state(tmp_path / "state")
+    resumed.loader.set_epoch(1)
+    assert equal(whole, resumed.epochs(1, done=STEPS + 3).result())
+
+
+def test_loading_twice_and_after_passes_is_the_same(tmp_path: Path) -> None:
+    run = Run(gradient_accumulation_steps=3)
+    whole = run.epochs(2, 5, tmp_path / "state").result()
+    for trained in (0, 1, 7):
+        for batch, _ in zip(run.loader, range(trained), strict=False):
+            run.step(batch)
+        run.accelerator.load_state(tmp_path / "state")
+        run.accelerator.load_state(tmp_path / "state")
+        assert equal(whole, run.epochs(2, done=5).result()), trained
+
+
+def test_a_loaded_state_that_is_saved_again_is_the_same(tmp_path: Path) -> None:
+    whole = Run().epochs(2, 5, tmp_path / "one").result()
+    middle = Run(start=11)
+    middle.accelerator.load_state(tmp_path / "one")
+    middle.accelerator.save_state(tmp_path / "two")
+    resumed = Run(start=12)
+    resumed.accelerator.load_state(tmp_path / "two")
+    assert equal(whole, resumed.epochs(2, done=5).result())
+
+
+def test_a_peek_at_a_loaded_loader_takes_nothing(tmp_path: Path) -> None:
+    whole = Run(seed=3).epochs(2, 5, tmp_path / "state").result()
+    resumed = Run(start=11, seed=3)
+    resumed.accelerator.load_state(tmp_path / "state")
+    next(iter(resumed.loader))
+    resumed.accelerator.load_state(tmp_path / "state")
+    next(iter(resumed.loader))
+    assert equal(whole, resumed.epochs(2, done=5).result())
+
+
+def test_a_loop_that_was_left_continues_where_it_was(tmp_path: Path) -> None:
+    for options in ({}, {"seed": 3}):
+        run = Run(**options)
+        for number, batch in enumerate(run.loader):
+            run.step(batch)
+            if number == 3:
+                break
+        run.accelerator.save_state(tmp_path / "state")
+        resumed = Run(**options)
+        resumed.accelerator.load_state(tmp_path / "state")
+        assert len(list(resumed.loader)) == STEPS - 4
+        assert len(list(resumed.valid)) == SAMPLES // 5
+
+
+def test_a_broken_off_pass_without_training_begins_again(tmp_path: Path) -> None:
+    for options in ({}, {"seed": 3}):
+        run = Run(**options)
+        for number, _ in enumerate(run.loader):
+            if number == 3:
+                break
+        run.accelerator.save_state(tmp_path / "state")
+        run.accelerator.load_state(tmp_path / "state")
+        assert len(list(run.loader)) == STEPS
+
+
+# ------------------------------------------------------------------ skip_first_batches
+class Numbers(Dataset[int]):
+    """Notes which samples were loaded."""
+
+    loaded: ClassVar[list[int]] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+def numbers(shuffle: bool = True, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(), 2, shuffle=shuffle, **options)
+
+
+def test_skipping_counts_from_the_beginning_of_the_pass() -> None:
+    loader: Any = Accelerator(compute_setup="cpu", seed=3).prepare(numbers())
+    first = [batch.tolist() for batch in loader]
+    loader.load_state_dict({"epoch": 0, "batches": 2, "seed": 3})
+    for skipped in (2, 0, 4, 5, 9):
+        view = skip_first_batches(loader, skipped)
+        loader.set_epoch(1)
+        loader.set_epoch(0)
+        assert [batch.tolist() for batch in view] == first[skipped:]
+        assert (len(view), view.dataset is loader.dataset) == (max(0, 5 - skipped), True)
+    assert loader.epoch == 1
+    assert len(list(loader)) == 5
+
+
+def test_skipping_a_plain_loader_is_torchs_order() -> None:
+    for loader in (numbers(), Accelerator(compute_setup="cpu").prepare(numbers()), Prefetcher(numbers(), "cpu")):
+        torch.manual_seed(1)
+        whole = [batch.tolist() for batch in loader]
+        torch.manual_seed(1)
+        assert [batch.tolist() for batch in skip_first_batches(loader, 3)] == whole[3:]
+        assert len(list(loader)) == 5
+    with pytest.raises(ArgumentError, match="num_batches=-1"):
+        skip_first_batches(numbers(), -1)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_what_is_skipped_is_not_loaded(seed: int | None) -> None:
+    loader = Accelerator(compute_setup="cpu", seed=seed).prepare(numbers(shuffle=False))
+    Numbers.loaded.clear()
+    assert len(list(skip_first_batches(loader, 3))) == 2
+    assert Numbers.loaded == [6, 7, 8, 9]
+
+
+# ------------------------------------------------------------------ a counted loader
+def test_a_counted_loader_draws_what_torchs_draws() -> None:
+    def passes(loaders: tuple[Any, Any]) -> list[Any]:
+        torch.manual_seed(1)
+        drawn: list[Any] = [(a.tolist(), b.tolist(), torch.rand(1)) for a, b in zip(*loaders, strict=True)]
+        return [*drawn, [batch.tolist() for batch in loaders[0]], torch.rand(1)]
+
+    prepare = Accelerator(compute_setup="cpu").prepare
+    assert passes((numbers(), numbers())) == passes(prepare(numbers(), numbers()))
+
+
+def test_a_counted_loader_resumes_with_generators_of_its_own() -> None:
+    def loader(seed: int) -> Any:
+        given = numbers(generator=torch.Generator().manual_seed(seed))
+        return Accelerator(compute_setup="cpu").prepare(given)
+
+    first = loader(1)
+    list(first)
+    passing = iter(first)
+    next(passing), next(passing)
+    state = first.state_dict()
+    rest = [[batch.tolist() for batch in passing], [batch.tolist() for batch in first]]
+    second = loader(2)
+    second.load_state_dict(state)
+    assert [[batch.tolist() for batch in second], [batch.tolist() for batch in second]] == rest
+    assert state["epoch"] == 1
+    assert second.epoch == 3
+
+
+def test_a_stream_resumes_in_a_single_process() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+    loader: Any = Accelerator(compute_setup="cpu").prepare(DataLoader(Stream(), 2))
+    passing = iter(loader)
+    next(passing), next(passing)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8, 9]]
+    assert len(list(loader)) == 5
+
+
+def test_a_counted_loader_is_sharded_like_the_one_it_was_made_of() -> None:
+    counted: Any = Accelerator(compute_setup="cpu").prepare(numbers())
+    assert [batch.tolist() for batch in shard(counted)] == [batch.tolist() for batch in shard(numbers())]
+    assert isinstance(Accelerator(compute_setup="cpu", seed=1).prepare(counted), ShardedLoader)
+    assert isinstance(counted, CountedLoader)
+
+
+# ------------------------------------------------------------------ the folder
+def test_plain_torch_reads_each_file_without_running_code(tmp_path: Path) -> None:
+    run = Run(mixed_precision="fp16").epochs(1, 5, tmp_path / "state")
+    files = {path.name: path for path in (tmp_path / "state").glob("*.pt")}
+    read = {name: torch.load(path, weights_only=True) for name, path in files.items()}
+    assert sorted(read) == ["model.pt", "optimizer.pt", "ranks.pt", "scaler.pt", "scheduler.pt"]
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2))
+    model.load_state_dict(read["model.pt"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state"]
+    assert run.accelerator.get_state_dict(run.model).keys() == read["model.pt"].keys()
+
+
+def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "state"
+    run.accelerator.save_state(path)
+    (path / "notes.txt").write_text("mine")
+    assert run.accelerator.save_state(path) == path
+    assert (path / "notes.txt").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["state"]
+    run.accelerator.load_state(path)
+
+
+def test_a_folder_of_other_things_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "table.csv").touch()
+    with pytest.raises(ArgumentError, match=r"output_dir='.*results'.*did not write.*table.csv.*state"):
+        run.accelerator.save_state(tmp_path / "results")
+    with pytest.raises(ArgumentError, match=r"output_dir='.*table.csv': it is a file"):
+        run.accelerator.save_state(tmp_path / "results" / "table.csv")
+    with pytest.raises(ArgumentError, match="output_dir=None: give a folder"):
+        run.accelerator.save_state()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(ArgumentError, match="it is the current folder"):
+        run.accelerator.save_state(".")
+    run.accelerator.save_state("relative")
+    assert (tmp_path / "here" / "relative" / MANIFEST).is_file()
+
+
+STEPS_OF_A_WRITE = (
+    ("torch", "save"),
+    ("os", "fsync"),
+    ("pathlib.Path", "rename"),
+    ("pathlib.Path", "write_text"),
+    ("shutil", "rmtree"),
+)
+
+
+def _killed_at(step: int, run: Run, path: Path) -> bool:
+    """Save in a fork that is killed before the given step of the write; return False if there is no such step."""
+    child = os.fork()
+    if child == 0:
+        left = [step]
+        for owner, name in STEPS_OF_A_WRITE:
+            thing: Any = {"torch": torch, "os": os, "pathlib.Path": Path, "shutil": shutil}[owner]
+            real = getattr(thing, name)
+
+            def counted(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+
+            setattr(thing, name, counted)
+        try:
+            run.accelerator.save_state(path)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_kill_at_any_step_of_a_write_leaves_a_whole_state(tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "states" / "latest"
+    weight: Any = run.model[0].weight
+    nn.init.constant_(weight, 1.0)
+    run.accelerator.save_state(path)
+    (path / "notes.txt").write_text("mine")
+    for step in range(100):
+        nn.init.constant_(weight, 2.0)
+        if not _killed_at(step, run, path):
+            break
+        run.accelerator.load_state(path)
+        assert weight.unique().tolist() in ([1.0], [2.0])
+        nn.init.constant_(weight, 1.0)
+        run.accelerator.save_state(path)
+        assert os.listdir(path.parent) == ["latest"]
+        assert (path / "notes.txt").read_text() == "mine"
+    assert step > 15
+
+
+def test_a_first_write_that_was_killed_is_no_state(tmp_path: Path) -> None:
+    run = Run()
+    assert _killed_at(3, run, tmp_path / "one")
+    with pytest.raises(ArgumentError, match=r"input_dir='.*one': there is no such folder"):
+        run.accelerator.load_state(tmp_path / "one")
+    assert len(os.listdir(tmp_path)) == 1
+    run.accelerator.save_state(tmp_path / "two")
+    assert os.listdir(tmp_path) == ["two"]
+
+
+def test_a_failed_write_leaves_the_earlier_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.accelerator.save_state(tmp_path / "state")
+    before = (tmp_path / "state" / MANIFEST).stat()
+
+    def fails(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for owner, name in ((torch, "save"), (os, "fsync")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fails)
+            with pytest.raises(OSError, match="No space left"):
+                run.accelerator.save_state(tmp_path / "state")
+        assert os.listdir(tmp_path) == ["state"]
+    assert (tmp_path / "state" / MANIFEST).stat() == before
+    run.accelerator.load_state(tmp_path / "state")
+
+
+def test_an_interrupt_between_the_renames_puts_the_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    run.accelerator.save_state(tmp_path / "state")
+    real = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Any:
+        if self.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.accelerator.save_state(tmp_path / "state")
+    assert os.listdir(tmp_path) == ["state"]
+    run.accelerator.load_state(tmp_path / "state")
+
+
+def test_a_folder_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        run = Run()
+        assert _killed_at(3, run, tmp_path / "one")
+        (unfinished,) = tmp_path.iterdir()
+        name = unfinished.name.split(".")
+        name[-2] = str(other.pid)
+        unfinished.rename(tmp_path / ".".join(name))
+        run.accelerator.save_state(tmp_path / "two")
+        assert sorted(os.listdir(tmp_path)) == [".".join(name), "two"]
+    finally:
+        other.communicate(b"\n")
+    run.accelerator.save_state(tmp_path / "two")
+    assert os.listdir(tmp_path) == ["two"]
+
+
+# ------------------------------------------------------------------ projects
+def project(tmp_path: Path, **options: Any) -> Any:
+    """As accelerate's ProjectConfiguration."""
+    values = {"project_dir": str(tmp_path), "automatic_checkpoint_naming": True, "total_limit": 2, "iteration": 0}
+    return SimpleNamespace(**{**values, **options})
+
+
+def test_a_project_names_its_states_and_keeps_the_latest(tmp_path: Path) -> None:
+    run = Run(project_dir=str(tmp_path), project_config=project(tmp_path))
+    for number in range(12):
+        nn.init.constant_(run.model[0].weight, float(number))
+        assert run.accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
+        assert run.accelerator.save_iteration == number + 1
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
+    resumed = Run(project_config=project(tmp_path))
+    with pytest.raises(ArgumentError, match="no saved state"):
+        Run(project_config=project(tmp_path / "empty")).accelerator.load_state()
+    resumed.accelerator.load_state()
+    assert resumed.model[0].weight.unique().tolist() == [11.0]
+    assert resumed.accelerator.save_state().name == "checkpoint_12"
+
+
+def test_a_project_is_not_written_over(tmp_path: Path) -> None:
+    run = Run(project_config=project(tmp_path))
+    run.accelerator.save_state()
+    for options, match in (
+        ({}, r"checkpoint_0 exists: load_state\(\).*another project_dir"),
+        ({"save_on_each_node": True}, "save_on_each_node=True"),
+        ({"project_dir": None}, "project_dir=None"),
+    ):
+        run = Run(project_config=project(tmp_path, **options))
+        with pytest.raises(ArgumentError, match=match):
+            run.accelerator.save_state()
+    with pytest.raises(ArgumentError, match="input_dir=None"):
+        Run().accelerator.load_state()
+
+
+def test_the_oldest_state_goes_only_when_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(project_config=project(tmp_path, total_limit=1))
+    run.accelerator.save_state()
+
+    def fails(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OSError, match="No space left"):
+        run.accelerator.save_state()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+# ------------------------------------------------------------------ what does not fit
+def test_a_state_of_other_objects_is_refused(tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "state"
+    run.accelerator.save_state(path)
+
+    def refused(*objects: Any, match: str, register: Any = None) -> None:
+        accelerator = Accelerator(compute_setup="cpu")
+        kept = accelerator.prepare(*objects)
+        if register is not None:
+            accelerator.register_for_checkpointing(register)
+        with pytest.raises(ArgumentError, match=match):
+            accelerator.load_state(path)
+        assert kept is not None
+
+    def model(width: int = 4, outputs: int = 2) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Dropout(), nn.Linear(width, outputs))
+
+    def parts(net: nn.Module, kind: Any = torch.optim.Adam, **options: Any) -> tuple[Any, ...]:
+        optimizer = kind(net.parameters(), lr=0.1, **options)
+        return net, optimizer, StepLR(optimizer, 1)
+
+    refused(*parts(model(5)), match=r"model.pt is .*another model.*0.weight has shape \[4, 3\] there and \[5, 3\]")
+    refused(*parts(nn.Linear(3, 2)), match=r"this Linear: weight is missing; bias is missing; 0.weight is not in")
+    refused(*parts(model(), torch.optim.SGD), match=r"1 optimizer \(Adam\), and this process has prepared 1 .*\(SGD\)")
+    refused(model(), match=r"it has 1 optimizer \(Adam\), and this process has prepared 0 optimizers")
+    refused(*parts(model()), model(), match=r"it has 1 model \(Sequential\), and this process has prepared 2 models")
+    first, _, schedule = parts(model())
+    refused(*parts(first)[:2], schedule, register=Counter(), match="it has 0 objects.*registered 1 object")
+    net = model()
+    groups = torch.optim.Adam([{"params": [parameter]} for parameter in net.parameters()], lr=0.1)
+    refused(net, groups, StepLR(groups, 1), match=r"optimizer.pt .*groups have \[6\] parameters.*\[1, 1, 1, 1, 1, 1\]")
+
+
+def test_nothing_changes_if_a_state_does_not_fit(tmp_path: Path) -> None:
+    run = Run()
+    run.accelerator.save_state(tmp_path / "state")
+    (tmp_path / "state" / "scheduler.pt").write_bytes(b"")
+    nn.init.constant_(run.model[0].weight, 7.0)
+    with pytest.raises(ArgumentError, match=r"file scheduler.pt is damaged: it has 0 bytes instead of"):
+        run.accelerator.load_state(tmp_path / "state")
+    assert run.model[0].weight.unique().tolist() == [7.0]
+
+
+def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "state"
+    run.accelerator.save_state(path)
+    content = bytearray((path / "model.pt").read_bytes())
+    place = content.index(run.model[0].weight.detach().numpy().tobytes())
+    content[place] ^= 1
+    (path / "model.pt").write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"file model.pt is damaged: its content differs"):
+        run.accelerator.load_state(path)
+    (path / "model.pt").unlink()
+    with pytest.raises(ArgumentError, match=r"file model.pt is missing"):
+        run.accelerator.load_state(path)
+    (path / MANIFEST).write_text("{")
+    with pytest.raises(ArgumentError, match=r"manifest.json is damaged"):
+        run.accelerator.load_state(path)
+    (path / MANIFEST).write_text('{"format": 99}')
+    with pytest.raises(ArgumentError, match="a later version of nblaunch"):
+        run.accelerator.load_state(path)
+    (path / MANIFEST).unlink()
+    with pytest.raises(ArgumentError, match=r"it has no manifest.json"):
+        run.accelerator.load_state(path)
+    with pytest.raises(ArgumentError, match="there is no such folder"):
+        run.accelerator.load_state(tmp_path / "none")
+
+
+def test_other_weights_load_with_strict_false(tmp_path: Path) -> None:
+    accelerator = Accelerator(compute_setup="cpu")
+    small = accelerator.prepare(nn.Sequential(nn.Linear(2, 2)))
+    accelerator.save_state(tmp_path / "state")
+    other = Accelerator(compute_setup="cpu")
+    large: Any = other.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(ArgumentError, match=r"1.weight is missing; 1.bias is missing"):
+        other.load_state(tmp_path / "state")
+    other.load_state(tmp_path / "state", strict=False, map_location="cpu")
+    assert torch.equal(large[0].weight, small[0].weight)
+
+
+def test_a_changed_dataset_begins_the_pass_and_warns(tmp_path: Path) -> None:
+    Run(seed=3).epochs(1, 5, tmp_path / "state")
+    run = Run(seed=3)
+    loader = run.accelerator.prepare(DataLoader(Augmented(), 2))
+    other = Run(dataset=TensorDataset(torch.rand(6, 3), torch.ones(6).long()), seed=3)
+    with pytest.warns(UserWarning, match="position of prepared loader 0 is not restored: its dataset had 20 samples"):
+        other.accelerator.load_state(tmp_path / "state")
+    assert len(list(other.loader)) == 3
+    with pytest.warns(UserWarning, match="positions of 2 prepared loaders, and there are 3"):
+        run.accelerator.load_state(tmp_path / "state")
+    assert len(list(loader)) == STEPS
+
+
+def test_a_position_without_a_seed_does_not_fit_a_seeded_order(tmp_path: Path) -> None:
+    Run().epochs(1, 5, tmp_path / "within")
+    run = Run().epochs(1)
+    run.accelerator.save_state(tmp_path / "between")
+    seeded = Run(seed=3)
+    with pytest.warns(UserWarning, match=r"loader 0 is not restored: a single process wrote it.*Accelerator\(seed"):
+        seeded.accelerator.load_state(tmp_path / "within")
+    assert seeded.loader.epoch == 0
+    seeded.accelerator.load_state(tmp_path / "between")
+    assert seeded.loader.epoch == 1
+
+
+def test_another_precision_is_a_warning(tmp_path: Path) -> None:
+    run, half = Run(), Run(mixed_precision="fp16")
+    run.accelerator.save_state(tmp_path / "state")
+    with pytest.warns(UserWarning, match="saved without a gradient scaler"):
+        half.accelerator.load_state(tmp_path / "state")
+
+
+# ------------------------------------------------------------------ registered objects and hooks
+class Counter:
+    """An object with a state."""
+
+    def __init__(self, value: Any = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Odd:
+    """A type that torch loads only by running code."""
+
+
+def test_registered_objects_are_saved_in_order(tmp_path: Path) -> None:
+    def registered(*objects: Any) -> Accelerator:
+        accelerator = Accelerator(compute_setup="cpu")
+        accelerator.register_for_checkpointing(*objects)
+        accelerator.register_for_checkpointing(objects[0])
+        return accelerator
+
+    registered(Counter(3), Counter({"best": torch.ones(2)})).save_state(tmp_path / "state")
+    first, second = Counter(), Counter()
+    registered(first, second).load_state(tmp_path / "state")
+    assert first.value == 3
+    assert second.value["best"].tolist() == [1, 1]
+    with pytest.raises(ArgumentError, match="objects: 5 has no state_dict and no load_state_dict"):
+        registered(5)
+
+
+def test_objects_that_need_code_are_a_warning_at_once(tmp_path: Path) -> None:
+    accelerator, counter = Accelerator(compute_setup="cpu"), Counter(Odd())
+    accelerator.register_for_checkpointing(counter)
+    with pytest.warns(UserWarning, match=r"object.pt holds .*Odd, which runs code.*weights_only"):
+        accelerator.save_state(tmp_path / "state")
+    with pytest.raises(ArgumentError, match=r"object.pt holds .*Odd.*If you trust the folder.*weights_only"):
+        accelerator.load_state(tmp_path / "state")
+    counter.value = None
+    accelerator.load_state(tmp_path / "state", load_kwargs={"weights_only": False})
+    assert isinstance(counter.value, Odd)
+
+
+def test_numpys_numbers_in_an_optimizer_need_no_code(tmp_path: Path) -> None:
+    accelerator, net = Accelerator(compute_setup="cpu"), nn.Linear(1, 1)
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=np.float64(0.3)))
+    accelerator.save_state(tmp_path / "state")
+    optimizer.param_groups[0]["lr"] = 0.0
+    accelerator.load_state(tmp_path / "state")
+    assert optimizer.param_groups[0]["lr"] == 0.3
+
+
+def test_hooks_write_and_read_what_they_take(tmp_path: Path) -> None:
+    run = Run()
+
+    def save(models: list[nn.Module], weights: list[dict[str, Any]], output_dir: str) -> None:
+        torch.save(weights.pop(), Path(output_dir) / "own.bin")
+
+    def load(models: list[nn.Module], input_dir: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(input_dir) / "own.bin"))
+
+    with run.accelerator.register_save_state_pre_hook(save), run.accelerator.register_load_state_pre_hook(load):
+        run.accelerator.save_state(tmp_path / "state")
+        assert not (tmp_path / "state" / "model.pt").exists()
+        before = run.model[0].weight.tolist()
+        nn.init.zeros_(run.model[0].weight)
+        run.accelerator.load_state(tmp_path / "state")
+        assert run.model[0].weight.tolist() == before
+    handle = run.accelerator.register_save_state_pre_hook(save)
+    handle.remove()
+    handle.remove()
+    run.accelerator.save_state(tmp_path / "state")
+    assert (tmp_path / "state" / "model.pt").exists()
+
+
+def test_objects_that_no_longer_exist_are_not_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator(compute_setup="cpu")
+    for _ in range(3):  # as a cell that is run again
+        net = nn.Linear(1, 1)
+        kept = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    accelerator.save_state(tmp_path / "state")
+    assert sorted(path.name for path in (tmp_path / "state").glob("*.pt")) == ["model.pt", "optimizer.pt", "ranks.pt"]
+    assert kept is not None
+    del net, kept
+    with pytest.raises(ArgumentError, match=r"prepared modules.*no longer exist.*keep a reference"):
+        accelerator.save_state(tmp_path / "state")
+
+
+# ------------------------------------------------------------------ models alone
+def test_a_model_is_exported_for_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import load_file
+
+    accelerator = Accelerator(compute_setup="cpu")
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[1].weight = net[0].weight
+    model = accelerator.prepare(net)
+    accelerator.save_model(model, tmp_path)
+    assert sorted(load_file(tmp_path / "model.safetensors")) == ["0.bias", "0.weight", "1.bias"]
+    accelerator.save_model(model, tmp_path, safe_serialization=False)
+    assert len(torch.load(tmp_path / "pytorch_model.bin", weights_only=True)) == 4
+    with pytest.warns(UserWarning, match="max_shard_size='1GB' has no effect"):
+        accelerator.save_model(model, tmp_path, "1GB")
+    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "pytorch_model.bin"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install safetensors, or use safe_serialization=False"):
+        accelerator.save_model(model, tmp_path)
