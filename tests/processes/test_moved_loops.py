@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +236,20 @@ def test_trackers_run_on_the_main_process_unless_they_say(launch: Launcher, tmp_
     assert len(list((tmp_path / "logs" / "run").glob("events.*"))) == 1
     reports = sorted(result.metrics, key=lambda report: report.rank)
     assert [(report.step, dict(report.values)) for report in reports] == [(1, {"loss": 0.5}), (1, {"loss": 1.5})]
+
+
+def test_a_group_that_was_made_here_ends_with_training(launch: Launcher) -> None:
+    def check(rank: int) -> tuple[float, bool]:
+        torch.distributed.destroy_process_group()
+        handler = SimpleNamespace(backend="nccl", init_method=None, timeout=timedelta(seconds=77))
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        accelerator.wait_for_everyone()
+        group: Any = torch.distributed.group.WORLD
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
+        accelerator.end_training()
+        return timeout.total_seconds(), torch.distributed.is_initialized()
+
+    assert list(launch(check, device="cpu")) == [(77.0, False)] * 2
 
 
 # ------------------------------------------------------------------ batch sizes
