@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from nblaunch.training.preparation import Preparation, move_batch, unwrapped
 from nblaunch.training.rank_roles import RankRoles
 from nblaunch.training.state_files import StateFiles
 from nblaunch.training.trackers import Trackers
+
+T = TypeVar("T")
 
 
 class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
@@ -123,7 +125,7 @@ class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
         """`prepare` a DataLoader."""
         return self._noted(self._preparation(device_placement).loader(data_loader))
 
-    def _noted(self, prepared: Any) -> Any:
+    def _noted(self, prepared: T) -> T:
         """Return the object; saved states hold it."""
         self._prepared.add((prepared,))
         return prepared
