@@ -87,8 +87,9 @@ class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
         back unchanged.
 
         In a single process a DataLoader comes back unchanged unless its batches must be moved (a GPU, a `dtype`), its
-        last batch detected (accumulation), or its order drawn from `seed`. For ``set_epoch``, ``is_last`` or
-        ``state_dict`` prepare ``shard(loader)``, which has them in a single process too.
+        last batch detected (accumulation), or its order drawn from `seed`. An Accelerator that was given any of
+        accelerate's arguments wraps it, without a change of its order, and optimizers and schedulers too. For
+        ``set_epoch``, ``is_last`` or ``state_dict`` prepare ``shard(loader)``, which has them in a single process too.
 
         Args:
             objects: What to prepare.

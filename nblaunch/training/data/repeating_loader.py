@@ -38,7 +38,8 @@ class RepeatingLoader(ShardedLoader[T_co]):
     ) -> None:
         super().__init__(loader, move=move)
         self._rng_types = tuple(rng_types)
-        sampler: Any = getattr(loader.batch_sampler, "sampler", None) or getattr(loader.sampler, "sampler", None)
+        outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        sampler: Any = getattr(outer, "sampler", None)
         self._drawn_by: torch.Generator | None = None
         self._initial_seed: int | None = None
         if settings.use_seedable_sampler and isinstance(sampler, RandomSampler):
