@@ -33,7 +33,7 @@ class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
 
     It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
     the ranks that it is sent to. In a single process on the CPU it changes nothing, so the same cell runs without a
-    launch. Every rank must call the methods marked as collectives.
+    launch. Every rank must call the methods marked as collectives. `save_state` and `load_state` resume a loop exactly.
 
     Args:
         nprocs: Ranks that `distribute` launches. Default: one per GPU; 2 without GPUs.
@@ -67,7 +67,8 @@ class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
             ``InitProcessGroupKwargs``, ``AutocastKwargs`` and ``ProfileKwargs``.
         log_with: ``"tensorboard"``, ``"wandb"``, ``"all"`` for those that are installed, objects with the interface of
             accelerate's ``GeneralTracker``, or a list of these. See `init_trackers`.
-        project_dir: The folder of the trackers' files.
+        project_dir: The folder of the trackers' files, and of `save_state` without arguments, unless `project_config`
+            names others.
         project_config: accelerate's ``ProjectConfiguration``, or an object with its attributes.
 
     Raises:
@@ -86,10 +87,10 @@ class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
         DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). Other objects come
         back unchanged.
 
-        In a single process a DataLoader comes back unchanged unless its batches must be moved (a GPU, a `dtype`), its
-        last batch detected (accumulation), or its order drawn from `seed`. An Accelerator that was given any of
-        accelerate's arguments wraps it, without a change of its order, and optimizers and schedulers too. For
-        ``set_epoch``, ``is_last`` or ``state_dict`` prepare ``shard(loader)``, which has them in a single process too.
+        In a single process a DataLoader yields the same batches as before, and has ``state_dict`` and ``set_epoch``.
+        It is sharded only if its batches must be moved (a GPU, a `dtype`), its last batch detected (accumulation), or
+        its order drawn from `seed`. One of a subclass of DataLoader comes back unchanged, and has no position in
+        `save_state`: prepare ``shard(loader)`` for that, or for ``is_last``.
 
         Args:
             objects: What to prepare.

@@ -69,7 +69,7 @@ class PreparedObjects:
         self._references = [reference for reference in self._references if reference() is not None]
 
     def check_any_left(self) -> None:
-        """Refuse to save a state without what was trained.
+        """Refuse a state without what was trained.
 
         Raises:
             ArgumentError: All prepared objects of a kind are gone.
@@ -77,7 +77,7 @@ class PreparedObjects:
         for kind, name in _NEEDED.items():
             if kind in self._seen and not self._of(kind):
                 raise ArgumentError(
-                    f"save_state: the prepared {name} no longer exist: keep a reference to them until it is called"
+                    f"the prepared {name} no longer exist: keep a reference to them until save_state or load_state"
                 )
 
     def _of(self, kind: type) -> list[Any]:

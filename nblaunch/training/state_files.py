@@ -101,7 +101,7 @@ class StateFiles(RankRoles):
                     "output_dir=None: give a folder, or an Accelerator with a project_dir and a project_config with "
                     "automatic_checkpoint_naming=True"
                 )
-            return Path(output_dir).expanduser().absolute()
+            return Path(output_dir).expanduser().resolve()  # a link to a folder stays
         target = state_folder.numbered(self._checkpoints(), configuration.iteration)
         if target.exists():
             raise ArgumentError(
@@ -123,7 +123,7 @@ class StateFiles(RankRoles):
         place = self.project_dir or self.project_configuration.project_dir
         if place is None:
             raise ArgumentError("project_dir=None: automatic_checkpoint_naming needs an Accelerator(project_dir=...)")
-        return Path(place).expanduser().absolute() / "checkpoints"
+        return Path(place).expanduser().resolve() / "checkpoints"
 
     def _own_state(self) -> dict[str, Any]:
         """Return what differs between ranks."""
@@ -131,7 +131,10 @@ class StateFiles(RankRoles):
         batches, size = self._gradients.step_progress
         return {
             "random": random_states(),
-            "loaders": [position_of(loader, self._gradients.continues(loader)) for loader in self._prepared.loaders],
+            "loaders": [
+                position_of(loader, self._gradients.continues(getattr(loader, "sharded", None) or loader))
+                for loader in self._prepared.loaders
+            ],
             "step": {"batches": batches, "size": size},
             "gradient_orders": [gradient_order.order_of(model) for model in self._prepared.models],
         }
@@ -188,7 +191,8 @@ class StateFiles(RankRoles):
 
         On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. With another number
         the remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states
-        derived from rank 0's. Gradients of an unfinished step are averaged over the ranks that saved them.
+        derived from rank 0's. Gradients of an unfinished step are averaged over the ranks that saved them; if there
+        are none in the state, the modules' gradients are cleared.
 
         Args:
             input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project; saving
@@ -228,7 +232,7 @@ class StateFiles(RankRoles):
 
     def _source(self, input_dir: str | Path | None) -> Path:
         if input_dir is not None:
-            folder = Path(input_dir).expanduser().absolute()
+            folder = Path(input_dir).expanduser().resolve()
             state_folder.repair(folder)
             return folder
         if self._automatic_naming() is None:
@@ -247,6 +251,7 @@ class StateFiles(RankRoles):
         Raises:
             ArgumentError: It is not.
         """
+        self._prepared.check_any_left()
         manifest = Manifest.read(folder)
         manifest.check_files(folder, content=world().rank == 0)
         now = self._kinds()
@@ -280,8 +285,9 @@ class StateFiles(RankRoles):
     def register_save_state_pre_hook(self, hook: SaveHook) -> HookHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before `save_state` writes.
 
-        The hook may write files of its own into `output_dir`, which is still the unfinished folder, and take states
-        out of the list `weights`, which are then not written.
+        `models` are the users' own modules, without DDP, and `weights` their states, in the same order. The hook may
+        write files of its own into `output_dir`, which is still the unfinished folder. States that it takes out of the
+        list `weights` are not written.
 
         Returns:
             A handle; its ``remove()`` removes the hook.
@@ -291,7 +297,7 @@ class StateFiles(RankRoles):
     def register_load_state_pre_hook(self, hook: LoadHook) -> HookHandle:
         """Call ``hook(models, input_dir)`` on every rank before `load_state` reads.
 
-        The hook may load modules itself and take them out of the list `models`.
+        `models` are the users' own modules, without DDP. Those that the hook takes out of the list are not loaded.
 
         Returns:
             A handle; its ``remove()`` removes the hook.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from nblaunch.training.topology import world
 
 T_co = TypeVar("T_co", covariant=True)
 _END: Any = object()
-_OWN = {"observer", "_latest", "_active", "_resumed", "_offset", "_epoch", "_sharded"}
+_OWN = {"observer", "_latest", "_active", "_resumed", "_offset", "_epoch", "sharded"}
 
 
 def begin_at(loader: ShardedLoader[Any], batches: int) -> None:
@@ -31,7 +32,7 @@ def begin_at(loader: ShardedLoader[Any], batches: int) -> None:
     if state["batches"] == batches:
         loader.load_state_dict(state)
         return
-    if state["batches"] and state["world_size"] != world().size:
+    if state["batches"] and state["world_size"] != world().size and world().rank == 0:
         warn(
             f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {state['batches']} of "
             f"{state['world_size']} ranks, and there are {world().size} now: leave skip_first_batches out, and the "
@@ -76,7 +77,7 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         self._offset = 0
         """Batches to leave out of the next pass."""
         self._epoch = 0
-        self._sharded: ShardedLoader[T_co] | None = None
+        self.sharded: ShardedLoader[T_co] | None = None
         """Iterated instead, after a state that several ranks have written."""
 
     def plain(self) -> DataLoader[T_co]:
@@ -86,9 +87,9 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         return loader
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
-        if self._sharded is not None:
-            self._sharded.observer = self.observer
-            return iter(self._sharded)
+        if self.sharded is not None:
+            self.sharded.observer = self.observer
+            return iter(self.sharded)
         before, now = self._resumed, self._random_states()
         offset, self._offset = self._offset, 0
         if before is None:
@@ -127,7 +128,7 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
                 self.observer.end_pass(self)
 
     def _skip(self, batches: Any, count: int) -> None:
-        if self.num_workers == 0 and not isinstance(self.dataset, IterableDataset):
+        if batches._num_workers == 0 and not isinstance(self.dataset, IterableDataset):
             batches = iter(batches._next_index, _END)  # torch's own: the sampler's next batch, without loading it
         for _ in range(count):
             if next(batches, _END) is _END:
@@ -137,7 +138,7 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
     @property
     def epoch(self) -> int:
         """The epoch of the current pass, or of the next one."""
-        return self._epoch if self._sharded is None else self._sharded.epoch
+        return self._epoch if self.sharded is None else self.sharded.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the beginning of an epoch, and set it on a sampler or dataset that has epochs.
@@ -147,8 +148,8 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         Raises:
             ArgumentError: `epoch` is not a whole number of at least 0.
         """
-        if self._sharded is not None:
-            self._sharded.set_epoch(epoch)
+        if self.sharded is not None:
+            self.sharded.set_epoch(epoch)
             return
         if whole_number("epoch", epoch, least=0) != self._epoch:
             self._epoch, self._latest, self._resumed = epoch, None, None
@@ -157,8 +158,8 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
 
     def begin_at(self, batches: int) -> None:
         """Begin the next pass after this many batches, wherever the loader stands."""
-        if self._sharded is not None:
-            begin_at(self._sharded, batches)
+        if self.sharded is not None:
+            begin_at(self.sharded, batches)
         elif self._resumed is not None:
             self._resumed.done = batches
         else:
@@ -170,29 +171,49 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         Returns:
             ``epoch``, the complete passes; ``batches`` taken, 0 after the last; and the states.
         """
-        if self._sharded is not None:
-            return self._sharded.state_dict()
-        latest = self._latest or self._resumed
+        if self.sharded is not None:
+            return self.sharded.state_dict()
+        return self._state_of(self._latest or self._resumed)
+
+    def beginning(self) -> dict[str, Any]:
+        """Return the state at which the latest pass began."""
+        return self._state_of(self._resumed)
+
+    def _state_of(self, latest: _Pass | None) -> dict[str, Any]:
         size = length_of(self)
         ended = latest is not None and size is not None and latest.done >= size
-        state: dict[str, Any] = {"epoch": self._epoch + ended, "batches": 0, "generators": self._own_states()}
-        if latest is not None and not ended:
-            state |= {"batches": latest.done, "at_iter": latest.at_iter, "at_first": latest.at_first}
-        return state
+        state: dict[str, Any] = {"epoch": self._epoch + ended, "generators": self._own_states()}
+        if latest is not None and (not ended or self._generators()):
+            state |= {"at_iter": latest.at_iter, "at_first": latest.at_first}
+        return state | {"batches": 0 if latest is None or ended else latest.done}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict`: the next pass begins there. One of a `ShardedLoader` keeps that one's order."""
         self._offset = 0
-        self._latest = self._resumed = self._sharded = None
+        self._latest = self._resumed = self.sharded = None
         if "seed" in state:
-            self._sharded = ShardedLoader(self.plain())
-            self._sharded.load_state_dict(dict(state))
+            self.sharded = ShardedLoader(self.plain())
+            self.sharded.load_state_dict(dict(state))
             return
         self._epoch = whole_number("epoch", state["epoch"], least=0)
         for generator, own in zip(self._generators(), state["generators"], strict=False):
             generator.set_state(own)
         if state["batches"]:
             self._resumed = _Pass(state["at_iter"], state["at_first"], state["batches"])
+        elif "at_iter" in state and not isinstance(self.dataset, IterableDataset):
+            self._finish(state)
+
+    def _finish(self, state: Mapping[str, Any]) -> None:
+        """Have samplers draw what they draw after the last batch of a pass, from generators of their own."""
+        now = random_states()
+        indices: Any = self.plain()
+        vars(indices)["num_workers"] = 0
+        self._restore(state["at_iter"])
+        batches = iter(indices)
+        if self.num_workers == 0:  # workers have the indices drawn before the first batch
+            self._restore(state["at_first"])
+        self._skip(batches, sys.maxsize)
+        restore_random_states(now)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything except what belongs to this process."""

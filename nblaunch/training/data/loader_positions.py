@@ -19,9 +19,17 @@ def position_of(loader: Any, continues: bool) -> dict[str, Any]:
     """Return a loader's position for a saved state; unless its latest pass `continues`, one that begins it again."""
     reader = reader_of(loader) or loader
     state = reader.state_dict() if hasattr(reader, "state_dict") else None
-    if state is not None and not continues and "batches" in state:
-        state = {**state, "batches": 0} | ({"samples": 0} if "samples" in state else {})
+    if state is not None and not continues and state.get("batches"):
+        state = _beginning_of(loader, state)
     return {"samples": length_of(getattr(loader, "dataset", None)), "state": state}
+
+
+def _beginning_of(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state at which the latest pass began: the beginning of its epoch, or a loaded position."""
+    if isinstance(loader, CountedLoader) and "seed" not in state:
+        return loader.beginning()
+    progress = getattr(loader, "sharded", loader)._progress
+    return {**state, "batches": progress.start, "samples": progress.start_samples}
 
 
 def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None:
