@@ -5,6 +5,7 @@ An exception of the user's function is not wrapped: it is raised in the notebook
     NblaunchError
     ├── ArgumentError (ValueError)        an argument is wrong; nothing was started
     ├── PayloadError (TypeError)          an object cannot be sent, rebuilt there, or exported; nothing has run
+    ├── AbsentNameError (AttributeError)  accelerate's Accelerator has this name, and ours does not
     ├── NestedLaunchError (RuntimeError)  a rank, or one of several Slurm tasks, tried to launch
     ├── StartError (RuntimeError)         the processes could not be started
     ├── LaunchStoppedError                the launch was stopped before every rank had returned
@@ -57,6 +58,14 @@ class ArgumentError(NblaunchError, ValueError):
 
 class PayloadError(NblaunchError, TypeError):
     """An object that the function uses cannot be sent to the ranks, rebuilt there, or exported; nothing has run."""
+
+
+class AbsentNameError(NblaunchError, AttributeError):
+    """accelerate's Accelerator has this attribute, and ours does not; the message says what to use."""
+
+    def __init__(self, message: str, *, name: str | None = None) -> None:
+        super().__init__(message)
+        self.name = name
 
 
 class NestedLaunchError(NblaunchError, RuntimeError):

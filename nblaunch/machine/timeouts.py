@@ -247,3 +247,9 @@ BUSY_STATUS_INTERVAL_S = 1.0
 """Pause between two "busy" statuses for a page that connects while a cell runs."""
 BUSY_STATUS_DURATION_S = 5.0
 """How long a page that connects, or gets a panel, has "busy" statuses: the threads that answer it report "idle"."""
+
+# ------------------------------------------------------------------ training
+BATCH_SIZE_PEERS_S = 60.0
+"""For the other ranks to end their try of a batch size, once memory has run out on this one."""
+BATCH_SIZE_TRAINING_S = 30 * 24 * 3600.0
+"""For the same once this rank has trained to the end."""

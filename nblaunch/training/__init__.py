@@ -5,6 +5,7 @@ It works the same in a launch, under torchrun or srun, and in a single process; 
 """
 
 from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.batch_size_search import find_executable_batch_size
 from nblaunch.training.data import (
     ClassBalancedBatchSampler,
     DistributedBatchSamplerWrapper,
@@ -20,9 +21,11 @@ from nblaunch.training.data import (
     skip_first_batches,
     time_workers,
 )
+from nblaunch.training.distributed_type import DistributedType
 from nblaunch.training.evaluation import evaluate
 from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
 from nblaunch.training.parallelism import Parallelism
+from nblaunch.training.rank_logger import get_logger
 from nblaunch.training.seeding import seed_everything, seed_worker
 from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer import Trainer
@@ -33,6 +36,7 @@ __all__ = [
     "ClassBalancedBatchSampler",
     "DistributedBatchSamplerWrapper",
     "DistributedSamplerWrapper",
+    "DistributedType",
     "DistributedWeightedSampler",
     "ExactDistributedSampler",
     "FromTorchmetrics",
@@ -46,6 +50,8 @@ __all__ = [
     "Trainer",
     "WorkersTiming",
     "evaluate",
+    "find_executable_batch_size",
+    "get_logger",
     "preprocess",
     "seed_everything",
     "seed_worker",

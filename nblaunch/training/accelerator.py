@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import builtins
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.ranks.report import report
-from nblaunch.training import checkpoint, collectives, dict_reduction, precision
+from nblaunch.training import checkpoint, collectives, dict_reduction, plugin_settings, precision
 from nblaunch.training.accelerator_settings import AcceleratorSettings
+from nblaunch.training.batch_size_search import release_memory
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.preparation import Preparation, move_batch, unwrapped
 from nblaunch.training.pytree import tree_leaves
+from nblaunch.training.rank_roles import RankRoles
 from nblaunch.training.sharded_models import clip_grad_norm, is_sharded
 from nblaunch.training.state_files import StateFiles
-from nblaunch.training.topology import ensure_group, world
+from nblaunch.training.trackers import Trackers
+
+T = TypeVar("T")
 
 
-class Accelerator(StateFiles, AcceleratorSettings):
+class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
     """Places models and data and trains over any number of ranks, including a single process.
 
     It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
@@ -45,21 +51,37 @@ class Accelerator(StateFiles, AcceleratorSettings):
         ddp_kwargs: More arguments for ``DistributedDataParallel``.
         parallelism: A `Parallelism`: ranks divide each prepared module instead of holding copies of it.
         seed: Seed of the order of prepared loaders. Default: that of `seed_everything`, else 0.
+        semantics: ``"exact"``: as described here. ``"accelerate"``: as accelerate where the two differ: schedules
+            count steps of each rank, loaders take their order from torch's generators and repeat samples so that all
+            batches are whole, and every optimizer step divides by `gradient_accumulation_steps`. Default: like
+            ``"exact"``, with a warning for each difference that a loop of accelerate meets.
         schedule_steps: What one ``step`` of a prepared scheduler counts. ``"optimizer"``: an optimizer step, so the
             schedule is the same for any number of ranks. ``"rank"``: an optimizer step of each rank, so N ranks take
             N steps at once, as accelerate does unless it is given ``split_batches=True``. Default: like
             ``"optimizer"``; with several ranks `prepare` warns that the two differ.
         step_scheduler_with_optimizer: Whether schedulers wait for their optimizer's step (default). False: each
             ``step`` counts, whatever the optimizer does; for schedules of epochs.
-        project_dir: The folder of `save_state` without arguments, if `project_config` does not name one.
-        project_config: An object with the attributes of accelerate's ``ProjectConfiguration``.
+        cpu: Compute on the CPU: ``compute_setup="cpu"``.
+        device_placement: Whether modules, states of optimizers and batches move to the device (default).
+        split_batches: Whether a loader's batch size is that of all ranks together. Default: of each rank.
+        dataloader_config: accelerate's ``DataLoaderConfiguration``, or a mapping of its fields.
+        rng_types: Global generators (``"torch"``, ``"cuda"``) whose states each pass over a loader takes from rank 0.
+        gradient_accumulation_plugin: accelerate's ``GradientAccumulationPlugin``, or a mapping of its fields.
+        kwargs_handlers: accelerate's ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
+            ``InitProcessGroupKwargs``, ``AutocastKwargs`` and ``ProfileKwargs``.
+        log_with: ``"tensorboard"``, ``"wandb"``, ``"all"`` for those that are installed, objects with the interface of
+            accelerate's ``GeneralTracker``, or a list of these. See `init_trackers`.
+        project_dir: The folder of the trackers' files, and of `save_state` without arguments, unless `project_config`
+            names others.
+        project_config: accelerate's ``ProjectConfiguration``, or an object with its attributes.
 
     Raises:
-        ArgumentError: An argument is wrong; the message names it.
+        ArgumentError: An argument is wrong; the message names it. Or only accelerate has it; the message says what to
+            use instead. Attributes that only accelerate has raise an `AbsentNameError`.
     """
 
     # ------------------------------------------------------------------ preparing
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare objects for the ranks: any number, in any order, inside pytrees too. A collective.
 
         Modules go to the device and dtype, and into DDP if there are other ranks and something to train. With
@@ -75,26 +97,45 @@ class Accelerator(StateFiles, AcceleratorSettings):
         its order drawn from `seed`. One of a subclass of DataLoader comes back unchanged, and has no position in
         `save_state`: prepare ``shard(loader)`` for that, or for ``is_last``.
 
+        Args:
+            objects: What to prepare.
+            device_placement: For each object whether it moves to the device. Default: as in the constructor.
+
         Returns:
             A single object as itself, several as a tuple.
 
         Raises:
-            ArgumentError: An object is a `Prefetcher`: prepare its loader, and wrap that.
+            ArgumentError: An object is a `Prefetcher`: prepare its loader, and wrap that. Or `device_placement` does
+                not fit the objects.
         """
-        self._join()
-        preparation = Preparation(
-            self.device,
-            self.dtype,
-            self.mixed_precision,
-            self._gradients,
-            self.seed,
-            self.ddp_kwargs,
-            self.schedule_steps if self.step_scheduler_with_optimizer else "call",
-            self.parallelism,
-        )
-        prepared = preparation.all(objects)
+        prepared = self._preparation().all(objects, device_placement)
         self._prepared.add(prepared)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """`prepare` a module; with `evaluation_mode` without DDP. A collective."""
+        return self._noted(self._preparation(device_placement).module(model, evaluation_mode))
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+        """`prepare` an optimizer."""
+        return self._noted(self._preparation(device_placement).optimizer(optimizer))
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
+        """`prepare` a scheduler."""
+        return self._noted(self._preparation().scheduler(scheduler))
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None
+    ) -> DataLoader[Any]:
+        """`prepare` a DataLoader."""
+        return self._noted(self._preparation(device_placement).loader(data_loader))
+
+    def _noted(self, prepared: T) -> T:
+        """Return the object; saved states hold it."""
+        self._prepared.add((prepared,))
+        return prepared
 
     def prepare_batch(self, batch: Any) -> Any:
         """Return the batch, any pytree, on the device; `dtype` applies to floating-point and complex tensors only."""
@@ -138,6 +179,15 @@ class Accelerator(StateFiles, AcceleratorSettings):
     def sync_gradients(self) -> bool:
         """Whether the current batch ends an optimizer step."""
         return self._gradients.sync
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self._gradients.sync = value
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The state of accumulation, with accelerate's names."""
+        return self._gradients
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -193,9 +243,42 @@ class Accelerator(StateFiles, AcceleratorSettings):
             self._gradients.unscale(own)
             nn.utils.clip_grad_value_(own, clip_value, foreach=False if any(map(is_sharded, own)) else None)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of mixed precision. Prepared modules enter it themselves."""
-        return precision.autocast(self.device, self.mixed_precision)
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Unscale the gradients of float16, of some prepared optimizers (default: of all), once per step."""
+        given = [] if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+        chosen = [parameter for own in given for group in own.param_groups for parameter in group["params"]]
+        self._gradients.unscale(None if optimizer is None else chosen)
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """A context in which ``backward`` exchanges gradients, although the forward ran in `no_sync`."""
+        if not isinstance(model, DistributedDataParallel):
+            yield
+            return
+        ddp: Any = model
+        earlier = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+        ddp.reducer.prepare_for_backward([])  # DDP does it in a forward, and this one's was without exchange
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = earlier
+
+    def autocast(self, autocast_handler: Any = None) -> AbstractContextManager[Any]:
+        """Return the context of mixed precision. Prepared modules enter it themselves.
+
+        Args:
+            autocast_handler: ``enabled`` and ``cache_enabled``, as accelerate's ``AutocastKwargs``. Default: those of
+                ``kwargs_handlers``, else torch's.
+        """
+        handlers = self._handlers if autocast_handler is None else plugin_settings.read_handlers([autocast_handler])
+        return precision.autocast(self.device, self.mixed_precision, handlers.autocast)
+
+    @staticmethod
+    def verify_device_map(model: nn.Module) -> bool:
+        """Return True if a part of the module was spread over devices by ``device_map``: it cannot be trained."""
+        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
     # ------------------------------------------------------------------ over all ranks
     def all_reduce_dict(self, d: Mapping[Any, Any], op: str = "mean") -> dict[Any, Any]:
@@ -236,8 +319,10 @@ class Accelerator(StateFiles, AcceleratorSettings):
         or of their elements if the values are lists or tuples.
         """
         self._join()
-        is_padding = self._gradients.is_padding or world().rank % self.copies != 0
-        return collectives.gather_for_metrics(nest, is_padding=is_padding, as_objects=use_gather_object)
+        is_padding = self._gradients.is_padding or self.rank % self.copies != 0
+        gathered = collectives.gather_for_metrics(nest, is_padding=is_padding, as_objects=use_gather_object)
+        kept = self._gradients.kept_rows
+        return gathered if kept is None else collectives.first_rows(gathered, kept)
 
     def reduce(self, nest: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Combine every tensor of a pytree over the ranks. A collective, except for ``"none"``.
@@ -262,33 +347,6 @@ class Accelerator(StateFiles, AcceleratorSettings):
         self._join()
         return collectives.broadcast(obj, src, self.device)
 
-    def wait_for_everyone(self) -> None:
-        """Wait until every rank has called it. A collective."""
-        self._join()
-        collectives.barrier()
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Run the body on rank 0 before the others, such as a download that the others then find. A collective."""
-        with self._first(self.is_main_process):
-            yield
-
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Run the body on each machine's rank 0 before the others. A collective."""
-        with self._first(self.is_local_main_process):
-            yield
-
-    # ------------------------------------------------------------------ on the main process
-    def print(self, *values: Any, **kwargs: Any) -> None:
-        """Call Python's ``print`` on the main process only."""
-        if self.is_main_process:
-            builtins.print(*values, **kwargs)  # noqa: T201  # the user's
-
-    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
-        """Show this rank's values in the notebook: `nblaunch.report`. Outside a launch it does nothing."""
-        report(step, **values)
-
     def save(self, obj: Any, path: str | os.PathLike[str]) -> None:
         """Call ``torch.save`` on the main process only. The write is atomic: on failure the old file stays.
 
@@ -303,32 +361,53 @@ class Accelerator(StateFiles, AcceleratorSettings):
         if self.is_main_process:
             checkpoint.write(obj, Path(path))
 
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget what was prepared, collect garbage and empty the GPU's cache.
+
+        Returns:
+            A None for each object, for the variables that hold them: ``model, data = free_memory(model, data)``.
+        """
+        if self._gradient_state is not None:
+            self._gradient_state.forget()
+        self._prepared.clear()
+        released: list[None] = [None] * len(objects)
+        del objects
+        release_memory()
+        return released
+
+    clear = free_memory
+
     # ------------------------------------------------------------------ inside
     @property
     def _gradients(self) -> GradientState:
         """This process's state, made on first use."""
         if self._gradient_state is None:
-            scaler = precision.scaler_for(self.device, self.mixed_precision)
-            self._gradient_state = GradientState(self.gradient_accumulation_steps, scaler)
+            scaler = precision.scaler_for(self.device, self.mixed_precision, self._handlers.scaler)
+            own = self._gradient_state = GradientState(self._accumulation, scaler)
+            own.like_accelerate = self.semantics == "accelerate"
+            own.warns_short = self.semantics is None and self._is_from_accelerate
+            if self.semantics != "accelerate":  # loaders that repeat do it themselves
+                own.rng_types = tuple(kind for kind in self.rng_types if kind != "generator")
         return self._gradient_state
 
-    def _join(self) -> None:
-        """Ensure a process group before a collective: a launch has one, under torchrun and srun it is made now."""
-        if not world().is_shared:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # nccl uses the current device
-        ensure_group(self.backend)
-
-    @contextmanager
-    def _first(self, is_first: bool) -> Iterator[None]:
-        if not is_first:
-            self.wait_for_everyone()
-        try:
-            yield
-        finally:
-            if is_first:  # release the others even if the body failed
-                self.wait_for_everyone()
+    def _preparation(self, places: bool | None = None) -> Preparation:
+        """Return what prepares objects, for this process. Without `places` as in ``device_placement``."""
+        self._join()
+        return Preparation(
+            self.device,
+            self.dtype,
+            self.mixed_precision,
+            self._gradients,
+            self.seed,
+            self.ddp_kwargs,
+            self._counted_steps,
+            self.dataloader_config,
+            self.semantics,
+            tuple(self.rng_types),
+            self._is_from_accelerate or self.semantics == "accelerate",
+            self.device_placement if places is None else places,
+            self.parallelism,
+        )
 
 
 def _as_list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,24 +14,37 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from nblaunch.errors import ArgumentError, warn
+from nblaunch.training.collectives import share_generators
+from nblaunch.training.plugin_settings import AccumulationSettings
 from nblaunch.training.sharded_models import no_gradient_sync
-from nblaunch.training.topology import data_world
+from nblaunch.training.topology import data_world, world
+
+DEFAULT_ACCUMULATION = AccumulationSettings()
 
 
 class GradientState:
     """State that an Accelerator shares with the objects it prepared.
 
     Attributes:
-        every: Batches per optimizer step.
+        settings: How gradients accumulate.
         sync: Whether this batch ends a step: gradients are exchanged, and optimizers step.
+        like_accelerate: Whether a step of fewer batches divides by `every` too, and gathered rows are cut.
     """
 
-    def __init__(self, every: int = 1, scaler: torch.amp.GradScaler | None = None) -> None:
-        self.every = every
+    def __init__(
+        self, settings: AccumulationSettings = DEFAULT_ACCUMULATION, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        self.settings = settings
         self.sync = True
+        self.like_accelerate = False
+        self.rng_types: tuple[str, ...] = ()
+        """The global generators that take rank 0's state with the first batch of each pass."""
+        self.warns_short = False
+        """Whether to warn once about a step of fewer batches."""
         self._scaler = scaler
         self._batches = 0
-        self._size = every
+        self._size = settings.num_steps
         self._passes: list[weakref.ref[Any]] = []
         self._trained: weakref.WeakSet[Any] = weakref.WeakSet()
         """Loaders with a backward pass in the present pass over them."""
@@ -38,17 +52,47 @@ class GradientState:
         """Loaders without one in their latest pass, which has ended."""
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._plain: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._skipped: set[int] = set()
         self._unscaled: set[int] = set()
         self._has_stepped = False
 
     def __reduce__(self) -> Any:
-        return GradientState, (self.every,)  # nothing is prepared yet in the process that receives it
+        return GradientState, (self.settings,)  # nothing is prepared yet in the process that receives it
+
+    @property
+    def every(self) -> int:
+        """Batches per optimizer step."""
+        return self.settings.num_steps
+
+    def set_steps(self, steps: int) -> None:
+        """Change the number of batches per optimizer step.
+
+        Raises:
+            ArgumentError: Optimizers were prepared that step with every batch.
+        """
+        if steps > 1 and self._plain:
+            raise ArgumentError(
+                f"gradient_accumulation_steps={steps}: an optimizer was prepared that steps with each batch: set it "
+                f"before prepare, or in the constructor: Accelerator(gradient_accumulation_steps={steps})"
+            )
+        self.settings = dataclasses.replace(self.settings, num_steps=steps)
+        if self._batches == 0:
+            self._size = steps
+
+    def forget(self) -> None:
+        """Forget what was prepared, and the batches of a step that is unfinished."""
+        self._passes, self._batches, self._size, self.sync = [], 0, self.every, True
+        self._modules.clear()
+        self._plain.clear()
+        self._optimizers = []
 
     # ------------------------------------------------------------------ active loaders
     def begin_batch(self, loader: Any) -> None:
         """Note that a prepared loader yields a batch. Passes that began inside its own pass have ended."""
         place = next((i for i, reference in enumerate(self._passes) if reference() is loader), len(self._passes))
+        if place == len(self._passes):
+            share_generators(self.rng_types)
         self._passes[place:] = [weakref.ref(loader)]
 
     def end_pass(self, loader: Any) -> None:
@@ -65,6 +109,46 @@ class GradientState:
     def is_padding(self) -> bool:
         """Return True if the innermost loader's batch repeats another rank's."""
         return any(loader.is_padding for loader in self._loaders()[-1:])
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost prepared loader that is being iterated, or None. The name is accelerate's, as those below."""
+        return next(iter(self._loaders()[-1:]), None)
+
+    @property
+    def in_dataloader(self) -> bool:
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the innermost loader's batch is its last."""
+        return bool(getattr(self.active_dataloader, "is_last", False))
+
+    @property
+    def remainder(self) -> int:
+        """How many samples the innermost loader's last batches have on all ranks together, 0 for whole ones.
+
+        -1 if that is unknown, or outside of loaders.
+        """
+        return int(getattr(self.active_dataloader, "remainder", -1))
+
+    @property
+    def kept_rows(self) -> int | None:
+        """How many gathered rows are no repetition as accelerate counts them; None for all."""
+        is_short = self.like_accelerate and self.end_of_dataloader and self.remainder > 0
+        return self.remainder if is_short else None
+
+    @property
+    def sync_gradients(self) -> bool:
+        return self.sync
+
+    @property
+    def num_steps(self) -> int:
+        return self.every
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return self.settings.sync_with_dataloader
 
     def continues(self, loader: Any) -> bool:
         """Return True if a resumed run continues the latest pass over `loader` instead of beginning it again.
@@ -90,16 +174,29 @@ class GradientState:
         loaders = self._loaders()
         if self._batches == 0:
             # With several loaders, it is unknown whether they are iterated side by side or nested.
-            left = loaders[0].remaining if len(loaders) == 1 else None
-            self._size = self.every if left is None else max(1, min(self.every, left))
+            left: Any = loaders[0].remaining if len(loaders) == 1 and self.sync_with_dataloader else None
+            is_short = left is not None and 0 < left < self.every
+            self._size = int(left) if is_short and not self.like_accelerate else self.every
+            if is_short and self.warns_short:
+                self._warn_about_short_step(self._size)
         self._batches += 1
-        self.sync = any(loader.is_last for loader in loaders) or self._batches == self._size
+        ends = self.sync_with_dataloader and any(loader.is_last for loader in loaders)
+        self.sync = ends or self._batches >= self._size
         if self.sync:
             self._batches = 0
         with ExitStack() as stack:
-            if not self.sync:
+            if not self.sync and not self.settings.sync_each_batch:
                 self.enter_no_sync(stack, modules)
             yield
+
+    def _warn_about_short_step(self, batches: int) -> None:
+        self.warns_short = False
+        if world().rank == 0:
+            warn(
+                f"the last optimizer step of this pass has {batches} of {self.every} batches, and its loss is divided "
+                f"by {batches}, where accelerate divides by {self.every}. Use "
+                'Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as accelerate does'
+            )
 
     @property
     def step_progress(self) -> tuple[int, int]:
@@ -147,19 +244,25 @@ class GradientState:
         scaler = self.scaler
         (share if scaler is None else scaler.scale(share)).backward(**kwargs)
 
-    def unscale(self, parameters: Iterable[Tensor]) -> None:
-        """Unscale the gradients of each optimizer that has any of the parameters, once per step."""
+    def unscale(self, parameters: Iterable[Tensor] | None) -> None:
+        """Unscale the gradients of each optimizer that has any of the parameters (None: of all), once per step."""
         if self._scaler is None:
             return
-        wanted = {id(parameter) for parameter in parameters}
+        wanted = None if parameters is None else {id(parameter) for parameter in parameters}
         for optimizer in (reference() for reference in self._optimizers):
             if optimizer is None or id(optimizer) in self._unscaled:
                 continue
-            if any(id(parameter) in wanted for group in optimizer.param_groups for parameter in group["params"]):
+            own = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+            if wanted is None or not wanted.isdisjoint(own):
                 self._scaler.unscale_(optimizer)
                 self._unscaled.add(id(optimizer))
 
     # ------------------------------------------------------------------ optimizers and schedulers
+    def add_plain(self, optimizer: Optimizer) -> None:
+        """Note an optimizer that is not wrapped: it steps with each batch."""
+        self._plain.add(optimizer)
+        optimizer.step_was_skipped = False  # type: ignore[attr-defined]  # which loops for accelerate read
+
     def add_optimizer(self, optimizer: Optimizer) -> None:
         if all(reference() is not optimizer for reference in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
@@ -206,6 +309,16 @@ class SteppedOptimizer(Optimizer):
     def __reduce__(self) -> Any:
         return SteppedOptimizer, (self.inner, self.gradient_state)
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The wrapped optimizer, under accelerate's name."""
+        return self.inner
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether infinite gradients made it skip its last step."""
+        return self.gradient_state.has_skipped(self.inner)
+
     def __repr__(self) -> str:
         return f"SteppedOptimizer({self.inner!r})"
 
@@ -248,6 +361,11 @@ class SteppedScheduler(LRScheduler):
 
     def __reduce__(self) -> Any:
         return SteppedScheduler, (self.inner, self.gradient_state, self.per_rank, self.copies)
+
+    @property
+    def scheduler(self) -> LRScheduler:
+        """The wrapped scheduler, under accelerate's name."""
+        return self.inner
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         if not self.gradient_state.has_stepped(self.inner.optimizer):

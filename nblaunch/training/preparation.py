@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,18 +13,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training import gradient_order
 from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
+from nblaunch.training.data.repeating_loader import RepeatingLoader
 from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.data.sharding import shard
+from nblaunch.training.data.sharding import divide_batches, shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.gradient_accumulation import GradientState, SteppedOptimizer, SteppedScheduler
 from nblaunch.training.parallelism import Parallelism
+from nblaunch.training.plugin_settings import LoaderSettings, wrap_in_ddp
 from nblaunch.training.precision import cast_forward
 from nblaunch.training.pytree import dtype_for, to_device, tree_leaves, tree_map
 from nblaunch.training.sharded_models import has_sharded_parameters, is_fully_sharded, is_sharded, rebind, shard_model
@@ -43,11 +45,29 @@ class Preparation:
     ddp_kwargs: Mapping[str, Any] = field(default_factory=dict)
     schedule_steps: str | None = None
     """As in `Accelerator`; ``"call"`` if schedulers do not wait for their optimizer's step."""
+    loaders: LoaderSettings = field(default_factory=LoaderSettings)
+    semantics: str | None = None
+    """As in `Accelerator`."""
+    rng_types: tuple[str, ...] = ()
+    """The generators whose states loaders that repeat take from rank 0."""
+    follows: bool = False
+    """Whether the loop was written for accelerate: everything is wrapped, and differences are warned about."""
+    places: bool = True
+    """Whether modules, the states of optimizers, and batches move to the device."""
     parallelism: Parallelism | None = None
 
-    def all(self, objects: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the objects, prepared. A collective."""
+    def all(self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
+        """Return the objects, prepared; `placement` says which of them move to the device. A collective."""
+        chosen = [None] * len(objects) if placement is None else list(placement)
+        if len(chosen) != len(objects):
+            raise ArgumentError(
+                f"device_placement has {len(chosen)} values: give one for each of {len(objects)} objects"
+            )
         leaves = {id(leaf): leaf for leaf in tree_leaves(objects)}
+        stays = {
+            id(leaf) for given, own in zip(objects, chosen, strict=True) if own is False for leaf in tree_leaves(given)
+        }
+        moves = {id(leaf) for given, own in zip(objects, chosen, strict=True) if own for leaf in tree_leaves(given)}
         if any(isinstance(leaf, Prefetcher) for leaf in leaves.values()):
             raise ArgumentError(
                 "a Prefetcher cannot be prepared, because it reads ahead of the loader that accumulation follows: "
@@ -56,20 +76,23 @@ class Preparation:
         if self.schedule_steps is None and world().rank == 0 and world().is_shared:
             self._warn_about_schedulers(leaves.values())
         ready: dict[int, Any] = {}
-        phases: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-            (nn.Module, self.module),
-            (Optimizer, self.optimizer),  # after the modules, which move its parameters
-            (LRScheduler, self.scheduler),
-            (DataLoader, self.loader),
+        phases: tuple[tuple[type, Callable[[Preparation, Any], Any]], ...] = (
+            (nn.Module, Preparation.module),
+            (Optimizer, Preparation.optimizer),  # after the modules, which move its parameters
+            (LRScheduler, Preparation.scheduler),
+            (DataLoader, Preparation.loader),
         )
         for kind, prepare in phases:
-            ready |= {key: prepare(leaf) for key, leaf in leaves.items() if isinstance(leaf, kind)}
+            for key, leaf in leaves.items():
+                if isinstance(leaf, kind):
+                    places = key not in stays and (self.places or key in moves)
+                    ready[key] = prepare(replace(self, places=places), leaf)
         _compare_lengths([leaf for leaf in ready.values() if isinstance(leaf, DataLoader)])
         prepared: tuple[Any, ...] = tree_map(lambda leaf: ready.get(id(leaf), leaf), objects)
         return prepared
 
     # ------------------------------------------------------------------ modules
-    def module(self, module: nn.Module) -> nn.Module:
+    def module(self, module: nn.Module, evaluates: bool = False) -> nn.Module:
         """Move the module to the device and dtype; wrap it in DDP if ranks must exchange gradients."""
         if isinstance(module, DistributedDataParallel):
             cast_forward(module.module, self.device, self.precision)
@@ -84,9 +107,9 @@ class Preparation:
             return self._divided(module)
         self._place(module)
         cast_forward(module, self.device, self.precision)
-        if world().is_shared and any(parameter.requires_grad for parameter in module.parameters()):
-            device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" else {}
-            module = DistributedDataParallel(module, **{**device_ids, **self.ddp_kwargs})
+        if not evaluates and world().is_shared and any(parameter.requires_grad for parameter in module.parameters()):
+            device_ids = {"device_ids": [self.device]} if self.device.type == "cuda" and self.places else {}
+            module = wrap_in_ddp(module, {**device_ids, **self.ddp_kwargs})
             self.gradient_state.add_module(module)
             gradient_order.follow(module)
         return module
@@ -116,7 +139,7 @@ class Preparation:
 
     def _place(self, module: nn.Module) -> None:
         tensors = [*module.parameters(), *module.buffers()]
-        if any(tensor.device != self.device for tensor in tensors):
+        if self.places and any(tensor.device != self.device for tensor in tensors):
             module.to(self.device)
         self._cast(module)
 
@@ -138,8 +161,10 @@ class Preparation:
                 f"prepare: none of the parameters of the {type(optimizer).__name__} belong to a module that the ranks "
                 "have divided: make it of the module's parameters, and prepare the module before it or with it"
             )
-        move_state(optimizer)
-        if not self.gradient_state.needs_wrappers:
+        if self.places:
+            move_state(optimizer)
+        if not (self.follows or self.gradient_state.needs_wrappers):
+            self.gradient_state.add_plain(optimizer)
             return optimizer
         self.gradient_state.add_optimizer(optimizer)
         return SteppedOptimizer(optimizer, self.gradient_state)
@@ -150,7 +175,7 @@ class Preparation:
             return scheduler
         _restore_step_tracking(scheduler)
         per_rank = self.schedule_steps == "rank"
-        if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):
+        if self.schedule_steps == "call" or not (per_rank or self.follows or self.gradient_state.needs_wrappers):
             return scheduler
         return SteppedScheduler(scheduler, self.gradient_state, per_rank, self._copies)
 
@@ -169,13 +194,32 @@ class Preparation:
     # ------------------------------------------------------------------ data
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Shard the loader and move its batches. Alone, with nothing to move, count or seed: only count its batches."""
-        moves = self.device.type != "cpu" or self.dtype is not None
-        if not (world().is_shared or moves or self.gradient_state.every > 1 or self.seed is not None):
+        moves = self.dtype is not None or (self.places and self.device.type != "cpu")
+        counts = self.gradient_state.every > 1 or self.loaders.use_stateful_dataloader
+        seed = self.loaders.data_seed if self.seed is None else self.seed
+        is_exact = world().is_shared or moves or counts or seed is not None
+        repeats = self.semantics == "accelerate"
+        if not (is_exact or repeats):
             return self._counted(loader)
-        move = functools.partial(move_batch, device=self.device, dtype=self.dtype)
-        prepared = shard(loader, seed=self.seed, move=move, copies=self._copies if self._copies > 1 else None)
+        device = self.device if self.places else None
+        move = functools.partial(move_batch, device=device, dtype=self.dtype) if moves else None
+        if self.loaders.split_batches and world().is_shared and not isinstance(loader, ShardedLoader):
+            loader = divide_batches(loader, data_world(self._copies).size)
+        if repeats and not isinstance(loader, ShardedLoader) and not isinstance(loader.dataset, IterableDataset):
+            loader = RepeatingLoader(loader, self.loaders, self.rng_types)
+        prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move, copies=self._copies)
         prepared.observer = self.gradient_state
+        if self.follows and self.semantics is None and world().rank == 0 and not repeats:
+            self._warn_about_loaders()
         return prepared
+
+    @staticmethod
+    def _warn_about_loaders() -> None:
+        warn(
+            "prepared loaders draw the order of samples from their seed, and repeat no sample: the last batches are "
+            "smaller. accelerate draws the order from torch's generators, and fills the last batches with the first "
+            'samples. Use Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as it does'
+        )
 
     def _counted(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the loader with a position for saved states; one of a class of the user's own comes back itself."""
@@ -186,9 +230,9 @@ class Preparation:
         return loader
 
 
-def move_batch(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return the batch on the device; copies from pinned memory are asynchronous."""
-    return to_device(batch, device, dtype, non_blocking=device.type == "cuda")
+def move_batch(batch: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """Return the batch on the device (None: where it is); copies from pinned memory are asynchronous."""
+    return to_device(batch, device, dtype, non_blocking=device is not None and device.type == "cuda")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

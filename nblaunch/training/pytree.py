@@ -21,14 +21,14 @@ def batch_size_of(*trees: Any) -> int | None:
 
 
 def to_device(
-    batch: Any, device: torch.device | str, dtype: torch.dtype | None = None, non_blocking: bool = False
+    batch: Any, device: torch.device | str | None, dtype: torch.dtype | None = None, non_blocking: bool = False
 ) -> Any:
     """Return the batch with every tensor on `device`.
 
     Args:
         batch: Any pytree. Objects with a method ``to`` move themselves (to the device, without the dtype); other
             leaves, such as strings, numbers and None, stay as they are.
-        device: The target device.
+        device: The target device; None for the one where each tensor is.
         dtype: For floating-point tensors of any shape; complex ones take the complex type that matches it
             (float64: complex128, float32 and bfloat16: complex64). A complex dtype: floats take its real part's
             type. Integers and booleans keep theirs. Default: types stay.
@@ -41,7 +41,7 @@ def to_device(
         if isinstance(value, PackedSequence):
             packed: Any = value  # its annotations leave a device out
             return packed.to(device, dtype=dtype_for(packed.data, dtype), non_blocking=non_blocking)
-        return value.to(device) if _has_to(value) else value
+        return value.to(device) if device is not None and _has_to(value) else value
 
     return tree_map(move, batch)
 

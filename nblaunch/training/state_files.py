@@ -19,6 +19,7 @@ from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
 from nblaunch.training.model_states import path_of
 from nblaunch.training.prepared_objects import HookHandle, PreparedObjects, Registered
+from nblaunch.training.rank_roles import RankRoles
 from nblaunch.training.state_folder import Manifest, StateFolder
 from nblaunch.training.topology import world
 
@@ -26,18 +27,11 @@ SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
 
 
-class StateFiles:
+class StateFiles(RankRoles):
     """The part of an `Accelerator` that saves and loads the state of everything it prepared."""
-
-    project_configuration: Any
-    """An object with the attributes of accelerate's ``ProjectConfiguration``; or None."""
-    project_dir: Any
 
     @property
     def _gradients(self) -> GradientState:
-        raise NotImplementedError  # defined by Accelerator
-
-    def _join(self) -> None:
         raise NotImplementedError  # defined by Accelerator
 
     # ------------------------------------------------------------------ saving

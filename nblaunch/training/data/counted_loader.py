@@ -15,6 +15,7 @@ from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.checkpoint import random_states, restore_random_states
 from nblaunch.training.data.epoch_progress import PassObserver
 from nblaunch.training.data.index_source import generators_of, length_of, samplers_of, set_epoch_methods
+from nblaunch.training.data.loader_names import LoaderNames
 from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.topology import world
 
@@ -52,7 +53,7 @@ class _Pass:
     done: int = 0
 
 
-class CountedLoader(DataLoader[T_co]):
+class CountedLoader(LoaderNames, DataLoader[T_co]):
     """A DataLoader that counts its batches; the Accelerator makes it in a single process on the CPU.
 
     It yields the same batches as the DataLoader that it was made of, and draws the same random numbers. The order of
@@ -108,11 +109,13 @@ class CountedLoader(DataLoader[T_co]):
         if current.done == 0:
             current.at_first = self._random_states()
         self._active.append(current)
-        taken = 0
+        taken, size = 0, length_of(self)
         try:
             for batch in batches:
                 current.done, taken = current.done + 1, taken + 1
                 self._latest = current
+                self.remaining = None if size is None else size - current.done + 1
+                self.is_last = self.remaining == 1
                 if self.observer is not None:
                     self.observer.begin_batch(self)
                 yield batch

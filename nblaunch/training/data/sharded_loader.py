@@ -25,6 +25,7 @@ from nblaunch.training.data.index_source import (
     share_parts,
     source_of,
 )
+from nblaunch.training.data.loader_names import LoaderNames
 from nblaunch.training.data.stream_reader import StreamReader, collated
 from nblaunch.training.seeding import checked_seed, default_seed, derived_generator, derived_seed
 from nblaunch.training.topology import World, data_world, world
@@ -57,7 +58,7 @@ class _Plan(NamedTuple):
     shares: list[Share]
 
 
-class ShardedLoader(DataLoader[T_co]):
+class ShardedLoader(LoaderNames, DataLoader[T_co]):
     """A DataLoader that gives each rank its part; made by `shard`. Without other ranks it gives the whole.
 
     **Map-style datasets.** The loader's own sampler runs on every rank under one seed, drawn from (seed, epoch), so
@@ -259,7 +260,7 @@ class ShardedLoader(DataLoader[T_co]):
         """
         ranks = self.place.size
         if self._is_stream:
-            size: int = len(self.dataset)  # type: ignore[arg-type]  # a stream may have one
+            size: int = len(self.dataset)  # a stream may have one
             return round_count(size, self.batch_size or 1, ranks, drop_last=self.drop_last)
         return source_of(self).rounds(ranks)
 

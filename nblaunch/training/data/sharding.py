@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.data.counted_loader import CountedLoader
@@ -54,3 +55,45 @@ def shard(
             "rank has equally many: give the DataLoader from before prepare"
         )
     return ShardedLoader(loader, seed=seed, dispatch=dispatch, move=move, copies=copies)
+
+
+def divide_batches(loader: DataLoader[T], ranks: int) -> DataLoader[T]:
+    """Return a copy of the loader whose batches are smaller, so that all ranks together take one of the original's.
+
+    Raises:
+        ArgumentError: The batch size is unknown, or no multiple of the number of ranks.
+    """
+    inner: Any = loader.batch_sampler
+    size: Any = getattr(inner, "batch_size", None) if loader.batch_size is None else loader.batch_size
+    if not isinstance(size, int) or size % ranks:
+        raise ArgumentError(f"split_batches=True: the batch size, {size}, must be a multiple of the {ranks} ranks")
+    copy: DataLoader[T] = DataLoader.__new__(DataLoader)  # the constructor's arguments vary between torch versions
+    vars(copy).update(vars(loader), _iterator=None)
+    if loader.batch_size is not None:
+        vars(copy)["batch_size"] = size // ranks
+    if type(inner) is BatchSampler and not isinstance(loader.dataset, IterableDataset):
+        vars(copy)["batch_sampler"] = BatchSampler(inner.sampler, size // ranks, inner.drop_last)
+    elif loader.batch_size is None:
+        vars(copy)["batch_sampler"] = _DividedBatchSampler(inner, size, ranks)
+    return copy
+
+
+class _DividedBatchSampler:
+    """Yields each batch of a batch sampler in as many parts as there are ranks."""
+
+    def __init__(self, inner: Any, size: int, ranks: int) -> None:
+        self.inner, self.ranks = inner, ranks
+        self.batch_size, self.drop_last = size // ranks, bool(getattr(inner, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:
+        return getattr(self.inner, "sampler", None)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in self.inner:
+            items = list(batch)
+            bounds = [len(items) * part // self.ranks for part in range(self.ranks + 1)]
+            yield from (items[begin:end] for begin, end in pairwise(bounds) if begin < end)
+
+    def __len__(self) -> int:
+        return len(self.inner) * self.ranks

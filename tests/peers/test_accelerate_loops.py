@@ -1,0 +1,295 @@
+"""Loops written for accelerate: with our Accelerator they have its names, and with its semantics its very numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+
+from nblaunch import Accelerator
+from nblaunch.training import DistributedType
+from nblaunch.training.absent_names import ABSENT_ARGUMENTS, ABSENT_NAMES
+from nblaunch.training.data.repeating_loader import RepeatingLoader
+from nblaunch.training.plugin_settings import LoaderSettings
+from tests.processes.conftest import Launcher
+
+
+# ------------------------------------------------------------------ names
+def test_each_of_accelerates_names_exists_or_has_advice() -> None:
+    import accelerate
+
+    ours, theirs = Accelerator(), {name for name in dir(accelerate.Accelerator(cpu=True)) if not name.startswith("_")}
+    assert len(theirs) > 100
+    have = {name for name in theirs if hasattr(ours, name)}
+    assert theirs - have - ABSENT_NAMES.keys() == set()
+    assert have.isdisjoint(ABSENT_NAMES)
+    assert ABSENT_NAMES.keys() <= theirs
+
+
+def test_each_of_accelerates_arguments_exists_or_has_advice() -> None:
+    import accelerate
+
+    ours = inspect.signature(Accelerator).parameters.keys()
+    theirs = inspect.signature(accelerate.Accelerator).parameters.keys()
+    assert len(theirs) > 15
+    assert theirs - ours == ABSENT_ARGUMENTS.keys()
+    for kind, name in ((LoaderSettings, "DataLoaderConfiguration"),):
+        assert (
+            inspect.signature(getattr(accelerate, name)).parameters.keys() <= inspect.signature(kind).parameters.keys()
+        )
+
+
+def test_distributed_types_equal_accelerates() -> None:
+    from accelerate import DistributedType as Theirs
+
+    for member in Theirs:
+        assert DistributedType[member.name] == member
+        assert str(DistributedType[member.name]) == member.value
+
+
+# ------------------------------------------------------------------ the division of data
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_repeated_samples_are_accelerates(monkeypatch: pytest.MonkeyPatch, split: bool, drop_last: bool) -> None:
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.state import AcceleratorState, PartialState
+
+    from nblaunch.training.data.sharding import divide_batches
+
+    PartialState(cpu=True)
+    for variable in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "0")
+    compared = 0
+    for ranks in (2, 3):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        for rank in range(ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            for size in (ranks, 2 * ranks):
+                for samples in range(1, 30):
+                    data = TensorDataset(torch.arange(samples))
+                    loader = DataLoader(data, size, drop_last=drop_last)
+                    theirs = prepare_data_loader(
+                        loader, num_processes=ranks, process_index=rank, split_batches=split, put_on_device=False
+                    )
+                    own = divide_batches(loader, ranks) if split else loader
+                    ours: Any = RepeatingLoader(own, LoaderSettings(), ("generator",))
+                    expected = [batch[0].tolist() for batch in theirs]
+                    assert [batch[0].tolist() for batch in ours] == expected
+                    assert len(ours) == len(expected)
+                    assert ours.total_batch_size == theirs.total_batch_size
+                    compared += bool(expected)
+    assert compared > 100
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+
+
+# ------------------------------------------------------------------ loops
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+        self.unused = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Noisy(Dataset):
+    """Adds noise from torch's global generator to each sample."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return x + torch.rand(3) / 10, y
+
+
+def data_of(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, 3, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def trained(accelerator: Any, loader: DataLoader, schedule_of: Any = None, **options: Any) -> dict[str, Any]:
+    """Three epochs; the losses, learning rates, results of evaluation, and weights of this rank."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+    schedule = (schedule_of or (lambda own: LambdaLR(own, lambda step: 0.9**step)))(optimizer)
+    model, optimizer, loader, valid, schedule = accelerator.prepare(
+        model, optimizer, loader, DataLoader(data_of(13), 4), schedule
+    )
+    accelerator.gradient_accumulation_steps = options.get("steps", accelerator.gradient_accumulation_steps)
+    found: dict[str, Any] = {"losses": [], "rates": [], "results": []}
+    for _ in range(3):
+        model.train()
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            found["losses"].append(loss.item())
+            found["rates"].append(schedule.get_last_lr()[0])
+        model.eval()
+        for x, y in valid:
+            with torch.no_grad():
+                output = model(x)
+            predicted, target = accelerator.gather_for_metrics((output.argmax(1), y))
+            repeated = accelerator.gather_for_metrics(functional.cross_entropy(output, y).repeat(4))
+            found["results"].append((predicted.tolist(), target.tolist(), repeated.shape))
+    own = accelerator.unwrap_model(model)
+    found["weights"] = torch.cat([p.detach().flatten() for p in own.parameters()]).tolist()
+    accelerator.end_training()
+    return found
+
+
+def handlers() -> list[Any]:
+    from accelerate.utils import AutocastKwargs, DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    hook: Any = DDPCommunicationHookType.FP16
+    return [DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook=hook), AutocastKwargs()]
+
+
+def unused() -> list[Any]:
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    return [DistributedDataParallelKwargs(find_unused_parameters=True)]
+
+
+def plain(kind: Callable[..., Any]) -> dict[str, Any]:
+    return trained(kind(cpu=True, kwargs_handlers=unused()), DataLoader(data_of(37), 4, shuffle=True))
+
+
+def accumulating(kind: Callable[..., Any]) -> dict[str, Any]:
+    accelerator = kind(cpu=True, gradient_accumulation_steps=3, kwargs_handlers=unused())
+    return trained(
+        accelerator, DataLoader(data_of(50), 4, shuffle=True), lambda own: OneCycleLR(own, 0.1, total_steps=30)
+    )
+
+
+def late(kind: Callable[..., Any]) -> dict[str, Any]:
+    """Accumulation that begins after prepare, and does not end with the loader."""
+    from accelerate.utils import GradientAccumulationPlugin
+
+    plugin = GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False, sync_each_batch=True)
+    accelerator = kind(cpu=True, gradient_accumulation_plugin=plugin, kwargs_handlers=unused())
+    return trained(accelerator, DataLoader(data_of(40), 4, shuffle=True), steps=2)
+
+
+def split(kind: Callable[..., Any]) -> dict[str, Any]:
+    from accelerate import DataLoaderConfiguration
+
+    accelerator = kind(
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=5),
+        kwargs_handlers=unused(),
+    )
+    return trained(accelerator, DataLoader(data_of(37), 8, shuffle=True, drop_last=True))
+
+
+def mixed(kind: Callable[..., Any]) -> dict[str, Any]:
+    accelerator = kind(
+        cpu=True, mixed_precision="bf16", kwargs_handlers=handlers(), step_scheduler_with_optimizer=False
+    )
+    sampler = BatchSampler(SequentialSampler(range(30)), 4, drop_last=False)
+    return trained(accelerator, DataLoader(data_of(30), batch_sampler=sampler))
+
+
+def augmented(kind: Callable[..., Any]) -> dict[str, Any]:
+    accelerator = kind(cpu=True, rng_types=["torch", "generator"], kwargs_handlers=unused())
+    return trained(accelerator, DataLoader(Noisy(data_of(30)), 4, shuffle=True))
+
+
+def both(loop: Callable[..., Any], semantics: str | None) -> tuple[Any, Any]:
+    import accelerate
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    def ours(**options: Any) -> Any:
+        return Accelerator(semantics=semantics, **options)
+
+    mine = loop(ours)
+    theirs = loop(accelerate.Accelerator)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    return mine, theirs
+
+
+def check_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert len(mine["losses"]) > 5
+    assert mine["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
+    assert mine["weights"] == pytest.approx(theirs["weights"], abs=1e-6)
+    assert mine["rates"] == theirs["rates"]
+    assert mine["results"] == theirs["results"]
+    assert len(set(mine["losses"])) > 5
+
+
+@pytest.mark.parametrize("loop", [plain, accumulating, late, split, mixed, augmented])
+def test_on_two_ranks_a_loop_ends_as_accelerates(launch: Launcher, loop: Callable[..., Any]) -> None:
+    for mine, theirs in launch(both, (loop, "accelerate")):
+        check_same(mine, theirs)
+
+
+@pytest.mark.parametrize("loop", [plain, accumulating, late, split, mixed, augmented])
+def test_alone_a_loop_ends_as_accelerates(loop: Callable[..., Any]) -> None:
+    check_same(*both(loop, "accelerate"))
+
+
+def test_alone_a_plain_loop_is_accelerates_without_asking() -> None:
+    mine, theirs = both(plain, None)
+    assert [shape for *_, shape in mine["results"]] == [torch.Size([4])] * 12
+    assert theirs["results"][3][2] == torch.Size([1])  # accelerate cuts what a loop has repeated itself
+    mine["results"], theirs["results"] = ([each[:2] for each in found["results"]] for found in (mine, theirs))
+    check_same(mine, theirs)
+
+
+def test_differences_warn_once_in_a_loop_of_accelerate(launch: Launcher) -> None:
+    def said(semantics: str | None, options: dict[str, Any]) -> list[str]:
+        import warnings
+
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("default")
+            accelerator = Accelerator(semantics=semantics, gradient_accumulation_steps=2, **options)
+            model = nn.Linear(1, 1)
+            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+            schedule: Any = LambdaLR(optimizer, lambda step: 1.0)
+            loader = DataLoader(TensorDataset(torch.ones(6, 1)), 1)
+            model, optimizer, schedule, loader, _ = accelerator.prepare(model, optimizer, schedule, loader, loader)
+            for _ in range(2):
+                for (x,) in loader:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(model(x).sum())
+                        optimizer.step()
+                        schedule.step()
+        return [str(each.message) for each in found]
+
+    def check() -> dict[str, list[str]]:
+        cases = {"none": (None, {}), "cpu": (None, {"cpu": True}), "exact": ("exact", {"cpu": True})}
+        return {name: said(*case) for name, case in cases.items()} | {"accelerate": said("accelerate", {"cpu": True})}
+
+    first, second = launch(check)
+    assert first["exact"] == first["accelerate"] == []
+    assert ["this schedule takes one step" in text for text in first["none"]] == [True]
+    starts = ["this schedule takes one step", "prepared loaders draw the order", "the last optimizer step of this pass"]
+    assert [text.startswith(start) for text, start in zip(first["cpu"], starts, strict=True)] == [True] * 3
+    assert second["cpu"] == []  # rank 0 speaks for all
+
+
+def test_a_handler_of_fp8_is_refused() -> None:
+    with pytest.raises(ValueError, match="MSAMPRecipeKwargs is not supported"):
+        Accelerator(kwargs_handlers=[type("MSAMPRecipeKwargs", (SimpleNamespace,), {})(opt_level="O2")])
