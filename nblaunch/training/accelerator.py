@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,14 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import checkpoint, collectives, dict_reduction, plugin_settings, precision
-from nblaunch.training.accelerator_settings import AcceleratorSettings
+from nblaunch.training import checkpoint, plugin_settings, precision
 from nblaunch.training.batch_size_search import release_memory
 from nblaunch.training.distribute import distributed
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.preparation import Preparation, move_batch, unwrapped
 from nblaunch.training.pytree import tree_leaves
-from nblaunch.training.rank_roles import RankRoles
+from nblaunch.training.rank_collectives import RankCollectives
 from nblaunch.training.sharded_models import clip_grad_norm, is_sharded
 from nblaunch.training.state_files import StateFiles
 from nblaunch.training.trackers import Trackers
@@ -31,7 +30,7 @@ from nblaunch.training.trackers import Trackers
 T = TypeVar("T")
 
 
-class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
+class Accelerator(StateFiles, Trackers, RankCollectives):
     """Places models and data and trains over any number of ranks, including a single process.
 
     It holds settings only and looks up rank and device on each use: an Accelerator made in the notebook is valid in
@@ -280,73 +279,7 @@ class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
         """Return True if a part of the module was spread over devices by ``device_map``: it cannot be trained."""
         return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
-    # ------------------------------------------------------------------ over all ranks
-    def all_reduce_dict(self, d: Mapping[Any, Any], op: str = "mean") -> dict[Any, Any]:
-        """Reduce a dict of numbers and tensors over all ranks, to the same bits on each. A collective.
-
-        It takes one collective if each rank's values pickle to at most 1,016 bytes (some 25 numbers with names), else
-        two. Ranks that compute on the same samples (`copies`) count as one.
-
-        Args:
-            d: By name ints (of int64's range), floats, bools, or tensors of any shape; in any order, the same names on
-                every rank. A number that is a float on one rank is a float on all.
-            op: ``"mean"`` (default), ``"sum"``, ``"max"`` or ``"min"``. Ints are summed exactly, and their mean is a
-                float; floats are summed in float64. Tensors keep their shape, and their dtype except for means of
-                integers (float64) and sums of bools (int64); they are returned on `log_device`.
-
-        Raises:
-            ArgumentError: On every rank: names, types or shapes differ between ranks (the message says how), or a
-                value has another type.
-        """
-        self._join()
-        return dict_reduction.all_reduce_dict(d, op, self.log_device, self.copies)
-
-    def gather(self, nest: Any) -> Any:
-        """Concatenate every tensor of a pytree along dimension 0, by rank. A collective.
-
-        The first dimensions may differ between ranks. A tensor without dimensions counts as one row.
-
-        Raises:
-            ArgumentError: On every rank: other dimensions, dtypes or the pytrees themselves differ.
-        """
-        self._join()
-        return collectives.gather(nest)
-
-    def gather_for_metrics(self, nest: Any, use_gather_object: bool = False) -> Any:
-        """`gather` without results of repeated samples: over a pass each sample counts once. A collective.
-
-        Objects that are not tensors, or anything with `use_gather_object`, come back as a list of the ranks' values,
-        or of their elements if the values are lists or tuples.
-        """
-        self._join()
-        is_padding = self._gradients.is_padding or self.rank % self.copies != 0
-        gathered = collectives.gather_for_metrics(nest, is_padding=is_padding, as_objects=use_gather_object)
-        kept = self._gradients.kept_rows
-        return gathered if kept is None else collectives.first_rows(gathered, kept)
-
-    def reduce(self, nest: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Combine every tensor of a pytree over the ranks. A collective, except for ``"none"``.
-
-        Ranks that compute on the same samples (`copies`) count as one.
-
-        Args:
-            nest: Tensors, of the same shapes and dtypes on every rank.
-            reduction: ``"sum"`` (default, as in accelerate), ``"mean"``, ``"max"``, or ``"none"``, which returns the
-                pytree unchanged. Sums of bools are int64, means of integers float64; all else keeps its dtype.
-            scale: Ignored, as accelerate ignores it except on TPUs.
-
-        Raises:
-            ArgumentError: On every rank: shapes, dtypes or the pytrees themselves differ, or ``"max"`` of complex
-                numbers was requested.
-        """
-        self._join()
-        return collectives.reduce(nest, reduction, self.copies)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s object, of any kind, on every rank; GPU tensors on each rank's own GPU. A collective."""
-        self._join()
-        return collectives.broadcast(obj, src, self.device)
-
+    # ------------------------------------------------------------------ files and memory
     def save(self, obj: Any, path: str | os.PathLike[str]) -> None:
         """Call ``torch.save`` on the main process only. The write is atomic: on failure the old file stays.
 
@@ -378,18 +311,6 @@ class Accelerator(StateFiles, Trackers, RankRoles, AcceleratorSettings):
     clear = free_memory
 
     # ------------------------------------------------------------------ inside
-    @property
-    def _gradients(self) -> GradientState:
-        """This process's state, made on first use."""
-        if self._gradient_state is None:
-            scaler = precision.scaler_for(self.device, self.mixed_precision, self._handlers.scaler)
-            own = self._gradient_state = GradientState(self._accumulation, scaler)
-            own.like_accelerate = self.semantics == "accelerate"
-            own.warns_short = self.semantics is None and self._is_from_accelerate
-            if self.semantics != "accelerate":  # loaders that repeat do it themselves
-                own.rng_types = tuple(kind for kind in self.rng_types if kind != "generator")
-        return self._gradient_state
-
     def _preparation(self, places: bool | None = None) -> Preparation:
         """Return what prepares objects, for this process. Without `places` as in ``device_placement``."""
         self._join()

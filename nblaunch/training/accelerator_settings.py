@@ -160,6 +160,18 @@ class AcceleratorSettings:
         self._accumulation = dataclasses.replace(self._accumulation, num_steps=steps)
 
     @property
+    def _gradients(self) -> GradientState:
+        """This process's state, made on first use."""
+        if self._gradient_state is None:
+            scaler = precision.scaler_for(self.device, self.mixed_precision, self._handlers.scaler)
+            own = self._gradient_state = GradientState(self._accumulation, scaler)
+            own.like_accelerate = self.semantics == "accelerate"
+            own.warns_short = self.semantics is None and self._is_from_accelerate
+            if self.semantics != "accelerate":  # loaders that repeat do it themselves
+                own.rng_types = tuple(kind for kind in self.rng_types if kind != "generator")
+        return self._gradient_state
+
+    @property
     def _counted_steps(self) -> str | None:
         """What a scheduler's step counts, for `Preparation`."""
         if not self.step_scheduler_with_optimizer:

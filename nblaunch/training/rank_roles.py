@@ -240,18 +240,3 @@ class RankRoles(AcceleratorSettings):
         if hasattr(inputs, "select"):
             return inputs.select([*range(place.start, place.stop), *[len(inputs) - 1] * missing])
         raise ArgumentError(f"inputs is a {type(inputs).__name__}: give a list, tuple, tensor or dict")
-
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad every tensor of a pytree to the longest rank's size in one dimension. A collective.
-
-        Args:
-            tensor: Tensors with equally many dimensions and the same dtype on every rank.
-            dim: The dimension, from the end if negative; a tensor that lacks it comes back itself.
-            pad_index: The value to pad with.
-            pad_first: Pad at the beginning instead of the end.
-
-        Raises:
-            ArgumentError: On every rank: dimensions, dtypes or the pytrees themselves differ.
-        """
-        self._join()
-        return collectives.pad(tensor, dim, pad_index, pad_first=pad_first)

@@ -15,7 +15,6 @@ from nblaunch.training import gradient_order, model_states, state_folder
 from nblaunch.training.checkpoint import random_states
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
 from nblaunch.training.exchange import exchange, exchange_results
-from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
 from nblaunch.training.model_states import path_of
 from nblaunch.training.prepared_objects import HookHandle, PreparedObjects, Registered
@@ -29,10 +28,6 @@ LoadHook = Callable[[list[nn.Module], str], Any]
 
 class StateFiles(RankRoles):
     """The part of an `Accelerator` that saves and loads the state of everything it prepared."""
-
-    @property
-    def _gradients(self) -> GradientState:
-        raise NotImplementedError  # defined by Accelerator
 
     # ------------------------------------------------------------------ saving
     def save_state(
