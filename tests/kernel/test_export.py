@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import pytest
 
 from tests.conftest import LONG
 from tests.kernel.harness import Kernel
+from tests.torchrun import TORCHRUN, torchrun
 
-TORCHRUN = Path(sys.executable).with_name("torchrun")
 CELLS = (
     "import json, random\nimport numpy as np\nimport torch\nimport torch.distributed as dist\nimport nblaunch\n"
     "from torch import nn, optim\nfrom torch.nn.parallel import DistributedDataParallel as DDP\n%matplotlib inline",
@@ -60,26 +59,11 @@ def notebook(kernel: Kernel, tmp_path: Path) -> Kernel:
     return kernel
 
 
-_ABORTED = "terminate called without an active exception"
-"""What any script under torchrun rarely says when it exits on a loaded machine: threads of torch 2.14 still run."""
-
-
-def torchrun(script: Path, has_nblaunch: bool = False) -> str:
+def run_script(script: Path, has_nblaunch: bool = False) -> str:
     """Run a script where no notebook is."""
     if not has_nblaunch:
         script.with_name("nblaunch.py").write_text("raise ImportError('only torch is here')\n")
-    temporary = script.with_name("tmp")  # torchrun leaves its folder there
-    temporary.mkdir()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(temporary)}
-    command = [str(TORCHRUN), "--standalone", "--nproc-per-node", "2", script.name]
-    for _ in range(3):
-        done = subprocess.run(
-            command, cwd=script.parent, env=env, capture_output=True, text=True, timeout=LONG, check=False
-        )
-        if _ABORTED not in done.stderr:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return torchrun(script)
 
 
 def found_by(folder: Path) -> list[list[Any]]:
@@ -94,7 +78,7 @@ def test_an_exported_function_gives_the_same_numbers(notebook: Kernel, tmp_path:
     job.mkdir()
 
     shown = notebook.run(f"nblaunch.export(train, 'job/train.py', (2,), {{'lr': 0.1}}, {options})").check()
-    printed = torchrun(job / "train.py")
+    printed = run_script(job / "train.py")
 
     assert "run it: OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 job/train.py" in shown.value
     assert found_by(job) == expected
@@ -112,7 +96,7 @@ def test_an_exported_cell_gives_the_same_numbers(notebook: Kernel, tmp_path: Pat
     line = "%%distributed --export cell.py -n 2 -o out --device cpu --metric 'x (?P<x>.)'"
     shown = notebook.run(f"{line}\n%config\n{body}").check()
     assert not (tmp_path / "rank0.json").exists()
-    printed = torchrun(tmp_path / "cell.py")
+    printed = run_script(tmp_path / "cell.py")
 
     assert "line 2: `%config` is left out\nrun it: torchrun --nproc-per-node 2 cell.py" in shown.stdout
     assert found_by(tmp_path) == expected
@@ -157,7 +141,7 @@ def test_code_with_its_own_group_and_reports_runs(notebook: Kernel, tmp_path: Pa
     )
     notebook.run(f"%%distributed --export own.py\n{body}").check()
 
-    assert torchrun(tmp_path / "own.py", has_nblaunch=True).split() == ["2", "2"]
+    assert run_script(tmp_path / "own.py", has_nblaunch=True).split() == ["2", "2"]
     assert "\nimport nblaunch\n" in (tmp_path / "own.py").read_text()
 
 

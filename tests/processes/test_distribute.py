@@ -23,6 +23,7 @@ from nblaunch.errors import ArgumentError, NestedLaunchError, PayloadError, Rank
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.data import ShardedLoader
 from tests.conftest import LONG
+from tests.torchrun import torchrun
 
 
 @pytest.fixture
@@ -246,12 +247,9 @@ SCRIPT = """
 def test_it_works_under_torchrun_without_a_launch(tmp_path: Path) -> None:
     script, saved = tmp_path / "train.py", tmp_path / "model.pt"
     script.write_text(textwrap.dedent(SCRIPT))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script), str(saved)]
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=LONG, env=env)
+    printed = torchrun(script, str(saved), PYTHONPATH=os.getcwd())
 
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "2 True {'rank': 1, 'local': 1}"
+    assert printed.strip() == "2 True {'rank': 1, 'local': 1}"
     assert list(torch.load(saved)) == ["module.weight", "module.bias"]
 
 
