@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -186,7 +185,7 @@ class Trainer:
                 self.result = distributed(self.accelerator, self._fit, {}, name="Trainer.fit")(train, valid)
             except BaseException:
                 if self._checkpoints() != before:  # it is what the next `fit` continues
-                    self.progress, self.loaded = self._latest_progress(), None
+                    self.progress, self.loaded = checkpoint.read_progress(self._checkpoints()[-1][0]), None
                 raise
             self.progress = self.result[0]
         self.loaded = None
@@ -332,16 +331,10 @@ class Trainer:
         folder = self.config.checkpoint_dir
         return None if folder is None else checkpoint.CheckpointFolder(folder, self.config.keep)
 
-    def _checkpoints(self) -> set[tuple[Path, int]]:
+    def _checkpoints(self) -> list[tuple[Path, int]]:
         """Return the latest checkpoints, each with its time of change."""
         folder = self.checkpoint_folder()
-        return set() if folder is None else {(path, path.stat().st_mtime_ns) for path in checkpoint.find(folder.path)}
-
-    def _latest_progress(self) -> checkpoint.TrainingProgress:
-        path = checkpoint.find(Path(self.config.checkpoint_dir or "."))[-1]
-        return checkpoint.TrainingProgress.of(
-            torch.load(path, mmap=True, weights_only=True)
-        )  # tensors stay in the file
+        return [] if folder is None else [(path, path.stat().st_mtime_ns) for path in checkpoint.find(folder.path)]
 
 
 def _mean_squared_error(output: Any, target: Any) -> Tensor:

@@ -208,6 +208,24 @@ def test_the_best_step_is_kept_and_restored(tmp_path: Path, nprocs: int) -> None
         assert_same(more, two)
 
 
+def test_the_best_of_another_run_or_result_does_not_count(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"nprocs": 1, "keep": 9, "monitor": "valid_loss"}
+    first = turning(tmp_path / "first", **settings)  # the best is step 4 of 8, or of 16 in the other
+    first.fit(points(32), points(16))
+    turning(tmp_path / "other", **settings).fit(points(64), points(16))
+    loaded = turning(tmp_path / "other", restore_best=True, **settings)
+    loaded.load(tmp_path / "first" / "step-6.pt")
+    loaded.fit(points(32), points(16))
+    assert loaded.restore_best()[:3] == (8, 3, 2.0)  # of what has come since: its first one, and later ones tie
+    back = turning(tmp_path / "first", **settings)
+    back.load(tmp_path / "first" / "step-2.pt")  # best.pt is a later step's
+    back.fit(points(32), points(16))
+    assert back.restore_best()[:3] == (4, 1, 0.0)
+    changed = turning(tmp_path / "first", epochs=5, higher_is_better=True, **settings)
+    changed.fit(points(32), points(16))
+    assert changed.restore_best()[:3] == (10, 4, 3.0)
+
+
 def test_without_a_best_checkpoint_restoring_says_what_to_give(tmp_path: Path) -> None:
     one = run(nprocs=1, epochs=1)
     one.fit(points(30), points(30))
