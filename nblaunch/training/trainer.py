@@ -284,7 +284,7 @@ class Trainer:
                 optimizer; the next `fit` begins a new run.
 
         Raises:
-            ArgumentError: There is no checkpoint.
+            ArgumentError: There is no checkpoint, or another program wrote the file.
             RuntimeError: The file is damaged, or does not fit the model.
         """
         file = Path(path)
@@ -322,6 +322,11 @@ class Trainer:
     def _load_states(self, path: Path) -> checkpoint.TrainingProgress:
         """Load the model and the optimizer, and return the checkpoint's progress."""
         state = checkpoint.read(path)
+        if not isinstance(state, Mapping) or "parts" not in state:
+            raise ArgumentError(
+                f"path={str(path)!r}: no checkpoint that fit has written. For a state dict of a model use "
+                "model.load_state_dict(torch.load(path))"
+            )
         for name, part in (("model", self.model), ("optimizer", self.optimizer)):
             part.load_state_dict(state["parts"][name])
         return checkpoint.TrainingProgress.of(state)

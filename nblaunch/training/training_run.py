@@ -253,11 +253,12 @@ class TrainingRun:
         config, progress, name = self.config, self.progress, self._monitor
         by_rank = exchange((self.trainer.should_stop, results.get(name)))
         value = by_rank[0][1]
-        if value is not None and progress.monitor(-value if config.higher_is_better else value):
+        is_best = value is not None and progress.monitor(-value if config.higher_is_better else value)
+        is_stale = config.early_stop is not None and progress.stale >= config.early_stop
+        progress.ended |= is_stale or any(stops for stops, _ in by_rank)
+        if is_best:
             self._is_best = True
             self._display.mark_best(name, progress.step)
-        is_stale = config.early_stop is not None and progress.stale >= config.early_stop
-        progress.ended |= is_stale or any(ends for ends, _ in by_rank)
 
     # ------------------------------------------------------------------ checkpoints
     def _write_checkpoint(self, is_latest: bool = True) -> None:

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from nblaunch import notebook_launcher
 from nblaunch.errors import ArgumentError
@@ -94,6 +101,8 @@ def test_what_cannot_be_concatenated_is_said() -> None:
         given.predict(TensorDataset(at, labels, labels))
     with pytest.raises(ArgumentError, match=r"its RandomSampler changes the order .* DataLoader with shuffle=False"):
         given.predict(DataLoader(TensorDataset(at), shuffle=True))
+    with pytest.raises(ArgumentError, match=r"its SubsetRandomSampler changes the order"):
+        given.predict(DataLoader(TensorDataset(at), sampler=SubsetRandomSampler(range(4))))
     parts = ExactDistributedSampler(9, num_replicas=2, rank=0)
     with pytest.raises(ArgumentError, match=r"its ExactDistributedSampler changes the order"):
         given.predict(DataLoader(TensorDataset(at), sampler=parts))

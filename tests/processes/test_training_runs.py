@@ -267,6 +267,9 @@ def test_a_loaded_checkpoint_gives_its_weights_to_another_run(tmp_path: Path) ->
     assert [result["step"] for result in fitted(one, points(150))] == [14.0]
     with pytest.raises(ArgumentError, match=r"path='.*none': there is no such file or folder"):
         one.load(tmp_path / "none")
+    torch.save(one.model.state_dict(), tmp_path / "other.pt")
+    with pytest.raises(ArgumentError, match=r"path='.*other\.pt': no checkpoint that fit has written"):
+        one.load(tmp_path / "other.pt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArgumentError, match=r"path='.*empty': the folder has no checkpoint step-N\.pt"):
         one.load(tmp_path / "empty")
