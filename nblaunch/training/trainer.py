@@ -321,7 +321,7 @@ class Trainer:
 
     def _load_states(self, path: Path) -> checkpoint.TrainingProgress:
         """Load the model and the optimizer, and return the checkpoint's progress."""
-        state = checkpoint.read(path)
+        state: Any = checkpoint.read(path)
         if not isinstance(state, Mapping) or "parts" not in state:
             raise ArgumentError(
                 f"path={str(path)!r}: no checkpoint that fit has written. For a state dict of a model use "
