@@ -169,10 +169,12 @@ def find(folder: Path) -> list[Path]:
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that the next `Trainer.fit` continues."""
+    """A checkpoint that was loaded for the next `Trainer.fit`."""
 
     path: Path
     step: int
+    is_continued: bool
+    """False: it gave its weights to a new run."""
 
 
 class CheckpointFolder:

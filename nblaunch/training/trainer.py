@@ -281,7 +281,8 @@ class Trainer:
             path: A file that `fit` has written, or a folder of them, whose latest is loaded.
             progress: Whether to continue that run: `epoch`, `step`, `history` and `best` are its own, and the next
                 `fit` takes the steps that it would have taken, with the same settings. False: only the model and the
-                optimizer; the next `fit` begins a new run.
+                optimizer; the next `fit` begins a new run, and refuses a `checkpoint_dir` with checkpoints unless
+                ``resume=False`` replaces them.
 
         Raises:
             ArgumentError: There is no checkpoint, or another program wrote the file.
@@ -296,9 +297,9 @@ class Trainer:
         if not file.is_file():
             raise ArgumentError(f"path={str(path)!r}: there is no such file or folder")
         own = self._load_states(file)
-        self.loaded = None
+        self.loaded = checkpoint.Loaded(file.absolute(), own.step, is_continued=progress)
         if progress:
-            self.progress, self.loaded = own, checkpoint.Loaded(file.absolute(), own.step)
+            self.progress = own
 
     def restore_best(self) -> Best:
         """Load the model and the optimizer of the best step, and return it. The next `fit` is not affected.

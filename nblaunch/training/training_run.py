@@ -7,17 +7,15 @@ import time
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training import checkpoint
-from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.callbacks import Callbacks
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.exchange import exchange
 from nblaunch.training.fit_display import FitDisplay
@@ -25,28 +23,12 @@ from nblaunch.training.metrics import Mean
 from nblaunch.training.sample_weights import SampleWeights
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.topology import world
-from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer_data import Data, loader_of
 
+if TYPE_CHECKING:
+    from nblaunch.training.trainer import Trainer
+
 Results = dict[str, float]
-
-
-class Trained(Protocol):
-    """What a run takes from its `Trainer`, and sets there."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    config: TrainConfig
-    callbacks: Callbacks
-    accelerator: Accelerator
-    progress: checkpoint.TrainingProgress
-    should_stop: bool
-    loaded: checkpoint.Loaded | None
-
-    def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]: ...
-    def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results: ...
-    def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None: ...
-    def restore_best(self) -> Any: ...
 
 
 class TrainingRun:
@@ -58,7 +40,7 @@ class TrainingRun:
         valid: The validation data, if any.
     """
 
-    def __init__(self, trainer: Trained, train: Data, valid: Data | None) -> None:
+    def __init__(self, trainer: Trainer, train: Data, valid: Data | None) -> None:
         config = self.config = trainer.config
         seed_everything(config.seed)
         torch.manual_seed(config.seed + world().rank)  # dropout differs between ranks, the order of data does not
@@ -303,13 +285,19 @@ class TrainingRun:
         folder, loaded = self._folder, self.trainer.loaded
         found, best = None, 0
         if folder is not None and self.accelerator.is_main_process:
-            is_own = loaded is None or loaded.path.parent.absolute() == folder.path.absolute()
-            resumes = self.config.resume if loaded is None else is_own
-            found = folder.begin(resumes, math.inf if loaded is None else loaded.step)
+            resumes, until = self.config.resume, math.inf
+            if loaded is not None and loaded.is_continued:
+                resumes, until = loaded.path.parent == folder.path.absolute(), loaded.step
+            found = folder.begin(resumes, until)
             if resumes and folder.best.exists():
                 best = checkpoint.read_progress(folder.best).best_step
         found, best = exchange((found, best))[0]
-        return (found if loaded is None else loaded.path), best
+        if found is not None and loaded is not None and not loaded.is_continued:
+            raise ArgumentError(
+                f"checkpoint_dir={str(found.parent)!r} has checkpoints, which would be continued, instead of the "
+                f"weights of {loaded.path}: use resume=False to replace them, or another checkpoint_dir"
+            )
+        return (loaded.path if loaded is not None and loaded.is_continued else found), best
 
     def _resume(self) -> None:
         """Resume from the checkpoint that was loaded, else from the latest one if the config says so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,14 @@ def test_a_loaded_checkpoint_gives_its_weights_to_another_run(tmp_path: Path) ->
         one.fit(points(150))
     one.load(tmp_path, progress=False)
     assert [result["step"] for result in fitted(one, points(150))] == [14.0]
+    again = run(nprocs=1, epochs=1, checkpoint_dir=tmp_path)
+    again.load(tmp_path, progress=False)
+    with pytest.raises(ArgumentError, match=r"has checkpoints, .* instead of the weights of .*step-7\.pt: use resume="):
+        again.fit(points(150))
+    again.config = dataclasses.replace(again.config, resume=False)
+    assert timeless(fitted(again, points(150))) == timeless(one.history)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step-14.pt"]
+    assert_same(again, one)
     with pytest.raises(ArgumentError, match=r"path='.*none': there is no such file or folder"):
         one.load(tmp_path / "none")
     torch.save(one.model.state_dict(), tmp_path / "other.pt")
