@@ -7,15 +7,17 @@ import time
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training import checkpoint
+from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.callbacks import Callbacks
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.exchange import exchange
 from nblaunch.training.fit_display import FitDisplay
@@ -23,12 +25,28 @@ from nblaunch.training.metrics import Mean
 from nblaunch.training.sample_weights import SampleWeights
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.topology import world
+from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer_data import Data, loader_of
 
-if TYPE_CHECKING:
-    from nblaunch.training.trainer import Trainer
-
 Results = dict[str, float]
+
+
+class Trained(Protocol):
+    """What a run takes from its `Trainer`, and sets there."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    config: TrainConfig
+    callbacks: Callbacks
+    accelerator: Accelerator
+    progress: checkpoint.TrainingProgress
+    should_stop: bool
+    loaded: checkpoint.Loaded | None
+
+    def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]: ...
+    def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results: ...
+    def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None: ...
+    def restore_best(self) -> Any: ...
 
 
 class TrainingRun:
@@ -40,7 +58,7 @@ class TrainingRun:
         valid: The validation data, if any.
     """
 
-    def __init__(self, trainer: Trainer, train: Data, valid: Data | None) -> None:
+    def __init__(self, trainer: Trained, train: Data, valid: Data | None) -> None:
         config = self.config = trainer.config
         seed_everything(config.seed)
         torch.manual_seed(config.seed + world().rank)  # dropout differs between ranks, the order of data does not
