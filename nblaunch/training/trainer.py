@@ -108,8 +108,8 @@ class Trainer:
 
         Each is ``{"epoch", "step", "loss", "seconds"}``, with validation also ``"valid_loss"`` and
         ``"valid_<metric>"``. `step` counts the optimizer steps so far; `loss` is the mean over the epoch's samples. A
-        run that ends within an epoch has an entry for that part. After a stop or a failure these are the epochs up to
-        the latest checkpoint.
+        run that ends within an epoch has an entry for that part. After ranks were stopped or have failed these are the
+        epochs up to the latest checkpoint; if the run wrote none, they are the former run's, as the weights are.
         """
         return self.progress.history
 

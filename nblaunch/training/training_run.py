@@ -150,11 +150,10 @@ class TrainingRun:
         self._samples += of_all
         self._pending.append((loss.detach(), own))
         self.accelerator.backward(self._weights.weighted(loss))
-        parameters = parameters_of(self.trainer.optimizer)
         if self.accelerator.sync_gradients:
-            self._weights.end_step(parameters)
+            self._weights.end_step(self.trainer.optimizer)
         if self.config.clip is not None:  # of those that are zeroed below: others would accumulate in the norm
-            self.accelerator.clip_grad_norm_(parameters, self.config.clip)
+            self.accelerator.clip_grad_norm_(parameters_of(self.trainer.optimizer), self.config.clip)
         self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
