@@ -34,6 +34,8 @@ class TrainingProgress:
     best_step: int = 0
     """The optimizer step of `best`; 0 if there is none yet."""
     best_epoch: int = 0
+    monitored: str = ""
+    """Which result `best` is; empty in checkpoints of earlier versions."""
     stale: int = 0
     """Judgements since the best: validations, or epochs if no validation has the monitored value."""
     ended: bool = False
@@ -132,20 +134,29 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
     """Read what `write` saved, to the CPU. Loading executes no code.
+
+    Args:
+        path: The file.
+        mmap: Whether tensors stay in the file until they are used.
 
     Raises:
         RuntimeError: The file is damaged.
     """
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:
         raise RuntimeError(
             f"{path} is damaged: remove it to resume from the checkpoint before, if there is one, or use "
             "resume=False to train from the start"
         ) from error
     return state
+
+
+def read_progress(path: Path) -> TrainingProgress:
+    """Read the progress in a checkpoint, without its tensors."""
+    return TrainingProgress.of(read(path, mmap=True))
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -166,10 +177,12 @@ def find(folder: Path) -> list[Path]:
 
 
 class Loaded(NamedTuple):
-    """A checkpoint that the next `Trainer.fit` continues."""
+    """A checkpoint that was loaded for the next `Trainer.fit`."""
 
     path: Path
     step: int
+    is_continued: bool
+    """False: it gave its weights to a new run."""
 
 
 class CheckpointFolder:

@@ -11,6 +11,8 @@ import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import islice
 from typing import Any
 
@@ -33,6 +35,7 @@ _MAX_ELEMENTS = 1_000
 _MAX_OBJECT_DEPTH = 2
 """Nesting of plain objects that is searched, each an attribute of the one before."""
 _ATOMIC_TYPES = (str, bytes, int, float, types.NoneType)
+_is_in_place: ContextVar[bool] = ContextVar("nblaunch_in_place", default=False)
 
 Path = tuple[Any, ...]
 """The keys from a call to one of its parts: the same in the notebook and in a rank."""
@@ -92,8 +95,18 @@ def check_gpu(setup: str) -> None:
 
 
 def runs_in_place(settings: AcceleratorSettings, options: Mapping[str, Any]) -> bool:
-    """Return True if a call is one rank without options of a launch: then it runs in this process."""
-    return settings.nprocs == 1 and not options.keys() - {"view"}
+    """Return True if a call runs in this process: one rank without options of a launch, or a call within such a one."""
+    return _is_in_place.get() or (settings.nprocs == 1 and not options.keys() - {"view"})
+
+
+@contextmanager
+def in_place() -> Iterator[None]:
+    """A context in which nothing is launched, as in a rank."""
+    token = _is_in_place.set(True)
+    try:
+        yield
+    finally:
+        _is_in_place.reset(token)
 
 
 def _run_in_place(
@@ -106,7 +119,8 @@ def _run_in_place(
     values = {"rank": 0, "world_size": 1, "local_rank": 0, "device": settings.device}
     filled = {name: values[name] for name in parameters.left_out(function, args, kwargs)}
     begin = time.monotonic()
-    value = function(*args, **kwargs, **filled)
+    with in_place():
+        value = function(*args, **kwargs, **filled)
     return LaunchResult(_name_of(function), [value], duration=time.monotonic() - begin)
 
 

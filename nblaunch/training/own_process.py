@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nblaunch.training.checkpoint import random_states, restore_random_states
+from nblaunch.training.distribute import in_place
 from nblaunch.training.precision import is_cast, plain_forward
 from nblaunch.training.preparation import move_state
 from nblaunch.training.seeding import SEED_VARIABLE
@@ -24,18 +25,23 @@ def kept_process_state(model: nn.Module, optimizer: Optimizer) -> Iterator[None]
     """
     random, seed, had_cast = random_states(), os.environ.get(SEED_VARIABLE), is_cast(model)
     modes = [(module, module.training) for module in model.modules()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     places = {name: (tensor.device, tensor.dtype) for name, tensor in _tensors(model)}
     try:
-        yield
+        model.zero_grad()
+        with in_place():
+            yield
     finally:
         if not had_cast:
             plain_forward(model)
         for module, is_training in modes:
             module.training = is_training
-        model.zero_grad()
+        model.zero_grad()  # of another device or type than the parameters will have
         for name, tensor in _tensors(model):
             if name in places and places[name] != (tensor.device, tensor.dtype):
                 tensor.data = tensor.data.to(*places[name])
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         move_state(optimizer)
         restore_random_states(random)
         os.environ.pop(SEED_VARIABLE, None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from nblaunch.errors import warn
 from nblaunch.training.accelerator import Accelerator
@@ -54,12 +54,12 @@ class SampleWeights:
         """Return the loss of the batch, weighted."""
         return loss * self._factor if self._is_exact and self._factor != 1.0 else loss
 
-    def end_step(self, parameters: Iterable[Tensor]) -> None:
-        """Divide the gradients by the samples that the step had, if they are other than its first round implied."""
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the step's samples, if they are other than its first round implied."""
         expected, seen = self._first * self._accelerator._gradients.divisor, self._seen
         self._seen = 0
         if self._is_exact and expected != seen:
-            for parameter in parameters:
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
                 if parameter.grad is not None:
                     parameter.grad.mul_(expected / seen)
 

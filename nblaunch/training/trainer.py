@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -109,8 +108,8 @@ class Trainer:
 
         Each is ``{"epoch", "step", "loss", "seconds"}``, with validation also ``"valid_loss"`` and
         ``"valid_<metric>"``. `step` counts the optimizer steps so far; `loss` is the mean over the epoch's samples. A
-        run that ends within an epoch has an entry for that part. After a stop or a failure these are the epochs up to
-        the latest checkpoint.
+        run that ends within an epoch has an entry for that part. After ranks were stopped or have failed these are the
+        epochs up to the latest checkpoint; if the run wrote none, they are the former run's, as the weights are.
         """
         return self.progress.history
 
@@ -186,7 +185,7 @@ class Trainer:
                 self.result = distributed(self.accelerator, self._fit, {}, name="Trainer.fit")(train, valid)
             except BaseException:
                 if self._checkpoints() != before:  # it is what the next `fit` continues
-                    self.progress, self.loaded = self._latest_progress(), None
+                    self.progress, self.loaded = checkpoint.read_progress(self._checkpoints()[-1][0]), None
                 raise
             self.progress = self.result[0]
         self.loaded = None
@@ -282,10 +281,11 @@ class Trainer:
             path: A file that `fit` has written, or a folder of them, whose latest is loaded.
             progress: Whether to continue that run: `epoch`, `step`, `history` and `best` are its own, and the next
                 `fit` takes the steps that it would have taken, with the same settings. False: only the model and the
-                optimizer; the next `fit` begins a new run.
+                optimizer; the next `fit` begins a new run, and refuses a `checkpoint_dir` with checkpoints unless
+                ``resume=False`` replaces them.
 
         Raises:
-            ArgumentError: There is no checkpoint.
+            ArgumentError: There is no checkpoint, or another program wrote the file.
             RuntimeError: The file is damaged, or does not fit the model.
         """
         file = Path(path)
@@ -297,9 +297,9 @@ class Trainer:
         if not file.is_file():
             raise ArgumentError(f"path={str(path)!r}: there is no such file or folder")
         own = self._load_states(file)
-        self.loaded = None
+        self.loaded = checkpoint.Loaded(file.absolute(), own.step, is_continued=progress)
         if progress:
-            self.progress, self.loaded = own, checkpoint.Loaded(file.absolute(), own.step)
+            self.progress = own
 
     def restore_best(self) -> Best:
         """Load the model and the optimizer of the best step, and return it. The next `fit` is not affected.
@@ -322,7 +322,12 @@ class Trainer:
 
     def _load_states(self, path: Path) -> checkpoint.TrainingProgress:
         """Load the model and the optimizer, and return the checkpoint's progress."""
-        state = checkpoint.read(path)
+        state: Any = checkpoint.read(path)
+        if not isinstance(state, Mapping) or "parts" not in state:
+            raise ArgumentError(
+                f"path={str(path)!r}: no checkpoint that fit has written. For a state dict of a model use "
+                "model.load_state_dict(torch.load(path))"
+            )
         for name, part in (("model", self.model), ("optimizer", self.optimizer)):
             part.load_state_dict(state["parts"][name])
         return checkpoint.TrainingProgress.of(state)
@@ -332,16 +337,10 @@ class Trainer:
         folder = self.config.checkpoint_dir
         return None if folder is None else checkpoint.CheckpointFolder(folder, self.config.keep)
 
-    def _checkpoints(self) -> set[tuple[Path, int]]:
+    def _checkpoints(self) -> list[tuple[Path, int]]:
         """Return the latest checkpoints, each with its time of change."""
         folder = self.checkpoint_folder()
-        return set() if folder is None else {(path, path.stat().st_mtime_ns) for path in checkpoint.find(folder.path)}
-
-    def _latest_progress(self) -> checkpoint.TrainingProgress:
-        path = checkpoint.find(Path(self.config.checkpoint_dir or "."))[-1]
-        return checkpoint.TrainingProgress.of(
-            torch.load(path, mmap=True, weights_only=True)
-        )  # tensors stay in the file
+        return [] if folder is None else [(path, path.stat().st_mtime_ns) for path in checkpoint.find(folder.path)]
 
 
 def _mean_squared_error(output: Any, target: Any) -> Tensor:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator import Accelerator
@@ -14,6 +21,7 @@ from nblaunch.training.data.sharding import shard
 from nblaunch.training.train_config import TrainConfig
 
 Data = DataLoader[Any] | Dataset[Any]
+_SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def loader_of(data: Data, config: TrainConfig, *, shuffle: bool, accelerator: Accelerator | None = None) -> Any:
@@ -58,7 +66,7 @@ def check_order(data: Data) -> None:
         ArgumentError: It shuffles, or its sampler gives this rank's part.
     """
     for sampler in samplers_of(data) if isinstance(data, DataLoader) else ():
-        if isinstance(sampler, RandomSampler) or shards(sampler):
+        if isinstance(sampler, _SHUFFLING) or shards(sampler):
             raise ArgumentError(
                 f"data: its {type(sampler).__name__} changes the order of the samples, in which the outputs are "
                 "returned: give the dataset, or a DataLoader with shuffle=False"

@@ -63,8 +63,10 @@ class TrainingRun:
         seed_everything(config.seed)
         torch.manual_seed(config.seed + world().rank)  # dropout differs between ranks, the order of data does not
         self.trainer, self.valid = trainer, valid
+        self._monitor = config.monitor or ("loss" if valid is None else "valid_loss")
+        self._monitored = f"{'highest' if config.higher_is_better else 'lowest'} {self._monitor}"
         self.accelerator = trainer.accelerator = config.make_accelerator()
-        self.progress = trainer.progress = checkpoint.TrainingProgress()
+        self.progress = trainer.progress = checkpoint.TrainingProgress(monitored=self._monitored)
         trainer.should_stop = False
         trainer.optimizer.zero_grad()  # an interrupted run in this process may have left gradients
         loader = loader_of(train, config, shuffle=True)
@@ -148,11 +150,10 @@ class TrainingRun:
         self._samples += of_all
         self._pending.append((loss.detach(), own))
         self.accelerator.backward(self._weights.weighted(loss))
-        parameters = parameters_of(self.trainer.optimizer)
         if self.accelerator.sync_gradients:
-            self._weights.end_step(parameters)
+            self._weights.end_step(self.trainer.optimizer)
         if self.config.clip is not None:  # of those that are zeroed below: others would accumulate in the norm
-            self.accelerator.clip_grad_norm_(parameters, self.config.clip)
+            self.accelerator.clip_grad_norm_(parameters_of(self.trainer.optimizer), self.config.clip)
         self.optimizer.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -244,14 +245,17 @@ class TrainingRun:
         return results
 
     def _judge(self, results: Results) -> None:
-        """Compare a validation or an epoch with the best so far; end training if a rank requires it. A collective."""
-        config, progress = self.config, self.progress
-        name = config.monitor or ("loss" if self.valid is None else "valid_loss")
-        is_best = name in results and progress.monitor(-results[name] if config.higher_is_better else results[name])
+        """Compare a validation or an epoch with the best so far; end training if a rank requires it. A collective.
+
+        Rank 0's value decides: with a callback's results each rank may have another.
+        """
+        config, progress, name = self.config, self.progress, self._monitor
+        by_rank = exchange((self.trainer.should_stop, results.get(name)))
+        value = by_rank[0][1]
+        is_best = value is not None and progress.monitor(-value if config.higher_is_better else value)
         is_stale = config.early_stop is not None and progress.stale >= config.early_stop
-        by_rank = exchange((is_stale or self.trainer.should_stop, is_best))
-        progress.ended |= any(ends for ends, _ in by_rank)
-        if by_rank[0][1]:
+        progress.ended |= is_stale or any(stops for stops, _ in by_rank)
+        if is_best:
             self._is_best = True
             self._display.mark_best(name, progress.step, results.get(name, math.nan))
 
@@ -293,21 +297,28 @@ class TrainingRun:
             "parts": sorted(self._parts()),
         }
 
-    def _find_checkpoint(self) -> tuple[Path | None, bool]:
-        """Return the checkpoint to resume from, and whether the folder has a best one. A collective."""
+    def _find_checkpoint(self) -> tuple[Path | None, int]:
+        """Return the checkpoint to resume from, and the step of this run's best one, 0 for none. A collective."""
         folder, loaded = self._folder, self.trainer.loaded
-        found, has_best = None, False
+        found, best = None, 0
         if folder is not None and self.accelerator.is_main_process:
-            is_own = loaded is None or loaded.path.parent.absolute() == folder.path.absolute()
-            resumes = self.config.resume if loaded is None else is_own
-            found = folder.begin(resumes, math.inf if loaded is None else loaded.step)
-            has_best = folder.best.exists()
-        found, has_best = exchange((found, has_best))[0]
-        return (found if loaded is None else loaded.path), has_best
+            resumes, until = self.config.resume, math.inf
+            if loaded is not None and loaded.is_continued:
+                resumes, until = loaded.path.parent == folder.path.absolute(), loaded.step
+            found = folder.begin(resumes, until)
+            if resumes and folder.best.exists():
+                best = checkpoint.read_progress(folder.best).best_step
+        found, best = exchange((found, best))[0]
+        if found is not None and loaded is not None and not loaded.is_continued:
+            raise ArgumentError(
+                f"checkpoint_dir={str(found.parent)!r} has checkpoints, which would be continued, instead of the "
+                f"weights of {loaded.path}: use resume=False to replace them, or another checkpoint_dir"
+            )
+        return (loaded.path if loaded is not None and loaded.is_continued else found), best
 
     def _resume(self) -> None:
         """Resume from the checkpoint that was loaded, else from the latest one if the config says so."""
-        path, has_best = self._find_checkpoint()
+        path, best = self._find_checkpoint()
         if path is None:
             return
         config, trainer, steps = self.config, self.trainer, self.progress.schedule_end
@@ -317,8 +328,10 @@ class TrainingRun:
             remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
         checkpoint.check_setup(path, state["setup"], self._setup(), remedy)
         progress = self.progress = trainer.progress = checkpoint.TrainingProgress.of(state)
-        if config.keeps_best and not has_best:  # of a run that kept none, or in another folder
+        is_kept = not config.keeps_best or 0 < best == progress.best_step  # else the file is another run's, or missing
+        if not is_kept or progress.monitored not in ("", self._monitored):
             progress.best, progress.best_step = math.inf, 0
+        progress.monitored = self._monitored
         if self._is_done() and self.accelerator.is_main_process:
             self._warn_that_nothing_is_left(path)
         self._regroup_gradients()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -58,14 +58,28 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
 
 
+def of_ranks(nprocs: int, *runs: Callable[[], Tensor]) -> list[Tensor]:
+    """What several runs end with, in the ranks of one launch."""
+    result: Any = notebook_launcher(lambda: [run() for run in runs], num_processes=nprocs, device="cpu")
+    return list(result[0])
+
+
 @pytest.mark.parametrize("nprocs", [2, 3])
-@pytest.mark.parametrize("count", [53, 61])
-def test_ranks_end_with_the_weights_of_one_big_batch(nprocs: int, count: int) -> None:
+def test_ranks_end_with_the_weights_of_one_big_batch(nprocs: int) -> None:
     """53 = 2 x 24 + 5 and 61 = 2 x 24 + 13: in the last step a rank has one sample more than another."""
-    data = lines(count)
-    alone = trained(data, 1, 24)
-    assert apart(trained(data, nprocs, 24 // nprocs), alone) < 1e-12
-    assert apart(trained(data, nprocs, 24 // nprocs, weigh="batches"), alone) > 1e-5
+    few, many, size = lines(53), lines(61), 24 // nprocs
+    exact, exact_many, plain, plain_many = of_ranks(
+        nprocs,
+        lambda: trained(few, nprocs, size),
+        lambda: trained(many, nprocs, size),
+        lambda: trained(few, nprocs, size, weigh="batches"),
+        lambda: trained(many, nprocs, size, weigh="batches"),
+    )
+    alone, alone_many = trained(few, 1, 24), trained(many, 1, 24)
+    assert apart(exact, alone) < 1e-12
+    assert apart(exact_many, alone_many) < 1e-12
+    assert apart(plain, alone) > 1e-5
+    assert apart(plain_many, alone_many) > 1e-5
 
 
 def test_repeated_samples_do_not_count() -> None:
@@ -76,11 +90,14 @@ def test_repeated_samples_do_not_count() -> None:
 @pytest.mark.parametrize("nprocs", [1, 2, 3])
 def test_accumulated_batches_weigh_by_their_samples(nprocs: int) -> None:
     """53 samples are rounds of 12, 12, 12, 12 and 5: the last step has two rounds of 12 and 5."""
-    data = lines(53)
-    alone = trained(data, 1, 24)
-    assert apart(trained(data, nprocs, 12 // nprocs, accumulation=2), alone) < 1e-12
-    alone = trained(DataLoader(data, 24), 1, 24)
-    assert apart(trained(Stream(), nprocs, 12 // nprocs, accumulation=2), alone) < 1e-12
+    data, size = lines(53), 12 // nprocs
+    shuffled, streamed = of_ranks(
+        nprocs,
+        lambda: trained(data, nprocs, size, accumulation=2),
+        lambda: trained(Stream(), nprocs, size, accumulation=2),
+    )
+    assert apart(shuffled, trained(data, 1, 24)) < 1e-12
+    assert apart(streamed, trained(DataLoader(data, 24), 1, 24)) < 1e-12
 
 
 class InBatches(BatchSampler):

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, RankDiedError
 from nblaunch.training import Accuracy, TrainConfig, Trainer, evaluate
+from nblaunch.training.exchange import exchange
 from tests.conftest import eventually
 from tests.processes.trained import (
     Breaks,
@@ -147,19 +148,25 @@ def test_a_callback_of_one_rank_can_end_it() -> None:
 
 
 class Judges:
-    """A callback that gives each rank another figure to watch, as NumPy's number."""
+    """A callback that gives each rank another figure to watch, as NumPy's number; rank 1 never has a best one."""
 
     def on_epoch_end(self, trainer: Trainer, figures: dict[str, Any]) -> None:
-        figures["mine"] = np.float64(trainer.epoch if trainer.accelerator.rank else -trainer.epoch)
+        figures["mine"] = np.float64(math.nan if trainer.accelerator.rank else abs(trainer.epoch - 1))
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        assert trainer.best is not None
+        assert trainer.best[:3] == (4, 1, 0.0)
+        first, second = exchange(weights(trainer))
+        assert all(map(torch.equal, first, second))
 
 
-def test_ranks_that_judge_differently_end_together(tmp_path: Path) -> None:
-    config: dict[str, Any] = {"epochs": 6, "early_stop": 1, "monitor": "mine", "checkpoint_dir": tmp_path / "c"}
-    history = fitted(trainer((Judges(),), **config), points(40))
-    assert len(history) == 2
+def test_where_ranks_judge_differently_the_first_decides(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"early_stop": 2, "monitor": "mine", "restore_best": True, "checkpoint_dir": tmp_path}
+    history = fitted(trainer((Judges(),), epochs=6, **config), points(40))
+    assert len(history) == 4
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it ended early
-        assert fitted(trainer((Judges(),), **config), points(40)) == history
+        assert fitted(trainer((Judges(),), epochs=6, **config), points(40)) == history
 
 
 def test_gradients_of_untrained_parameters_do_not_count_in_the_norm() -> None:

@@ -42,15 +42,27 @@ class Here:
         assert trainer.accelerator.device == torch.device("cpu")
 
 
+class Launches:
+    """A callback that would launch ranks in a notebook, and does not in a rank."""
+
+    def on_step_end(self, trainer: Trainer, loss: torch.Tensor) -> None:
+        if trainer.step == 3:
+            assert list(Accelerator(nprocs=2, compute_setup="cpu").distribute(os.getpid)()) == [os.getpid()]
+            trainer.predict(points(4))
+
+
 def drawn() -> Any:
     return torch.rand(2).tolist(), random.random(), np.random.rand()
 
 
 def test_one_rank_trains_here_and_leaves_the_process_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
     here = Here()
-    one = trainer((here,), nprocs=1, dtype=torch.float64, mixed_precision="bf16")
+    one = trainer((here, Launches()), nprocs=1, dtype=torch.float64, mixed_precision="bf16")
     one.model.eval()
     one.model[1].train()  # type: ignore[index]
+    gradients = [torch.ones_like(parameter) for parameter in one.model.parameters()]
+    for parameter, gradient in zip(one.model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
     expected = drawn()
     torch.manual_seed(5), random.seed(5), np.random.seed(5)
@@ -62,7 +74,8 @@ def test_one_rank_trains_here_and_leaves_the_process_as_it_was(caplog: pytest.Lo
     assert {tensor.dtype for tensor in weights(one)} == {torch.float32}
     assert [part.training for part in one.model.modules()] == [False, False, True, False, False]
     assert "forward" not in vars(one.model)
-    assert all(parameter.grad is None for parameter in one.model.parameters())
+    assert all(parameter.grad is own for parameter, own in zip(one.model.parameters(), gradients, strict=True))
+    assert all(map(torch.equal, gradients, map(torch.ones_like, gradients)))
     assert any(message.startswith("step 10: loss ") for message in caplog.messages)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,24 @@ def test_the_best_step_is_kept_and_restored(tmp_path: Path, nprocs: int) -> None
         assert_same(more, two)
 
 
+def test_the_best_of_another_run_or_result_does_not_count(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"nprocs": 1, "keep": 9, "monitor": "valid_loss"}
+    first = turning(tmp_path / "first", **settings)  # the best is step 4 of 8, or of 16 in the other
+    first.fit(points(32), points(16))
+    turning(tmp_path / "other", **settings).fit(points(64), points(16))
+    loaded = turning(tmp_path / "other", restore_best=True, **settings)
+    loaded.load(tmp_path / "first" / "step-6.pt")
+    loaded.fit(points(32), points(16))
+    assert loaded.restore_best()[:3] == (8, 3, 2.0)  # of what has come since: its first one, and later ones tie
+    back = turning(tmp_path / "first", **settings)
+    back.load(tmp_path / "first" / "step-2.pt")  # best.pt is a later step's
+    back.fit(points(32), points(16))
+    assert back.restore_best()[:3] == (4, 1, 0.0)
+    changed = turning(tmp_path / "first", epochs=5, higher_is_better=True, **settings)
+    changed.fit(points(32), points(16))
+    assert changed.restore_best()[:3] == (10, 4, 3.0)
+
+
 def test_without_a_best_checkpoint_restoring_says_what_to_give(tmp_path: Path) -> None:
     one = run(nprocs=1, epochs=1)
     one.fit(points(30), points(30))
@@ -247,8 +266,19 @@ def test_a_loaded_checkpoint_gives_its_weights_to_another_run(tmp_path: Path) ->
         one.fit(points(150))
     one.load(tmp_path, progress=False)
     assert [result["step"] for result in fitted(one, points(150))] == [14.0]
+    again = run(nprocs=1, epochs=1, checkpoint_dir=tmp_path)
+    again.load(tmp_path, progress=False)
+    with pytest.raises(ArgumentError, match=r"has checkpoints, .* instead of the weights of .*step-7\.pt: use resume="):
+        again.fit(points(150))
+    again.config = dataclasses.replace(again.config, resume=False)
+    assert timeless(fitted(again, points(150))) == timeless(one.history)
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["step-14.pt"]
+    assert_same(again, one)
     with pytest.raises(ArgumentError, match=r"path='.*none': there is no such file or folder"):
         one.load(tmp_path / "none")
+    torch.save(one.model.state_dict(), tmp_path / "other.pt")
+    with pytest.raises(ArgumentError, match=r"path='.*other\.pt': no checkpoint that fit has written"):
+        one.load(tmp_path / "other.pt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArgumentError, match=r"path='.*empty': the folder has no checkpoint step-N\.pt"):
         one.load(tmp_path / "empty")
