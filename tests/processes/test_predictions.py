@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,8 +24,8 @@ from torch.utils.data import (
 from nblaunch import notebook_launcher
 from nblaunch.errors import ArgumentError
 from nblaunch.training import ExactDistributedSampler, TrainConfig, Trainer, shard
-from tests.conftest import LONG
 from tests.processes.trained import points, trainer
+from tests.torchrun import torchrun
 
 
 @pytest.fixture(autouse=True)
@@ -155,8 +153,4 @@ SCRIPT = """
 def test_it_works_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, env=env)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "2 4"
+    assert torchrun(script, PYTHONPATH=os.getcwd()).strip() == "2 4"
