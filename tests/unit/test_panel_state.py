@@ -228,8 +228,8 @@ def test_a_snapshot_is_all_of_it(state: PanelState) -> None:
     assert state.delta() is None
 
 
-@pytest.mark.parametrize("total", [math.inf, math.nan, "10", -3, 0, None])
-def test_a_bar_whose_end_is_no_number_has_none(state: PanelState, total: Any) -> None:
+@pytest.mark.parametrize("total", [0, None])
+def test_a_bar_without_steps_or_end_has_none(state: PanelState, total: int | None) -> None:
     state.add_reports(0, [bar("x", 1, total)])
     assert changes_of(state).progress == [(0, "x", 1, None, 1.0, 0, 0)]
 

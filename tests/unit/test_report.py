@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import resource
@@ -238,6 +239,14 @@ def test_a_resumed_bar_says_where_it_began(rank: Rank, clock: list[float]) -> No
     assert rank.records()[-1] == {"progress": "fit", "done": 60, "total": 100, "seconds": 10.0, "first": 40, "level": 0}
 
 
+@pytest.mark.parametrize(
+    ("given", "total"), [(torch.tensor(3), 3), (2.5, 2.5), (math.inf, None), (math.nan, None), ("10", None), (-3, None)]
+)
+def test_a_total_that_is_no_number_is_unknown(rank: Rank, given: Any, total: float | None) -> None:
+    Progress(given, 7)  # type: ignore[arg-type]  # on purpose
+    assert {(record["progress"], record["total"]) for record in rank.records()} == {("7", total)}
+
+
 def test_outside_a_launch_a_bar_only_counts() -> None:
     bar = Progress(2)
     bar.step()
@@ -258,6 +267,8 @@ def test_a_mark_without_a_step_or_value_is_named(rank: Rank) -> None:
         mark_best("loss", 2.5)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(TypeError, match=r"^mark_best\(value='low'\): a metric must be a number"):
         mark_best("loss", 2, "low")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(TypeError, match=r"^mark_best\(metric=\['loss'\]\): expected the name of a metric"):
+        mark_best(["loss"], 2)  # type: ignore[arg-type]  # on purpose
     assert rank.records() == []
 
 
