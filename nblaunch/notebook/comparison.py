@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.output.metric_names import Chart, ChartPlan, family, number_of
+from nblaunch.launch.output.metric_names import Chart, ChartPlan, Part, family, number_of
 from nblaunch.launch.output.report_columns import Report
 from nblaunch.launch.output.saved_reports import saved_reports
 from nblaunch.launch.result import LaunchResult, Metrics
@@ -39,6 +39,13 @@ _RUN_COLOURS = (MEAN_COLOUR, *COLOURS)
 _MAX_CHARTS = 12
 _MAX_NAME = 60
 _MAX_CHARTS_BYTES = 120 << 10
+_STROKES: dict[Part, tuple[str, str]] = {
+    "training": ("━", ""),
+    "epoch": ("┄┄", "1 4"),
+    "valid": ("╌╌", "5 4"),
+    "test": ("╌┄", "7 4 1 4"),
+}
+"""How the lines of a chart beside its first one are drawn, in words and in SVG: their colours are the runs'."""
 _PICTURE = "display:block;max-width:100%;height:auto"
 
 
@@ -281,7 +288,7 @@ class Comparison:
     def _image(self, chart: Chart, most_points: int) -> str:
         lines = [
             Line(
-                line_of(run.metrics, summaries[name]), _colour(number), _is_beside(chart, name), summaries[name].marked
+                line_of(run.metrics, summaries[name]), _colour(number), _stroke(chart, name)[1], summaries[name].marked
             )
             for name in chart.names
             for number, (run, summaries) in enumerate(zip(self.runs, self._summaries, strict=True))
@@ -292,7 +299,7 @@ class Comparison:
 
     def _card(self, chart: Chart, image: str) -> str:
         style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
-        names = [f"{'╌╌' if _is_beside(chart, name) else '━'} <b>{_text(name)}</b>" for name in chart.names]
+        names = [f"{_stroke(chart, name)[0]} <b>{_text(name)}</b>" for name in chart.names]
         said = "; ".join(
             f"{name}: " + ", ".join(f"{label} {summary.latest_text}" for label, summary in self._of(name))
             for name in chart.names
@@ -317,8 +324,9 @@ class Comparison:
         )
 
 
-def _is_beside(chart: Chart, name: str) -> bool:
-    return family(name)[1] != family(chart.names[0])[1]
+def _stroke(chart: Chart, name: str) -> tuple[str, str]:
+    part = family(name)[1]
+    return _STROKES["training" if part == family(chart.names[0])[1] else part]
 
 
 def _best(summary: Summary) -> float | None:

@@ -76,11 +76,19 @@ def test_each_chart_has_a_line_for_each_run_and_dashes_for_validation() -> None:
     images = Images(bundle["text/html"])
     assert images.alts[0] == "chart of loss: train 1 0.55, train 2 0.3; valid_loss: train 1 0.51, train 2 0.26"
     loss = ET.tostring(images.charts[0], encoding="unicode")
-    assert loss.count("stroke-dasharray") == 2
+    assert loss.count('stroke-dasharray="5 4"') == 2
     assert loss.count("circle ") == 1
     assert len(images.charts) == 2
     assert bundle["text/plain"].startswith(" ")
     assert "<style" not in bundle["text/html"]
+
+
+def test_a_chart_tells_means_of_epochs_from_validation() -> None:
+    more = Metrics([Report(0, 1.0, s, {"loss": s, "valid_loss": s, "epoch_loss": s, "test_loss": s}) for s in (1, 2)])
+    html = compare(more, more)._repr_mimebundle_()["text/html"]
+    assert "━ <b>loss</b> ┄┄ <b>epoch_loss</b> ╌╌ <b>valid_loss</b> ╌┄ <b>test_loss</b>" in html
+    dashes = re.findall('stroke-dasharray="([^"]*)', ET.tostring(Images(html).charts[0], encoding="unicode"))
+    assert dashes == ["1 4", "1 4", "5 4", "5 4", "7 4 1 4", "7 4 1 4"]
 
 
 def test_runs_without_a_label_have_their_names() -> None:
