@@ -130,12 +130,13 @@ class Progress:
         """End the bar where it is. Idempotent."""
         if self in _bars:
             _bars.discard(self)
-            if self._shown_done != self.done:
-                self._show()
+            is_cut = self.total is not None and self.done != self.total
+            if is_cut or self._shown_done != self.done:
+                self._show(is_cut)
 
-    def _show(self) -> None:
+    def _show(self, is_cut: bool = False) -> None:
         self._shown_done = self.done
-        seconds = time.monotonic() - self._begin
+        seconds = None if is_cut else time.monotonic() - self._begin  # without seconds, no time is left
         bar = {"progress": self.desc, "done": self.done, "total": self.total, "seconds": seconds}
         spool({**bar, "first": self._first, "level": self._level})
 

@@ -219,7 +219,8 @@ def test_progress_can_be_gone_through_again(rank: Rank) -> None:
 def test_a_bar_within_another_has_a_deeper_level(rank: Rank, clock: list[float]) -> None:
     for _ in nblaunch.progress(range(2), desc="fit"):
         for _ in nblaunch.progress(range(3), desc="epoch"):
-            break  # an epoch that ends early is closed, too
+            break  # an epoch that ends early is closed, too, and no time is left
+    assert [record["seconds"] for record in rank.records() if record["done"] == 0] == [0.0, 0.0, None, 0.0, None]
     assert {(record["progress"], record["level"]) for record in rank.records()} == {("fit", 0), ("epoch", 1)}
 
 
