@@ -61,7 +61,7 @@ class Metrics(Sequence[Report]):
         """
         return self._reports.last
 
-    def in_words(self, lead: str) -> str:
+    def _in_words(self, lead: str) -> str:
         """Return `lead` and the latest values, or an empty string if there are none."""
         last, differing = self.last, self._reports.differing
         shown = [
@@ -101,7 +101,7 @@ class Metrics(Sequence[Report]):
         return pandas.DataFrame(columns)
 
     def __repr__(self) -> str:
-        return f"Metrics({len(self)} report{'' if len(self) == 1 else 's'}{self.in_words(': ')})"
+        return f"Metrics({len(self)} report{'' if len(self) == 1 else 's'}{self._in_words(': ')})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class LaunchResult(Sequence[Any]):
         count = f"{len(self)} rank{'' if len(self) == 1 else 's'}"
         dropped = Dropped(sum(rank.dropped for rank in self.logs), self.metrics.dropped)
         lost = f"; {dropped.amount} dropped" if dropped else ""
-        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{self.metrics.in_words(', ')}{lost}>"
+        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{self.metrics._in_words(', ')}{lost}>"
 
 
 def notes_on(sent: Sent, noted: set[str]) -> Iterator[str]:

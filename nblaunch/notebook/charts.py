@@ -151,7 +151,8 @@ class Line:
 
     points: Sequence[Point]
     colour: str
-    is_dashed: bool = True
+    dashes: str = "5 4"
+    """As in SVG's ``stroke-dasharray``; empty for a solid line."""
     marked: Point | None = None
     """The best point, drawn as a ring."""
 
@@ -202,7 +203,7 @@ def line_chart(
     if mean:
         parts.append(_line(downsampled(mean, most_points), scale, MEAN_COLOUR, 2.0))
     for line in lines:
-        dashes = ' stroke-dasharray="5 4"' * line.is_dashed
+        dashes = f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
         parts.append(_line(downsampled(line.points, most_points), scale, line.colour, 2.0, dashes))
     parts += [_ring(point, scale, colour) for point, colour in marks if scale.x[0] <= point[0] <= scale.x[1]]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'

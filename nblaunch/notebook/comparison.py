@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.output.metric_names import Chart, ChartPlan, family, number_of
+from nblaunch.launch.output.metric_names import Chart, ChartPlan, Part, family, number_of
 from nblaunch.launch.output.report_columns import Report
 from nblaunch.launch.output.saved_reports import saved_reports
 from nblaunch.launch.result import LaunchResult, Metrics
@@ -38,6 +39,13 @@ _RUN_COLOURS = (MEAN_COLOUR, *COLOURS)
 _MAX_CHARTS = 12
 _MAX_NAME = 60
 _MAX_CHARTS_BYTES = 120 << 10
+_STROKES: dict[Part, tuple[str, str]] = {
+    "training": ("━", ""),
+    "epoch": ("┄┄", "1 4"),
+    "valid": ("╌╌", "5 4"),
+    "test": ("╌┄", "7 4 1 4"),
+}
+"""How the lines of a chart beside its first one are drawn, in words and in SVG: their colours are the runs'."""
 _PICTURE = "display:block;max-width:100%;height:auto"
 
 
@@ -63,7 +71,8 @@ def compare(*runs: Source, **named: Source) -> Comparison:
     if len(given) < 2:
         raise ValueError(f"compare() needs at least two runs, and got {len(given)}: compare(first, second)")
     found = [_run_of(argument, label, source) for argument, label, source in given]
-    return Comparison([run.labelled(label) for run, label in zip(found, _labels(found, set(named)), strict=True)])
+    labels = [*_labels([run.label for run in found[: len(runs)]], set(named)), *named]
+    return Comparison([replace(run, label=label) for run, label in zip(found, labels, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +108,6 @@ class Run:
         }
         return cls(label, metrics, order, marks)
 
-    def labelled(self, label: str) -> Run:
-        """Return the same run with another label."""
-        return Run(label, self.metrics, self.order, self.best)
-
     def summaries(self, charts: Iterable[Chart]) -> dict[str, Summary]:
         """Return its metrics in numbers, by name."""
         groups = summarise(self.metrics, [chart.names for chart in charts], self.best)
@@ -130,9 +135,10 @@ def _run_of(argument: str, label: str, source: Any) -> Run:
             f"compare({_said(argument, source)}): expected a result, its metrics, a Launch, a history, or the path "
             f"of a log directory"
         )
-    if not metrics:
+    run = Run.of(label or name, metrics)
+    if not run.metrics:
         raise ValueError(f"compare({_said(argument, source)}): it has no metrics: its ranks never called report()")
-    return Run.of(label or name, metrics)
+    return run
 
 
 def _rows_of(source: Any) -> Metrics | None:
@@ -147,10 +153,14 @@ def _rows_of(source: Any) -> Metrics | None:
             for name, value in row.items()
             if name not in _NOT_METRICS and isinstance(value, numbers.Real) and (rows is source or value == value)
         }  # a DataFrame has NaN where nothing was reported
-        step = row.get("step", row.get("epoch", number))
-        at = int(float(step)) if isinstance(step, numbers.Real) and math.isfinite(step) else None
-        reports.append(Report(int(row.get("rank", 0)), float(row.get("time", number)), at, values))
+        at = _finite(row.get("step", row.get("epoch", number)))
+        step = None if at is None else int(at)
+        reports.append(Report(int(_finite(row.get("rank")) or 0), _finite(row.get("time")) or number, step, values))
     return Metrics(reports)
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
 
 
 def _result_of(argument: str, launch: Launch) -> LaunchResult:
@@ -168,16 +178,15 @@ def _said(argument: str, value: object) -> str:
     return f"{argument}{value!r:.80}" if argument.endswith("=") else f"{argument}: {value!r:.80}"
 
 
-def _labels(runs: Sequence[Run], given: set[str]) -> list[str]:
-    """Return a label for each run: its name, with a number where several have the same."""
-    count = Counter(run.label for run in runs)
-    seen: Counter[str] = Counter()
-    labels = []
-    for run in runs:
-        seen[run.label] += 1
-        is_plain = count[run.label] == 1 or (run.label in given and seen[run.label] == count[run.label])
-        labels.append(run.label if is_plain else f"{run.label} {seen[run.label]}")
-    return labels
+def _labels(names: Sequence[str], given: set[str]) -> Iterator[str]:
+    """Return a label for each run: its name, with a number where that is not unique."""
+    count = Counter(names)
+    taken = given | {name for name in names if count[name] == 1}
+    for name in names:
+        numbered = (f"{name} {number}" for number in itertools.count(1))
+        label = name if count[name] == 1 and name not in given else next(x for x in numbered if x not in taken)
+        taken.add(label)
+        yield label
 
 
 class Comparison:
@@ -279,7 +288,7 @@ class Comparison:
     def _image(self, chart: Chart, most_points: int) -> str:
         lines = [
             Line(
-                line_of(run.metrics, summaries[name]), _colour(number), _is_beside(chart, name), summaries[name].marked
+                line_of(run.metrics, summaries[name]), _colour(number), _stroke(chart, name)[1], summaries[name].marked
             )
             for name in chart.names
             for number, (run, summaries) in enumerate(zip(self.runs, self._summaries, strict=True))
@@ -290,7 +299,7 @@ class Comparison:
 
     def _card(self, chart: Chart, image: str) -> str:
         style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
-        names = [f"{'╌╌' if _is_beside(chart, name) else '━'} <b>{_text(name)}</b>" for name in chart.names]
+        names = [f"{_stroke(chart, name)[0]} <b>{_text(name)}</b>" for name in chart.names]
         said = "; ".join(
             f"{name}: " + ", ".join(f"{label} {summary.latest_text}" for label, summary in self._of(name))
             for name in chart.names
@@ -315,8 +324,9 @@ class Comparison:
         )
 
 
-def _is_beside(chart: Chart, name: str) -> bool:
-    return family(name)[1] != family(chart.names[0])[1]
+def _stroke(chart: Chart, name: str) -> tuple[str, str]:
+    part = family(name)[1]
+    return _STROKES["training" if part == family(chart.names[0])[1] else part]
 
 
 def _best(summary: Summary) -> float | None:

@@ -150,13 +150,12 @@ class PanelState:
 
     def _set_bar(self, rank: int, record: Mapping[str, Any]) -> None:
         bars, name = self.progress.setdefault(rank, {}), record["progress"]
-        total = record.get("total")  # the user's: it may be anything
-        if not (isinstance(total, (int, float)) and 0 < total < math.inf):
-            total = None
+        total = record.get("total") or None
         first, level = record.get("first", 0), record.get("level", 0)
         if name not in bars and level:
-            for done in [bar.name for bar in bars.values() if bar.level >= level and bar.done == bar.total]:
-                del bars[done]  # such as that of the epoch before
+            inner = [bar for bar in bars.values() if bar.level >= level]
+            for ended in [bar.name for bar in inner if bar.done == bar.total or bar.seconds is None]:
+                del bars[ended]  # such as that of the epoch before
         bars[name] = ProgressEntry(rank, name, record.get("done"), total, record.get("seconds"), first, level)
         if len(bars) > _MAX_BARS:  # keep outer bars, and those that still run
             others = [bar for bar in bars.values() if bar.name != name]

@@ -84,10 +84,12 @@ def mark_best(metric: str, step: int, value: SupportsFloat | None = None) -> Non
         value: Its value. Default: what this rank has reported for the metric at that step.
 
     Raises:
-        TypeError: The step is not a whole number, or the value is not a number.
+        TypeError: The metric is not a name, the step is not a whole number, or the value is not a number.
     """
     if _current is None:
         return
+    if not isinstance(metric, str):
+        raise TypeError(f"mark_best(metric={metric!r:.80}): expected the name of a metric, such as 'valid_loss'")
     known = None if value is None else _number("value", value, "mark_best")
     spool({"time": time.time(), "best": metric, "step": _step(step, "mark_best"), "value": known})
 
@@ -99,13 +101,13 @@ class Progress:
     time left is estimated from the steps that this bar has seen: a resumed run passes what was done before as `done`.
 
     Args:
-        total: The number of steps; None if it is unknown.
+        total: The number of steps; None, or anything that is not a finite number, if it is unknown.
         desc: The label of the bar. Default: none.
         done: Steps that were done before. Default: 0.
     """
 
     def __init__(self, total: int | None, desc: str = "", done: int = 0) -> None:
-        self.total, self.desc, self.done = total, desc, done
+        self.total, self.desc, self.done = _total(total), str(desc), done
         self._first = done
         self._begin = self._shown = time.monotonic()
         self._level = len(_bars)
@@ -128,12 +130,13 @@ class Progress:
         """End the bar where it is. Idempotent."""
         if self in _bars:
             _bars.discard(self)
-            if self._shown_done != self.done:
-                self._show()
+            is_cut = self.total is not None and self.done != self.total
+            if is_cut or self._shown_done != self.done:
+                self._show(is_cut)
 
-    def _show(self) -> None:
+    def _show(self, is_cut: bool = False) -> None:
         self._shown_done = self.done
-        seconds = time.monotonic() - self._begin
+        seconds = None if is_cut else time.monotonic() - self._begin  # without seconds, no time is left
         bar = {"progress": self.desc, "done": self.done, "total": self.total, "seconds": seconds}
         spool({**bar, "first": self._first, "level": self._level})
 
@@ -177,6 +180,14 @@ class progress(Generic[T]):  # noqa: N801  # called like a function: for batch i
                 bar.step()
         finally:
             bar.close()
+
+
+def _total(value: Any) -> float | None:
+    try:
+        number: float = operator.index(value)
+    except TypeError:
+        number = value if isinstance(value, float) else math.nan
+    return number if 0 <= number < math.inf else None
 
 
 def _number(name: str, value: Any, caller: str = "report") -> float:

@@ -14,7 +14,7 @@ from playwright.sync_api import Dialog
 
 from tests.browser.cells import TRAINS
 from tests.browser.conftest import SHARED, Lab, keep_picture
-from tests.browser.lab import run_all, wait_until_idle, write_notebook
+from tests.browser.lab import close_documents, run_all, wait_until_idle, write_notebook
 from tests.conftest import eventually
 
 DARK = "JupyterLab Dark"
@@ -188,6 +188,17 @@ def test_two_panels_with_validation_share_one_script(lab: Lab) -> None:
     assert lab.panel.locator(".nbl-log").bounding_box()["height"] < 40  # type: ignore[index]  # it is on the page
     assert lab.page.evaluate(STYLES) == 1
     keep_picture(lab.page, "validation.png")
+
+
+def test_a_notebook_that_is_opened_again_has_live_panels(lab: Lab) -> None:
+    lab.run(TRAINS + "launch = notebook_launcher(train, kwargs={'steps': 150}, num_processes=2, block=False)")
+    lab.wait_for_state("running")
+    lab.wait_for_cells()
+    lab.save()
+    assert close_documents(lab.page)
+    lab.open(SHARED)
+    lab.wait_for_state("finished")
+    lab.log_says("step 140")
 
 
 def test_nothing_that_a_rank_says_becomes_html(lab: Lab) -> None:

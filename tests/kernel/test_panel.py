@@ -310,6 +310,17 @@ def test_many_launches_leave_few_widgets_threads_and_descriptors(page: Page) -> 
     eventually(lambda: kernel.ask(descriptors) <= before, otherwise=lambda: kernel.ask(descriptors))
 
 
+def test_after_all_widgets_are_closed_a_panel_has_a_script(page: Page) -> None:
+    scripts = "[m for m, w in __import__('ipywidgets').Widget.widgets.items() if type(w).__name__ == 'PanelScript']"
+    seen = set()
+    for _ in range(2):
+        page.run("import time\nnotebook_launcher(lambda: time.sleep(1), num_processes=1)")
+        assert [page.state["script"]] == [f"IPY_MODEL_{model}" for model in page.kernel.ask(scripts)]
+        seen.add(page.state["script"])
+        page.kernel.run("__import__('ipywidgets').Widget.close_all()").check()
+    assert len(seen) == 2
+
+
 def test_a_short_launch_shows_the_memory_of_every_rank(page: Page) -> None:
     page.run("def naps():\n    import time; time.sleep(1)\nnotebook_launcher(naps, num_processes=8)")
     changes = [content.get("changes", {}) for _, content, _ in page.messages]

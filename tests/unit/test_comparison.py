@@ -76,16 +76,27 @@ def test_each_chart_has_a_line_for_each_run_and_dashes_for_validation() -> None:
     images = Images(bundle["text/html"])
     assert images.alts[0] == "chart of loss: train 1 0.55, train 2 0.3; valid_loss: train 1 0.51, train 2 0.26"
     loss = ET.tostring(images.charts[0], encoding="unicode")
-    assert loss.count("stroke-dasharray") == 2
+    assert loss.count('stroke-dasharray="5 4"') == 2
     assert loss.count("circle ") == 1
     assert len(images.charts) == 2
     assert bundle["text/plain"].startswith(" ")
     assert "<style" not in bundle["text/html"]
 
 
+def test_a_chart_tells_means_of_epochs_from_validation() -> None:
+    more = Metrics([Report(0, 1.0, s, {"loss": s, "valid_loss": s, "epoch_loss": s, "test_loss": s}) for s in (1, 2)])
+    html = compare(more, more)._repr_mimebundle_()["text/html"]
+    assert "━ <b>loss</b> ┄┄ <b>epoch_loss</b> ╌╌ <b>valid_loss</b> ╌┄ <b>test_loss</b>" in html
+    dashes = re.findall('stroke-dasharray="([^"]*)', ET.tostring(Images(html).charts[0], encoding="unicode"))
+    assert dashes == ["1 4", "1 4", "5 4", "5 4", "7 4 1 4", "7 4 1 4"]
+
+
 def test_runs_without_a_label_have_their_names() -> None:
     labels = [run.label for run in compare(result_of(1), result_of(1), result_of(1, "test"), train=result_of(1)).runs]
     assert labels == ["train 1", "train 2", "test", "train"]
+    taken: dict[str, Any] = {"train 1": result_of(1), "train": result_of(1)}
+    labels = [run.label for run in compare(result_of(1), result_of(1, "train 2"), **taken).runs]
+    assert labels == ["train 3", "train 2", "train 1", "train"]
 
 
 def test_a_metric_of_one_run_alone_leaves_the_other_empty() -> None:
@@ -105,6 +116,12 @@ def test_the_history_of_a_trainer_is_a_run() -> None:
     comparison = compare(a=history, b=result_of(0.5))
     assert rows_of(comparison)[1][:2] == ["loss", "0.5, best 0.5"]
     assert [point for point, _ in comparison.runs[0].metrics["valid_loss"][0]] == [50.0, 100.0]
+
+
+@pytest.mark.parametrize("odd", [None, math.nan, "x"])
+def test_rows_need_no_rank_time_or_step(odd: object) -> None:
+    comparison = compare(a=[{"loss": 1.0, "rank": odd, "time": odd, "step": odd}], b=[{"loss": 0.5}])
+    assert [dict(run.metrics) for run in comparison.runs] == [{"loss": {0: [(0.0, y)]}} for y in (1.0, 0.5)]
 
 
 def test_a_data_frame_of_metrics_is_a_run() -> None:
@@ -157,6 +174,8 @@ def test_what_is_no_run_is_named(call: Any, said: str) -> None:
 def test_a_run_without_metrics_is_named() -> None:
     with pytest.raises(ValueError, match=r"^compare\(b=\[\]\): it has no metrics"):
         compare(a=result_of(1), b=[])
+    with pytest.raises(ValueError, match=r"^compare\(b=\[\{'name': 'x'\}\]\): it has no metrics"):
+        compare(a=result_of(1), b=[{"name": "x"}])
     with pytest.raises(ValueError, match=r"^compare\(b=Metrics\(0 reports\)\): it has no metrics"):
         compare(a=result_of(1), b=Metrics([]))
 

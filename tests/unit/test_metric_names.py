@@ -14,7 +14,12 @@ from nblaunch.launch.output.metric_names import ChartPlan, family, formatted, ki
         *((name, ("loss", "epoch")) for name in ("epoch_loss", "train_loss_epoch", "loss/epoch")),
         *((name, ("loss", "valid")) for name in ("valid_loss", "val/loss", "valLoss", "eval_loss", "validation.loss")),
         ("test_accuracy", ("accuracy", "test")),
-        *((name, (name, "training")) for name in ("valid", "epoch", "validity_loss", "evaluate", "testament", "")),
+        *(
+            (name, (name, "training"))
+            for name in ("valid", "epoch", "validity_loss", "evaluate", "testament", "", "val_", "test_")
+        ),
+        *((name, (name.lower(), "training")) for name in ("VALUE", "EPOCHS", "TESTING", "EVALUATE")),
+        ("VAL_LOSS", ("loss", "valid")),
     ],
 )
 def test_the_prefix_of_a_name_says_which_data_it_is_of(name: str, expected: tuple[str, str]) -> None:
@@ -77,6 +82,11 @@ def test_charts_change_with_new_metrics_and_new_steps_alone() -> None:
         ("images/s", 1.2e6, "1.2M/s"),
         ("tokens_per_sec", 999_700.0, "1M/s"),
         ("tokens_per_sec", 123_456.0, "123k/s"),
+        ("tokens/sec", 123_456.0, "123k/s"),
+        ("samplesPerSecond", 123_456.0, "123k/s"),
+        ("learningRate", 3e-4, "3e-4"),
+        ("lr_loss", 3e-4, "0.0003"),
+        ("s", 1500.0, "1,500"),
         ("samples_per_second", float("nan"), "nan"),
         ("loss", 0.25, "0.25"),
         ("seconds", 1.5, "1.5"),

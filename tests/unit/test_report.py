@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import resource
@@ -218,7 +219,8 @@ def test_progress_can_be_gone_through_again(rank: Rank) -> None:
 def test_a_bar_within_another_has_a_deeper_level(rank: Rank, clock: list[float]) -> None:
     for _ in nblaunch.progress(range(2), desc="fit"):
         for _ in nblaunch.progress(range(3), desc="epoch"):
-            break  # an epoch that ends early is closed, too
+            break  # an epoch that ends early is closed, too, and no time is left
+    assert [record["seconds"] for record in rank.records() if record["done"] == 0] == [0.0, 0.0, None, 0.0, None]
     assert {(record["progress"], record["level"]) for record in rank.records()} == {("fit", 0), ("epoch", 1)}
 
 
@@ -236,6 +238,14 @@ def test_a_resumed_bar_says_where_it_began(rank: Rank, clock: list[float]) -> No
     clock[0] += 10.0
     bar.reach(60)
     assert rank.records()[-1] == {"progress": "fit", "done": 60, "total": 100, "seconds": 10.0, "first": 40, "level": 0}
+
+
+@pytest.mark.parametrize(
+    ("given", "total"), [(torch.tensor(3), 3), (2.5, 2.5), (math.inf, None), (math.nan, None), ("10", None), (-3, None)]
+)
+def test_a_total_that_is_no_number_is_unknown(rank: Rank, given: Any, total: float | None) -> None:
+    Progress(given, 7)  # type: ignore[arg-type]  # on purpose
+    assert {(record["progress"], record["total"]) for record in rank.records()} == {("7", total)}
 
 
 def test_outside_a_launch_a_bar_only_counts() -> None:
@@ -258,6 +268,8 @@ def test_a_mark_without_a_step_or_value_is_named(rank: Rank) -> None:
         mark_best("loss", 2.5)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(TypeError, match=r"^mark_best\(value='low'\): a metric must be a number"):
         mark_best("loss", 2, "low")  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(TypeError, match=r"^mark_best\(metric=\['loss'\]\): expected the name of a metric"):
+        mark_best(["loss"], 2)  # type: ignore[arg-type]  # on purpose
     assert rank.records() == []
 
 

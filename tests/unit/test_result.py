@@ -166,5 +166,7 @@ def test_the_best_step_has_the_value_of_its_report() -> None:
     columns.mark(1, "loss", 1, None)  # the lowest rank's mark is shown
     columns.mark(1, "lr", 7, None)
     assert Metrics(columns).best == {"loss": Best(2, 0.7), "lr": Best(7, None)}
+    columns.add(0, 9.0, 2**70, {"loss": 0.4})
+    assert columns.mark(0, "loss", 2**70, None) == Best(2**70, 0.4)
     columns.mark(0, "loss", 1, 0.5)
     assert Metrics(columns).best["loss"] == Best(1, 0.5)

@@ -313,6 +313,7 @@ def test_stderr_lines_come_between_the_old_status_and_the_new(cell: Cell) -> Non
             "epoch 1: 45/100 45% 12.3 it/s, 0:04 left",
         ),
         ({"progress": "", "done": 0, "total": 100, "seconds": 0.0}, "0/100 0%"),
+        ({"progress": "", "done": 3, "total": 10, "seconds": 5.0, "first": 4}, "3/10 30%"),
         ({"progress": "", "done": 50_000, "total": None, "seconds": 10}, "50000 5,000 it/s"),
         ({"progress": "", "done": 1, "total": 3, "seconds": 20.0}, "1/3 33% 0.05 it/s, 0:40 left"),
         (

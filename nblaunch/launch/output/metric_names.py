@@ -23,7 +23,7 @@ _WORD = re.compile(r"f1|[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _PARTS: dict[str, Part] = {"train": "training", "epoch": "epoch", "val": "valid", "eval": "valid", "test": "test"}
 _PREFIX = re.compile(
     r"((?i:train|val|eval|test|epoch))(?i:(?<=train)ing|(?<=val)id(?:ation)?|(?<=eval)uation)?"
-    r"(?:[_/. -]+|(?=[A-Z]))(?=.)"
+    r"(?:[_/. -]+|(?<=[a-z])(?=[A-Z]))(?=.)"
 )
 _SUFFIX = re.compile(r"(?<=.)[_/. -](step|epoch)$", re.IGNORECASE)
 _ORDER: tuple[Part, ...] = ("training", "epoch", "valid", "test")
@@ -43,10 +43,12 @@ def direction(name: str) -> Direction:
 
 def kind(name: str) -> Kind:
     """Return how to write the values of a metric."""
-    words = re.findall("[a-z0-9]+", name.lower())
-    if "throughput" in words or (words[-1:] and words[-1] in _SECOND and ("per" in words or name.endswith("/s"))):
+    words = [word.lower() for word in _WORD.findall(name)]
+    *_, before, last = ["", "", *words]
+    if "throughput" in words or (last in _SECOND and (before == "per" or name.lower().endswith(f"/{last}"))):
         return "rate"
-    return "lr" if "lr" in words or "learning rate" in " ".join(words) else ""
+    is_rate = "lr" in words or "learning rate" in " ".join(words)
+    return "lr" if is_rate and not direction(name) else ""  # such as lr_loss
 
 
 def family(name: str) -> tuple[str, Part]:

@@ -78,9 +78,11 @@ class ReportColumns(Sequence[Report]):
 
     def mark(self, rank: int, metric: str, step: int, value: float | None) -> Best:
         """Mark a rank's best step by a metric. The value defaults to that of the report."""
-        if value is None:
-            found = (self[at] for at in reversed(range(len(self))) if self._ranks[at] == rank)
-            value = next((report.values[metric] for report in found if _holds(report, metric, step)), None)
+        if value is None and metric in self._latest.get(rank, {}):
+            every = reversed(range(len(self)))
+            found = (at for at in every if step in (self._steps[at], self._large_steps.get(at)))
+            values = (self[at].values for at in found if self._ranks[at] == rank)
+            value = next((known[metric] for known in values if metric in known), None)
         best = self._best.setdefault(rank, {})[metric] = Best(step, value)
         return best
 
@@ -132,7 +134,3 @@ class ReportColumns(Sequence[Report]):
     def best(self) -> dict[str, Best]:
         """Return the best step by each metric for which one is marked, from the lowest rank that marked it."""
         return {metric: best for rank in sorted(self._best, reverse=True) for metric, best in self._best[rank].items()}
-
-
-def _holds(report: Report, metric: str, step: int) -> bool:
-    return report.step == step and metric in report.values

@@ -352,8 +352,8 @@ def _progress_text(record: Mapping[str, Any]) -> str:
         return ""  # complete
     desc = f"{record['progress']}: " if record["progress"] else ""
     share = f"{done}/{total} {done / total:.0%}" if total else f"{done}"
-    rate = (done - record.get("first", 0)) / seconds if seconds else 0.0
-    left = f", {_clock((total - done) / rate)} left" if total and rate > 0 and total > done else ""
+    rate = max(0.0, done - record.get("first", 0)) / seconds if seconds else 0.0
+    left = f", {_clock((total - done) / rate)} left" if total and rate and total > done else ""
     return f"{desc}{share}" + (f" {rate:,.0f} it/s" if rate >= 1000 else f" {rate:.3g} it/s" if rate else "") + left
 
 

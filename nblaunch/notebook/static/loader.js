@@ -1,6 +1,6 @@
 // What each panel's widget carries: it loads the panel's script from the model that holds it for all panels of a kernel.
 const PAUSE_MS = 50;
-const TRIES = 30; // together less than anywidget waits for a model
+const TRIES = 200;
 
 const page = /** @type {any} */ (globalThis);
 /** Scripts by their text; panels of all notebooks on the page share them. @type {Map<string, Promise<any>>} */
@@ -10,7 +10,9 @@ const scripts = (page.nblaunchScripts ??= new Map());
 async function modelOf(manager, id) {
   for (let left = TRIES; ; left--) {
     try {
-      return await manager.get_model(id);
+      const found = await manager.get_model(id); // some managers give undefined for an unknown id
+      if (found) return found;
+      throw new Error(`the panel's script is not found: ${id}`);
     } catch (error) {
       if (!left) throw error;
       await new Promise((done) => setTimeout(done, PAUSE_MS));
@@ -37,8 +39,22 @@ async function panelScript(model) {
 }
 
 export default {
-  /** @param {{model: any}} context */
-  initialize: async (context) => (await panelScript(context.model)).initialize(context),
+  /** Return at once: anywidget drops the messages of a model that is not ready within 2 s. Keep them for the script.
+   * @param {{model: any}} context */
+  initialize: (context) => {
+    const { model } = context;
+    /** @type {any[][]} */
+    const early = [];
+    const keep = (/** @type {any[]} */ ...message) => early.push(message);
+    model.on("msg:custom", keep);
+    const started = panelScript(model)
+      .then((panel) => {
+        model.off("msg:custom", keep);
+        return panel.initialize({ ...context, early });
+      })
+      .catch((error) => console.error("nblaunch: this panel has no script", error)); // its views fail, too
+    return async () => (await started)?.();
+  },
   /** @param {{model: any}} context */
   render: async (context) => (await panelScript(context.model)).render(context),
 };

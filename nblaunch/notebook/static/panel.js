@@ -12,11 +12,14 @@ import { RecordKeeper } from "./record.js";
 import { PanelState } from "./state.js";
 import { StuckView } from "./stuck.js";
 
-/** @type {Map<string, PanelState>} */
-const panels = new Map();
+/** Panels by launch, of each notebook: a page may show a launch in two, and one that is opened again makes new models.
+ * @type {WeakMap<object, Map<string, PanelState>>} */
+const notebooks = new WeakMap();
 
 /** @param {any} model */
 function panelOf(model) {
+  let panels = notebooks.get(model.widget_manager);
+  if (!panels) notebooks.set(model.widget_manager, (panels = new Map()));
   const id = String(model.get("info")?.launch ?? "");
   let panel = panels.get(id);
   if (!panel) {
@@ -26,9 +29,10 @@ function panelOf(model) {
   return panel;
 }
 
-/** @param {{model: any, signal?: AbortSignal}} context */
-function initialize({ model }) {
+/** @param {{model: any, early?: any[][]}} context with the messages that came before this script */
+function initialize({ model, early = [] }) {
   const panel = panelOf(model);
+  for (const [content, buffers] of early) panel.receive(content, buffers);
   const keeper = new RecordKeeper(panel.info.launch, (host) => render({ model, el: host }));
   const look = () => ACTIVE_STATES.includes(panel.state.name) || keeper.start();
   panel.views.add(look);
@@ -37,7 +41,7 @@ function initialize({ model }) {
     panel.views.delete(look);
     keeper.stop();
     panel.dispose();
-    for (const [id, known] of panels) if (known === panel) panels.delete(id);
+    notebooks.get(model.widget_manager)?.delete(panel.info.launch);
   };
 }
 

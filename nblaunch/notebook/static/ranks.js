@@ -122,11 +122,11 @@ export class RanksView {
 
 /** @param {import("./state.js").Bar} bar @param {number | null} share @param {boolean} lives */
 function barText(bar, share, lives) {
-  const rate = bar.seconds > 0 ? (bar.done - bar.first) / bar.seconds : 0;
+  const rate = bar.seconds > 0 ? Math.max(0, bar.done - bar.first) / bar.seconds : 0;
   if (share === null || bar.total === null) {
     return rate ? `${numberText(bar.done)} · ${numberText(Number(rate.toPrecision(3)))}/s` : numberText(bar.done);
   }
-  const left = lives && share < 1 && rate > 0 ? ` · ${clockText((bar.total - bar.done) / rate)} left` : "";
+  const left = lives && share < 1 && rate ? ` · ${clockText((bar.total - bar.done) / rate)} left` : "";
   return `${numberText(bar.done)}/${numberText(bar.total)}${left}`;
 }
 

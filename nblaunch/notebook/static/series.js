@@ -264,8 +264,8 @@ export class MetricGroup {
       columns: columns.map((column) => placed(xs, column)),
       mean: placed(xs, mean),
       beside: others.map(({ part }, i) => ({ part, values: placed(tables[i].xs, tables[i].mean) })),
-      marks: this.metrics.flatMap(({ marked, part }) =>
-        marked && marked.y !== null ? [{ part, x: marked.x, y: marked.y }] : [],
+      marks: this.metrics.flatMap(({ marked, part, byIndex }) =>
+        marked && marked.y !== null && !byIndex ? [{ part, x: marked.x, y: marked.y }] : [],
       ),
     };
   }

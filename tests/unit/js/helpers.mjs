@@ -61,7 +61,7 @@ export class FakeClock {
 
 /** An anywidget model in a page whose kernel is `kernel`. */
 export class FakeModel {
-  constructor({ info = {}, sent = 0, manager = undefined } = {}) {
+  constructor({ info = {}, sent = 0, manager = {} } = {}) {
     this.state = {
       info: {
         launch: "L1",
@@ -85,7 +85,9 @@ export class FakeModel {
   on(name, listener) {
     if (name === "msg:custom") this.listeners.push(listener);
   }
-  off() {}
+  off(name, listener) {
+    if (name === "msg:custom") this.listeners = this.listeners.filter((known) => known !== listener);
+  }
   send(content) {
     this.sentMessages.push(content);
   }

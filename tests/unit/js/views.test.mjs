@@ -483,3 +483,17 @@ test("why ranks wait is shown with what to do, until they go on or are stopped",
   delta({ state: { name: "stopping" } });
   assert.ok(banner.hidden);
 });
+
+test("a notebook that is opened again has a panel of its own", (t) => {
+  const info = { launch: "opened twice" };
+  const [before, after] = [new FakeModel({ info }), new FakeModel({ info, sent: 1 })];
+  const [endOfFirst, end] = [before, after].map((model) => panel.initialize({ model }));
+  assert.deepEqual([before.kinds(), after.kinds()], [[], ["resync"]]);
+  endOfFirst();
+  after.deliver(deltaOf(1, { state: { name: "running" } }));
+  const host = page.host();
+  t.after(panel.render({ model: after, el: host }));
+  t.after(end);
+  page.draw();
+  assert.equal(host.one("nbl-pill").textContent, "Running");
+});
