@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training import gradient_order, model_states, state_folder
 from nblaunch.training.checkpoint import random_states
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
@@ -52,15 +51,15 @@ class StateFiles:
 
         The folder is written beside its place and moved there when it is complete: a crash, Stop or a full disk leaves
         the earlier one. Rank 0 writes; ranks on other machines must see the same folder. One process without a process
-        group reads each file by ``torch.load``: ``model.pt`` (``model_1.pt``, ...) is the ``state_dict`` of the user's
-        own module.
+        group reads each file by ``torch.load`` (without a GPU: ``map_location="cpu"``): ``model.pt``, ``model_1.pt``
+        ... are the ``state_dict`` of the users' own modules.
 
         Save between optimizer steps, or after any batch within `accumulate`. Gradients that a loop accumulates without
         `accumulate` are not saved.
 
         Args:
-            output_dir: The folder. A state that is there is replaced. Default, and required, with
-                ``automatic_checkpoint_naming``: ``project_dir/checkpoints/checkpoint_<iteration>``.
+            output_dir: The folder. A state that is there is replaced. With ``automatic_checkpoint_naming`` it is
+                ignored, as in accelerate: the folder is ``project_dir/checkpoints/checkpoint_<iteration>``.
             safe_serialization: Accepted for accelerate's sake: the files need no code to load either way.
             save_model_func_kwargs: Not supported.
 
@@ -69,7 +68,7 @@ class StateFiles:
 
         Raises:
             ArgumentError: There is no `output_dir`, or it holds files that are not of a saved state.
-            OSError: On every rank, if rank 0 cannot write.
+            OSError: On every rank, if one cannot write.
         """
         self._join()
         if save_model_func_kwargs:
@@ -83,15 +82,14 @@ class StateFiles:
         if any(other != kinds for _, other, _ in parts):
             raise ArgumentError("save_state: the ranks prepared or registered different objects: use the same on each")
         is_writer = world().rank == 0
-        folder = exchange_results(lambda: StateFolder(target) if is_writer else None)[world().rank]
+        folder = exchange_results(lambda: StateFolder.begin(target) if is_writer else None)[0]
+        assert folder is not None
         try:
-            scratch = exchange_results(lambda: folder.begin() if folder is not None else None)[0]
-            assert scratch is not None
-            exchange_results(lambda: self._write(scratch, [own for *_, own in parts]))
+            exchange_results(lambda: self._write(folder.scratch, [own for *_, own in parts]))
             size, has_gradients = world().size, self._gradients.step_progress[0] > 0
-            exchange_results(lambda: folder.complete(size, kinds, has_gradients) if folder is not None else None)
+            exchange_results(lambda: folder.complete(size, kinds, has_gradients) if is_writer else None)
         finally:
-            if folder is not None:
+            if is_writer:
                 folder.discard()
         if configuration is not None:
             keep = configuration.total_limit
@@ -123,6 +121,8 @@ class StateFiles:
             return None
         if getattr(configuration, "save_on_each_node", False):
             raise ArgumentError("save_on_each_node=True: a saved state is one folder that all machines see")
+        if configuration.total_limit is not None:
+            whole_number("total_limit", configuration.total_limit, least=1)
         return configuration
 
     def _checkpoints(self) -> Path:
@@ -158,7 +158,7 @@ class StateFiles:
     def _write(self, folder: Path, by_rank: list[dict[str, Any]]) -> None:
         """Write the files. Every rank calls it."""
         record, registered, scaler = self._prepared, self._registered, self._gradients.scaler
-        models = list(record.models)
+        models = record.models
         weights = [model_states.model_state(model) for model in models]
         for hook in list(registered.save_hooks.values()):
             hook(models, weights, str(folder))
@@ -167,16 +167,17 @@ class StateFiles:
         for number, optimizer in enumerate(record.optimizers):
             model_states.write_optimizer(optimizer, folder, number)
         if self._gradients.step_progress[0]:
-            torch.save([gradients_of(model) for model in record.models], gradient_path(folder, world().rank))
+            gradients = [gradients_of(model) for model in record.models]
+            model_states.write_file(gradients, gradient_path(folder, world().rank))
         if world().rank != 0:
             return
         for number, scheduler in enumerate(record.schedulers):
-            torch.save(model_states.with_python_numbers(scheduler.state_dict()), path_of(folder, "scheduler", number))
+            model_states.write_file(scheduler.state_dict(), path_of(folder, "scheduler", number))
         if scaler is not None:
-            torch.save(scaler.state_dict(), folder / SCALER)
-        torch.save(by_rank, folder / RANKS)
+            model_states.write_file(scaler.state_dict(), folder / SCALER)
+        model_states.write_file(by_rank, folder / RANKS)
         for number, thing in enumerate(registered.objects):
-            torch.save(thing.state_dict(), path_of(folder, "object", number))
+            model_states.write_file(thing.state_dict(), path_of(folder, "object", number))
         _warn_about_code(folder)
 
     # ------------------------------------------------------------------ loading
@@ -214,15 +215,18 @@ class StateFiles:
         """
         self._join()
         options = {key: value for key, value in load_model_func_kwargs.items() if key != "map_location"}
-        record, registered = self._prepared, self._registered
-        record.collect()
+        self._prepared.collect()
         paths = exchange_results(lambda: self._source(input_dir) if world().rank == 0 else None)
         folder = paths[0]
         assert folder is not None
         manifest = exchange_results(lambda: self._checked_manifest(folder))[world().rank]
-        models = list(record.models)
-        for hook in list(registered.load_hooks.values()):
-            exchange_results(functools.partial(_call, hook, models, str(folder)))
+        models = self._prepared.models
+
+        def call_hooks() -> None:
+            for hook in list(self._registered.load_hooks.values()):
+                hook(models, str(folder))
+
+        exchange_results(call_hooks)  # all at once: ranks may have different numbers of hooks
         saved: list[LoadedState] = []
         exchange_results(lambda: saved.append(self._read(models, folder, manifest, load_kwargs or {}, options)))
         saved[0].repeat_gradient_orders()
@@ -338,10 +342,7 @@ class StateFiles:
         self._join()
         if max_shard_size is not None:
             warn(f"save_model: max_shard_size={max_shard_size!r} has no effect: all weights are in one file")
-        state = self.get_state_dict(model)
-        exchange_results(
-            lambda: model_states.export(model, state, Path(save_directory).expanduser(), safe_serialization)
-        )
+        exchange_results(lambda: model_states.export(model, Path(save_directory).expanduser(), safe_serialization))
 
     # ------------------------------------------------------------------ inside
     @property
@@ -360,10 +361,6 @@ class StateFiles:
     def _registered(self) -> Registered:
         found: Registered = vars(self).setdefault("_registered_objects", Registered())
         return found
-
-
-def _call(hook: Callable[..., Any], *args: Any) -> None:
-    hook(*args)
 
 
 def _counted(kind: str, names: list[str]) -> str:

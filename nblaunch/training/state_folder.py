@@ -46,7 +46,13 @@ class Manifest:
         """
         name = f"input_dir={str(folder)!r}"
         if not folder.is_dir():
-            raise ArgumentError(f"{name}: there is no such folder")
+            left = [
+                path.name
+                for path, writer in _unfinished(folder.parent)
+                if writer.group("name", "kind") == (folder.name, "old")
+            ]
+            rest = f". {left[0]} is its state from before a write that has not ended: rename it" if left else ""
+            raise ArgumentError(f"{name}: there is no such folder{rest}")
         path = folder / MANIFEST
         if not path.is_file():
             raise ArgumentError(f"{name}: it has no {MANIFEST}, so save_state did not write it, or not to its end")
@@ -91,17 +97,26 @@ def _is_intact(path: Path) -> bool:
 class StateFolder:
     """A folder that is written beside its final place, and moved there once it is complete.
 
-    All methods but `repair` are for the process that writes: rank 0.
+    All methods are for the process that writes: rank 0.
 
-    Args:
-        target: The final place. An earlier saved state there is replaced; other files in it stay.
-
-    Raises:
-        ArgumentError: The target is a file, or a folder with files that no saved state accounts for.
+    Attributes:
+        target: The final place.
+        scratch: The folder to write into.
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = target
+        self.target, self.scratch = target, _beside(target, "partial")
+
+    @classmethod
+    def begin(cls, target: Path) -> StateFolder:
+        """Make the folder to write into, and remove those of writers that were killed.
+
+        Args:
+            target: The final place. An earlier saved state there is replaced; other files in it stay.
+
+        Raises:
+            ArgumentError: The target is a file, or a folder with files that no saved state accounts for.
+        """
         if target.exists() and not target.is_dir():
             raise ArgumentError(f"output_dir={str(target)!r}: it is a file: give a folder")
         if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
@@ -111,17 +126,14 @@ class StateFolder:
                 f"output_dir={str(target)!r}: save_state replaces the folder, and did not write what is in it "
                 f"({', '.join(others[:3])}): give a folder of its own, such as {str(target / 'state')!r}"
             )
-        self.scratch = _beside(target, "partial")
-
-    def begin(self) -> Path:
-        """Make the folder to write into, and remove those of writers that were killed."""
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        repair(self.target)
-        for path, writer in _unfinished(self.target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        repair(target)
+        for path, writer in _unfinished(target.parent):
             if writer["kind"] == "partial" and _has_ended(writer):
-                shutil.rmtree(path)
-        self.scratch.mkdir()
-        return self.scratch
+                shutil.rmtree(path, ignore_errors=True)  # another process may remove it too
+        begun = cls(target)
+        begun.scratch.mkdir()
+        return begun
 
     def complete(self, world_size: int, kinds: dict[str, list[str]], has_gradients: bool) -> None:
         """Write the manifest, flush everything to the disk, and move the folder to its place."""

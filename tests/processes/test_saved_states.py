@@ -248,13 +248,31 @@ def test_what_fails_on_one_rank_raises_on_all(folder: Path) -> None:
         )
         assert re.match("ArgumentError: .*there is no such folder", messages[1])
         assert messages[6].startswith("ArgumentError: save_state: the ranks prepared or registered different objects")
-    assert [message.partition(":")[0] for message in second[2:4]] == ["RuntimeError", "RuntimeError"]
-    assert "rank 0" in second[2]
+    assert [message.partition(":")[0] for message in first[2:4] + second[2:4]] == ["OSError"] * 4
+    assert re.match("OSError: .*model.pt could not be written: is the disk full", first[2])
+    assert second[2].startswith("OSError: rank 0: ")
     assert first[4] == first[5] == "RuntimeError: rank 1: KeyError: 'hook'"
     assert second[4] == second[5] == "KeyError: 'hook'"
     assert "has prepared 1 optimizer" in second[7]
     assert first[7].startswith("ArgumentError: rank 1: ")
     assert sorted(os.listdir(folder)) == ["saved"]
+
+
+def test_ranks_may_have_different_numbers_of_hooks(folder: Path) -> None:
+    def run(rank: int) -> list[int]:
+        accelerator = Accelerator(compute_setup="cpu")
+        net = accelerator.prepare(nn.Linear(2, 2))
+        accelerator.save_state(folder / "saved")
+        calls: list[Any] = []
+        for _ in range(rank):
+            accelerator.register_load_state_pre_hook(lambda *args: calls.append(args))
+        accelerator.load_state(folder / "saved")
+        ranks: list[int] = accelerator.gather(torch.tensor([rank])).tolist()
+        assert len(calls) == rank
+        assert net is not None
+        return ranks
+
+    assert list(launched(run, 2)) == [[0, 1], [0, 1]]
 
 
 def test_a_rank_killed_while_it_writes_leaves_the_earlier_state(folder: Path) -> None:

@@ -502,6 +502,13 @@ def test_a_failed_write_leaves_the_earlier_state(tmp_path: Path, monkeypatch: py
     run.accelerator.load_state(tmp_path / "state")
 
 
+def test_a_state_that_another_machine_was_replacing_is_named(tmp_path: Path) -> None:
+    run = Run()
+    (tmp_path / ".state.node7.12.old").mkdir()
+    with pytest.raises(ArgumentError, match=r"no such folder. .state.node7.12.old is its state from before a write"):
+        run.accelerator.load_state(tmp_path / "state")
+
+
 def test_an_interrupt_between_the_renames_puts_the_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.accelerator.save_state(tmp_path / "state")
@@ -565,6 +572,7 @@ def test_a_project_is_not_written_over(tmp_path: Path) -> None:
         ({}, r"checkpoint_0 exists: load_state\(\).*another project_dir"),
         ({"save_on_each_node": True}, "save_on_each_node=True"),
         ({"project_dir": None}, "project_dir=None"),
+        ({"total_limit": -1, "iteration": 1}, "total_limit=-1: must be a whole number, at least 1"),
     ):
         run = Run(project_config=project(tmp_path, **options))
         with pytest.raises(ArgumentError, match=match):
@@ -744,13 +752,15 @@ def test_objects_that_need_code_are_a_warning_at_once(tmp_path: Path) -> None:
     assert isinstance(counter.value, Odd)
 
 
-def test_numpys_numbers_in_an_optimizer_need_no_code(tmp_path: Path) -> None:
-    accelerator, net = Accelerator(compute_setup="cpu"), nn.Linear(1, 1)
+def test_numpys_numbers_need_no_code(tmp_path: Path) -> None:
+    accelerator, net, counter = Accelerator(compute_setup="cpu"), nn.Linear(1, 1), Counter(np.float32(0.5))
     optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=np.float64(0.3)))
+    accelerator.register_for_checkpointing(counter)
     accelerator.save_state(tmp_path / "state")
-    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["lr"] = counter.value = 0.0
     accelerator.load_state(tmp_path / "state")
     assert optimizer.param_groups[0]["lr"] == 0.3
+    assert counter.value == 0.5
 
 
 def test_hooks_write_and_read_what_they_take(tmp_path: Path) -> None:
@@ -804,6 +814,7 @@ def test_a_model_is_exported_for_other_libraries(tmp_path: Path, monkeypatch: py
     with pytest.warns(UserWarning, match="max_shard_size='1GB' has no effect"):
         accelerator.save_model(model, tmp_path, "1GB")
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "pytorch_model.bin"]
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install safetensors, or use safe_serialization=False"):
         accelerator.save_model(model, tmp_path)
