@@ -350,6 +350,23 @@ def test_a_state_in_the_last_batch_keeps_the_next_order(num_workers: int) -> Non
     ]
 
 
+def test_persistent_workers_resume_in_the_same_order() -> None:
+    """Starting them draws a number, which passes after the first do not."""
+
+    loader: Any = Accelerator(compute_setup="cpu").prepare(numbers(num_workers=1, persistent_workers=True))
+    states, seen = [(loader.state_dict(), torch.get_rng_state())], []
+    for _ in range(3):
+        for batch in loader:
+            seen.append(batch.tolist())
+            states.append((loader.state_dict(), torch.get_rng_state()))
+    drawn = torch.rand(1)
+    for taken, (state, random_state) in enumerate(states[:-1]):
+        loader.load_state_dict(state)
+        torch.set_rng_state(random_state)
+        left = [batch.tolist() for _ in range(3 - state["epoch"]) for batch in loader]
+        assert (left, torch.rand(1)) == (seen[taken:], drawn)
+
+
 def test_a_stream_resumes_in_a_single_process() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -677,6 +694,11 @@ def test_other_weights_load_with_strict_false(tmp_path: Path) -> None:
 def test_a_changed_dataset_begins_the_pass_and_warns(tmp_path: Path) -> None:
     Run(seed=3).epochs(1, 5, tmp_path / "state")
     run = Run(seed=3)
+    Run().epochs(1, 5, tmp_path / "plain")
+    larger = Run()
+    vars(larger.loader)["batch_size"] = 4
+    with pytest.warns(UserWarning, match="loader 0 is not restored: its batch_size was 2, and is 4"):
+        larger.accelerator.load_state(tmp_path / "plain")
     loader = run.accelerator.prepare(DataLoader(Augmented(), 2))
     other = Run(dataset=TensorDataset(torch.rand(6, 3), torch.ones(6).long()), seed=3)
     with pytest.warns(UserWarning, match="position of prepared loader 0 is not restored: its dataset had 20 samples"):
