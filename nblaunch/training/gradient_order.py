@@ -46,6 +46,10 @@ class GradientOrder:
         for handle in self._handles:
             handle.remove()
 
+    def is_of(self, module: DistributedDataParallel) -> bool:
+        """Return True if the order is that of this wrapper."""
+        return self._module() is module
+
     @property
     def is_complete(self) -> bool:
         """Return True if all gradients have become ready."""
@@ -77,8 +81,10 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 def follow(module: DistributedDataParallel) -> None:
     """Note the order of this module's gradients, if it matters."""
-    regroups = not module.find_unused_parameters and not module.static_graph
-    if world().size >= _MIN_RANKS and regroups and module.module not in _orders:
+    if world().size < _MIN_RANKS or module.find_unused_parameters or module.static_graph:
+        return  # DDP does not regroup them
+    found = _orders.get(module.module)
+    if found is None or not found.is_of(module):  # a cell that is run again wraps the same module again
         _orders[module.module] = GradientOrder(module)
 
 

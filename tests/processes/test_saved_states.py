@@ -69,13 +69,15 @@ def train(
     start: int, batches: int, save: Path | None = None, save_at: int = 0, load: Path | None = None, **options: Any
 ) -> list[Tensor]:
     """Train for this many batches, from the beginning or from a saved state, and return what later steps depend on."""
-    workers = options.pop("num_workers", 0)
+    workers, prepares = options.pop("num_workers", 0), options.pop("prepares", 1)
     accelerator = Accelerator(compute_setup="cpu", seed=1, **options)
     torch.manual_seed(start + accelerator.rank)
     random.seed(start + accelerator.rank)
     np.random.seed(start + accelerator.rank)
     net = Net()
     inner = torch.optim.Adam(net.parameters(), lr=0.03)
+    for _ in range(1, prepares):  # as a cell that is run again
+        accelerator.prepare(net)
     model, optimizer, loader = accelerator.prepare(
         net, inner, DataLoader(Augmented(), BATCH, True, num_workers=workers)
     )
@@ -114,7 +116,7 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
         (2, {"mixed_precision": "fp16"}),
         (3, {}),
         (3, {"num_workers": 1}),
-        (3, {"gradient_accumulation_steps": 3}),
+        (3, {"gradient_accumulation_steps": 3, "prepares": 2}),
     ],
     ids=["2", "2-fp16", "3", "3-workers", "3-accumulating"],
 )
