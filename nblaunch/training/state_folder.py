@@ -121,7 +121,7 @@ class StateFolder:
             raise ArgumentError(f"output_dir={str(target)!r}: it is a file: give a folder")
         if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
             raise ArgumentError(f"output_dir={str(target)!r}: it is the current folder: give a folder of its own")
-        if target.is_dir() and not (target / MANIFEST).exists() and (others := sorted(os.listdir(target))):
+        if target.is_dir() and (others := sorted(os.listdir(target))) and not is_state(target):
             raise ArgumentError(
                 f"output_dir={str(target)!r}: save_state replaces the folder, and did not write what is in it "
                 f"({', '.join(others[:3])}): give a folder of its own, such as {str(target / 'state')!r}"
@@ -133,6 +133,8 @@ class StateFolder:
                 shutil.rmtree(path, ignore_errors=True)  # another process may remove it too
         begun = cls(target)
         begun.scratch.mkdir()
+        if target.is_dir():
+            shutil.copymode(target, begun.scratch)
         return begun
 
     def complete(self, world_size: int, kinds: dict[str, list[str]], has_gradients: bool) -> None:
@@ -159,6 +161,15 @@ class StateFolder:
     def discard(self) -> None:
         """Remove what was written, if it was not completed."""
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def is_state(folder: Path) -> bool:
+    """Return True for a complete saved state, and not for a folder with another program's ``manifest.json``."""
+    try:
+        Manifest.read(folder)
+    except ArgumentError:
+        return False
+    return True
 
 
 def repair(target: Path) -> None:
@@ -231,7 +242,7 @@ def number_of(path: Path) -> int | None:
 def all_numbered(parent: Path) -> list[Path]:
     """Return a project's complete saved states, the latest last."""
     found = {number: path for path in parent.glob("checkpoint_*") if (number := number_of(path)) is not None}
-    return [found[number] for number in sorted(found) if (found[number] / MANIFEST).is_file()]
+    return [found[number] for number in sorted(found) if is_state(found[number])]
 
 
 def remove_surplus(parent: Path, keep: int) -> None:

@@ -404,7 +404,9 @@ def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "state"
     run.accelerator.save_state(path)
     (path / "notes.txt").write_text("mine")
+    path.chmod(0o700)
     assert run.accelerator.save_state(path) == path
+    assert path.stat().st_mode & 0o777 == 0o700
     assert (path / "notes.txt").read_text() == "mine"
     assert os.listdir(tmp_path) == ["state"]
     run.accelerator.load_state(path)
@@ -430,6 +432,10 @@ def test_a_folder_of_other_things_is_refused(tmp_path: Path, monkeypatch: pytest
         run.accelerator.save_state(tmp_path / "results")
     with pytest.raises(ArgumentError, match=r"output_dir='.*table.csv': it is a file"):
         run.accelerator.save_state(tmp_path / "results" / "table.csv")
+    for content in ('{"name": "a web page"}', "[]", ""):
+        (tmp_path / "results" / MANIFEST).write_text(content)
+        with pytest.raises(ArgumentError, match=r"did not write.*manifest.json, table.csv"):
+            run.accelerator.save_state(tmp_path / "results")
     with pytest.raises(ArgumentError, match="output_dir=None: give a folder"):
         run.accelerator.save_state()
     (tmp_path / "here").mkdir()
