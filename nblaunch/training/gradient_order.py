@@ -68,10 +68,12 @@ class GradientOrder:
         inner._run_ddp_forward = lambda *args, **kwargs: loss
         try:
             module.forward().backward()
+            for parameter in parameters:
+                parameter.grad = None
+            with module.no_sync():
+                module.forward()  # regroups now: a view of the groups would take in gradients that are loaded later
         finally:
             del inner._run_ddp_forward
-        for parameter in parameters:
-            parameter.grad = None
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -82,7 +84,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 def follow(module: DistributedDataParallel) -> None:
     """Note the order of this module's gradients, if it matters."""
     if world().size < _MIN_RANKS or module.find_unused_parameters or module.static_graph:
-        return  # DDP does not regroup them
+        return  # with unused parameters DDP does not regroup; the first pass of a static graph must be a real one
     found = _orders.get(module.module)
     if found is None or not found.is_of(module):  # a cell that is run again wraps the same module again
         _orders[module.module] = GradientOrder(module)

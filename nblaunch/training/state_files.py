@@ -196,7 +196,9 @@ class StateFiles:
         Prepared loaders continue at their batch: the next pass yields the batches that were left, and later passes are
         whole. `skip_first_batches` with a script's own count does not skip twice, see there.
 
-        On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. With another number
+        On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. (Two exceptions:
+        DDP's ``static_graph`` with three ranks or more; and persistent workers in a single process without a seed,
+        whose random augmentation begins again.) With another number
         the remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states
         derived from rank 0's. Gradients of an unfinished step are averaged over the ranks that saved them; if there
         are none in the state, the modules' gradients are cleared.

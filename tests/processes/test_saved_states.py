@@ -116,7 +116,14 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
         (2, {"mixed_precision": "fp16"}),
         (3, {}),
         (3, {"num_workers": 1}),
-        (3, {"gradient_accumulation_steps": 3, "prepares": 2}),
+        (
+            3,
+            {
+                "gradient_accumulation_steps": 3,
+                "prepares": 2,
+                "ddp_kwargs": {"gradient_as_bucket_view": True},
+            },
+        ),
     ],
     ids=["2", "2-fp16", "3", "3-workers", "3-accumulating"],
 )
