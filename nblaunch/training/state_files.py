@@ -121,14 +121,14 @@ class StateFiles:
             return None
         if getattr(configuration, "save_on_each_node", False):
             raise ArgumentError("save_on_each_node=True: a saved state is one folder that all machines see")
+        if self.project_dir is None and configuration.project_dir is None:
+            raise ArgumentError("project_dir=None: automatic_checkpoint_naming needs an Accelerator(project_dir=...)")
         if configuration.total_limit is not None:
             whole_number("total_limit", configuration.total_limit, least=1)
         return configuration
 
     def _checkpoints(self) -> Path:
         place = self.project_dir or self.project_configuration.project_dir
-        if place is None:
-            raise ArgumentError("project_dir=None: automatic_checkpoint_naming needs an Accelerator(project_dir=...)")
         return Path(place).expanduser().resolve() / "checkpoints"
 
     def _own_state(self) -> dict[str, Any]:
@@ -204,8 +204,8 @@ class StateFiles:
         are none in the state, the modules' gradients are cleared.
 
         Args:
-            input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project; saving
-                then continues with the number after it.
+            input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project. Saving
+                then continues with the number after the latest.
             load_kwargs: Arguments for ``torch.load`` of optimizers, schedulers and registered objects. Files are read
                 with ``weights_only=True``, which runs no code; ``{"weights_only": False}`` is for registered objects
                 whose state holds other types, from a folder that you trust.
@@ -235,9 +235,8 @@ class StateFiles:
         exchange_results(saved[0].apply)
         configuration = self._automatic_naming()
         if configuration is not None:
-            numbers = [state_folder.number_of(path) for path in state_folder.all_numbered(folder.parent)]
-            latest = max((number for number in numbers if number is not None), default=configuration.iteration - 1)
-            configuration.iteration = exchange(latest)[0] + 1
+            latest = max(state_folder.all_numbered(self._checkpoints()), default=-1)
+            configuration.iteration = exchange(max(latest + 1, configuration.iteration))[0]
 
     def _read(self, models: list[nn.Module], folder: Path, *args: Any) -> LoadedState:
         return LoadedState(self._prepared, self._registered, self._gradients, models, folder, *args)
@@ -252,7 +251,7 @@ class StateFiles:
                 "input_dir=None: give a folder, or an Accelerator with a project_dir and a project_config with "
                 "automatic_checkpoint_naming=True"
             )
-        found = state_folder.all_numbered(self._checkpoints())
+        found = list(state_folder.all_numbered(self._checkpoints()).values())
         if not found:
             raise ArgumentError(f"input_dir=None: {self._checkpoints()} has no saved state: save_state() writes one")
         return found[-1]

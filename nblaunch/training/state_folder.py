@@ -233,21 +233,15 @@ def numbered(parent: Path, number: int) -> Path:
     return parent / f"checkpoint_{number}"
 
 
-def number_of(path: Path) -> int | None:
-    """Return the number in a name that `numbered` gave, else None."""
-    match = _NUMBERED.fullmatch(path.name)
-    return None if match is None else int(match[1])
-
-
-def all_numbered(parent: Path) -> list[Path]:
-    """Return a project's complete saved states, the latest last."""
-    found = {number: path for path in parent.glob("checkpoint_*") if (number := number_of(path)) is not None}
-    return [found[number] for number in sorted(found) if is_state(found[number])]
+def all_numbered(parent: Path) -> dict[int, Path]:
+    """Return a project's complete saved states by number, the latest last."""
+    found = {int(match[1]): path for path in parent.glob("*") if (match := _NUMBERED.fullmatch(path.name))}
+    return {number: found[number] for number in sorted(found) if is_state(found[number])}
 
 
 def remove_surplus(parent: Path, keep: int) -> None:
     """Remove the oldest saved states of a project beyond the latest `keep`."""
-    for path in all_numbered(parent)[:-keep]:
+    for path in list(all_numbered(parent).values())[:-keep]:
         doomed = _beside(path, "partial")  # a kill in mid-removal must not leave half of it under its name
         path.rename(doomed)
         shutil.rmtree(doomed)

@@ -252,6 +252,13 @@ def test_batches_that_were_read_ahead_are_not_taken(tmp_path: Path, monkeypatch:
     assert taken + [batch.tolist() for batch in skip_first_batches(reader, 2)] == whole
     accelerator.load_state(tmp_path / "state")
     assert taken + [batch.tolist() for batch in reader] == whole
+    loader.load_state_dict({"epoch": 0, "batches": 0, "seed": 3})
+    for batch in Prefetcher(skip_first_batches(loader, 2), "cpu"):
+        accelerator.save_state(tmp_path / "state")
+        assert batch.tolist() == whole[2]
+        break
+    accelerator.load_state(tmp_path / "state")
+    assert [batch.tolist() for batch in loader] == whole[3:]
 
 
 # ------------------------------------------------------------------ skip_first_batches
@@ -586,6 +593,10 @@ def test_a_project_names_its_states_and_keeps_the_latest(tmp_path: Path) -> None
     resumed.accelerator.load_state()
     assert resumed.model[0].weight.unique().tolist() == [11.0]
     assert resumed.accelerator.save_state().name == "checkpoint_12"
+    shutil.copytree(tmp_path / "checkpoints" / "checkpoint_11", tmp_path / "best")
+    other = Run(project_config=project(tmp_path))
+    other.accelerator.load_state(tmp_path / "best")
+    assert other.accelerator.save_state().name == "checkpoint_13"
 
 
 def test_a_project_is_not_written_over(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,7 +20,6 @@ from nblaunch.training.topology import world
 
 T_co = TypeVar("T_co", covariant=True)
 _END: Any = object()
-_OWN = {"observer", "_latest", "_active", "_resumed", "_had_workers", "_offset", "_epoch", "sharded"}
 
 
 def begin_at(loader: ShardedLoader[Any], batches: int) -> None:
@@ -72,6 +72,7 @@ class CountedLoader(DataLoader[T_co]):
     def __init__(self, loader: DataLoader[T_co]) -> None:
         vars(self).update(vars(loader))
         self._iterator = None
+        self._given = loader
         self._latest: _Pass | None = None
         self._active: list[_Pass] = []
         self._resumed: _Pass | None = None
@@ -86,9 +87,7 @@ class CountedLoader(DataLoader[T_co]):
 
     def plain(self) -> DataLoader[T_co]:
         """Return the loader as it was given."""
-        loader: DataLoader[T_co] = DataLoader.__new__(DataLoader)
-        vars(loader).update({key: value for key, value in vars(self).items() if key not in _OWN}, _iterator=None)
-        return loader
+        return self._given
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
         if self.sharded is not None:
@@ -219,8 +218,8 @@ class CountedLoader(DataLoader[T_co]):
     def _finish(self, state: Mapping[str, Any]) -> None:
         """Have samplers draw what they draw after the last batch of a pass, from generators of their own."""
         now = random_states()
-        indices: Any = self.plain()
-        vars(indices)["num_workers"] = 0
+        indices: Any = copy.copy(self._given)
+        vars(indices).update(num_workers=0, _iterator=None)
         self._restore(state["at_iter"])
         batches = iter(indices)
         if self.num_workers == 0:  # workers have the indices drawn before the first batch
