@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.training.topology import world
@@ -61,9 +62,18 @@ class GradientOrder:
         if module is None or self.is_complete or len(order) != len(self._handles):
             return
         parameters = trainable(module)
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        sparse = [inner.weight for inner in module.modules() if isinstance(inner, kinds) and inner.sparse]
         loss = torch.zeros((), device=parameters[0].device)
         for number in reversed(order):  # what is added last is ready first
-            loss = loss + (parameters[number].reshape(-1)[:1].float().sum() * 0)
+            parameter = parameters[number]
+            if any(parameter is weight for weight in sparse):
+                first = functional.embedding(
+                    torch.zeros(1, dtype=torch.long, device=loss.device), parameter, sparse=True
+                )
+            else:
+                first = parameter.reshape(-1)[:1]
+            loss = loss + first.abs().float().sum() * 0
         inner: Any = module
         inner._run_ddp_forward = lambda *args, **kwargs: loss
         try:

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,39 @@ def test_ranks_resume_to_the_same_bits(ranks: int, options: dict[str, Any], fold
         return wrong
 
     assert list(launched(both, ranks)) == [[]] * ranks
+
+
+def test_sparse_gradients_and_complex_numbers_load(folder: Path) -> None:
+    class Mixed(nn.Module):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            self.first = nn.Embedding(4, 2, sparse=sparse)
+            self.second = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return (self.first(inputs) * self.second).abs().sum()
+
+    def run(rank: int) -> list[list[float]]:
+        warnings.simplefilter("error")
+        results = []
+        for sparse, load in ((True, False), (True, True), (False, False), (False, True)):
+            accelerator, path = Accelerator(compute_setup="cpu"), folder / f"{sparse}"
+            net = Mixed(sparse)
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            if load:
+                accelerator.load_state(path)
+            for step in range(load, 2):
+                optimizer.zero_grad()
+                accelerator.backward(model(torch.tensor([rank, step])))
+                optimizer.step()
+                if not load and step == 0:
+                    accelerator.save_state(path)
+            results.append(net.first.weight.flatten().tolist())
+        return results
+
+    for results in launched(run, 3):
+        assert results[0] == results[1]
+        assert results[2] == results[3]
 
 
 # ------------------------------------------------------------------ another number of ranks
