@@ -105,8 +105,22 @@ def write(state: Mapping[str, Any], path: Path) -> None:
         state: What ``torch.load(..., weights_only=True)`` reads: tensors, numbers, strings, and pytrees of them.
         path: The file; its folder is made if it is missing.
     """
-    with replaced(path) as scratch, open(scratch, "wb") as file:
-        torch.save(state, file)
+    with replaced(path) as scratch:
+        save(state, scratch)
+
+
+def save(state: Any, path: Path) -> None:
+    """Call ``torch.save``.
+
+    Raises:
+        OSError: The file cannot be written; the message names it.
+    """
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:
+        if "inline_container" not in str(error):  # torch's own writer, which hides the reason
+            raise
+        raise OSError(f"{path} could not be written: is the disk full? ({error})") from error
 
 
 @contextlib.contextmanager

@@ -43,17 +43,20 @@ def exchange_results(action: Callable[[], T]) -> list[T]:
         result = action()
     except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must not wait
         error = raised
-    by_rank = exchange((result, None if error is None else (type(error).__name__, str(error))))
+    by_rank = exchange((result, None if error is None else _described(error)))
     if error is not None:
         raise error
     for rank, (_, failure) in enumerate(by_rank):
         if failure is not None:
             kind, text = failure
-            known: dict[str, type[Exception]] = {"ArgumentError": ArgumentError, "OSError": OSError}
-            raise known.get(kind, RuntimeError)(
-                f"rank {rank}: {text}" if kind in known else f"rank {rank}: {kind}: {text}"
-            )
+            raise kind(f"rank {rank}: {text}")
     return [other for other, _ in by_rank]  # type: ignore[misc]  # no rank raised
+
+
+def _described(error: Exception) -> tuple[type[Exception], str]:
+    """Return a type that every rank knows, with the error's message."""
+    kind = next((kind for kind in (ArgumentError, OSError) if isinstance(error, kind)), RuntimeError)
+    return kind, str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
 
 
 def exchange_bytes(data: bytes) -> list[bytes]:

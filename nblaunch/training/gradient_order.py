@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from nblaunch.training.topology import world
@@ -46,6 +47,10 @@ class GradientOrder:
         for handle in self._handles:
             handle.remove()
 
+    def is_of(self, module: DistributedDataParallel) -> bool:
+        """Return True if the order is that of this wrapper."""
+        return self._module() is module
+
     @property
     def is_complete(self) -> bool:
         """Return True if all gradients have become ready."""
@@ -57,17 +62,28 @@ class GradientOrder:
         if module is None or self.is_complete or len(order) != len(self._handles):
             return
         parameters = trainable(module)
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        sparse = [inner.weight for inner in module.modules() if isinstance(inner, kinds) and inner.sparse]
         loss = torch.zeros((), device=parameters[0].device)
         for number in reversed(order):  # what is added last is ready first
-            loss = loss + (parameters[number].reshape(-1)[:1].float().sum() * 0)
+            parameter = parameters[number]
+            if any(parameter is weight for weight in sparse):
+                first = functional.embedding(
+                    torch.zeros(1, dtype=torch.long, device=loss.device), parameter, sparse=True
+                )
+            else:
+                first = parameter.reshape(-1)[:1]
+            loss = loss + first.abs().float().sum() * 0
         inner: Any = module
         inner._run_ddp_forward = lambda *args, **kwargs: loss
         try:
             module.forward().backward()
+            for parameter in parameters:
+                parameter.grad = None
+            with module.no_sync():
+                module.forward()  # regroups now: a view of the groups would take in gradients that are loaded later
         finally:
             del inner._run_ddp_forward
-        for parameter in parameters:
-            parameter.grad = None
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -77,8 +93,10 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 def follow(module: DistributedDataParallel) -> None:
     """Note the order of this module's gradients, if it matters."""
-    regroups = not module.find_unused_parameters and not module.static_graph
-    if world().size >= _MIN_RANKS and regroups and module.module not in _orders:
+    if world().size < _MIN_RANKS or module.find_unused_parameters or module.static_graph:
+        return  # with unused parameters DDP does not regroup; the first pass of a static graph must be a real one
+    found = _orders.get(module.module)
+    if found is None or not found.is_of(module):  # a cell that is run again wraps the same module again
         _orders[module.module] = GradientOrder(module)
 
 

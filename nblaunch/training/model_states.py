@@ -42,7 +42,7 @@ def model_state(model: nn.Module) -> State:
 def write_model(state: State, folder: Path, number: int) -> None:
     """Write one module's state."""
     if world().rank == 0:
-        torch.save(state, path_of(folder, "model", number))
+        write_file(state, path_of(folder, "model", number))
 
 
 def read_model(model: nn.Module, folder: Path, number: int, strict: bool) -> State:
@@ -76,25 +76,28 @@ def load_model(model: nn.Module, state: State, options: Mapping[str, Any]) -> No
     unwrapped(model).load_state_dict(state, **options)
 
 
-def export(model: nn.Module, state: State, folder: Path, as_safetensors: bool) -> None:
+def export(model: nn.Module, folder: Path, as_safetensors: bool) -> None:
     """Write the weights alone, under the names that accelerate and transformers read."""
     if as_safetensors and importlib.util.find_spec("safetensors") is None:
         raise ImportError("safetensors is not installed: pip install safetensors, or use safe_serialization=False")
     if world().rank != 0:
         return
     if not as_safetensors:
-        checkpoint.write(state, folder / "pytorch_model.bin")
+        checkpoint.write(model_state(model), folder / "pytorch_model.bin")
         return
     save_model = importlib.import_module("safetensors.torch").save_model  # it writes shared tensors once
     with checkpoint.replaced(folder / "model.safetensors") as scratch:
+        scratch.touch()
+        mode = scratch.stat().st_mode
         save_model(unwrapped(model), str(scratch), metadata={"format": "pt"})
+        scratch.chmod(mode)  # it makes files that only their owner can read
 
 
 # ------------------------------------------------------------------ optimizers
 def write_optimizer(optimizer: Optimizer, folder: Path, number: int) -> None:
     """Write one optimizer's state."""
     if world().rank == 0:
-        torch.save(with_python_numbers(optimizer.state_dict()), path_of(folder, "optimizer", number))
+        write_file(optimizer.state_dict(), path_of(folder, "optimizer", number))
 
 
 def read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: Mapping[str, Any]) -> State:
@@ -121,13 +124,14 @@ def load_optimizer(optimizer: Optimizer, state: State) -> None:
 
 
 # ------------------------------------------------------------------ files
-def with_python_numbers(state: Any) -> Any:
-    """Return a state with Python's numbers for NumPy's, which a file that executes no code cannot hold."""
-    return tree_map(lambda leaf: leaf.item() if type(leaf).__module__ == "numpy" and _is_number(leaf) else leaf, state)
+def write_file(state: Any, path: Path) -> None:
+    """Write one file, with Python's numbers for NumPy's: a file that is read without running code cannot hold those."""
+    checkpoint.save(tree_map(_python_number, state), path)
 
 
-def _is_number(leaf: Any) -> bool:
-    return getattr(leaf, "shape", None) == () and hasattr(leaf, "dtype")
+def _python_number(leaf: Any) -> Any:
+    is_numpys = type(leaf).__module__ == "numpy" and getattr(leaf, "shape", None) == () and hasattr(leaf, "dtype")
+    return leaf.item() if is_numpys else leaf
 
 
 def read_file(path: Path, options: Mapping[str, Any] | None = None) -> Any:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training import gradient_order, model_states, state_folder
 from nblaunch.training.checkpoint import random_states
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
@@ -41,15 +40,15 @@ class StateFiles(RankRoles):
 
         The folder is written beside its place and moved there when it is complete: a crash, Stop or a full disk leaves
         the earlier one. Rank 0 writes; ranks on other machines must see the same folder. One process without a process
-        group reads each file by ``torch.load``: ``model.pt`` (``model_1.pt``, ...) is the ``state_dict`` of the user's
-        own module.
+        group reads each file by ``torch.load`` (without a GPU: ``map_location="cpu"``): ``model.pt``, ``model_1.pt``
+        ... are the ``state_dict`` of the users' own modules.
 
         Save between optimizer steps, or after any batch within `accumulate`. Gradients that a loop accumulates without
         `accumulate` are not saved.
 
         Args:
-            output_dir: The folder. A state that is there is replaced. Default, and required, with
-                ``automatic_checkpoint_naming``: ``project_dir/checkpoints/checkpoint_<iteration>``.
+            output_dir: The folder. A state that is there is replaced. With ``automatic_checkpoint_naming`` it is
+                ignored, as in accelerate: the folder is ``project_dir/checkpoints/checkpoint_<iteration>``.
             safe_serialization: Accepted for accelerate's sake: the files need no code to load either way.
             save_model_func_kwargs: Not supported.
 
@@ -58,7 +57,7 @@ class StateFiles(RankRoles):
 
         Raises:
             ArgumentError: There is no `output_dir`, or it holds files that are not of a saved state.
-            OSError: On every rank, if rank 0 cannot write.
+            OSError: On every rank, if one cannot write.
         """
         self._join()
         if save_model_func_kwargs:
@@ -72,15 +71,14 @@ class StateFiles(RankRoles):
         if any(other != kinds for _, other, _ in parts):
             raise ArgumentError("save_state: the ranks prepared or registered different objects: use the same on each")
         is_writer = world().rank == 0
-        folder = exchange_results(lambda: StateFolder(target) if is_writer else None)[world().rank]
+        folder = exchange_results(lambda: StateFolder.begin(target) if is_writer else None)[0]
+        assert folder is not None
         try:
-            scratch = exchange_results(lambda: folder.begin() if folder is not None else None)[0]
-            assert scratch is not None
-            exchange_results(lambda: self._write(scratch, [own for *_, own in parts]))
+            exchange_results(lambda: self._write(folder.scratch, [own for *_, own in parts]))
             size, has_gradients = world().size, self._gradients.step_progress[0] > 0
-            exchange_results(lambda: folder.complete(size, kinds, has_gradients) if folder is not None else None)
+            exchange_results(lambda: folder.complete(size, kinds, has_gradients) if is_writer else None)
         finally:
-            if folder is not None:
+            if is_writer:
                 folder.discard()
         if configuration is not None:
             keep = configuration.total_limit
@@ -112,12 +110,14 @@ class StateFiles(RankRoles):
             return None
         if getattr(configuration, "save_on_each_node", False):
             raise ArgumentError("save_on_each_node=True: a saved state is one folder that all machines see")
+        if self.project_dir is None and configuration.project_dir is None:
+            raise ArgumentError("project_dir=None: automatic_checkpoint_naming needs an Accelerator(project_dir=...)")
+        if configuration.total_limit is not None:
+            whole_number("total_limit", configuration.total_limit, least=1)
         return configuration
 
     def _checkpoints(self) -> Path:
         place = self.project_dir or self.project_configuration.project_dir
-        if place is None:
-            raise ArgumentError("project_dir=None: automatic_checkpoint_naming needs an Accelerator(project_dir=...)")
         return Path(place).expanduser().resolve() / "checkpoints"
 
     def _own_state(self) -> dict[str, Any]:
@@ -147,7 +147,7 @@ class StateFiles(RankRoles):
     def _write(self, folder: Path, by_rank: list[dict[str, Any]]) -> None:
         """Write the files. Every rank calls it."""
         record, registered, scaler = self._prepared, self._registered, self._gradients.scaler
-        models = list(record.models)
+        models = record.models
         weights = [model_states.model_state(model) for model in models]
         for hook in list(registered.save_hooks.values()):
             hook(models, weights, str(folder))
@@ -156,16 +156,17 @@ class StateFiles(RankRoles):
         for number, optimizer in enumerate(record.optimizers):
             model_states.write_optimizer(optimizer, folder, number)
         if self._gradients.step_progress[0]:
-            torch.save([gradients_of(model) for model in record.models], gradient_path(folder, world().rank))
+            gradients = [gradients_of(model) for model in record.models]
+            model_states.write_file(gradients, gradient_path(folder, world().rank))
         if world().rank != 0:
             return
         for number, scheduler in enumerate(record.schedulers):
-            torch.save(model_states.with_python_numbers(scheduler.state_dict()), path_of(folder, "scheduler", number))
+            model_states.write_file(scheduler.state_dict(), path_of(folder, "scheduler", number))
         if scaler is not None:
-            torch.save(scaler.state_dict(), folder / SCALER)
-        torch.save(by_rank, folder / RANKS)
+            model_states.write_file(scaler.state_dict(), folder / SCALER)
+        model_states.write_file(by_rank, folder / RANKS)
         for number, thing in enumerate(registered.objects):
-            torch.save(thing.state_dict(), path_of(folder, "object", number))
+            model_states.write_file(thing.state_dict(), path_of(folder, "object", number))
         _warn_about_code(folder)
 
     # ------------------------------------------------------------------ loading
@@ -184,14 +185,16 @@ class StateFiles(RankRoles):
         Prepared loaders continue at their batch: the next pass yields the batches that were left, and later passes are
         whole. `skip_first_batches` with a script's own count does not skip twice, see there.
 
-        On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. With another number
+        On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. (Two exceptions:
+        DDP's ``static_graph`` with three ranks or more; and persistent workers in a single process without a seed,
+        whose random augmentation begins again.) With another number
         the remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states
         derived from rank 0's. Gradients of an unfinished step are averaged over the ranks that saved them; if there
         are none in the state, the modules' gradients are cleared.
 
         Args:
-            input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project; saving
-                then continues with the number after it.
+            input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project. Saving
+                then continues with the number after the latest.
             load_kwargs: Arguments for ``torch.load`` of optimizers, schedulers and registered objects. Files are read
                 with ``weights_only=True``, which runs no code; ``{"weights_only": False}`` is for registered objects
                 whose state holds other types, from a folder that you trust.
@@ -203,24 +206,26 @@ class StateFiles(RankRoles):
         """
         self._join()
         options = {key: value for key, value in load_model_func_kwargs.items() if key != "map_location"}
-        record, registered = self._prepared, self._registered
-        record.collect()
+        self._prepared.collect()
         paths = exchange_results(lambda: self._source(input_dir) if world().rank == 0 else None)
         folder = paths[0]
         assert folder is not None
         manifest = exchange_results(lambda: self._checked_manifest(folder))[world().rank]
-        models = list(record.models)
-        for hook in list(registered.load_hooks.values()):
-            exchange_results(functools.partial(_call, hook, models, str(folder)))
+        models = self._prepared.models
+
+        def call_hooks() -> None:
+            for hook in list(self._registered.load_hooks.values()):
+                hook(models, str(folder))
+
+        exchange_results(call_hooks)  # all at once: ranks may have different numbers of hooks
         saved: list[LoadedState] = []
         exchange_results(lambda: saved.append(self._read(models, folder, manifest, load_kwargs or {}, options)))
         saved[0].repeat_gradient_orders()
         exchange_results(saved[0].apply)
         configuration = self._automatic_naming()
         if configuration is not None:
-            numbers = [state_folder.number_of(path) for path in state_folder.all_numbered(folder.parent)]
-            latest = max((number for number in numbers if number is not None), default=configuration.iteration - 1)
-            configuration.iteration = exchange(latest)[0] + 1
+            latest = max(state_folder.all_numbered(self._checkpoints()), default=-1)
+            configuration.iteration = exchange(max(latest + 1, configuration.iteration))[0]
 
     def _read(self, models: list[nn.Module], folder: Path, *args: Any) -> LoadedState:
         return LoadedState(self._prepared, self._registered, self._gradients, models, folder, *args)
@@ -235,7 +240,7 @@ class StateFiles(RankRoles):
                 "input_dir=None: give a folder, or an Accelerator with a project_dir and a project_config with "
                 "automatic_checkpoint_naming=True"
             )
-        found = state_folder.all_numbered(self._checkpoints())
+        found = list(state_folder.all_numbered(self._checkpoints()).values())
         if not found:
             raise ArgumentError(f"input_dir=None: {self._checkpoints()} has no saved state: save_state() writes one")
         return found[-1]
@@ -327,10 +332,7 @@ class StateFiles(RankRoles):
         self._join()
         if max_shard_size is not None:
             warn(f"save_model: max_shard_size={max_shard_size!r} has no effect: all weights are in one file")
-        state = self.get_state_dict(model)
-        exchange_results(
-            lambda: model_states.export(model, state, Path(save_directory).expanduser(), safe_serialization)
-        )
+        exchange_results(lambda: model_states.export(model, Path(save_directory).expanduser(), safe_serialization))
 
     # ------------------------------------------------------------------ inside
     @property
@@ -349,10 +351,6 @@ class StateFiles(RankRoles):
     def _registered(self) -> Registered:
         found: Registered = vars(self).setdefault("_registered_objects", Registered())
         return found
-
-
-def _call(hook: Callable[..., Any], *args: Any) -> None:
-    hook(*args)
 
 
 def _counted(kind: str, names: list[str]) -> str:

@@ -46,7 +46,13 @@ class Manifest:
         """
         name = f"input_dir={str(folder)!r}"
         if not folder.is_dir():
-            raise ArgumentError(f"{name}: there is no such folder")
+            left = [
+                path.name
+                for path, writer in _unfinished(folder.parent)
+                if writer.group("name", "kind") == (folder.name, "old")
+            ]
+            rest = f". {left[0]} is its state from before a write that has not ended: rename it" if left else ""
+            raise ArgumentError(f"{name}: there is no such folder{rest}")
         path = folder / MANIFEST
         if not path.is_file():
             raise ArgumentError(f"{name}: it has no {MANIFEST}, so save_state did not write it, or not to its end")
@@ -91,37 +97,45 @@ def _is_intact(path: Path) -> bool:
 class StateFolder:
     """A folder that is written beside its final place, and moved there once it is complete.
 
-    All methods but `repair` are for the process that writes: rank 0.
+    All methods are for the process that writes: rank 0.
 
-    Args:
-        target: The final place. An earlier saved state there is replaced; other files in it stay.
-
-    Raises:
-        ArgumentError: The target is a file, or a folder with files that no saved state accounts for.
+    Attributes:
+        target: The final place.
+        scratch: The folder to write into.
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = target
+        self.target, self.scratch = target, _beside(target, "partial")
+
+    @classmethod
+    def begin(cls, target: Path) -> StateFolder:
+        """Make the folder to write into, and remove those of writers that were killed.
+
+        Args:
+            target: The final place. An earlier saved state there is replaced; other files in it stay.
+
+        Raises:
+            ArgumentError: The target is a file, or a folder with files that no saved state accounts for.
+        """
         if target.exists() and not target.is_dir():
             raise ArgumentError(f"output_dir={str(target)!r}: it is a file: give a folder")
         if target.is_dir() and Path.cwd().is_relative_to(target.resolve()):
             raise ArgumentError(f"output_dir={str(target)!r}: it is the current folder: give a folder of its own")
-        if target.is_dir() and not (target / MANIFEST).exists() and (others := sorted(os.listdir(target))):
+        if target.is_dir() and (others := sorted(os.listdir(target))) and not is_state(target):
             raise ArgumentError(
                 f"output_dir={str(target)!r}: save_state replaces the folder, and did not write what is in it "
                 f"({', '.join(others[:3])}): give a folder of its own, such as {str(target / 'state')!r}"
             )
-        self.scratch = _beside(target, "partial")
-
-    def begin(self) -> Path:
-        """Make the folder to write into, and remove those of writers that were killed."""
-        self.target.parent.mkdir(parents=True, exist_ok=True)
-        repair(self.target)
-        for path, writer in _unfinished(self.target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        repair(target)
+        for path, writer in _unfinished(target.parent):
             if writer["kind"] == "partial" and _has_ended(writer):
-                shutil.rmtree(path)
-        self.scratch.mkdir()
-        return self.scratch
+                shutil.rmtree(path, ignore_errors=True)  # another process may remove it too
+        begun = cls(target)
+        begun.scratch.mkdir()
+        if target.is_dir():
+            shutil.copymode(target, begun.scratch)
+        return begun
 
     def complete(self, world_size: int, kinds: dict[str, list[str]], has_gradients: bool) -> None:
         """Write the manifest, flush everything to the disk, and move the folder to its place."""
@@ -147,6 +161,15 @@ class StateFolder:
     def discard(self) -> None:
         """Remove what was written, if it was not completed."""
         shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def is_state(folder: Path) -> bool:
+    """Return True for a complete saved state, and not for a folder with another program's ``manifest.json``."""
+    try:
+        Manifest.read(folder)
+    except ArgumentError:
+        return False
+    return True
 
 
 def repair(target: Path) -> None:
@@ -210,21 +233,15 @@ def numbered(parent: Path, number: int) -> Path:
     return parent / f"checkpoint_{number}"
 
 
-def number_of(path: Path) -> int | None:
-    """Return the number in a name that `numbered` gave, else None."""
-    match = _NUMBERED.fullmatch(path.name)
-    return None if match is None else int(match[1])
-
-
-def all_numbered(parent: Path) -> list[Path]:
-    """Return a project's complete saved states, the latest last."""
-    found = {number: path for path in parent.glob("checkpoint_*") if (number := number_of(path)) is not None}
-    return [found[number] for number in sorted(found) if (found[number] / MANIFEST).is_file()]
+def all_numbered(parent: Path) -> dict[int, Path]:
+    """Return a project's complete saved states by number, the latest last."""
+    found = {int(match[1]): path for path in parent.glob("*") if (match := _NUMBERED.fullmatch(path.name))}
+    return {number: found[number] for number in sorted(found) if is_state(found[number])}
 
 
 def remove_surplus(parent: Path, keep: int) -> None:
     """Remove the oldest saved states of a project beyond the latest `keep`."""
-    for path in all_numbered(parent)[:-keep]:
+    for path in list(all_numbered(parent).values())[:-keep]:
         doomed = _beside(path, "partial")  # a kill in mid-removal must not leave half of it under its name
         path.rename(doomed)
         shutil.rmtree(doomed)

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,15 @@ def train(
     start: int, batches: int, save: Path | None = None, save_at: int = 0, load: Path | None = None, **options: Any
 ) -> list[Tensor]:
     """Train for this many batches, from the beginning or from a saved state, and return what later steps depend on."""
-    workers = options.pop("num_workers", 0)
+    workers, prepares = options.pop("num_workers", 0), options.pop("prepares", 1)
     accelerator = Accelerator(compute_setup="cpu", seed=1, **options)
     torch.manual_seed(start + accelerator.rank)
     random.seed(start + accelerator.rank)
     np.random.seed(start + accelerator.rank)
     net = Net()
     inner = torch.optim.Adam(net.parameters(), lr=0.03)
+    for _ in range(1, prepares):  # as a cell that is run again
+        accelerator.prepare(net)
     model, optimizer, loader = accelerator.prepare(
         net, inner, DataLoader(Augmented(), BATCH, True, num_workers=workers)
     )
@@ -114,7 +117,14 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
         (2, {"mixed_precision": "fp16"}),
         (3, {}),
         (3, {"num_workers": 1}),
-        (3, {"gradient_accumulation_steps": 3}),
+        (
+            3,
+            {
+                "gradient_accumulation_steps": 3,
+                "prepares": 2,
+                "ddp_kwargs": {"gradient_as_bucket_view": True},
+            },
+        ),
     ],
     ids=["2", "2-fp16", "3", "3-workers", "3-accumulating"],
 )
@@ -133,6 +143,39 @@ def test_ranks_resume_to_the_same_bits(ranks: int, options: dict[str, Any], fold
         return wrong
 
     assert list(launched(both, ranks)) == [[]] * ranks
+
+
+def test_sparse_gradients_and_complex_numbers_load(folder: Path) -> None:
+    class Mixed(nn.Module):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            self.first = nn.Embedding(4, 2, sparse=sparse)
+            self.second = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return (self.first(inputs) * self.second).abs().sum()
+
+    def run(rank: int) -> list[list[float]]:
+        warnings.simplefilter("error")
+        results = []
+        for sparse, load in ((True, False), (True, True), (False, False), (False, True)):
+            accelerator, path = Accelerator(compute_setup="cpu"), folder / f"{sparse}"
+            net = Mixed(sparse)
+            model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+            if load:
+                accelerator.load_state(path)
+            for step in range(load, 2):
+                optimizer.zero_grad()
+                accelerator.backward(model(torch.tensor([rank, step])))
+                optimizer.step()
+                if not load and step == 0:
+                    accelerator.save_state(path)
+            results.append(net.first.weight.flatten().tolist())
+        return results
+
+    for results in launched(run, 3):
+        assert results[0] == results[1]
+        assert results[2] == results[3]
 
 
 # ------------------------------------------------------------------ another number of ranks
@@ -248,13 +291,31 @@ def test_what_fails_on_one_rank_raises_on_all(folder: Path) -> None:
         )
         assert re.match("ArgumentError: .*there is no such folder", messages[1])
         assert messages[6].startswith("ArgumentError: save_state: the ranks prepared or registered different objects")
-    assert [message.partition(":")[0] for message in second[2:4]] == ["RuntimeError", "RuntimeError"]
-    assert "rank 0" in second[2]
+    assert [message.partition(":")[0] for message in first[2:4] + second[2:4]] == ["OSError"] * 4
+    assert re.match("OSError: .*model.pt could not be written: is the disk full", first[2])
+    assert second[2].startswith("OSError: rank 0: ")
     assert first[4] == first[5] == "RuntimeError: rank 1: KeyError: 'hook'"
     assert second[4] == second[5] == "KeyError: 'hook'"
     assert "has prepared 1 optimizer" in second[7]
     assert first[7].startswith("ArgumentError: rank 1: ")
     assert sorted(os.listdir(folder)) == ["saved"]
+
+
+def test_ranks_may_have_different_numbers_of_hooks(folder: Path) -> None:
+    def run(rank: int) -> list[int]:
+        accelerator = Accelerator(compute_setup="cpu")
+        net = accelerator.prepare(nn.Linear(2, 2))
+        accelerator.save_state(folder / "saved")
+        calls: list[Any] = []
+        for _ in range(rank):
+            accelerator.register_load_state_pre_hook(lambda *args: calls.append(args))
+        accelerator.load_state(folder / "saved")
+        ranks: list[int] = accelerator.gather(torch.tensor([rank])).tolist()
+        assert len(calls) == rank
+        assert net is not None
+        return ranks
+
+    assert list(launched(run, 2)) == [[0, 1], [0, 1]]
 
 
 def test_a_rank_killed_while_it_writes_leaves_the_earlier_state(folder: Path) -> None:

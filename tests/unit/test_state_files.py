@@ -252,6 +252,13 @@ def test_batches_that_were_read_ahead_are_not_taken(tmp_path: Path, monkeypatch:
     assert taken + [batch.tolist() for batch in skip_first_batches(reader, 2)] == whole
     accelerator.load_state(tmp_path / "state")
     assert taken + [batch.tolist() for batch in reader] == whole
+    loader.load_state_dict({"epoch": 0, "batches": 0, "seed": 3})
+    for batch in Prefetcher(skip_first_batches(loader, 2), "cpu"):
+        accelerator.save_state(tmp_path / "state")
+        assert batch.tolist() == whole[2]
+        break
+    accelerator.load_state(tmp_path / "state")
+    assert [batch.tolist() for batch in loader] == whole[3:]
 
 
 # ------------------------------------------------------------------ skip_first_batches
@@ -350,6 +357,23 @@ def test_a_state_in_the_last_batch_keeps_the_next_order(num_workers: int) -> Non
     ]
 
 
+def test_persistent_workers_resume_in_the_same_order() -> None:
+    """Starting them draws a number, which passes after the first do not."""
+
+    loader: Any = Accelerator(compute_setup="cpu").prepare(numbers(num_workers=1, persistent_workers=True))
+    states, seen = [(loader.state_dict(), torch.get_rng_state())], []
+    for _ in range(3):
+        for batch in loader:
+            seen.append(batch.tolist())
+            states.append((loader.state_dict(), torch.get_rng_state()))
+    drawn = torch.rand(1)
+    for taken, (state, random_state) in enumerate(states[:-1]):
+        loader.load_state_dict(state)
+        torch.set_rng_state(random_state)
+        left = [batch.tolist() for _ in range(3 - state["epoch"]) for batch in loader]
+        assert (left, torch.rand(1)) == (seen[taken:], drawn)
+
+
 def test_a_stream_resumes_in_a_single_process() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
@@ -387,7 +411,9 @@ def test_other_files_in_the_folder_stay(tmp_path: Path) -> None:
     run, path = Run(), tmp_path / "state"
     run.accelerator.save_state(path)
     (path / "notes.txt").write_text("mine")
+    path.chmod(0o700)
     assert run.accelerator.save_state(path) == path
+    assert path.stat().st_mode & 0o777 == 0o700
     assert (path / "notes.txt").read_text() == "mine"
     assert os.listdir(tmp_path) == ["state"]
     run.accelerator.load_state(path)
@@ -413,6 +439,10 @@ def test_a_folder_of_other_things_is_refused(tmp_path: Path, monkeypatch: pytest
         run.accelerator.save_state(tmp_path / "results")
     with pytest.raises(ArgumentError, match=r"output_dir='.*table.csv': it is a file"):
         run.accelerator.save_state(tmp_path / "results" / "table.csv")
+    for content in ('{"name": "a web page"}', "[]", ""):
+        (tmp_path / "results" / MANIFEST).write_text(content)
+        with pytest.raises(ArgumentError, match=r"did not write.*manifest.json, table.csv"):
+            run.accelerator.save_state(tmp_path / "results")
     with pytest.raises(ArgumentError, match="output_dir=None: give a folder"):
         run.accelerator.save_state()
     (tmp_path / "here").mkdir()
@@ -502,6 +532,13 @@ def test_a_failed_write_leaves_the_earlier_state(tmp_path: Path, monkeypatch: py
     run.accelerator.load_state(tmp_path / "state")
 
 
+def test_a_state_that_another_machine_was_replacing_is_named(tmp_path: Path) -> None:
+    run = Run()
+    (tmp_path / ".state.node7.12.old").mkdir()
+    with pytest.raises(ArgumentError, match=r"no such folder. .state.node7.12.old is its state from before a write"):
+        run.accelerator.load_state(tmp_path / "state")
+
+
 def test_an_interrupt_between_the_renames_puts_the_state_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.accelerator.save_state(tmp_path / "state")
@@ -556,6 +593,10 @@ def test_a_project_names_its_states_and_keeps_the_latest(tmp_path: Path) -> None
     resumed.accelerator.load_state()
     assert resumed.model[0].weight.unique().tolist() == [11.0]
     assert resumed.accelerator.save_state().name == "checkpoint_12"
+    shutil.copytree(tmp_path / "checkpoints" / "checkpoint_11", tmp_path / "best")
+    other = Run(project_config=project(tmp_path))
+    other.accelerator.load_state(tmp_path / "best")
+    assert other.accelerator.save_state().name == "checkpoint_13"
 
 
 def test_a_project_is_not_written_over(tmp_path: Path) -> None:
@@ -565,6 +606,7 @@ def test_a_project_is_not_written_over(tmp_path: Path) -> None:
         ({}, r"checkpoint_0 exists: load_state\(\).*another project_dir"),
         ({"save_on_each_node": True}, "save_on_each_node=True"),
         ({"project_dir": None}, "project_dir=None"),
+        ({"total_limit": -1, "iteration": 1}, "total_limit=-1: must be a whole number, at least 1"),
     ):
         run = Run(project_config=project(tmp_path, **options))
         with pytest.raises(ArgumentError, match=match):
@@ -669,6 +711,11 @@ def test_other_weights_load_with_strict_false(tmp_path: Path) -> None:
 def test_a_changed_dataset_begins_the_pass_and_warns(tmp_path: Path) -> None:
     Run(seed=3).epochs(1, 5, tmp_path / "state")
     run = Run(seed=3)
+    Run().epochs(1, 5, tmp_path / "plain")
+    larger = Run()
+    vars(larger.loader)["batch_size"] = 4
+    with pytest.warns(UserWarning, match="loader 0 is not restored: its batch_size was 2, and is 4"):
+        larger.accelerator.load_state(tmp_path / "plain")
     loader = run.accelerator.prepare(DataLoader(Augmented(), 2))
     other = Run(dataset=TensorDataset(torch.rand(6, 3), torch.ones(6).long()), seed=3)
     with pytest.warns(UserWarning, match="position of prepared loader 0 is not restored: its dataset had 20 samples"):
@@ -744,13 +791,15 @@ def test_objects_that_need_code_are_a_warning_at_once(tmp_path: Path) -> None:
     assert isinstance(counter.value, Odd)
 
 
-def test_numpys_numbers_in_an_optimizer_need_no_code(tmp_path: Path) -> None:
-    accelerator, net = Accelerator(compute_setup="cpu"), nn.Linear(1, 1)
+def test_numpys_numbers_need_no_code(tmp_path: Path) -> None:
+    accelerator, net, counter = Accelerator(compute_setup="cpu"), nn.Linear(1, 1), Counter(np.float32(0.5))
     optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=np.float64(0.3)))
+    accelerator.register_for_checkpointing(counter)
     accelerator.save_state(tmp_path / "state")
-    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["lr"] = counter.value = 0.0
     accelerator.load_state(tmp_path / "state")
     assert optimizer.param_groups[0]["lr"] == 0.3
+    assert counter.value == 0.5
 
 
 def test_hooks_write_and_read_what_they_take(tmp_path: Path) -> None:
@@ -804,6 +853,7 @@ def test_a_model_is_exported_for_other_libraries(tmp_path: Path, monkeypatch: py
     with pytest.warns(UserWarning, match="max_shard_size='1GB' has no effect"):
         accelerator.save_model(model, tmp_path, "1GB")
     assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "pytorch_model.bin"]
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match="pip install safetensors, or use safe_serialization=False"):
         accelerator.save_model(model, tmp_path)

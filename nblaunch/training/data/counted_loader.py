@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,6 @@ from nblaunch.training.topology import world
 
 T_co = TypeVar("T_co", covariant=True)
 _END: Any = object()
-_OWN = {"observer", "_latest", "_active", "_resumed", "_offset", "_epoch", "sharded"}
 
 
 def begin_at(loader: ShardedLoader[Any], batches: int) -> None:
@@ -50,6 +50,8 @@ class _Pass:
     """When the loop asked for the iterator: workers are seeded from them."""
     at_first: dict[str, Any]
     """Before the first batch: without workers torch's sampler draws the order then."""
+    has_workers: bool
+    """Whether persistent workers were there already: starting them draws a number."""
     done: int = 0
 
 
@@ -60,7 +62,8 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
     a shuffled pass comes from the global random state at its beginning, so its state holds that one.
 
     A resumed pass asks the sampler for the indices that were taken and loads nothing. Workers, and streams, load those
-    batches once more: their augmentation continues from a state that only loading can reach.
+    batches once more: their augmentation continues from a state that only loading can reach. What persistent workers
+    drew in earlier passes cannot be repeated: resumed in a later pass, they draw other augmentation.
     """
 
     is_padding: bool = False
@@ -71,10 +74,13 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
     def __init__(self, loader: DataLoader[T_co]) -> None:
         vars(self).update(vars(loader))
         self._iterator = None
+        self._given = loader
         self._latest: _Pass | None = None
         self._active: list[_Pass] = []
         self._resumed: _Pass | None = None
         """Where passes begin until one is completed, after `load_state_dict`."""
+        self._had_workers = False
+        """Whether persistent workers were there when the loaded state was taken."""
         self._offset = 0
         """Batches to leave out of the next pass."""
         self._epoch = 0
@@ -83,9 +89,7 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
 
     def plain(self) -> DataLoader[T_co]:
         """Return the loader as it was given."""
-        loader: DataLoader[T_co] = DataLoader.__new__(DataLoader)
-        vars(loader).update({key: value for key, value in vars(self).items() if key not in _OWN}, _iterator=None)
-        return loader
+        return self._given
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
         if self.sharded is not None:
@@ -93,17 +97,23 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
             return iter(self.sharded)
         before, now = self._resumed, self._random_states()
         offset, self._offset = self._offset, 0
+        if self._had_workers and self._iterator is None:
+            super().__iter__()
+            self._restore(now)
+        has_workers = self._iterator is not None
         if before is None:
             batches = super().__iter__()
-            current = _Pass(now, now if offset == 0 else self._random_states(), offset)
+            current = _Pass(now, now if offset == 0 else self._random_states(), has_workers, offset)
             self._skip(batches, offset)
             return self._counted(batches, current)
+        if has_workers and not before.has_workers:  # of an attempt to continue the pass that started them
+            self._iterator = None
         self._restore(before.at_iter)
         batches = super().__iter__()
         self._restore(before.at_first)
         self._skip(batches, before.done)
         self._restore(now)
-        return self._counted(batches, _Pass(before.at_iter, before.at_first, before.done))
+        return self._counted(batches, replace(before))
 
     def _counted(self, batches: Iterator[Any], current: _Pass) -> Iterator[T_co]:
         if current.done == 0:
@@ -186,7 +196,11 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         state: dict[str, Any] = {"epoch": self._epoch + ended, "generators": self._own_states()}
         if latest is not None and (not ended or self._generators()):
             state |= {"at_iter": latest.at_iter, "at_first": latest.at_first}
-        return state | {"batches": 0 if latest is None or ended else latest.done}
+        if latest is None or ended:
+            state |= {"batches": 0, "has_workers": self._had_workers or self._iterator is not None}
+        else:
+            state |= {"batches": latest.done, "has_workers": latest.has_workers}
+        return state | {"batch_size": self.batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state_dict`: the next pass begins there. One of a `ShardedLoader` keeps that one's order."""
@@ -197,18 +211,19 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
             self.sharded.load_state_dict(dict(state))
             return
         self._epoch = whole_number("epoch", state["epoch"], least=0)
+        self._iterator, self._had_workers = None, state["has_workers"]
         for generator, own in zip(self._generators(), state["generators"], strict=False):
             generator.set_state(own)
         if state["batches"]:
-            self._resumed = _Pass(state["at_iter"], state["at_first"], state["batches"])
+            self._resumed = _Pass(state["at_iter"], state["at_first"], state["has_workers"], state["batches"])
         elif "at_iter" in state and not isinstance(self.dataset, IterableDataset):
             self._finish(state)
 
     def _finish(self, state: Mapping[str, Any]) -> None:
         """Have samplers draw what they draw after the last batch of a pass, from generators of their own."""
         now = random_states()
-        indices: Any = self.plain()
-        vars(indices)["num_workers"] = 0
+        indices: Any = copy.copy(self._given)
+        vars(indices).update(num_workers=0, _iterator=None)
         self._restore(state["at_iter"])
         batches = iter(indices)
         if self.num_workers == 0:  # workers have the indices drawn before the first batch

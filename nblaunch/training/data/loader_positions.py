@@ -40,7 +40,12 @@ def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None
     reason = ""
     if samples != position["samples"]:
         reason = f"its dataset had {position['samples']} samples, and has {samples}"
-    elif isinstance(loader, ShardedLoader) and "seed" not in state:
+    elif "seed" in state:
+        pass  # a sharded loader counts samples
+    elif isinstance(loader, CountedLoader):
+        if state["batches"] and state["batch_size"] != loader.batch_size:
+            reason = f"its batch_size was {state['batch_size']}, and is {loader.batch_size}"
+    elif isinstance(loader, ShardedLoader):
         if state["batches"]:
             reason = (
                 "a single process wrote it, with an order from the random state instead of a seed. "

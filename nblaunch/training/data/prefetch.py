@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import DataLoader
 
 from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.pytree import tensors_in, to_device
@@ -77,7 +78,8 @@ class Prefetcher:
         copier = copier_for(self.device)
         depth = self.depth if copier.runs_ahead else 0
         if copier.runs_ahead and hasattr(self.loader, "state_dict"):
-            _readers[self.loader] = weakref.ref(self)
+            inner = getattr(self.loader, "loader", None)  # of `skip_first_batches`
+            _readers[inner if isinstance(inner, DataLoader) else self.loader] = weakref.ref(self)
         try:
             yield from self._iterate(copier, depth)
         finally:
