@@ -7,8 +7,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from nblaunch.errors import ArgumentError, LaunchStoppedError, RankDiedError
 from nblaunch.training import Accelerator
 from nblaunch.training.data.counted_loader import CountedLoader
 from tests.conftest import eventually
+from tests.torchrun import torchrun
 
 SAMPLES, BATCH = 48, 2
 
@@ -397,19 +396,9 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_a_script_resumes_under_torchrun(folder: Path, free_port: int) -> None:
+def test_a_script_resumes_under_torchrun(folder: Path) -> None:
     (folder / "script.py").write_text(SCRIPT)
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    command = [
-        torchrun,
-        "--nproc-per-node=2",
-        f"--master-port={free_port}",
-        f"--log-dir={folder / 'logs'}",
-        str(folder / "script.py"),
-        str(folder / "saved"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    torchrun(folder / "script.py", str(folder / "saved"), PYTHONPATH=os.getcwd())
 
 
 def test_cells_of_a_session_save_and_load(folder: Path) -> None:
