@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import timeouts
-from nblaunch.training import Accelerator, find_executable_batch_size, get_logger
+from nblaunch.training import Accelerator, Parallelism, find_executable_batch_size, get_logger
 from tests.processes.conftest import Launcher
 
 WORLD = 3
@@ -55,10 +55,17 @@ def test_roles_and_parts(launch: Launcher) -> None:
             assert part == [(1,), (2,), (2,)][rank]
         with accelerator.split_between_processes([]) as part:
             assert part == []
+        divided = Accelerator(cpu=True, parallelism=Parallelism(shard=False, tensor=WORLD, plan={"up": "colwise"}))
+        with divided.split_between_processes([1, 2, 3]) as part:
+            assert part == [1, 2, 3]  # the ranks compute on the same samples
+        with accelerator.split_between_processes({"outer": {"a": [1, 2, 3]}}) as part:
+            assert part == {"outer": {"a": [rank + 1]}}
         with pytest.raises(ArgumentError, match="a dict's values must be equally long"):
             accelerator.split_between_processes({"a": [1], "b": []}).__enter__()
-        with pytest.raises(ArgumentError, match="inputs is a str: give a list"):
-            accelerator.split_between_processes("text").__enter__()
+        wrong: list[Any] = ["text", 3, torch.tensor(3)]
+        for given in wrong:
+            with pytest.raises(ArgumentError, match="inputs=.* cannot be divided: give a list"):
+                accelerator.split_between_processes(given).__enter__()
 
         # --- padding
         own = {"x": torch.ones(rank + 1, 2), "none": None, "flat": torch.tensor(rank)}
@@ -222,7 +229,9 @@ def test_trackers_run_on_the_main_process_unless_they_say(launch: Launcher, tmp_
         accelerator.init_trackers("run")
         accelerator.log({"loss": rank + 0.5, "text": "x"}, step=1)
         if rank == 1:
-            accelerator.get_tracker("tensorboard").add_anything("is ignored on ranks without one")
+            ignored = accelerator.get_tracker("tensorboard").tracker
+            ignored.add_anything("has no effect on ranks without one").then_more()
+            ignored.summary["best"] = 1
         names = [tracker.name for tracker in accelerator.trackers]
         accelerator.end_training()
         get_logger("tests.moved").warning("once")
