@@ -64,7 +64,7 @@ def test_roles_and_parts(launch: Launcher) -> None:
             accelerator.split_between_processes({"a": [1], "b": []}).__enter__()
         wrong: list[Any] = ["text", 3, torch.tensor(3)]
         for given in wrong:
-            with pytest.raises(ArgumentError, match="inputs=.* cannot be divided: give a list"):
+            with pytest.raises(ArgumentError, match=r"inputs=.* cannot be divided: give a list"):
                 accelerator.split_between_processes(given).__enter__()
 
         # --- padding
@@ -165,6 +165,22 @@ def test_generators_begin_passes_alike_on_request(launch: Launcher) -> None:
 
     one, two = launch(check, device="cpu")
     assert one == two
+
+
+def test_loaders_side_by_side_share_generators_once_a_pass(launch: Launcher) -> None:
+    def check(rank: int) -> list[float]:
+        accelerator = Accelerator(cpu=True, rng_types=["torch"], semantics="exact")
+        data = TensorDataset(torch.arange(8))
+        first, second = accelerator.prepare(DataLoader(data, 2), DataLoader(data, 2))
+        drawn = []
+        for _ in zip(first, second, strict=True):
+            drawn.append(torch.rand(1).item())
+            torch.manual_seed(rank)
+        return drawn
+
+    one, two = launch(check, device="cpu")
+    assert one[0] == two[0]
+    assert one[1] != two[1]
 
 
 # ------------------------------------------------------------------ gradients
@@ -276,6 +292,21 @@ def test_ranks_agree_on_a_batch_size(launch: Launcher) -> None:
         return [train(), train(), tried]
 
     assert list(launch(check, device="cpu")) == [[4, 4, [16, 8, 4, 4]]] * 2
+
+
+def test_a_new_group_counts_its_own_tries(launch: Launcher, tmp_path: Path) -> None:
+    def check(rank: int) -> int:
+        timeouts.BATCH_SIZE_TRAINING_S = 20.0
+        train = find_executable_batch_size(lambda size: size, 16)
+        torch.distributed.destroy_process_group()
+        if rank < 2:  # as in a session: these two have tried before, and their new peer has not
+            torch.distributed.init_process_group("gloo", f"file://{tmp_path}/two", rank=rank, world_size=2)
+            train()
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("gloo", f"file://{tmp_path}/three", rank=rank, world_size=WORLD)
+        return train()
+
+    assert list(launch(check, num_processes=WORLD, device="cpu")) == [16] * WORLD
 
 
 def test_a_rank_in_the_way_of_the_others_raises(launch: Launcher) -> None:

@@ -140,7 +140,16 @@ def test_accumulation_can_be_set_before_prepare_only() -> None:
     assert accelerator.gradient_accumulation_steps == accelerator.gradient_state.num_steps == 4
 
 
-def test_a_loop_of_accelerate_may_accumulate_after_prepare() -> None:
+def test_a_difference_warns_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.errors._said", set())
+    loader = DataLoader(TensorDataset(torch.arange(4.0)), 1)
+    with pytest.warns(UserWarning, match="prepared loaders draw the order of samples from their seed"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2).prepare(loader)
+    Accelerator(cpu=True, gradient_accumulation_steps=2).prepare(loader)  # another line, as in another cell
+
+
+def test_a_loop_of_accelerate_may_accumulate_after_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.errors._said", set())
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     optimizer, loader = accelerator.prepare(
