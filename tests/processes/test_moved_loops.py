@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import timeouts
@@ -149,6 +150,67 @@ def test_accelerates_semantics_repeat_samples_and_cut_them(launch: Launcher) -> 
 
     one, two = launch(check, device="cpu")
     assert (one, two) == ([[0, 1, 2, 3], [8, 9, 10, 0]], [[4, 5, 6, 7], [1, 2, 3, 4]])
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Adds noise from torch's and Python's global generators to each sample."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(1) / 4 + random.random() / 4
+
+
+@pytest.mark.parametrize("is_seedable", [False, True])
+def test_accelerates_order_resumes_within_an_epoch(launch: Launcher, tmp_path: Path, is_seedable: bool) -> None:
+    def train(place: tuple[int, int] | None, folder: Path, workers: int) -> list[list[float]]:
+        accelerator = Accelerator(
+            cpu=True, semantics="accelerate", dataloader_config={"use_seedable_sampler": is_seedable}
+        )
+        torch.manual_seed(4 if place else 5)
+        loader = accelerator.prepare(DataLoader(Noisy(), 3, shuffle=True, num_workers=workers))
+        if place is None:
+            accelerator.load_state(folder)
+        seen = []
+        for epoch in range(loader.epoch, 3):
+            for number, batch in enumerate(loader):
+                seen.append([*batch.flatten().tolist(), torch.rand(1).item()])
+                if (epoch, number) == place:
+                    accelerator.save_state(folder)
+                    seen.clear()
+        return seen
+
+    def check() -> list[list[list[float]]]:
+        cases = [((1, 1), 0), ((0, 0), 0), ((1, 3), 0), ((1, 1), 1)]
+        folders = [tmp_path / f"{number}" for number in range(len(cases))]
+        pairs = [
+            (train(place, folder, workers), train(None, folder, workers))
+            for folder, (place, workers) in zip(folders, cases, strict=True)
+        ]
+        assert [whole == resumed for whole, resumed in pairs] == [True] * 4
+        return [whole for whole, _ in pairs]
+
+    for one, two in zip(*launch(check, device="cpu"), strict=True):
+        assert len(one) > 3
+        assert one != two
+
+
+def test_an_order_of_other_semantics_is_not_continued(tmp_path: Path) -> None:
+    def prepared(semantics: str) -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, semantics=semantics, seed=1)
+        return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), 2, shuffle=True))
+
+    for wrote, reads in (("accelerate", "exact"), ("exact", "accelerate")):
+        accelerator, loader = prepared(wrote)
+        for batch in loader:
+            accelerator.backward(batch[0].requires_grad_().sum())
+            accelerator.save_state(tmp_path / wrote)
+            break
+        accelerator, loader = prepared(reads)
+        with pytest.warns(UserWarning, match="is not restored: it was saved with the order of samples of other"):
+            accelerator.load_state(tmp_path / wrote)
+        assert len(list(loader)) == 4
 
 
 def test_generators_begin_passes_alike_on_request(launch: Launcher) -> None:
