@@ -65,6 +65,7 @@ def find_executable_batch_size(
         nonlocal size
         _check_arguments(own, args)
         while size > 0:
+            result, failed = None, False  # if only another rank has failed, this one's result takes no more memory
             release_memory()
             try:
                 result = own(size, *args, **kwargs)
@@ -72,8 +73,6 @@ def find_executable_batch_size(
                 if not is_out_of_memory(error):
                     raise
                 failed = True
-            else:
-                failed = False
             if not _any_failed(failed):
                 return result
             size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()

@@ -79,7 +79,13 @@ class Trackers(RankRoles):
                 out, and joins the names of nested mappings by ``/``; trackers get all.
             step: The training step, in any unit.
             log_kwargs: By a tracker's name, more arguments for its ``log``.
+
+        Raises:
+            ArgumentError: `values` is no mapping.
         """
+        given: object = values
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"values={values!r:.80}: must be a mapping of names to values")
         shown = numbers_in(values)
         shown.pop("step", None)  # a loop may log it too
         report(step, **shown)

@@ -73,6 +73,8 @@ def test_numbers_reach_the_panel_and_the_rest_does_not_fail(reported: Any) -> No
     }
     accelerator.log(values, step=3)
     assert reported() == [{"loss": 0.5, "accuracy": 0.25, "valid/f1": 1.0, "valid/more/n": 1.0, "array": 0.75}]
+    with pytest.raises(ArgumentError, match="values=3: must be a mapping of names to values"):
+        accelerator.log(3)  # type: ignore[arg-type]
     assert numbers_in({"z": torch.tensor(1j), "big": 10**400}) == {}
 
 
