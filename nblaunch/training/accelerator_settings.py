@@ -82,8 +82,12 @@ class AcceleratorSettings:
         self.device_placement = device_placement
         self.dataloader_config = plugin_settings.read(LoaderSettings, "dataloader_config", dataloader_config or {})
         self.dataloader_config.split_batches |= bool(split_batches)
-        kinds = ("generator",) if rng_types is None else rng_types
+        kinds = ("generator",) if rng_types is None else (rng_types,) if isinstance(rng_types, str) else rng_types
         self.rng_types = [one_of("rng_types", str(getattr(kind, "value", kind)), _GENERATORS) for kind in kinds]
+        if project_config is not None and not hasattr(project_config, "project_dir"):
+            raise ArgumentError(
+                f"project_config={project_config!r:.80}: must have the attributes of accelerate's ProjectConfiguration"
+            )
         configured = getattr(project_config, "project_dir", None)
         self.project_dir = project_dir if configured is None else configured
         self.project_configuration = project_config

@@ -103,6 +103,8 @@ def read_handlers(given: Iterable[Any]) -> Handlers:
         ArgumentError: A handler is not known, or of the same kind as another.
     """
     found: dict[str, Any] = {}
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"kwargs_handlers={given!r:.80}: must be a list of handlers")
     for handler in given:
         kind = next((kind for kind, (marks, _) in _KINDS.items() if _has(handler, marks)), None)
         name = type(handler).__name__

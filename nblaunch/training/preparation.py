@@ -150,7 +150,9 @@ class Preparation:
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Move the optimizer's state to its parameters' devices; wrap it for accumulation or float16."""
         if isinstance(optimizer, SteppedOptimizer):
-            return optimizer
+            if optimizer.gradient_state is self.gradient_state:
+                return optimizer
+            optimizer = optimizer.inner  # of another Accelerator, or of another process
         rebind(optimizer)
         if self._divides and not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             raise ArgumentError(
@@ -168,7 +170,9 @@ class Preparation:
     def scheduler(self, scheduler: LRScheduler) -> LRScheduler:
         """Wrap the scheduler if its steps depend on its optimizer's or on the number of ranks."""
         if isinstance(scheduler, SteppedScheduler):
-            return scheduler
+            if scheduler.gradient_state is self.gradient_state:
+                return scheduler
+            scheduler = scheduler.inner
         _restore_step_tracking(scheduler)
         per_rank = self.schedule_steps == "rank"
         if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):

@@ -215,6 +215,9 @@ def test_an_accelerator_with_every_setting_travels() -> None:
     ("given", "message"),
     [
         ({"semantics": "ours"}, "semantics='ours': must be one of 'exact', 'accelerate'"),
+        ({"kwargs_handlers": 3}, "kwargs_handlers=3: must be a list of handlers"),
+        ({"project_config": 3}, "project_config=3: must have the attributes of accelerate's ProjectConfiguration"),
+        ({"rng_types": "xla"}, "rng_types='xla': must be one of 'generator', 'torch', 'cuda'"),
         ({"rng_types": ["xla"]}, "rng_types='xla': must be one of 'generator', 'torch', 'cuda'"),
         ({"cpu": True, "compute_setup": "gpu"}, 'cpu=True contradicts compute_setup="gpu"'),
     ],
