@@ -140,13 +140,20 @@ def text_of(error: BaseException) -> str:
         return f"<its __str__ raised {type(trouble).__name__}>"
 
 
-def warn(message: str, *, each_time: bool = False) -> None:
+_said: set[str] = set()
+
+
+def warn(message: str, *, each_time: bool = False, once: str = "") -> None:
     """Issue a UserWarning at the line of the first caller outside this package.
 
     Args:
         message: What to say.
         each_time: Say it again if it was said at this line before. Default: False.
+        once: A name of what is said, which this process says once only, wherever it is. Default: once at each line.
     """
+    if once in _said:
+        return
+    _said.update([once] if once else [])
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         level, frame = level + 1, frame.f_back

@@ -53,7 +53,7 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         semantics: ``"exact"``: as described here. ``"accelerate"``: as accelerate where the two differ: schedules
             count steps of each rank, loaders take their order from torch's generators and repeat samples so that all
             batches are whole, and every optimizer step divides by `gradient_accumulation_steps`. Default: like
-            ``"exact"``, with a warning for each difference that a loop of accelerate meets.
+            ``"exact"``; if accelerate's arguments are given, a process warns once about each difference.
         schedule_steps: What one ``step`` of a prepared scheduler counts. ``"optimizer"``: an optimizer step, so the
             schedule is the same for any number of ranks. ``"rank"``: an optimizer step of each rank, so N ranks take
             N steps at once, as accelerate does unless it is given ``split_batches=True``. Default: like
@@ -85,9 +85,9 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
 
         Modules go to the device and dtype, and into DDP if there are other ranks and something to train. With
         `parallelism` the ranks divide them in place, and optimizers of them get the new parameters. Optimizers are
-        wrapped only if accumulation or float16 must decide when they step. The same holds for schedulers: unless
-        `schedule_steps` says otherwise they count optimizer steps, so with 4 ranks a schedule of 1000 steps takes
-        1000 steps, where accelerate's takes 250.
+        wrapped only if accumulation or float16 must decide when they step, or if `semantics` or accelerate's arguments
+        are given. The same holds for schedulers: unless `schedule_steps` says otherwise they count optimizer steps, so
+        with 4 ranks a schedule of 1000 steps takes 1000 steps, where accelerate's takes 250.
         DataLoaders give each rank its part, on the device (see `nblaunch.training.data.shard`). Other objects come
         back unchanged.
 
@@ -323,9 +323,7 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
             self.ddp_kwargs,
             self._counted_steps,
             self.dataloader_config,
-            self.semantics,
             tuple(self.rng_types),
-            self._is_from_accelerate or self.semantics == "accelerate",
             self.device_placement if places is None else places,
             self.parallelism,
         )

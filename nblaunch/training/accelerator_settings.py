@@ -16,7 +16,7 @@ from nblaunch.training import plugin_settings, precision
 from nblaunch.training.absent_names import refuse_arguments, refuse_attribute
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.parallelism import Parallelism
-from nblaunch.training.plugin_settings import AccumulationSettings, LoaderSettings
+from nblaunch.training.plugin_settings import AccumulationSettings, LoaderSettings, Semantics
 from nblaunch.training.seeding import checked_seed
 from nblaunch.training.topology import own_device
 from nblaunch.training.tracker_backends import requested
@@ -77,14 +77,17 @@ class AcceleratorSettings:
             raise ArgumentError(f"parallelism={parallelism!r:.80}: must be a Parallelism, such as Parallelism()")
         self.parallelism = parallelism
         self.seed = checked_seed(seed)
-        self.semantics = semantics
         self.schedule_steps = schedule_steps
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.device_placement = device_placement
         self.dataloader_config = plugin_settings.read(LoaderSettings, "dataloader_config", dataloader_config or {})
         self.dataloader_config.split_batches |= bool(split_batches)
-        kinds = ("generator",) if rng_types is None else rng_types
+        kinds = ("generator",) if rng_types is None else (rng_types,) if isinstance(rng_types, str) else rng_types
         self.rng_types = [one_of("rng_types", str(getattr(kind, "value", kind)), _GENERATORS) for kind in kinds]
+        if project_config is not None and not hasattr(project_config, "project_dir"):
+            raise ArgumentError(
+                f"project_config={project_config!r:.80}: must have the attributes of accelerate's ProjectConfiguration"
+            )
         configured = getattr(project_config, "project_dir", None)
         self.project_dir = project_dir if configured is None else configured
         self.project_configuration = project_config
@@ -92,18 +95,10 @@ class AcceleratorSettings:
         """The trackers that were requested: names, and objects of the user's."""
         self._handlers = handlers
         self._accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        self._is_from_accelerate = bool(
-            cpu is not None
-            or split_batches
-            or dataloader_config
-            or rng_types
-            or gradient_accumulation_plugin
-            or kwargs_handlers
-            or log_with
-            or project_dir
-            or project_config
-        )
-        """Whether an argument shows that the loop was written for accelerate: then each difference warns once."""
+        of_accelerate = [split_batches, dataloader_config, rng_types, gradient_accumulation_plugin, kwargs_handlers]
+        of_accelerate += [cpu is not None, log_with, project_dir, project_config]
+        chosen: Any = semantics or ("moved" if any(of_accelerate) else "own")
+        self.semantics: Semantics = chosen
         self._mixed_precision = mixed_precision
         self._gradient_state: GradientState | None = None
         self._is_triggered = False
@@ -164,11 +159,9 @@ class AcceleratorSettings:
         """This process's state, made on first use."""
         if self._gradient_state is None:
             scaler = precision.scaler_for(self.device, self.mixed_precision, self._handlers.scaler)
-            own = self._gradient_state = GradientState(self._accumulation, scaler)
-            own.like_accelerate = self.semantics == "accelerate"
-            own.warns_short = self.semantics is None and self._is_from_accelerate
-            if self.semantics != "accelerate":  # loaders that repeat do it themselves
-                own.rng_types = tuple(kind for kind in self.rng_types if kind != "generator")
+            # In accelerate's semantics loaders share generators themselves.
+            kinds = [kind for kind in self.rng_types if kind != "generator" and self.semantics != "accelerate"]
+            self._gradient_state = GradientState(self._accumulation, scaler, self.semantics, tuple(kinds))
         return self._gradient_state
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -66,6 +65,7 @@ def find_executable_batch_size(
         nonlocal size
         _check_arguments(own, args)
         while size > 0:
+            result, failed = None, False  # if only another rank has failed, this one's result takes no more memory
             release_memory()
             try:
                 result = own(size, *args, **kwargs)
@@ -73,8 +73,6 @@ def find_executable_batch_size(
                 if not is_out_of_memory(error):
                     raise
                 failed = True
-            else:
-                failed = False
             if not _any_failed(failed):
                 return result
             size = int(size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
@@ -95,17 +93,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
 
 
-_tries = itertools.count()
-"""Numbers this process's tries; the same on every rank, because they try together."""
-
-
 def _any_failed(failed: bool) -> bool:
     """Return True if memory ran out in this try on any rank. Every rank must call it."""
     place = world()
     if not place.is_shared:
         return failed
     ensure_group()
-    store = dist.PrefixStore(f"nblaunch/batch_size/{next(_tries)}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore("nblaunch/batch_size", dist.distributed_c10d._get_default_store())
+    number = store.add(f"tries of {place.rank}", 1)  # in the store: a session's new group begins with none
+    store = dist.PrefixStore(str(number), store)
     store.set(str(place.rank), str(int(failed)))
     # A rank that is through may have to wait for the others' whole training; one that failed is in their way.
     limit = timeouts.BATCH_SIZE_PEERS_S if failed else timeouts.BATCH_SIZE_TRAINING_S

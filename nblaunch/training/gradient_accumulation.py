@@ -16,11 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.collectives import share_generators
-from nblaunch.training.plugin_settings import AccumulationSettings
+from nblaunch.training.plugin_settings import AccumulationSettings, Semantics
 from nblaunch.training.sharded_models import no_gradient_sync
 from nblaunch.training.topology import data_world, world
-
-DEFAULT_ACCUMULATION = AccumulationSettings()
 
 
 class GradientState:
@@ -29,23 +27,27 @@ class GradientState:
     Attributes:
         settings: How gradients accumulate.
         sync: Whether this batch ends a step: gradients are exchanged, and optimizers step.
-        like_accelerate: Whether a step of fewer batches divides by `every` too, and gathered rows are cut.
+        semantics: Whose semantics hold.
+        rng_types: The global generators that take rank 0's state with the first batch of each pass.
     """
 
     def __init__(
-        self, settings: AccumulationSettings = DEFAULT_ACCUMULATION, scaler: torch.amp.GradScaler | None = None
+        self,
+        settings: AccumulationSettings,
+        scaler: torch.amp.GradScaler | None = None,
+        semantics: Semantics = "own",
+        rng_types: tuple[str, ...] = (),
     ) -> None:
         self.settings = settings
         self.sync = True
-        self.like_accelerate = False
-        self.rng_types: tuple[str, ...] = ()
-        """The global generators that take rank 0's state with the first batch of each pass."""
-        self.warns_short = False
-        """Whether to warn once about a step of fewer batches."""
+        self.semantics = semantics
+        self.rng_types = rng_types
         self._scaler = scaler
         self._batches = 0
         self._size = settings.num_steps
         self._passes: list[weakref.ref[Any]] = []
+        self._beside: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Loaders whose passes went on when a loader outside of them had advanced, as in ``zip``."""
         self._trained: weakref.WeakSet[Any] = weakref.WeakSet()
         """Loaders with a backward pass in the present pass over them."""
         self._untrained: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -58,7 +60,7 @@ class GradientState:
         self._has_stepped = False
 
     def __reduce__(self) -> Any:
-        return GradientState, (self.settings,)  # nothing is prepared yet in the process that receives it
+        return GradientState, (self.settings, None, self.semantics)  # nothing is prepared there yet
 
     @property
     def every(self) -> int:
@@ -83,21 +85,25 @@ class GradientState:
     def forget(self) -> None:
         """Forget what was prepared, and the batches of a step that is unfinished."""
         self._passes, self._batches, self._size, self.sync = [], 0, self.every, True
+        self._beside.clear()
         self._modules.clear()
         self._plain.clear()
         self._optimizers = []
 
     # ------------------------------------------------------------------ active loaders
     def begin_batch(self, loader: Any) -> None:
-        """Note that a prepared loader yields a batch. Passes that began inside its own pass have ended."""
-        place = next((i for i, reference in enumerate(self._passes) if reference() is loader), len(self._passes))
-        if place == len(self._passes):
+        """Note that a prepared loader yields a batch. Passes inside its own count again when they go on."""
+        loaders = self._loaders()
+        place = next((i for i, other in enumerate(loaders) if other is loader), len(loaders))
+        if place == len(loaders) and loader not in self._beside:
             share_generators(self.rng_types)
-        self._passes[place:] = [weakref.ref(loader)]
+        self._beside.update(loaders[place + 1 :])
+        self._passes = [weakref.ref(other) for other in (*loaders[:place], loader)]
 
     def end_pass(self, loader: Any) -> None:
         """Note that a pass over `loader` was completed or abandoned."""
         self._passes = [reference for reference in self._passes if reference() is not loader]
+        self._beside.discard(loader)
         (self._untrained.discard if loader in self._trained else self._untrained.add)(loader)
         self._trained.discard(loader)
 
@@ -108,12 +114,12 @@ class GradientState:
     @property
     def is_padding(self) -> bool:
         """Return True if the innermost loader's batch repeats another rank's."""
-        return any(loader.is_padding for loader in self._loaders()[-1:])
+        return bool(getattr(self.active_dataloader, "is_padding", False))
 
     @property
     def active_dataloader(self) -> Any:
         """The innermost prepared loader that is being iterated, or None. The name is accelerate's, as those below."""
-        return next(iter(self._loaders()[-1:]), None)
+        return next(reversed(self._loaders()), None)
 
     @property
     def in_dataloader(self) -> bool:
@@ -135,7 +141,7 @@ class GradientState:
     @property
     def kept_rows(self) -> int | None:
         """How many gathered rows are no repetition as accelerate counts them; None for all."""
-        is_short = self.like_accelerate and self.end_of_dataloader and self.remainder > 0
+        is_short = self.semantics == "accelerate" and self.end_of_dataloader and self.remainder > 0
         return self.remainder if is_short else None
 
     @property
@@ -176,27 +182,25 @@ class GradientState:
             # With several loaders, it is unknown whether they are iterated side by side or nested.
             left: Any = loaders[0].remaining if len(loaders) == 1 and self.sync_with_dataloader else None
             is_short = left is not None and 0 < left < self.every
-            self._size = int(left) if is_short and not self.like_accelerate else self.every
-            if is_short and self.warns_short:
-                self._warn_about_short_step(self._size)
+            self._size = int(left) if is_short and self.semantics != "accelerate" else self.every
+            if is_short and self.semantics == "moved" and world().rank == 0:
+                warn(
+                    f"the last optimizer step of this pass has {left} of {self.every} batches, and its loss is "
+                    f"divided by {left}, where accelerate divides by {self.every}. Use "
+                    'Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as it does',
+                    once="short step",
+                )
         self._batches += 1
-        ends = self.sync_with_dataloader and any(loader.is_last for loader in loaders)
-        self.sync = ends or self._batches >= self._size
+        # In nested loops the outer loader's last batch stays for the whole pass over the inner one.
+        are_nested = self.semantics == "accelerate" or not any(loader in self._beside for loader in loaders[-1:])
+        ends = any(loader.is_last for loader in (loaders[-1:] if are_nested else loaders))
+        self.sync = (ends and self.sync_with_dataloader) or self._batches >= self._size
         if self.sync:
             self._batches = 0
         with ExitStack() as stack:
             if not self.sync and not self.settings.sync_each_batch:
                 self.enter_no_sync(stack, modules)
             yield
-
-    def _warn_about_short_step(self, batches: int) -> None:
-        self.warns_short = False
-        if world().rank == 0:
-            warn(
-                f"the last optimizer step of this pass has {batches} of {self.every} batches, and its loss is divided "
-                f"by {batches}, where accelerate divides by {self.every}. Use "
-                'Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as accelerate does'
-            )
 
     @property
     def step_progress(self) -> tuple[int, int]:
@@ -221,8 +225,8 @@ class GradientState:
     # ------------------------------------------------------------------ the scaler
     @property
     def needs_wrappers(self) -> bool:
-        """Return True if optimizers and schedulers must not act on every ``step`` call."""
-        return self.every > 1 or self._scaler is not None
+        """Return True if optimizers and schedulers may not act on every ``step`` call."""
+        return self.semantics != "own" or self.every > 1 or self._scaler is not None
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -17,6 +17,10 @@ from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of
 
 S = TypeVar("S")
+
+Semantics = Literal["own", "moved", "exact", "accelerate"]
+"""Whose semantics hold. All but the last are ours: ``"moved"``, of a loop that was written for accelerate and chose
+none, warns once about each difference. With any but ``"own"`` all optimizers and schedulers are wrapped."""
 
 
 # ------------------------------------------------------------------ plugins
@@ -99,6 +103,8 @@ def read_handlers(given: Iterable[Any]) -> Handlers:
         ArgumentError: A handler is not known, or of the same kind as another.
     """
     found: dict[str, Any] = {}
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"kwargs_handlers={given!r:.80}: must be a list of handlers")
     for handler in given:
         kind = next((kind for kind, (marks, _) in _KINDS.items() if _has(handler, marks)), None)
         name = type(handler).__name__

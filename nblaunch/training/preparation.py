@@ -46,12 +46,8 @@ class Preparation:
     schedule_steps: str | None = None
     """As in `Accelerator`; ``"call"`` if schedulers do not wait for their optimizer's step."""
     loaders: LoaderSettings = field(default_factory=LoaderSettings)
-    semantics: str | None = None
-    """As in `Accelerator`."""
     rng_types: tuple[str, ...] = ()
     """The generators whose states loaders that repeat take from rank 0."""
-    follows: bool = False
-    """Whether the loop was written for accelerate: everything is wrapped, and differences are warned about."""
     places: bool = True
     """Whether modules, the states of optimizers, and batches move to the device."""
     parallelism: Parallelism | None = None
@@ -154,7 +150,9 @@ class Preparation:
     def optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Move the optimizer's state to its parameters' devices; wrap it for accumulation or float16."""
         if isinstance(optimizer, SteppedOptimizer):
-            return optimizer
+            if optimizer.gradient_state is self.gradient_state:
+                return optimizer
+            optimizer = optimizer.inner  # of another Accelerator, or of another process
         rebind(optimizer)
         if self._divides and not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             raise ArgumentError(
@@ -163,7 +161,7 @@ class Preparation:
             )
         if self.places:
             move_state(optimizer)
-        if not (self.follows or self.gradient_state.needs_wrappers):
+        if not self.gradient_state.needs_wrappers:
             self.gradient_state.add_plain(optimizer)
             return optimizer
         self.gradient_state.add_optimizer(optimizer)
@@ -172,10 +170,12 @@ class Preparation:
     def scheduler(self, scheduler: LRScheduler) -> LRScheduler:
         """Wrap the scheduler if its steps depend on its optimizer's or on the number of ranks."""
         if isinstance(scheduler, SteppedScheduler):
-            return scheduler
+            if scheduler.gradient_state is self.gradient_state:
+                return scheduler
+            scheduler = scheduler.inner
         _restore_step_tracking(scheduler)
         per_rank = self.schedule_steps == "rank"
-        if self.schedule_steps == "call" or not (per_rank or self.follows or self.gradient_state.needs_wrappers):
+        if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):
             return scheduler
         return SteppedScheduler(scheduler, self.gradient_state, per_rank, self._copies)
 
@@ -188,7 +188,8 @@ class Preparation:
             warn(
                 f"this schedule takes one step with each optimizer step of the {ranks} ranks, "
                 f"where accelerate's would take {ranks}. "
-                'Use Accelerator(schedule_steps="optimizer") for one step, or schedule_steps="rank" for accelerate\'s'
+                'Use Accelerator(schedule_steps="optimizer") for one step, or schedule_steps="rank" for accelerate\'s',
+                once="schedule_steps",
             )
 
     # ------------------------------------------------------------------ data
@@ -198,7 +199,7 @@ class Preparation:
         counts = self.gradient_state.every > 1 or self.loaders.use_stateful_dataloader
         seed = self.loaders.data_seed if self.seed is None else self.seed
         is_exact = world().is_shared or moves or counts or seed is not None
-        repeats = self.semantics == "accelerate"
+        repeats = self.gradient_state.semantics == "accelerate"
         if not (is_exact or repeats):
             return self._counted(loader)
         device = self.device if self.places else None
@@ -209,17 +210,15 @@ class Preparation:
             loader = RepeatingLoader(loader, self.loaders, self.rng_types)
         prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move, copies=self._copies)
         prepared.observer = self.gradient_state
-        if self.follows and self.semantics is None and world().rank == 0 and not repeats:
-            self._warn_about_loaders()
+        if self.gradient_state.semantics == "moved" and world().rank == 0:
+            warn(
+                "prepared loaders draw the order of samples from their seed, and repeat no sample: the last batches "
+                "are smaller. accelerate draws the order from torch's generators, and fills the last batches with the "
+                'first samples. Use Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as '
+                "it does",
+                once="order of samples",
+            )
         return prepared
-
-    @staticmethod
-    def _warn_about_loaders() -> None:
-        warn(
-            "prepared loaders draw the order of samples from their seed, and repeat no sample: the last batches are "
-            "smaller. accelerate draws the order from torch's generators, and fills the last batches with the first "
-            'samples. Use Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as it does'
-        )
 
     def _counted(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return the loader with a position for saved states; one of a class of the user's own comes back itself."""

@@ -17,7 +17,7 @@ from nblaunch.training import collectives
 from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.distributed_type import DistributedType, RankState
 from nblaunch.training.pytree import to_device
-from nblaunch.training.topology import ensure_group, world
+from nblaunch.training.topology import data_world, ensure_group, world
 
 Decorated = Callable[..., Any]
 
@@ -210,17 +210,18 @@ class RankRoles(AcceleratorSettings):
         """A context whose value is this rank's contiguous part of `inputs`; the first ranks take what is over.
 
         Args:
-            inputs: A list, tuple, tensor, dataset with a method ``select``, or a dict of them, all equally long.
+            inputs: A list, tuple, tensor, dataset with a method ``select``, or a dict of them, all equally long. Dicts
+                may be nested. Ranks that compute on the same samples (`copies`) get the same part.
             apply_padding: Repeat the last element until every rank has equally many. Padded tensors are on `device`.
 
         Raises:
             ArgumentError: `inputs` is something else, or a dict's values are not equally long.
         """
-        place = world()
+        place = data_world(self.copies)
         if not place.is_shared:
             yield inputs
             return
-        lengths = {len(value) for value in inputs.values()} if isinstance(inputs, dict) else {len(inputs)}
+        lengths = set(_lengths(inputs))
         if len(lengths) > 1:
             raise ArgumentError(f"inputs: a dict's values must be equally long, and have {sorted(lengths)} elements")
         size, over = divmod(next(iter(lengths), 0), place.size)
@@ -237,6 +238,17 @@ class RankRoles(AcceleratorSettings):
         if isinstance(inputs, (list, tuple)):
             own: Any = inputs
             return own[place] + own[-1:] * missing
-        if hasattr(inputs, "select"):
-            return inputs.select([*range(place.start, place.stop), *[len(inputs) - 1] * missing])
-        raise ArgumentError(f"inputs is a {type(inputs).__name__}: give a list, tuple, tensor or dict")
+        return inputs.select([*range(place.start, place.stop), *[len(inputs) - 1] * missing])
+
+
+def _lengths(inputs: Any) -> Iterator[int]:
+    """Yield the lengths of what `split_between_processes` can divide, in dicts too."""
+    if isinstance(inputs, dict):
+        for value in inputs.values():
+            yield from _lengths(value)
+        return
+    if not (isinstance(inputs, (list, tuple)) or hasattr(inputs, "select")) or getattr(inputs, "shape", None) == ():
+        raise ArgumentError(
+            f"inputs={inputs!r:.80}: {type(inputs).__name__} cannot be divided: give a list, tuple, tensor or dict"
+        )
+    yield len(inputs)

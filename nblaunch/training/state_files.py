@@ -106,7 +106,7 @@ class StateFiles(RankRoles):
     def _automatic_naming(self) -> Any:
         """Return the project's configuration if it names the folders, else None."""
         configuration = self.project_configuration
-        if configuration is None or not configuration.automatic_checkpoint_naming:
+        if not getattr(configuration, "automatic_checkpoint_naming", False):
             return None
         if getattr(configuration, "save_on_each_node", False):
             raise ArgumentError("save_on_each_node=True: a saved state is one folder that all machines see")

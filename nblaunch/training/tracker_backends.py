@@ -66,10 +66,10 @@ def numbers_in(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             found |= numbers_in(value, f"{name}/")
         elif isinstance(value, torch.Tensor):
-            found |= {name: value} if value.numel() == 1 and not value.is_complex() else {}
+            found |= {name: value.detach()} if value.numel() == 1 and not value.is_complex() else {}
         elif not isinstance(value, (str, bytes)):
             try:
-                found[name] = float(value)
+                found[name] = float(value.item() if getattr(value, "size", 0) == 1 else value)  # NumPy's arrays
             except (TypeError, ValueError, OverflowError):
                 continue  # a list, None, an image: for the trackers
     return found
@@ -97,11 +97,11 @@ class TensorBoardTracker:
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         for name, value in values.items():
             if isinstance(value, str):
-                self.tracker.add_text(name, value, global_step=step, **options)
+                self.tracker.add_text(str(name), value, global_step=step, **options)
             elif isinstance(value, Mapping):
-                self.tracker.add_scalars(name, value, global_step=step, **options)
+                self.tracker.add_scalars(str(name), numbers_in(value), global_step=step, **options)
             elif number := numbers_in({name: value}):
-                self.tracker.add_scalar(name, float(number[name]), global_step=step, **options)
+                self.tracker.add_scalar(str(name), float(number[str(name)]), global_step=step, **options)
         self.tracker.flush()
 
     def finish(self) -> None:

@@ -30,6 +30,8 @@ class Trackers(RankRoles):
     ) -> None:
         """Start the trackers of ``log_with`` on the main process. The panel needs no start.
 
+        Trackers of an earlier call are finished first.
+
         Args:
             project_name: The name of the run: TensorBoard's folder in ``logging_dir``, wandb's project.
             config: Hyperparameters to store. Default: none.
@@ -38,6 +40,7 @@ class Trackers(RankRoles):
         Raises:
             ArgumentError: A tracker's library is not installed, or it needs a ``project_dir``.
         """
+        self._finish_trackers()
         for tracker in self.log_with:
             own = tracker
             if isinstance(tracker, str):
@@ -72,20 +75,26 @@ class Trackers(RankRoles):
         """Show this rank's values in the notebook, and write the main process's to the trackers.
 
         Args:
-            values: By name, numbers and one-element tensors. The panel leaves other values out, and joins the names of
-                nested mappings by ``/``; trackers get all.
+            values: By name, numbers and one-element tensors. The panel leaves other values and a value named ``step``
+                out, and joins the names of nested mappings by ``/``; trackers get all.
             step: The training step, in any unit.
             log_kwargs: By a tracker's name, more arguments for its ``log``.
+
+        Raises:
+            ArgumentError: `values` is no mapping.
         """
-        report(step, **numbers_in(values))
+        given: object = values
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"values={values!r:.80}: must be a mapping of names to values")
+        shown = numbers_in(values)
+        shown.pop("step", None)  # a loop may log it too
+        report(step, **shown)
         for tracker in self._trackers:
             tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
 
     def end_training(self) -> None:
         """Finish the trackers, and end the process group if this package has made it, as under torchrun."""
-        trackers, self._trackers = self._trackers, []
-        for tracker in trackers:
-            tracker.finish()
+        self._finish_trackers()
         leave_group()
 
     @contextmanager
@@ -100,20 +109,35 @@ class Trackers(RankRoles):
         handler = profile_handler or self._handlers.profile or {}
         with plugin_settings.make_profile(handler) as profiler:
             yield profiler
-        folder = handler.get("output_trace_dir") if isinstance(handler, Mapping) else handler.output_trace_dir
+        folder = (
+            handler.get("output_trace_dir")
+            if isinstance(handler, Mapping)
+            else getattr(handler, "output_trace_dir", None)
+        )
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(Path(folder) / f"profile_{self.rank}.json"))
             self.wait_for_everyone()
+
+    def _finish_trackers(self) -> None:
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            tracker.finish()
 
     def _is_here(self, tracker: Any) -> bool:
         return self.is_main_process or not getattr(tracker, "main_process_only", True)
 
 
 class _Ignoring:
-    """A tracker of a rank that has none: any attribute is callable and does nothing."""
+    """A tracker of a rank that has none: its attributes and results are itself, and nothing has an effect."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: None
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass

@@ -262,6 +262,9 @@ def test_differences_warn_once_in_a_loop_of_accelerate(launch: Launcher) -> None
     def said(semantics: str | None, options: dict[str, Any]) -> list[str]:
         import warnings
 
+        from nblaunch import errors
+
+        errors._said.clear()
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("default")
             accelerator = Accelerator(semantics=semantics, gradient_accumulation_steps=2, **options)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from nblaunch import errors
 from nblaunch.training.accelerator import Accelerator
 from tests.processes.conftest import Launcher
 
@@ -331,6 +332,7 @@ def said_of_schedules(schedule_steps: str | None, with_optimizer: bool) -> list[
     accelerator = Accelerator(
         compute_setup="cpu", schedule_steps=schedule_steps, step_scheduler_with_optimizer=with_optimizer
     )
+    errors._said.clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         accelerator.prepare(optimizer)

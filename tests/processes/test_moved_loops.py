@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import timeouts
-from nblaunch.training import Accelerator, find_executable_batch_size, get_logger
+from nblaunch.training import Accelerator, Parallelism, find_executable_batch_size, get_logger
 from tests.processes.conftest import Launcher
 
 WORLD = 3
@@ -55,10 +56,17 @@ def test_roles_and_parts(launch: Launcher) -> None:
             assert part == [(1,), (2,), (2,)][rank]
         with accelerator.split_between_processes([]) as part:
             assert part == []
+        divided = Accelerator(cpu=True, parallelism=Parallelism(shard=False, tensor=WORLD, plan={"up": "colwise"}))
+        with divided.split_between_processes([1, 2, 3]) as part:
+            assert part == [1, 2, 3]  # the ranks compute on the same samples
+        with accelerator.split_between_processes({"outer": {"a": [1, 2, 3]}}) as part:
+            assert part == {"outer": {"a": [rank + 1]}}
         with pytest.raises(ArgumentError, match="a dict's values must be equally long"):
             accelerator.split_between_processes({"a": [1], "b": []}).__enter__()
-        with pytest.raises(ArgumentError, match="inputs is a str: give a list"):
-            accelerator.split_between_processes("text").__enter__()
+        wrong: list[Any] = ["text", 3, torch.tensor(3)]
+        for given in wrong:
+            with pytest.raises(ArgumentError, match=r"inputs=.* cannot be divided: give a list"):
+                accelerator.split_between_processes(given).__enter__()
 
         # --- padding
         own = {"x": torch.ones(rank + 1, 2), "none": None, "flat": torch.tensor(rank)}
@@ -144,6 +152,67 @@ def test_accelerates_semantics_repeat_samples_and_cut_them(launch: Launcher) -> 
     assert (one, two) == ([[0, 1, 2, 3], [8, 9, 10, 0]], [[4, 5, 6, 7], [1, 2, 3, 4]])
 
 
+class Noisy(Dataset[torch.Tensor]):
+    """Adds noise from torch's and Python's global generators to each sample."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(1) / 4 + random.random() / 4
+
+
+@pytest.mark.parametrize("is_seedable", [False, True])
+def test_accelerates_order_resumes_within_an_epoch(launch: Launcher, tmp_path: Path, is_seedable: bool) -> None:
+    def train(place: tuple[int, int] | None, folder: Path, workers: int) -> list[list[float]]:
+        accelerator = Accelerator(
+            cpu=True, semantics="accelerate", dataloader_config={"use_seedable_sampler": is_seedable}
+        )
+        torch.manual_seed(4 if place else 5)
+        loader = accelerator.prepare(DataLoader(Noisy(), 3, shuffle=True, num_workers=workers))
+        if place is None:
+            accelerator.load_state(folder)
+        seen = []
+        for epoch in range(loader.epoch, 3):
+            for number, batch in enumerate(loader):
+                seen.append([*batch.flatten().tolist(), torch.rand(1).item()])
+                if (epoch, number) == place:
+                    accelerator.save_state(folder)
+                    seen.clear()
+        return seen
+
+    def check() -> list[list[list[float]]]:
+        cases = [((1, 1), 0), ((0, 0), 0), ((1, 3), 0), ((1, 1), 1)]
+        folders = [tmp_path / f"{number}" for number in range(len(cases))]
+        pairs = [
+            (train(place, folder, workers), train(None, folder, workers))
+            for folder, (place, workers) in zip(folders, cases, strict=True)
+        ]
+        assert [whole == resumed for whole, resumed in pairs] == [True] * 4
+        return [whole for whole, _ in pairs]
+
+    for one, two in zip(*launch(check, device="cpu"), strict=True):
+        assert len(one) > 3
+        assert one != two
+
+
+def test_an_order_of_other_semantics_is_not_continued(tmp_path: Path) -> None:
+    def prepared(semantics: str) -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, semantics=semantics, seed=1)
+        return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), 2, shuffle=True))
+
+    for wrote, reads in (("accelerate", "exact"), ("exact", "accelerate")):
+        accelerator, loader = prepared(wrote)
+        for batch in loader:
+            accelerator.backward(batch[0].requires_grad_().sum())
+            accelerator.save_state(tmp_path / wrote)
+            break
+        accelerator, loader = prepared(reads)
+        with pytest.warns(UserWarning, match="is not restored: it was saved with the order of samples of other"):
+            accelerator.load_state(tmp_path / wrote)
+        assert len(list(loader)) == 4
+
+
 def test_generators_begin_passes_alike_on_request(launch: Launcher) -> None:
     def check(rank: int) -> list[float]:
         drawn = []
@@ -158,6 +227,22 @@ def test_generators_begin_passes_alike_on_request(launch: Launcher) -> None:
 
     one, two = launch(check, device="cpu")
     assert one == two
+
+
+def test_loaders_side_by_side_share_generators_once_a_pass(launch: Launcher) -> None:
+    def check(rank: int) -> list[float]:
+        accelerator = Accelerator(cpu=True, rng_types=["torch"], semantics="exact")
+        data = TensorDataset(torch.arange(8))
+        first, second = accelerator.prepare(DataLoader(data, 2), DataLoader(data, 2))
+        drawn = []
+        for _ in zip(first, second, strict=True):
+            drawn.append(torch.rand(1).item())
+            torch.manual_seed(rank)
+        return drawn
+
+    one, two = launch(check, device="cpu")
+    assert one[0] == two[0]
+    assert one[1] != two[1]
 
 
 # ------------------------------------------------------------------ gradients
@@ -222,7 +307,9 @@ def test_trackers_run_on_the_main_process_unless_they_say(launch: Launcher, tmp_
         accelerator.init_trackers("run")
         accelerator.log({"loss": rank + 0.5, "text": "x"}, step=1)
         if rank == 1:
-            accelerator.get_tracker("tensorboard").add_anything("is ignored on ranks without one")
+            ignored = accelerator.get_tracker("tensorboard").tracker
+            ignored.add_anything("has no effect on ranks without one").then_more()
+            ignored.summary["best"] = 1
         names = [tracker.name for tracker in accelerator.trackers]
         accelerator.end_training()
         get_logger("tests.moved").warning("once")
@@ -267,6 +354,21 @@ def test_ranks_agree_on_a_batch_size(launch: Launcher) -> None:
         return [train(), train(), tried]
 
     assert list(launch(check, device="cpu")) == [[4, 4, [16, 8, 4, 4]]] * 2
+
+
+def test_a_new_group_counts_its_own_tries(launch: Launcher, tmp_path: Path) -> None:
+    def check(rank: int) -> int:
+        timeouts.BATCH_SIZE_TRAINING_S = 20.0
+        train = find_executable_batch_size(lambda size: size, 16)
+        torch.distributed.destroy_process_group()
+        if rank < 2:  # as in a session: these two have tried before, and their new peer has not
+            torch.distributed.init_process_group("gloo", f"file://{tmp_path}/two", rank=rank, world_size=2)
+            train()
+            torch.distributed.destroy_process_group()
+        torch.distributed.init_process_group("gloo", f"file://{tmp_path}/three", rank=rank, world_size=WORLD)
+        return train()
+
+    assert list(launch(check, num_processes=WORLD, device="cpu")) == [16] * WORLD
 
 
 def test_a_rank_in_the_way_of_the_others_raises(launch: Launcher) -> None:

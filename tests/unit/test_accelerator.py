@@ -286,6 +286,45 @@ def test_an_inner_loader_does_not_end_the_outer_loaders_steps() -> None:
     assert synced == [False, True, False, True, True]
 
 
+def test_wrapped_objects_follow_the_accelerator_that_prepares_them() -> None:
+    earlier = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
+    net, inner, schedule, _ = parts()
+    given = net, *earlier.prepare(inner, schedule)
+    net, *given = pickle.loads(pickle.dumps(given))  # as into a rank
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
+    optimizer, steps = accelerator.prepare(*given)
+    assert accelerator.prepare(optimizer, steps) == (optimizer, steps)
+    before = net.layer.weight.clone()
+    with accelerator.accumulate():
+        accelerator.backward(net(torch.ones(1, 2))["out"].sum())
+        optimizer.step()
+        steps.step()
+    assert torch.equal(net.layer.weight, before)
+    assert steps.state_dict()["last_epoch"] == 0
+
+
+def test_an_outer_loaders_last_batch_ends_no_inner_steps() -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3)
+    outer, inner = accelerator.prepare(parts(4, 2)[3], parts(10, 2)[3])
+    synced = []
+    for _ in outer:
+        for _ in inner:
+            with accelerator.accumulate():
+                synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True, False, True] * 2
+
+
+@pytest.mark.parametrize(("semantics", "ends"), [(None, True), ("accelerate", False)])
+def test_loaders_side_by_side_end_a_step_with_the_shorter(semantics: str | None, ends: bool) -> None:
+    accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=3, semantics=semantics)
+    short, long = accelerator.prepare(parts(8, 2)[3], parts(12, 2)[3])
+    synced = []
+    for _ in zip(short, long, strict=False):
+        with accelerator.accumulate():
+            synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True, ends]  # in accelerate the loader that began last counts
+
+
 def test_gradients_stay_and_are_not_clipped_in_between() -> None:
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
     net, optimizer = accelerator.prepare(*parts()[:2])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import find_executable_batch_size
+from nblaunch.training import batch_size_search, find_executable_batch_size
 from nblaunch.training.batch_size_search import is_out_of_memory
 
 
@@ -35,6 +39,20 @@ def test_the_next_size_may_be_the_users() -> None:
         return batch_size
 
     assert find_executable_batch_size(train, 100, lambda: next(sizes))() == 7
+
+
+def test_a_result_is_freed_before_the_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([True, False])
+    monkeypatch.setattr(batch_size_search, "_any_failed", lambda failed: next(answers))
+    models: list[weakref.ref[Any]] = []
+
+    def train(batch_size: int) -> nn.Module:
+        assert all(model() is None for model in models)
+        model = nn.Linear(1, 1)
+        models.append(weakref.ref(model))
+        return model
+
+    assert find_executable_batch_size(train, 8)() is models[1]()
 
 
 def test_no_size_that_fits_is_an_error() -> None:

@@ -140,7 +140,16 @@ def test_accumulation_can_be_set_before_prepare_only() -> None:
     assert accelerator.gradient_accumulation_steps == accelerator.gradient_state.num_steps == 4
 
 
-def test_a_loop_of_accelerate_may_accumulate_after_prepare() -> None:
+def test_a_difference_warns_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.errors._said", set())
+    loader = DataLoader(TensorDataset(torch.arange(4.0)), 1)
+    with pytest.warns(UserWarning, match="prepared loaders draw the order of samples from their seed"):
+        Accelerator(cpu=True, gradient_accumulation_steps=2).prepare(loader)
+    Accelerator(cpu=True, gradient_accumulation_steps=2).prepare(loader)  # another line, as in another cell
+
+
+def test_a_loop_of_accelerate_may_accumulate_after_prepare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.errors._said", set())
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(1, 1)
     optimizer, loader = accelerator.prepare(
@@ -206,6 +215,9 @@ def test_an_accelerator_with_every_setting_travels() -> None:
     ("given", "message"),
     [
         ({"semantics": "ours"}, "semantics='ours': must be one of 'exact', 'accelerate'"),
+        ({"kwargs_handlers": 3}, "kwargs_handlers=3: must be a list of handlers"),
+        ({"project_config": 3}, "project_config=3: must have the attributes of accelerate's ProjectConfiguration"),
+        ({"rng_types": "xla"}, "rng_types='xla': must be one of 'generator', 'torch', 'cuda'"),
         ({"rng_types": ["xla"]}, "rng_types='xla': must be one of 'generator', 'torch', 'cuda'"),
         ({"cpu": True, "compute_setup": "gpu"}, 'cpu=True contradicts compute_setup="gpu"'),
     ],

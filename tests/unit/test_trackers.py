@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks import report as reports
@@ -67,9 +68,13 @@ def test_numbers_reach_the_panel_and_the_rest_does_not_fail(reported: Any) -> No
         "nothing": None,
         "many": torch.ones(2),
         "list": [1],
+        "array": np.array([0.75]),
+        "step": 4,
     }
     accelerator.log(values, step=3)
-    assert reported() == [{"loss": 0.5, "accuracy": 0.25, "valid/f1": 1.0, "valid/more/n": 1.0}]
+    assert reported() == [{"loss": 0.5, "accuracy": 0.25, "valid/f1": 1.0, "valid/more/n": 1.0, "array": 0.75}]
+    with pytest.raises(ArgumentError, match="values=3: must be a mapping of names to values"):
+        accelerator.log(3)  # type: ignore[arg-type]
     assert numbers_in({"z": torch.tensor(1j), "big": 10**400}) == {}
 
 
@@ -89,13 +94,30 @@ def test_a_tracker_of_the_users_gets_everything() -> None:
     assert accelerator.trackers == []
 
 
+def test_trackers_that_start_again_are_finished_first() -> None:
+    own = Own()
+    accelerator = Accelerator(cpu=True, log_with=own)
+    for _ in range(2):  # a cell that runs twice
+        accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0})
+    assert own.calls == ["start", "finish", "start", ({"loss": 1.0}, None, {})]
+
+
 def test_tensorboard_files_are_written(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with=["tensorboard", "tensorboard"], project_dir=tmp_path)
     assert accelerator.log_with == ["tensorboard"]
     accelerator.init_trackers(
         "run", config={"lr": 0.1, "layers": [1, 2]}, init_kwargs={"tensorboard": {"flush_secs": 9}}
     )
-    accelerator.log({"loss": torch.tensor(0.5), "note": "hello", "both": {"a": 1.0, "b": 2.0}, "list": [1]}, step=1)
+    parameter = nn.Parameter(torch.tensor(0.5))
+    values: dict[Any, Any] = {
+        "loss": parameter,
+        "note": "hello",
+        "both": {"a": 1.0, "b": {"c": 2.0}},
+        "list": [1],
+        7: 1,
+    }
+    accelerator.log(values, step=1)
     writer: Any = accelerator.get_tracker("tensorboard", unwrap=True)
     assert hasattr(writer, "add_scalar")
     accelerator.end_training()

@@ -95,29 +95,29 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         if self.sharded is not None:
             self.sharded.observer = self.observer
             return iter(self.sharded)
-        before, now = self._resumed, self._random_states()
+        before, now = self._resumed, states_for(self)
         offset, self._offset = self._offset, 0
         if self._had_workers and self._iterator is None:
             super().__iter__()
-            self._restore(now)
+            restore_states(self, now)
         has_workers = self._iterator is not None
         if before is None:
             batches = super().__iter__()
-            current = _Pass(now, now if offset == 0 else self._random_states(), has_workers, offset)
+            current = _Pass(now, now if offset == 0 else states_for(self), has_workers, offset)
             self._skip(batches, offset)
             return self._counted(batches, current)
         if has_workers and not before.has_workers:  # of an attempt to continue the pass that started them
             self._iterator = None
-        self._restore(before.at_iter)
+        restore_states(self, before.at_iter)
         batches = super().__iter__()
-        self._restore(before.at_first)
+        restore_states(self, before.at_first)
         self._skip(batches, before.done)
-        self._restore(now)
+        restore_states(self, now)
         return self._counted(batches, replace(before))
 
     def _counted(self, batches: Iterator[Any], current: _Pass) -> Iterator[T_co]:
         if current.done == 0:
-            current.at_first = self._random_states()
+            current.at_first = states_for(self)
         self._active.append(current)
         taken, size = 0, length_of(self)
         try:
@@ -193,8 +193,8 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
     def _state_of(self, latest: _Pass | None) -> dict[str, Any]:
         size = length_of(self)
         ended = latest is not None and size is not None and latest.done >= size
-        state: dict[str, Any] = {"epoch": self._epoch + ended, "generators": self._own_states()}
-        if latest is not None and (not ended or self._generators()):
+        state: dict[str, Any] = {"epoch": self._epoch + ended, "generators": states_for(self)["generators"]}
+        if latest is not None and (not ended or given_generators(self)):
             state |= {"at_iter": latest.at_iter, "at_first": latest.at_first}
         if latest is None or ended:
             state |= {"batches": 0, "has_workers": self._had_workers or self._iterator is not None}
@@ -212,7 +212,7 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
             return
         self._epoch = whole_number("epoch", state["epoch"], least=0)
         self._iterator, self._had_workers = None, state["has_workers"]
-        for generator, own in zip(self._generators(), state["generators"], strict=False):
+        for generator, own in zip(given_generators(self), state["generators"], strict=False):
             generator.set_state(own)
         if state["batches"]:
             self._resumed = _Pass(state["at_iter"], state["at_first"], state["has_workers"], state["batches"])
@@ -224,10 +224,10 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         now = random_states()
         indices: Any = copy.copy(self._given)
         vars(indices).update(num_workers=0, _iterator=None)
-        self._restore(state["at_iter"])
+        restore_states(self, state["at_iter"])
         batches = iter(indices)
         if self.num_workers == 0:  # workers have the indices drawn before the first batch
-            self._restore(state["at_first"])
+            restore_states(self, state["at_first"])
         self._skip(batches, sys.maxsize)
         restore_random_states(now)
 
@@ -235,20 +235,22 @@ class CountedLoader(LoaderNames, DataLoader[T_co]):
         """Return everything except what belongs to this process."""
         return {**vars(self), "_iterator": None, "observer": None, "_active": []}
 
-    # ------------------------------------------------------------------ random states
-    def _generators(self) -> list[torch.Generator]:
-        """Return the generators that the loader and its samplers were given, each once."""
-        given = [self.generator] if isinstance(self.generator, torch.Generator) else []
-        given += [generator for sampler in samplers_of(self)[:1] for generator in generators_of(sampler)]
-        return list({id(generator): generator for generator in given}.values())
 
-    def _own_states(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators()]
+# ------------------------------------------------------------------ random states
+def given_generators(loader: DataLoader[Any]) -> list[torch.Generator]:
+    """Return the generators that a loader and its samplers were given, each once."""
+    given = [loader.generator] if isinstance(loader.generator, torch.Generator) else []
+    given += [generator for sampler in samplers_of(loader)[:1] for generator in generators_of(sampler)]
+    return list({id(generator): generator for generator in given}.values())
 
-    def _random_states(self) -> dict[str, Any]:
-        return {**random_states(), "generators": self._own_states()}
 
-    def _restore(self, states: Mapping[str, Any]) -> None:
-        restore_random_states(states)
-        for generator, own in zip(self._generators(), states["generators"], strict=False):
-            generator.set_state(own)
+def states_for(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the states of the global generators, and of those that a loader was given."""
+    return {**random_states(), "generators": [generator.get_state() for generator in given_generators(loader)]}
+
+
+def restore_states(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
+    """Restore what `states_for` returned."""
+    restore_random_states(states)
+    for generator, own in zip(given_generators(loader), states["generators"], strict=False):
+        generator.set_state(own)

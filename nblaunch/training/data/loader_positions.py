@@ -11,6 +11,7 @@ from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.data.counted_loader import CountedLoader, begin_at
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher, reader_of
+from nblaunch.training.data.repeating_loader import RepeatingLoader
 from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.topology import world
 
@@ -27,6 +28,8 @@ def position_of(loader: Any, continues: bool) -> dict[str, Any]:
 def _beginning_of(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return the state at which the latest pass began: the beginning of its epoch, or a loaded position."""
     if isinstance(loader, CountedLoader) and "seed" not in state:
+        return loader.beginning()
+    if isinstance(loader, RepeatingLoader):
         return loader.beginning()
     progress = getattr(loader, "sharded", loader)._progress
     return {**state, "batches": progress.start, "samples": progress.start_samples}
@@ -54,6 +57,8 @@ def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None
         else:
             loader.set_epoch(state["epoch"])
             return
+    elif state["batches"] and isinstance(loader, RepeatingLoader) != ("order" in state):
+        reason = "it was saved with the order of samples of other semantics: use the same Accelerator(semantics=...)"
     if reason and world().rank == 0:
         warn(f"load_state: the position of prepared loader {number} is not restored: {reason}")
     if not reason:

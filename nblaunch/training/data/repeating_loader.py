@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import count, cycle, islice
+from itertools import chain, count, cycle, islice
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
+from nblaunch.training.checkpoint import random_states, restore_random_states
 from nblaunch.training.collectives import broadcast, share_generators
 from nblaunch.training.data.batch_partition import Share, with_last
+from nblaunch.training.data.counted_loader import given_generators, restore_states, states_for
 from nblaunch.training.data.index_source import BatchNote, IndexPass, source_of
 from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.plugin_settings import LoaderSettings
 from nblaunch.training.topology import World, world
 
 T_co = TypeVar("T_co", covariant=True)
+_END: Any = object()
 
 
 class RepeatingLoader(ShardedLoader[T_co]):
@@ -25,6 +29,9 @@ class RepeatingLoader(ShardedLoader[T_co]):
     The order is drawn from torch's generators as a plain DataLoader draws it; rank 0's counts. Each rank takes whole
     batches. Where the last are short and there are other ranks, the first samples come again, and `remainder` says how
     many are no repetition. Loading seeds nothing, and reads one batch ahead, as accelerate's loaders do.
+
+    A state holds this rank's random states, like that of a `CountedLoader`: a resumed pass has the same order and
+    augmentation, on the same number of ranks. Without workers it loads nothing that was taken; workers load it again.
 
     Args:
         loader: The loader. If its sampler has no generator, it gets one, seeded from torch's global generator.
@@ -42,6 +49,10 @@ class RepeatingLoader(ShardedLoader[T_co]):
         sampler: Any = getattr(outer, "sampler", None)
         self._drawn_by: torch.Generator | None = None
         self._initial_seed: int | None = None
+        self._states: dict[str, Any] = {}
+        """Random states at the beginning of the latest pass, and before it loaded the next batch."""
+        self._resumed: dict[str, Any] = {}
+        """Those of the loaded state."""
         if settings.use_seedable_sampler and isinstance(sampler, RandomSampler):
             given = settings.data_seed
             self._initial_seed = torch.random.initial_seed() if given is None else given
@@ -54,16 +65,47 @@ class RepeatingLoader(ShardedLoader[T_co]):
             self._drawn_by = sampler.generator if "generator" in self._rng_types else None
 
     def _iterate_indices(self, start: int) -> Iterator[tuple[Any, BatchNote]]:
+        own, now = self._passes[-1], states_for(self)
+        resumed = self._resumed if start else {}
+        if resumed:
+            restore_states(self, resumed["began"])
+        own.states = resumed or {"began": now}
         share_generators(kind for kind in self._rng_types if kind != "generator")
         if self._initial_seed is not None and self._drawn_by is not None:
             self._drawn_by.manual_seed(self._initial_seed + self.epoch)
         elif self._drawn_by is not None:
             self._drawn_by.set_state(broadcast(self._drawn_by.get_state(), 0, torch.device("cpu")))
-        shares = islice(self._shares(self.place), start, None)
-        current = IndexPass(shares, count(), loads_here=self.num_workers == 0, seeds_batches=False)
-        self._indices.current = current
-        for content, _ in with_last(DataLoader.__iter__(self)):
+        loads_here, shares = self.num_workers == 0, self._shares(self.place)
+        if not (loads_here or resumed):  # workers read indices at once
+            deque(islice(shares, start), maxlen=0)
+        self._indices.current = current = IndexPass(shares, count(), loads_here=loads_here, seeds_batches=False)
+        batches, ahead = DataLoader.__iter__(self), []
+        if loads_here:
+            deque(islice(shares, start), maxlen=0)
+        if resumed:
+            if loads_here:
+                restore_random_states(resumed["ahead"])
+            else:
+                for _ in islice(batches, start):
+                    current.notes.popleft()
+            ahead = list(islice(batches, 1))
+            restore_random_states(now)
+        for content, _ in with_last(chain(ahead, self._noted(batches, own))):
             yield content, current.notes.popleft()
+
+    def _noted(self, batches: Iterator[Any], own: Any) -> Iterator[Any]:
+        """Yield the batches; note the states from which each is loaded."""
+        while True:
+            own.states = {"began": own.states["began"], "ahead": random_states()}
+            content = next(batches, _END)
+            if content is _END:
+                return
+            yield content
+
+    def _update_position(self, current: Any) -> None:
+        super()._update_position(current)
+        if self.epoch == current.epoch:
+            self._states = current.states
 
     def _shares(self, place: World) -> Iterator[Share]:
         source = source_of(self)
@@ -73,6 +115,28 @@ class RepeatingLoader(ShardedLoader[T_co]):
         size = source.batch_size
         own = (chunk[place.rank * size :][:size] for chunk in rounds)
         return (Share(part if source.yields == "samples" and source.takes_lists else part[0]) for part in own)
+
+    # ------------------------------------------------------------------ the position
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the pass, with this rank's random states under ``order``."""
+        state: dict[str, Any] = super().state_dict()
+        order = {"initial_seed": self._initial_seed, "generators": states_for(self)["generators"]}
+        return {**state, "order": order | (self._states if state["batches"] else {})}
+
+    def beginning(self) -> dict[str, Any]:
+        """Return the state at which the latest pass began."""
+        state, begin = self.state_dict(), self._progress.start
+        order = {name: state["order"][name] for name in ("initial_seed", "generators")}
+        return {**state, "batches": begin, "order": order | (self._resumed if begin else {})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a `state_dict`, see `ShardedLoader`."""
+        super().load_state_dict(state)
+        order = state.get("order", {})
+        self._resumed = self._states = {name: order[name] for name in ("began", "ahead") if name in order}
+        self._initial_seed = order.get("initial_seed", self._initial_seed)
+        for generator, own in zip(given_generators(self), order.get("generators", ()), strict=False):
+            generator.set_state(own)
 
 
 def _repeating(items: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:

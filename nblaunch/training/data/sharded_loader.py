@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +46,8 @@ class _Pass:
     size: int | None
     taken: int = 0
     note: BatchNote = _NO_BATCH
+    states: dict[str, Any] = field(default_factory=dict)
+    """Random states to resume from, if the order comes from torch's generators."""
 
     def take(self, note: BatchNote) -> None:
         self.done, self.taken, self.note = self.done + 1, self.taken + 1, note
