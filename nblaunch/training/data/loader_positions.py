@@ -43,6 +43,8 @@ def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None
     reason = ""
     if samples != position["samples"]:
         reason = f"its dataset had {position['samples']} samples, and has {samples}"
+    elif state["batches"] and isinstance(loader, RepeatingLoader) != ("order" in state):
+        reason = "it was saved with the order of samples of other semantics: use the same Accelerator(semantics=...)"
     elif "seed" in state:
         pass  # a sharded loader counts samples
     elif isinstance(loader, CountedLoader):
@@ -57,8 +59,6 @@ def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None
         else:
             loader.set_epoch(state["epoch"])
             return
-    elif state["batches"] and isinstance(loader, RepeatingLoader) != ("order" in state):
-        reason = "it was saved with the order of samples of other semantics: use the same Accelerator(semantics=...)"
     if reason and world().rank == 0:
         warn(f"load_state: the position of prepared loader {number} is not restored: {reason}")
     if not reason:
