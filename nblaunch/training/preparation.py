@@ -106,7 +106,7 @@ class Preparation:
         return self._divides and self.parallelism is not None and self.parallelism.sizes(world().size).is_fully_sharded
 
     def _check_divided(self, module: nn.Module) -> None:
-        """Refuse a module of which only a part was divided: the ranks would not exchange gradients of the rest."""
+        """Refuse a module that was divided in part: the ranks would not exchange gradients of the rest."""
         if not self._shards_all:
             return
         whole = next((name for name, parameter in module.named_parameters() if not is_sharded(parameter)), None)
