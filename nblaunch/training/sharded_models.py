@@ -119,7 +119,7 @@ def _check_equal(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     own = {name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors}
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
-    check_same("prepare", exchange({**own, "units": ", ".join(units), "what is frozen": ", ".join(frozen)}))
+    check_same("prepare", exchange({**own, "units": ", ".join(units) or "none", "frozen": ", ".join(frozen) or "none"}))
 
 
 def _check_tied(module: nn.Module, units: Mapping[str, nn.Module]) -> None:

@@ -687,6 +687,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             lambda: prepare(Parallelism(units=["layers"]), Model()),
             lambda: prepare(Parallelism(reshard_after_forward=3), layer),
             lambda: prepare(Parallelism(), nn.Linear(2 + rank, 2, bias=False)),
+            lambda: prepare(Parallelism(), nn.Linear(2, 2).requires_grad_(rank == 0)),
         ):
             try:
                 call()
@@ -718,6 +719,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
                 "units: layers is a ModuleList, without a forward",
                 "reshard_after_forward=3: does not divide shard=2",
                 "weight is float32 [2, 2] on rank 0, float32 [2, 3] on rank 1",
+                "frozen is none on rank 0, weight, bias on rank 1",
             ),
             strict=True,
         ):
