@@ -262,7 +262,8 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layer: Any = nn.Conv2d(3, 3, 3, padding=1).to(torch.float64, memory_format=torch.channels_last)
+        layer: Any = nn.Conv2d(3, 3, 3, padding=1, dtype=torch.float64)
+        layer = layer.to(memory_format=torch.channels_last)
         self.layers = nn.ModuleList([layer] * 3)
 
     def forward(self, x: Tensor) -> Tensor:
