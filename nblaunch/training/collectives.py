@@ -204,6 +204,16 @@ def broadcast(value: Any, src: Any, device: torch.device) -> Any:
     )
 
 
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
+    """Copy rank 0's tensors into those of the other ranks, one at a time; as bytes, so that any dtype works."""
+    for tensor in tensors:
+        data = tensor.detach().reshape(-1).contiguous().view(torch.uint8).to(collective_device(), copy=True)
+        dist.broadcast(data, src=0)
+        if world().rank != 0:
+            with torch.no_grad():
+                tensor.copy_(data.to(tensor.device).view(tensor.dtype).view(tensor.shape))
+
+
 def _serialize(value: Any) -> tuple[bytes, str]:
     """Return the value's bytes, or the error text, which every rank must receive."""
     packed = tree_map(lambda leaf: _CudaTensor(leaf.detach().cpu()) if getattr(leaf, "is_cuda", False) else leaf, value)

@@ -8,13 +8,12 @@ from itertools import repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import progress, report
-from nblaunch.training.collectives import in_step
+from nblaunch.training.collectives import broadcast_tensors, in_step
 from nblaunch.training.data.index_source import samplers_of, shards
 from nblaunch.training.data.prefetch import Prefetcher
 from nblaunch.training.data.sharded_loader import ShardedLoader
@@ -24,7 +23,7 @@ from nblaunch.training.metrics import Accuracy, Mean, Metric
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import batch_size_of, to_device
 from nblaunch.training.sharded_models import copies_in, free_gathered, has_sharded_parameters
-from nblaunch.training.topology import collective_device, ensure_group, own_device, world
+from nblaunch.training.topology import ensure_group, own_device, world
 
 TARGETS = ("labels", "label", "target")
 """The keys under which a batch that is a dict may hold its target."""
@@ -47,9 +46,9 @@ def evaluate(
 
     Each rank takes its part of the data and runs the module itself, without DistributedDataParallel or torch.compile
     around it, so ranks with fewer batches, or none, block no other rank. (If the ranks divide the module, those repeat
-    a batch that is not counted.) The module runs in eval mode, without
-    gradients, and with rank 0's buffers (running means of batch norm differ between ranks). Afterwards every submodule
-    is in its previous mode. Rank 0 reports the results to the notebook.
+    a batch that is not counted.) The module runs in eval mode, without gradients, and with rank 0's buffers (running
+    means of batch norm differ between ranks). Afterwards every submodule is in its previous mode. Rank 0 reports the
+    results to the notebook.
 
     Args:
         model: The same on every rank, on its device.
@@ -75,8 +74,8 @@ def evaluate(
     """
     totals = _Totals(named(metrics), loss_fn, step or forward, size)
     module = unwrapped(model)
-    is_collective, copies = has_sharded_parameters(module), copies_in(module)
-    sharded = _sharded(loader, copies)
+    is_collective = has_sharded_parameters(module)
+    sharded, copies = _sharded(loader, copies_in(module))
     where = device if device is not None else _device_of(module)
     with eval_mode(module), torch.no_grad():  # inference mode would make tensors that cannot be trained on later
         broadcast_buffers(module)
@@ -209,15 +208,20 @@ class _Totals:
 
 
 # ------------------------------------------------------------------ the loader
-def _sharded(loader: Iterable[Any], copies: int) -> Iterable[Any]:
-    """Return the loader of this rank's part. No sample is on two ranks, and none repeats."""
+def _sharded(loader: Iterable[Any], copies: int) -> tuple[Iterable[Any], int]:
+    """Return the loader of this rank's part, and how many ranks have the same part. No sample repeats within one.
+
+    Args:
+        loader: As `evaluate` takes it. If it was prepared for ranks that divide layers, it stays so.
+        copies: Ranks that the model needs the same samples on.
+    """
     inner = loader
     while isinstance(inner, Prefetcher):
         inner = inner.loader
     if isinstance(inner, Dataset):
         raise ArgumentError(f"loader={inner!r:.80}: is a dataset: give DataLoader(dataset, batch_size=...)")
     if not isinstance(inner, DataLoader) or (inner is not loader and not world().is_shared):
-        return loader
+        return loader, copies
     sharded = shard(inner, copies=copies if copies > 1 else None)
     if inner is loader:
         loader = sharded
@@ -227,14 +231,14 @@ def _sharded(loader: Iterable[Any], copies: int) -> Iterable[Any]:
             "each would count every sample: give Prefetcher(shard(loader), device), or the loader itself"
         )
     _refuse_repeats(sharded)
-    return loader
+    return loader, sharded.copies
 
 
 def _refuse_repeats(loader: ShardedLoader[Any]) -> None:
     own = loader.own_sampler_size()
     if own is None or not hasattr(loader.dataset, "__len__"):
         return
-    given, size = sum(exchange(own)), len(loader.dataset)
+    given, size = sum(exchange(own)[:: loader.copies]), len(loader.dataset)
     if given > size:
         sampler = next(type(sampler).__name__ for sampler in samplers_of(loader) if shards(sampler))
         raise ArgumentError(
@@ -266,14 +270,7 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """Broadcast rank 0's buffers, as bytes, so that any dtype works.
-
-    DistributedDataParallel does so before each forward pass; after the last one of training the buffers differ.
-    """
-    if not world().is_shared:
-        return
-    ensure_group()
-    for buffer in module.buffers():
-        data = buffer.detach().reshape(-1).contiguous().view(torch.uint8).to(collective_device(), copy=True)
-        dist.broadcast(data, src=0)
-        buffer.copy_(data.to(buffer.device).view(buffer.dtype).view(buffer.shape))
+    """Copy rank 0's buffers to all ranks: DDP does it before each forward pass; after the last one they differ."""
+    if world().is_shared:
+        ensure_group()
+        broadcast_tensors(module.buffers())

@@ -29,6 +29,11 @@ class MeshSizes(NamedTuple):
     shard: int
     tensor: int
 
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Return True if ``fully_shard`` divides the parameters, or lets groups of ranks exchange gradients."""
+        return self.replicate * self.shard > 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
@@ -130,6 +135,8 @@ class Parallelism:
         if replicate * shard != rest:
             parts = f"replicate={replicate}, shard={self.shard}, tensor={self.tensor}"
             raise ArgumentError(f"{parts}: their product must be the number of ranks, which is {world_size}")
+        if shard % int(self.reshard_after_forward or 1):
+            raise ArgumentError(f"reshard_after_forward={self.reshard_after_forward}: does not divide shard={shard}")
         return MeshSizes(replicate, shard, self.tensor)
 
     def copies(self, world_size: int) -> int:
@@ -158,7 +165,7 @@ class Parallelism:
         """Return the modules that are sharded as units, by name, innermost first; without the root.
 
         Raises:
-            ArgumentError: A class or name in `units` is in no part of the module.
+            ArgumentError: A class or name in `units` is in no part of the module, or is a list of modules.
         """
         parts = {name: part for name, part in module.named_modules() if name}
         if self.units is None:
@@ -178,6 +185,11 @@ class Parallelism:
                     raise ArgumentError(f"units: the {type(module).__name__} has no {label}{_like(list(parts))}")
                 found |= its
         in_order = [name for name in parts if name in found]  # the same on every rank
+        for name in in_order:
+            if type(parts[name]).forward is nn.Module.forward:
+                raise ArgumentError(
+                    f"units: {name} is a {type(parts[name]).__name__}, without a forward: name its parts"
+                )
         return {name: parts[name] for name in sorted(in_order, key=lambda name: -name.count("."))}
 
 

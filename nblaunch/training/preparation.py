@@ -96,6 +96,7 @@ class Preparation:
             gradient_order.follow(module)
             return module
         if has_sharded_parameters(module):
+            self._check_divided(module)
             if is_fully_sharded(module):
                 self.gradient_state.add_module(module)
             return module  # already placed and sharded, perhaps by the user
@@ -122,6 +123,22 @@ class Preparation:
             return False
         sizes = self.parallelism.sizes(world().size)
         return sizes.shard > 1 or sizes.tensor > 1
+
+    @property
+    def _shards_all(self) -> bool:
+        """Return True if ranks hold parts of every parameter, not only of those that a plan names."""
+        return self._divides and self.parallelism is not None and self.parallelism.sizes(world().size).is_fully_sharded
+
+    def _check_divided(self, module: nn.Module) -> None:
+        """Refuse a module that was divided in part: the ranks would not exchange gradients of the rest."""
+        if not self._shards_all:
+            return
+        whole = next((name for name, parameter in module.named_parameters() if not is_sharded(parameter)), None)
+        if whole is not None:
+            raise ArgumentError(
+                f"prepare: the ranks have divided a part of the {type(module).__name__}, and not its {whole}: prepare "
+                "the whole module instead of its part"
+            )
 
     def _divided(self, module: nn.Module) -> nn.Module:
         """Divide the module among the ranks, in place."""
@@ -154,10 +171,13 @@ class Preparation:
                 return optimizer
             optimizer = optimizer.inner  # of another Accelerator, or of another process
         rebind(optimizer)
-        if self._divides and not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        whole = [parameter for parameter in own if not is_sharded(parameter)]
+        if self._divides and len(whole) > (0 if self._shards_all else len(own) - 1):
             raise ArgumentError(
-                f"prepare: none of the parameters of the {type(optimizer).__name__} belong to a module that the ranks "
-                "have divided: make it of the module's parameters, and prepare the module before it or with it"
+                f"prepare: the {type(optimizer).__name__} has a parameter of shape {list(whole[0].shape)} that belongs "
+                "to no module that the ranks have divided: make the optimizer of the module's parameters, and prepare "
+                "the module before it or with it"
             )
         if self.places:
             move_state(optimizer)

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.collectives import broadcast_tensors
+from nblaunch.training.exchange import check_same, exchange
 from nblaunch.training.parallelism import MeshSizes, Parallelism
 from nblaunch.training.topology import collective_device, world
 
@@ -70,14 +72,15 @@ def shard_model(module: nn.Module, parallelism: Parallelism, device: torch.devic
     sizes = parallelism.sizes(world().size)
     _check(module, parallelism, device, precision)
     before = dict(module.named_parameters(remove_duplicate=False))
-    units = parallelism.units_of(module) if sizes.replicate * sizes.shard > 1 else {}
+    units = parallelism.units_of(module) if sizes.is_fully_sharded else {}
     _check_tied(module, units)
-    _broadcast(module)
+    _check_equal(module, units)
+    broadcast_tensors((*module.parameters(), *module.buffers()))
     mesh = _mesh(device.type, sizes)
     if sizes.tensor > 1:
         _divide_layers(module, parallelism, mesh["tensor"])
         _share_random_state(mesh["tensor"], device)
-    if sizes.replicate * sizes.shard > 1:
+    if sizes.is_fully_sharded:
         _fully_shard(module, units, mesh, parallelism, precision)
     else:
         module.to(device)
@@ -85,16 +88,38 @@ def shard_model(module: nn.Module, parallelism: Parallelism, device: torch.devic
     for name, parameter in before.items():
         if after[name] is not parameter:
             _replacements[parameter] = after[name]
+            _free(parameter)
 
 
 def _check(module: nn.Module, parallelism: Parallelism, device: torch.device, precision: str) -> None:
     kind = type(module).__name__
-    if any(parameter.is_meta for parameter in module.parameters()):
-        raise ArgumentError(f"prepare: the {kind} is on the meta device, without values: make it on the CPU")
+    is_fully_sharded = parallelism.sizes(world().size).is_fully_sharded
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ArgumentError(f"prepare: the {kind} is on the meta device, without values: make it on the CPU")
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ArgumentError(f"prepare: {name} of the {kind} has no shape yet: call the module once before")
+        if parameter in _replacements:
+            raise ArgumentError(
+                f"prepare: {name} of the {kind} is also a parameter of a module that the ranks have divided: "
+                "make both parts of one module, and prepare that"
+            )
+        if is_fully_sharded and parameter.dim() == 0:
+            raise ArgumentError(
+                f"prepare: {name} of the {kind} is a scalar, which cannot be sharded: make it of shape [1]"
+            )
     if parallelism.cpu_offload and device.type == "cpu":
         raise ArgumentError("cpu_offload=True: the ranks compute on the CPU, so there is nothing to offload")
     if precision == "fp16" and parallelism.tensor > 1:
         raise ArgumentError(f'mixed_precision="fp16", tensor={parallelism.tensor}: use "bf16", which needs no scaler')
+
+
+def _check_equal(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    """Refuse modules that differ between ranks, whose collectives would hang or mix up their parameters."""
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    own = {name: f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for name, tensor in tensors}
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    check_same("prepare", exchange({**own, "units": ", ".join(units) or "none", "frozen": ", ".join(frozen) or "none"}))
 
 
 def _check_tied(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
@@ -103,25 +128,20 @@ def _check_tied(module: nn.Module, units: Mapping[str, nn.Module]) -> None:
     Raises:
         ArgumentError: There is one.
     """
+    unit_of = {part: name for name, part in units.items()}
+    paths = {  # of a module that is used in several places too
+        path: unit_of[part] for path, part in module.named_modules(remove_duplicate=False) if part in unit_of
+    }
     places: dict[Tensor, tuple[str, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        unit = max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+        path = max((path for path in paths if name.startswith(f"{path}.")), key=len, default="")
+        unit = paths.get(path, "")
         earlier, its_unit = places.setdefault(parameter, (name, unit))
         if unit != its_unit:
             raise ArgumentError(
                 f"units: {earlier} and {name} are one parameter, and lie in different units ({its_unit or 'the rest'} "
                 f"and {unit or 'the rest'}): choose units=... that hold both or neither"
             )
-
-
-def _broadcast(module: nn.Module) -> None:
-    """Send rank 0's parameters and buffers to all ranks, as DistributedDataParallel does; any type, as bytes."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        data = tensor.detach().reshape(-1).contiguous().view(torch.uint8).to(collective_device(), copy=True)
-        dist.broadcast(data, src=0)
-        if world().rank != 0:
-            with torch.no_grad():
-                tensor.copy_(data.to(tensor.device).view(tensor.dtype).view(tensor.shape))
 
 
 def _mesh(device_type: str, sizes: MeshSizes) -> Any:
@@ -151,10 +171,19 @@ def _fully_shard(
         options["reshard_after_forward"] = parallelism.reshard_after_forward
     if parallelism.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
-    for unit in units.values():
-        if any(True for _ in unit.parameters()):
-            fully_shard(unit, mp_policy=inner, **options)
-    fully_shard(module, mp_policy=outer, **options)
+    for part in (*units.values(), module):
+        whole = [parameter for parameter in part.parameters() if not is_sharded(parameter)]
+        for parameter in whole:
+            parameter.data = parameter.data.contiguous()  # fully_shard takes no other
+        if next(part.parameters(), None) is not None:
+            fully_shard(part, mp_policy=outer if part is module else inner, **options)
+        for parameter in whole:
+            _free(parameter)
+
+
+def _free(parameter: Tensor) -> None:
+    """Free the memory of a parameter that was replaced, on the GPU too; an optimizer may hold it until `rebind`."""
+    parameter.data = parameter.data.new_empty(0)
 
 
 def _divide_layers(module: nn.Module, parallelism: Parallelism, mesh: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.exchange import exchange
 from nblaunch.training.gradient_accumulation import SteppedOptimizer
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import to_device, tree_leaves, tree_map
@@ -104,11 +106,15 @@ def save_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimiz
         folder: A new or empty folder, the same for all ranks. It is complete once this has returned on every rank.
         model: The module, divided or whole.
         optimizers: Of its parameters.
+
+    Raises:
+        ArgumentError: The folder holds a state already, or an optimizer has a parameter that is not the model's.
     """
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-    ensure_group()
+    if any(exchange((Path(folder) / ".metadata").exists())):
+        raise ArgumentError(f"folder={os.fspath(folder)!r}: holds a state already: give a new folder")
     with _alone_or_together() as options:
         dcp.save(
             sharded_state(model, optimizers),
@@ -134,7 +140,7 @@ def load_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimiz
     except OSError as error:
         raise ArgumentError(f"folder={os.fspath(folder)!r}: holds no complete state: {error}") from None
     state: dict[str, Any] = {f"model.{name}": value for name, value in module.state_dict().items()}
-    _compare(folder, "model", state, [key for key in saved if key.startswith("model.")])
+    _compare(folder, state, {key: entry for key, entry in saved.items() if key.startswith("model.")})
     first: dict[str, Any] = {_GROUPS: []}
     _load(first, reader)
     groups = first[_GROUPS]
@@ -170,17 +176,18 @@ def _alone_or_together() -> Iterator[dict[str, bool]]:
 def _empty_state(saved: Mapping[str, Any], prefix: str, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return tensors for the saved states of an optimizer's parameters, divided as these are."""
     state: dict[str, Any] = {}
-    for parameter, name in _names(module, optimizer).items():
-        for key, entry in saved.items():
-            if key.rpartition(".")[0] != prefix + name:
-                continue
-            size = getattr(entry, "size", None)
-            if size is None:
-                state[key] = None  # not a tensor
-            elif size == parameter.shape and parameter.dim() > 0:
-                state[key] = torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
-            else:
-                state[key] = torch.zeros(size, dtype=entry.properties.dtype)
+    parameters = {prefix + name: parameter for parameter, name in _names(module, optimizer).items()}
+    for key, entry in saved.items():
+        parameter = parameters.get(key.rpartition(".")[0])
+        if parameter is None:
+            continue
+        size = getattr(entry, "size", None)
+        if size is None:
+            state[key] = None  # not a tensor
+        elif size == parameter.shape and parameter.dim() > 0:
+            state[key] = torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        else:
+            state[key] = torch.zeros(size, dtype=entry.properties.dtype)
     return state
 
 
@@ -194,18 +201,26 @@ def _set_state(
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
     optimizer.state.clear()
-    for parameter, name in names.items():
-        own = {key.rpartition(".")[2]: value for key, value in state.items() if key.rpartition(".")[0] == prefix + name}
-        if own:
-            optimizer.state[parameter] = own
+    parameters = {prefix + name: parameter for parameter, name in names.items()}
+    for key, value in state.items():
+        owner, _, entry = key.rpartition(".")
+        if owner in parameters:
+            optimizer.state[parameters[owner]][entry] = value
 
 
-def _compare(folder: str | os.PathLike[str], what: str, own: Iterable[str], saved: Iterable[str]) -> None:
+def _compare(folder: str | os.PathLike[str], own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     missing, unknown = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
     if missing or unknown:
         raise ArgumentError(
-            f"folder={os.fspath(folder)!r} holds another {what}: without {_some(missing)}, and with {_some(unknown)}"
+            f"folder={os.fspath(folder)!r} holds another model: without {_some(missing)}, and with {_some(unknown)}"
         )
+    for key, value in own.items():
+        size = getattr(saved[key], "size", None)
+        if isinstance(value, Tensor) and size != value.shape:
+            raise ArgumentError(
+                f"folder={os.fspath(folder)!r} holds another model: {key} of shape {list(size or ())}, "
+                f"and here it is of shape {list(value.shape)}"
+            )
 
 
 def _compare_groups(

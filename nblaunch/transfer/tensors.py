@@ -100,6 +100,11 @@ def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
             return _reduce_storage(obj, buffers)
         if kind is torch.TypedStorage:
             return typed_storage, (obj._untyped_storage, obj.dtype)
+        if kind.__name__ == "DTensor" and issubclass(kind, torch.Tensor):
+            raise TypeError(
+                "the ranks divide this tensor, and this is one rank's part: take the whole, by full_tensor() or for "
+                "a module by full_state(model) of nblaunch.training.sharded_states, which every rank must call"
+            )
         if obj is getattr(torch._utils, "_rebuild_tensor_v3", torch):
             return tensor_v3_rebuilder, ()
     if buffers is not None and numpy is not None and issubclass(kind, getattr(numpy, "ndarray", ())):

@@ -133,6 +133,18 @@ def test_variables_that_a_function_names_are_trained(options: dict[str, Any]) ->
     assert OUTSIDE.weight.tolist() == [[0.5, 0.5]]
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, functools.partial(torch.compile, backend="eager")])
+def test_wrapped_modules_are_trained(options: dict[str, Any], wrap: Any) -> None:
+    def train(module: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.fill_(7)
+
+    module = wrap(nn.Linear(2, 1))
+    Accelerator(nprocs=1, compute_setup="cpu").distribute(train, **options)(module)
+    assert all((parameter == 7).all() for parameter in module.parameters())
+
+
 def test_helpers_and_objects_within_objects_are_gone_into(options: dict[str, Any]) -> None:
     inside, held = nn.Linear(1, 1), nn.Linear(1, 1)
     experiment: Any = Experiment()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from nblaunch.errors import ArgumentError, RankDiedError
+from nblaunch.errors import ArgumentError, RankDiedError, ResultError
 from nblaunch.training import (
     Accelerator,
     Accuracy,
@@ -256,6 +256,52 @@ def test_tied_and_frozen_weights_stay_so(launch: Launcher, kind: str) -> None:
     assert not torch.equal(expected[0]["head.weight"], before["head.weight"])
 
 
+class Shared(nn.Module):
+    """One convolution, of a memory format of its own, in three places of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer: Any = nn.Conv2d(3, 3, 3, padding=1, dtype=torch.float64)
+        layer = layer.to(memory_format=torch.channels_last)
+        self.layers = nn.ModuleList([layer] * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_module_in_several_places_is_one(launch: Launcher) -> None:
+    def check(parallelism: Parallelism | None) -> Any:
+        net = Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(Shared())
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(2):
+            net(torch.arange(96.0, dtype=torch.float64).view(2, 3, 4, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_state(net)
+
+    result = launch(partial(check, Parallelism()), device="cpu")[0]
+    torch.testing.assert_close(result, check(None), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["shard", "tensor"])
+def test_whole_parameters_are_freed_before_the_optimizer_lets_go(launch: Launcher, kind: str) -> None:
+    def check(parallelism: Parallelism) -> list[int]:
+        model = Model()
+        optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+        accelerator = Accelerator(compute_setup="cpu", parallelism=parallelism)
+        accelerator.prepare(model)
+        held = [parameter.numel() for parameter in optimizer.param_groups[0]["params"]]
+        accelerator.prepare(optimizer)
+        return [sum(held), sum(parameter.numel() for parameter in optimizer.param_groups[0]["params"])]
+
+    parallelism, left = (Parallelism(), 0) if kind == "shard" else (Parallelism(tensor=2, plan=PLAN), 64)  # norms
+    size = sum(parameter.numel() for parameter in Model().layers.parameters())
+    assert list(launch(partial(check, parallelism), device="cpu")) == [[left, size]] * 2
+
+
 # ------------------------------------------------------------------ data
 def test_ranks_of_a_tensor_group_read_the_same(launch: Launcher) -> None:
     def check(rank: int) -> list[Any]:
@@ -316,9 +362,9 @@ def test_evaluate_counts_uneven_parts_once(launch: Launcher, mesh: str) -> None:
         model = Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(Model())
         options: Any = {"metrics": {"accuracy": Accuracy(), "count": Count()}, "loss_fn": loss_of}
         results = [evaluate(model, DataLoader(sentences(count), 4), **options) for count in (26, 1)]
+        exact = ExactDistributedSampler(5)  # of two ranks, three samples for rank 0, and two for rank 1
+        results.append(evaluate(model, DataLoader(sentences(5), 1, sampler=exact), **options))
         if parallelism is None or parallelism.tensor == 1:
-            exact = ExactDistributedSampler(5)  # three samples for rank 0, two for rank 1
-            results.append(evaluate(model, DataLoader(sentences(5), 1, sampler=exact), **options))
             none: Any = [] if rank else list(DataLoader(sentences(3), 1))
             results.append(evaluate(model, none, **options))
             assert parallelism is None or all(map(is_sharded, model.parameters()))  # none is left gathered
@@ -329,6 +375,17 @@ def test_evaluate_counts_uneven_parts_once(launch: Launcher, mesh: str) -> None:
     for results in launch(partial(check, parallelism=parallelism), device="cpu"):
         for result, own in zip(results, expected, strict=mesh == "shard"):
             assert result == pytest.approx(own, rel=1e-10)
+
+
+def test_evaluate_counts_prepared_loaders_and_own_parts_once(launch: Launcher) -> None:
+    def check() -> list[Any]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism(tensor=2, plan=PLAN))
+        divided, whole = accelerator.prepare(Model()), Model()
+        loader = accelerator.prepare(DataLoader(sentences(10), 2))  # its ranks read the same in pairs
+        exact = DataLoader(sentences(5), 1, sampler=ExactDistributedSampler(5))
+        return [evaluate(whole, loader, metrics=Count()), evaluate(divided, exact, metrics=Count())]
+
+    assert list(launch(check, num_processes=4, device="cpu")) == [[{"count": 10.0}, {"count": 5.0}]] * 4
 
 
 class Count:
@@ -435,6 +492,8 @@ def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -
             lambda: save_sharded_state(folder, net, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
             lambda: load_sharded_state(folder / "none", net),
             lambda: save_sharded_state(folder, net, optimizer),
+            lambda: save_sharded_state(folder, net, optimizer),
+            lambda: load_sharded_state(folder, nn.Linear(3, 2), ()),
             lambda: load_sharded_state(folder, nn.Linear(2, 2, bias=False), ()),
             lambda: load_sharded_state(folder, net),
             lambda: load_sharded_state(folder, net, torch.optim.SGD([net.weight], lr=0.1)),
@@ -446,9 +505,11 @@ def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -
         return said
 
     for said in launch(partial(check, tmp_path), device="cpu"):
-        foreign, absent, other, fewer, groups = said
+        foreign, absent, again, wider, other, fewer, groups = said
         assert "parameter of shape [2, 2] that the FSDPLinear does not have: prepare both" in foreign
         assert f"folder={str(tmp_path / 'none')!r}: holds no complete state" in absent
+        assert f"folder={str(tmp_path)!r}: holds a state already: give a new folder" in again
+        assert "holds another model: model.weight of shape [2, 2], and here it is of shape [2, 3]" in wider
         assert "holds another model: without nothing, and with model.bias" in other
         assert "optimizers: 0 given, but" in fewer
         assert "the parameter groups of number 0 differ" in groups
@@ -565,6 +626,14 @@ def test_distribute_brings_whole_weights_and_states_back() -> None:
     torch.testing.assert_close(optimizer.state_dict(), other.state_dict(), rtol=1e-10, atol=1e-10)
 
 
+def test_a_rank_cannot_return_its_part_of_a_model(launch: Launcher) -> None:
+    def check() -> Any:
+        return Accelerator(compute_setup="cpu", parallelism=Parallelism()).prepare(nn.Linear(2, 2)).state_dict()
+
+    with pytest.raises(ResultError, match=r"result\['weight'\].*one rank's part: take the whole.*full_state\(model\)"):
+        launch(check, device="cpu")
+
+
 @pytest.mark.parametrize("how", ["raises", "dies"])
 def test_a_rank_that_fails_ends_the_others_collectives(launch: Launcher, how: str) -> None:
     def check(rank: int) -> None:
@@ -595,6 +664,8 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
         layer, tied = nn.Linear(4, 3), Model(tied=True)
         with torch.device("meta"):
             empty = nn.Linear(2, 2)
+        first, second, trunk, sharer, scalar = (nn.Linear(2, 2) for _ in range(5))
+        sharer.weight, scalar.bias = trunk.weight, nn.Parameter(torch.tensor(1.0))
         said = []
         for call in (
             lambda: prepare(Parallelism(), torch.optim.SGD(layer.parameters(), lr=0.1)),
@@ -609,6 +680,15 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             lambda: prepare(Parallelism(), empty),
             lambda: prepare(Parallelism(tensor=2, plan=PLAN), Model(), mixed_precision="fp16"),
             save,
+            lambda: prepare(Parallelism(), first, torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)),
+            lambda: prepare(Parallelism(), trunk, sharer),
+            lambda: prepare(Parallelism(), nn.Sequential(trunk, nn.Linear(2, 2))),
+            lambda: prepare(Parallelism(), scalar),
+            lambda: prepare(Parallelism(), nn.LazyLinear(2)),
+            lambda: prepare(Parallelism(units=["layers"]), Model()),
+            lambda: prepare(Parallelism(reshard_after_forward=3), layer),
+            lambda: prepare(Parallelism(), nn.Linear(2 + rank, 2, bias=False)),
+            lambda: prepare(Parallelism(), nn.Linear(2, 2).requires_grad_(rank == 0)),
         ):
             try:
                 call()
@@ -620,7 +700,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
         for text, part in zip(
             said,
             (
-                "none of the parameters of the SGD belong to a module that the ranks have divided",
+                "the SGD has a parameter of shape [3, 4] that belongs to no module that the ranks have divided",
                 "replicate=1, shard=3, tensor=1: their product must be the number of ranks, which is 2",
                 "plan=None, tensor=2: name what is divided",
                 "plan: 0 has out_features=3, which tensor=2 does not divide",
@@ -632,6 +712,15 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
                 "prepare: the Linear is on the meta device",
                 'mixed_precision="fp16", tensor=2',
                 "save: obj holds tensors that the ranks divide",
+                "the SGD has a parameter of shape [2, 2] that belongs to no module that the ranks have divided",
+                "weight of the Linear is also a parameter of a module that the ranks have divided",
+                "the ranks have divided a part of the Sequential, and not its 1.weight",
+                "bias of the Linear is a scalar, which cannot be sharded: make it of shape [1]",
+                "weight of the LazyLinear has no shape yet",
+                "units: layers is a ModuleList, without a forward",
+                "reshard_after_forward=3: does not divide shard=2",
+                "weight is float32 [2, 2] on rank 0, float32 [2, 3] on rank 1",
+                "frozen is none on rank 0, weight, bias on rank 1",
             ),
             strict=True,
         ):

@@ -99,6 +99,7 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         own_samples: Samples in the latest batch that no other rank has; 0 if `all_samples` is.
         all_samples: Samples in the latest batches of all ranks, each counted once; 0 if unknown.
         observer: Notified about passes.
+        copies: Consecutive ranks that get the same part.
     """
 
     is_padding: bool = False
@@ -134,7 +135,7 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         self._loaded: Division | None = None  # of the latest loaded state
         self._sampler_epoch: int | None = None  # last set on the samplers; any other value there is the user's
         self._in_order = getattr(loader, "in_order", True)
-        self._copies = 1
+        self.copies = 1
         self.adjust(seed=seed, dispatch=dispatch, move=move, copies=copies)
 
     def adjust(
@@ -151,13 +152,13 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
             self._dispatch, self._reader = dispatch, None
         self._move = move or self._move
         if copies is not None:
-            self._copies, self._reader = whole_number("copies", copies, least=1), None
-            share_parts(self, self._copies)
+            self.copies, self._reader = whole_number("copies", copies, least=1), None
+            share_parts(self, self.copies)
 
     @property
     def place(self) -> World:
         """This process's position among those that get different samples."""
-        return data_world(self._copies)
+        return data_world(self.copies)
 
     # ------------------------------------------------------------------ iterating
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's annotation names a class of its own
@@ -220,7 +221,7 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         place, dispatch, begin = self.place, self._dispatch is not False, self._progress.start_samples
         as_samples = world().is_shared or begin % (self.batch_size or 1) != 0
         if self._reader is None or (self._reader.place, self._reader.as_samples) != (place, as_samples):
-            self._reader = StreamReader(self, place, self._copies, dispatch=dispatch, as_samples=as_samples)
+            self._reader = StreamReader(self, place, self.copies, dispatch=dispatch, as_samples=as_samples)
         generator = derived_generator(self.seed, self.epoch, 0)  # the same on all ranks, which may all read everything
         for share, is_last in self._reader.shares(start, begin, generator):
             content = collated(self, share.items) if as_samples else share.items[0]
