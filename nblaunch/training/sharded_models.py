@@ -244,12 +244,14 @@ def rebind(optimizer: Optimizer) -> None:
             group["params"][index] = sharded
             state = optimizer.state.pop(parameter, None)
             if state:
-                optimizer.state[sharded] = {key: _part_like(value, sharded) for key, value in state.items()}
+                optimizer.state[sharded] = {key: part_like(value, sharded) for key, value in state.items()}
 
 
-def _part_like(value: Any, parameter: Any) -> Any:
-    """Return this rank's part of a state, sharded like its parameter; anything of another shape unchanged."""
-    if not isinstance(value, Tensor) or is_sharded(value) or value.shape != parameter.shape or value.dim() == 0:
+def part_like(value: Any, parameter: Any) -> Any:
+    """Return this rank's part of a whole tensor, sharded like its parameter; anything of another shape unchanged."""
+    if not isinstance(value, Tensor) or is_sharded(value) or value.dim() == 0:
+        return value
+    if parameter is None or value.shape != parameter.shape:
         return value
     if not is_sharded(parameter):
         return value.to(parameter.device)
