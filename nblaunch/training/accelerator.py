@@ -288,8 +288,8 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         """
         if any(map(is_sharded, tree_leaves(obj))):
             raise ArgumentError(
-                "save: obj holds tensors that the ranks divide: give full_state(model) of "
-                "nblaunch.training.sharded_states, which every rank must call"
+                "save: obj holds tensors that the ranks divide: give accelerator.get_state_dict(model), which every "
+                "rank must call"
             )
         if self.is_main_process:
             checkpoint.write(obj, Path(path))

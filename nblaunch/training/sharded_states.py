@@ -250,9 +250,7 @@ class ReadState:
 
     def apply(self) -> None:
         """Load the state into the module and the optimizers."""
-        weights = {
-            key.removeprefix("model."): value for key, value in self._state.items() if key.startswith("model.")
-        }
+        weights = {key.removeprefix("model."): value for key, value in self._state.items() if key.startswith("model.")}
         self._module.load_state_dict(weights, strict=self._is_whole)
         for number, optimizer in enumerate(self._optimizers):
             names = _names(self._module, optimizer)
