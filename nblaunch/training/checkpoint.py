@@ -132,14 +132,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, maps: bool = False) -> dict[str, Any]:
     """Read what `write` saved, to the CPU. Loading executes no code.
+
+    Args:
+        path: The file.
+        maps: Map the file's tensors into memory: only what is used of them is read.
 
     Raises:
         RuntimeError: The file is damaged.
     """
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=maps)
     except Exception as error:
         raise RuntimeError(
             f"{path} is damaged: remove it to resume from the checkpoint before, if there is one, or use "

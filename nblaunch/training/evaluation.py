@@ -75,17 +75,12 @@ def evaluate(
     """
     totals = _Totals(named(metrics), loss_fn, step or forward, size)
     module = unwrapped(model)
-    is_collective, copies = has_sharded_parameters(module), copies_in(module)
-    sharded = _sharded(loader, copies)
+    sharded = _sharded(loader, copies_in(module))
     where = device if device is not None else _device_of(module)
     with eval_mode(module), torch.no_grad():  # inference mode would make tensors that cannot be trained on later
         broadcast_buffers(module)
-        batches = progress(sharded, desc=desc)
-        for batch, is_repeat in in_step(batches) if is_collective else zip(batches, repeat(False)):
-            is_counted = not (is_repeat or getattr(sharded, "is_padding", False) or world().rank % copies)
-            if is_counted or is_collective:
-                totals.update(module, to_device(batch, where), is_counted=is_counted)
-        free_gathered(module)
+        for batch, is_counted in batches_for(module, sharded, desc):
+            totals.update(module, to_device(batch, where), is_counted=is_counted)
     counted, total = sum(exchange(totals.samples)), getattr(sharded, "total", None)
     if total is not None and counted != total:
         raise RuntimeError(
@@ -209,6 +204,26 @@ class _Totals:
 
 
 # ------------------------------------------------------------------ the loader
+def batches_for(module: nn.Module, loader: Any, desc: str) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch that this rank must run the module on, and whether its samples count.
+
+    Without a divided module these are the batches that count. The forward pass of a divided one is a collective, so
+    ranks with fewer batches repeat one; of the ranks that compute on the same samples those of the first count.
+
+    Args:
+        module: Without gradients from here on.
+        loader: This rank's batches.
+        desc: The label of the progress bar.
+    """
+    is_collective, copies = has_sharded_parameters(module), copies_in(module)
+    batches = progress(loader, desc=desc)
+    for batch, is_repeat in in_step(batches) if is_collective else zip(batches, repeat(False)):
+        is_counted = not (is_repeat or getattr(loader, "is_padding", False) or world().rank % copies)
+        if is_counted or is_collective:
+            yield batch, is_counted
+    free_gathered(module)
+
+
 def _sharded(loader: Iterable[Any], copies: int) -> Iterable[Any]:
     """Return the loader of this rank's part. No sample is on two ranks, and none repeats."""
     inner = loader

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.ranks.report import progress
-from nblaunch.training.evaluation import TARGETS, broadcast_buffers, eval_mode
+from nblaunch.training.evaluation import TARGETS, batches_for, broadcast_buffers, eval_mode
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import batch_size_of, to_device, tree_leaves, tree_map
 
@@ -62,10 +61,10 @@ def predict_part(
     sizes: list[int] = []
     with eval_mode(module), torch.no_grad():
         broadcast_buffers(module)
-        for batch in progress(loader, desc="predicting"):
-            if getattr(loader, "is_padding", False):
-                continue
+        for batch, is_counted in batches_for(module, loader, "predicting"):
             output = to_device(predict_batch(module, to_device(batch, device)), "cpu")
+            if not is_counted:
+                continue
             size = getattr(loader, "own_samples", 0) or batch_size_of(output)
             if size is None or not all(_is_rows(leaf, size) for leaf in tree_leaves(output)):
                 raise ArgumentError(

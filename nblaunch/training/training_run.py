@@ -24,6 +24,8 @@ from nblaunch.training.fit_display import FitDisplay
 from nblaunch.training.metrics import Mean
 from nblaunch.training.sample_weights import SampleWeights
 from nblaunch.training.seeding import seed_everything
+from nblaunch.training.sharded_models import has_sharded_parameters
+from nblaunch.training.sharded_states import full_state, load_full_state
 from nblaunch.training.topology import world
 from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer_data import Data, loader_of
@@ -267,8 +269,11 @@ class TrainingRun:
             "loss": self._mean_loss.state_dict(),
         }
         ranks = exchange(own)
-        if self.accelerator.is_main_process:
+        if has_sharded_parameters(self.trainer.model):
+            parts = {name: full_state(part) for name, part in self._parts().items()}  # a collective
+        elif self.accelerator.is_main_process:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
+        if self.accelerator.is_main_process:
             state = {"setup": self._setup(), "progress": asdict(self.progress), "parts": parts, "ranks": ranks}
             self._folder.write(state, self.progress.step, is_latest=is_latest, is_best=is_best)
         self.accelerator.wait_for_everyone()
@@ -287,6 +292,7 @@ class TrainingRun:
         return {
             "nprocs": world().size,
             "batch_size": self.loader.batch_size,
+            "tensor": self.accelerator.copies,
             **self.config.fixed_on_resume(),
             "samples": self.loader.total,
             "batches": length_of(self.loader),
@@ -311,7 +317,7 @@ class TrainingRun:
         if path is None:
             return
         config, trainer, steps = self.config, self.trainer, self.progress.schedule_end
-        state = checkpoint.read(path)
+        state = checkpoint.read(path, maps=has_sharded_parameters(trainer.model))
         remedy = "another checkpoint_dir or resume=False to train from the start"
         if trainer.loaded is not None:
             remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
@@ -329,7 +335,7 @@ class TrainingRun:
         if progress.schedule_begin:
             self._make_scheduler()
         for name, part in self._parts().items():
-            part.load_state_dict(state["parts"][name])
+            load_full_state(part, state["parts"][name])
         own = state["ranks"][world().rank]
         self.loader.load_state_dict(own["loader"])
         self._mean_loss.load_state_dict(own["loss"])
