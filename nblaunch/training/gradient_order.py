@@ -46,6 +46,10 @@ class GradientOrder:
         for handle in self._handles:
             handle.remove()
 
+    def is_of(self, module: DistributedDataParallel) -> bool:
+        """Return True if the order is this wrapper's."""
+        return self._module() is module
+
     @property
     def is_complete(self) -> bool:
         """Return True if all gradients have become ready."""
@@ -78,7 +82,10 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 def follow(module: DistributedDataParallel) -> None:
     """Note the order of this module's gradients, if it matters."""
     regroups = not module.find_unused_parameters and not module.static_graph
-    if world().size >= _MIN_RANKS and regroups and module.module not in _orders:
+    if world().size < _MIN_RANKS or not regroups:
+        return
+    known = _orders.get(module.module)
+    if known is None or not known.is_of(module):  # each wrapper has a first backward pass of its own
         _orders[module.module] = GradientOrder(module)
 
 

@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training import checkpoint
+from nblaunch.training import checkpoint, gradient_order
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.callbacks import Callbacks
 from nblaunch.training.data.index_source import length_of
@@ -274,7 +273,13 @@ class TrainingRun:
         elif self.accelerator.is_main_process:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
         if self.accelerator.is_main_process:
-            state = {"setup": self._setup(), "progress": asdict(self.progress), "parts": parts, "ranks": ranks}
+            state = {
+                "setup": self._setup(),
+                "progress": asdict(self.progress),
+                "parts": parts,
+                "ranks": ranks,
+                "gradient_order": gradient_order.order_of(self.trainer.model),
+            }
             self._folder.write(state, self.progress.step, is_latest=is_latest, is_best=is_best)
         self.accelerator.wait_for_everyone()
         if is_latest:
@@ -327,7 +332,7 @@ class TrainingRun:
             progress.best, progress.best_step = math.inf, 0
         if self._is_done() and self.accelerator.is_main_process:
             self._warn_that_nothing_is_left(path)
-        self._regroup_gradients()
+        gradient_order.repeat_order(trainer.model, state.get("gradient_order"))
         before, progress.schedule_end = progress.schedule_end, steps
         is_extended = isinstance(config.schedule, str) and 0 < before < steps
         if is_extended and config.extend_schedule == "restart":
@@ -370,16 +375,6 @@ class TrainingRun:
                 f"learning rate of {before:.3g}; over {self.progress.schedule_end} steps it jumps to {now:.3g}. Choose "
                 'extend_schedule="stretch" if that is intended, or "restart" to begin the schedule again for the rest'
             )
-
-    def _regroup_gradients(self) -> None:
-        """Run one backward pass and discard it: in its first one DistributedDataParallel regroups the gradients.
-
-        With three ranks and more the grouping changes the order of summation, and the original run had regrouped.
-        """
-        if isinstance(self.model, DistributedDataParallel) and self.progress.step and not self._is_done():
-            loss, *_ = self.trainer.checked_loss(self.model.train(), next(iter(self.loader)))
-            loss.backward()
-            self.model.zero_grad()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

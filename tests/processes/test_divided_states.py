@@ -201,7 +201,7 @@ def test_hooks_and_whole_states(launch: Launcher, tmp_path: Path) -> None:
             accelerator.save_state(folder / "bare")
         with accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()):
             accelerator.load_state(folder / "bare")
-        with pytest.raises(ArgumentError, match="holds another model: without inner"):
+        with pytest.raises(ArgumentError, match="holds another model: without model.inner"):
             accelerator.load_state(folder / "bare")
         accelerator.load_state(folder / "bare", strict=False)
         accelerator.save_model(loop.net, folder / "weights", safe_serialization=False)
