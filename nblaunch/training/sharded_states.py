@@ -53,7 +53,7 @@ def gathered(tree: Any) -> Any:
         for leaf in tree_leaves(tree):
             if is_sharded(leaf) and id(leaf) not in whole:
                 full = leaf.detach().full_tensor()
-                whole[id(leaf)] = full.cpu() if world().rank == 0 else None
+                whole[id(leaf)] = _compact(full.cpu()) if world().rank == 0 else None
     if world().rank != 0:
         return tree_map(lambda leaf: whole.get(id(leaf), leaf), tree)
     return to_device(tree_map(lambda leaf: whole.get(id(leaf), leaf), tree), "cpu")
@@ -86,6 +86,11 @@ def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
             for number, own in state["state"].items()
         },
     }
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return the tensor in storage of its own: one from uneven parts has their padding, which files would hold too."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 @contextmanager
