@@ -268,7 +268,7 @@ def fits(how: Parallelism | None, ranks: int, folder: Path) -> list[Any]:
     train, valid = sentences(26), sentences(5)
     whole = trainer(how, ranks)
     whole.fit(train, valid)
-    config = {"checkpoint_dir": folder, "checkpoint_every": 2, "monitor": "valid_loss"}
+    config: Any = {"checkpoint_dir": folder, "checkpoint_every": 2, "monitor": "valid_loss"}
     broken = trainer(how, ranks, (Raises(),), **config)
     with pytest.raises(OSError, match="a disk has gone"):
         broken.fit(train, valid)
