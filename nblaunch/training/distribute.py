@@ -23,7 +23,7 @@ from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import current
 from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.pytree import children, is_container
-from nblaunch.training.sharded_states import full_state
+from nblaunch.training.sharded_states import gathered
 from nblaunch.training.topology import has_group, world
 from nblaunch.transfer import parameters, pickling
 
@@ -186,7 +186,7 @@ class _Call:
     def __call__(self, **filled: Any) -> _Returned:
         parts = dict(self.find_trainable())  # before the function moves anything
         value = self.function(*self.args, **self.kwargs, **filled)
-        states = {path: full_state(part) for path, part in parts.items()}
+        states = {path: gathered(part.state_dict()) for path, part in parts.items()}
         return _Returned(value, states if world().rank == 0 else {})
 
 

@@ -64,8 +64,7 @@ def load_full_state(part: Any, state: Mapping[str, Any]) -> None:
 
     Where ranks divide it each rank loads its part of the tensors; it is no collective.
     """
-    own = unwrapped(part) if isinstance(part, nn.Module) else part
-    own.load_state_dict(parts_of(own, state))
+    part.load_state_dict(parts_of(part, state))
 
 
 def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -82,10 +81,16 @@ def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         **state,
         "state": {
-            number: {key: part_like(value, by_number.get(number)) for key, value in own.items()}
+            number: {key: _own_part(value, by_number.get(number)) for key, value in own.items()}
             for number, own in state["state"].items()
         },
     }
+
+
+def _own_part(value: Any, parameter: Any) -> Any:
+    """Return this rank's part, never the tensor itself, which may be mapped from a file."""
+    part = part_like(value, parameter)
+    return part.clone() if part is value and isinstance(value, Tensor) else part
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from nblaunch.training.metrics import Mean
 from nblaunch.training.sample_weights import SampleWeights
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.sharded_models import has_sharded_parameters
-from nblaunch.training.sharded_states import full_state, load_full_state
+from nblaunch.training.sharded_states import gathered, load_full_state
 from nblaunch.training.topology import world
 from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer_data import Data, loader_of
@@ -269,7 +269,7 @@ class TrainingRun:
         }
         ranks = exchange(own)
         if has_sharded_parameters(self.trainer.model):
-            parts = {name: full_state(part) for name, part in self._parts().items()}  # a collective
+            parts = {name: gathered(part.state_dict()) for name, part in self._parts().items()}  # a collective
         elif self.accelerator.is_main_process:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
         if self.accelerator.is_main_process:
