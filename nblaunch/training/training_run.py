@@ -61,6 +61,11 @@ class TrainingRun:
 
     def __init__(self, trainer: Trained, train: Data, valid: Data | None) -> None:
         config = self.config = trainer.config
+        if has_sharded_parameters(trainer.model) and trainer.accelerator._gradients.step_progress[0]:
+            raise ArgumentError(
+                "model: an earlier run in these ranks ended within an optimizer step, and its gradients stay inside the "
+                "divided model: make the model, the optimizer and the Trainer again"
+            )
         seed_everything(config.seed)
         torch.manual_seed(config.seed + world().rank)  # dropout differs between ranks, the order of data does not
         self.trainer, self.valid = trainer, valid

@@ -592,7 +592,8 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism())
             accelerator.save(accelerator.prepare(nn.Linear(2, 2)).state_dict(), "never")
 
-        layer, tied = nn.Linear(4, 3), Model(tied=True)
+        layer, tied, rows = nn.Linear(4, 3), Model(tied=True), nn.Sequential(nn.Linear(4, 4))
+        prepare(Parallelism(shard=False, tensor=2, plan={"0": "colwise_gather"}), rows)
         with torch.device("meta"):
             empty = nn.Linear(2, 2)
         said = []
@@ -607,6 +608,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             lambda: prepare(Parallelism(units=[nn.Conv2d]), Model()),
             lambda: prepare(Parallelism(cpu_offload=True), layer),
             lambda: prepare(Parallelism(), empty),
+            lambda: prepare(Parallelism(), rows),
             lambda: prepare(Parallelism(tensor=2, plan=PLAN), Model(), mixed_precision="fp16"),
             save,
         ):
@@ -630,6 +632,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
                 "units: the Model has no Conv2d",
                 "cpu_offload=True: the ranks compute on the CPU",
                 "prepare: the Linear is on the meta device",
+                "prepare: the layers of the Sequential are divided already, and parallelism would not exchange",
                 'mixed_precision="fp16", tensor=2',
                 "save: obj holds tensors that the ranks divide",
             ),
