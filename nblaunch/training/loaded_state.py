@@ -17,6 +17,7 @@ from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.gradient_order import repeat_order
 from nblaunch.training.model_states import SHARDED, path_of, read_file
 from nblaunch.training.prepared_objects import PreparedObjects, Registered
+from nblaunch.training.sharded_models import drop_unshared_gradients
 from nblaunch.training.sharded_states import ReadState
 from nblaunch.training.state_folder import Manifest
 from nblaunch.training.topology import data_world, world
@@ -151,6 +152,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
 
 def _set_gradients(model: nn.Module, gradients: list[torch.Tensor | None] | None) -> None:
     """Set each parameter's gradient; clear them without `gradients`, because none belongs to the loaded state."""
+    drop_unshared_gradients(model)
     parameters = list(model.parameters())
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.device)

@@ -278,6 +278,21 @@ def free_gathered(module: nn.Module) -> None:
         part.reshard()
 
 
+def drop_unshared_gradients(module: nn.Module) -> None:
+    """Drop what a module by ``fully_shard`` holds of an unfinished optimizer step: gradients not exchanged yet.
+
+    They are in no parameter's ``grad``, and torch has no public way to them.
+    """
+    own: list[Any] = [part for part in module.modules() if is_fully_sharded(part)]
+    for state in (part._get_fsdp_state() for part in own):
+        several = getattr(state, "_fsdp_param_groups", None)  # newer than torch 2.8
+        for group in [state._fsdp_param_group] if several is None else several:
+            for parameter in () if group is None else group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # after its first forward pass
+                    parameter._unsharded_param.grad = None
+
+
 @contextmanager
 def no_gradient_sync(module: Any) -> Iterator[None]:
     """A context in which the ranks exchange no gradients of a module by ``fully_shard``, or by DDP."""

@@ -130,8 +130,12 @@ class StateFiles(RankRoles):
     def _own_state(self) -> dict[str, Any]:
         """Return what differs between ranks."""
         self._prepared.check_any_left()
-        self._check_step("save")
         batches, size = self._gradients.step_progress
+        if batches and model_states.are_divided(self._prepared.models):
+            raise ArgumentError(
+                f"save_state: {batches} of {size} batches of an optimizer step are done, and the gradients of divided "
+                "models cannot be saved: save when accelerator.sync_gradients is True"
+            )
         return {
             "copies": self.copies,
             "random": random_states(),
@@ -142,15 +146,6 @@ class StateFiles(RankRoles):
             "step": {"batches": batches, "size": size},
             "gradient_orders": [gradient_order.order_of(model) for model in self._prepared.models],
         }
-
-    def _check_step(self, verb: str) -> None:
-        """Refuse a step that is unfinished where ranks divide models: torch gives no access to its gradients."""
-        batches, size = self._gradients.step_progress
-        if batches and model_states.are_divided(self._prepared.models):
-            raise ArgumentError(
-                f"{verb}_state: {batches} of {size} batches of an optimizer step are done, and the gradients of divided "
-                f"models stay inside them: {verb} after a step, when accelerator.sync_gradients is True"
-            )
 
     def _kinds(self) -> dict[str, list[str]]:
         record = self._prepared
@@ -273,7 +268,6 @@ class StateFiles(RankRoles):
             ArgumentError: It is not.
         """
         self._prepared.check_any_left()
-        self._check_step("load")
         manifest = Manifest.read(folder)
         manifest.check_files(folder, content=world().rank == 0)
         now = self._kinds()

@@ -23,7 +23,7 @@ from nblaunch.training.fit_display import FitDisplay
 from nblaunch.training.metrics import Mean
 from nblaunch.training.sample_weights import SampleWeights
 from nblaunch.training.seeding import seed_everything
-from nblaunch.training.sharded_models import has_sharded_parameters
+from nblaunch.training.sharded_models import drop_unshared_gradients, has_sharded_parameters
 from nblaunch.training.sharded_states import gathered, load_full_state
 from nblaunch.training.topology import world
 from nblaunch.training.train_config import TrainConfig
@@ -61,11 +61,6 @@ class TrainingRun:
 
     def __init__(self, trainer: Trained, train: Data, valid: Data | None) -> None:
         config = self.config = trainer.config
-        if has_sharded_parameters(trainer.model) and trainer.accelerator._gradients.step_progress[0]:
-            raise ArgumentError(
-                "model: an earlier run in these ranks ended within an optimizer step, and its gradients stay inside the "
-                "divided model: make the model, the optimizer and the Trainer again"
-            )
         seed_everything(config.seed)
         torch.manual_seed(config.seed + world().rank)  # dropout differs between ranks, the order of data does not
         self.trainer, self.valid = trainer, valid
@@ -73,6 +68,7 @@ class TrainingRun:
         self.progress = trainer.progress = checkpoint.TrainingProgress()
         trainer.should_stop = False
         trainer.optimizer.zero_grad()  # an interrupted run in this process may have left gradients
+        drop_unshared_gradients(trainer.model)
         loader = loader_of(train, config, shuffle=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(trainer.model, trainer.optimizer, loader)
         self._mean_loss = Mean()
