@@ -222,6 +222,26 @@ def test_gradients_of_a_step_that_broke_off_are_dropped(launch: Launcher, tmp_pa
     assert all(launch(both, device="cpu")[0])
 
 
+def test_an_optimizer_of_two_models_is_saved_with_both(launch: Launcher, tmp_path: Path) -> None:
+    def run(save: bool) -> list[Any]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=SHARDED if save else None)
+        torch.manual_seed(save)
+        first, second = nn.Linear(3, 3), nn.Linear(3, 2)
+        inner = torch.optim.Adam([*second.parameters(), *first.parameters()])
+        one, other, optimizer = accelerator.prepare(first, second, inner)
+        if save:
+            one(torch.ones(2, 3)).sum().backward()  # the other one has no state
+            optimizer.step()
+            accelerator.save_state(tmp_path / "pair")
+        else:
+            accelerator.load_state(tmp_path / "pair")
+        return [full_state(one), full_state(other), full_state(optimizer)]
+
+    saved = launch(partial(run, True), device="cpu")[0]
+    same(run(False), saved)
+    assert saved[2]["state"].keys() == {2, 3}
+
+
 def test_hooks_and_whole_states(launch: Launcher, tmp_path: Path) -> None:
     """Weights that a hook takes out are not written; whole states load into divided models, and from them."""
 
