@@ -343,7 +343,8 @@ def test_a_notebook_gets_the_whole_model(tmp_path: Path) -> None:
     """A compiled one, whose state has other names."""
     one, alone = trainer(SHARDED, 2, checkpoint_dir=tmp_path, epochs=1), trainer(None, 1)
     for each in (one, alone):
-        each.model = torch.compile(each.model, backend="eager")
+        compiled: Any = torch.compile(each.model, backend="eager")
+        each.model = compiled
     model, optimizer = one.fit(sentences(26))
     assert not any(map(is_sharded, model.parameters()))
     saved = torch.load(next(tmp_path.glob("step-*.pt")))["parts"]
