@@ -17,8 +17,6 @@ ABSENT_NAMES: dict[str, str] = {
     "ao_recipe_handler": _FP8,
     "autocast_handler": _HANDLER,
     "context_parallel_rank": _MESH,
-    "data_parallel_rank": "rank: without a mesh, all ranks are data parallel",
-    "data_parallel_shard_rank": _MESH,
     "ddp_handler": f"{_HANDLER} or ddp_kwargs=",
     "deepspeed_ulysses_dl_adapter": _DEEPSPEED,
     "delayed_fp8_autocast": _FP8,
@@ -29,19 +27,14 @@ ABSENT_NAMES: dict[str, str] = {
     "has_fp8_handler": _FP8,
     "has_lomo_optimizer": f"for LOMO {_ITSELF}",
     "init_handler": _HANDLER,
-    "is_composable_parallelism_enabled": _MESH,
     "lomo_backward": f"for LOMO {_ITSELF}",
-    "maybe_context_parallel": "torch.distributed.tensor.experimental.context_parallel",
     "msamp_recipe_handler": _FP8,
     "native_amp": "mixed_precision",
-    "parallelism_config": _MESH,
     "pipeline_parallel_rank": _MESH,
     "profile_handler": _HANDLER,
     "scaler_handler": _HANDLER,
     "step": "a count of your own, and sync_gradients: whether this batch ends an optimizer step",
     "te_recipe_handler": _FP8,
-    "tensor_parallel_rank": _MESH,
-    "torch_device_mesh": _MESH,
 }
 """Attributes by name, each with what to use instead."""
 
@@ -50,10 +43,8 @@ ABSENT_ARGUMENTS: dict[str, str] = {
     "deepspeed_plugins": _DEEPSPEED,
     "dynamo_backend": "torch.compile(model) before prepare",
     "dynamo_plugin": "torch.compile(model) before prepare",
-    "fsdp_plugin": f"torch.distributed.fsdp.fully_shard(model) before prepare, or {_ITSELF}",
     "megatron_lm_plugin": f"for Megatron-LM {_ITSELF}",
-    "parallelism_config": _MESH,
-    "torch_tp_plugin": "torch.distributed.tensor.parallel.parallelize_module(model, mesh, plan) before prepare",
+    "torch_tp_plugin": "parallelism=Parallelism(shard=False, tensor=2, plan=...)",
 }
 """Arguments of the constructor by name, each with what to use instead. None says that they are not given."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,6 +68,9 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         gradient_accumulation_plugin: accelerate's ``GradientAccumulationPlugin``, or a mapping of its fields.
         kwargs_handlers: accelerate's ``DistributedDataParallelKwargs``, ``GradScalerKwargs``,
             ``InitProcessGroupKwargs``, ``AutocastKwargs`` and ``ProfileKwargs``.
+        fsdp_plugin: accelerate's ``FullyShardedDataParallelPlugin(fsdp_version=2)``, for the same `parallelism`.
+        parallelism_config: accelerate's ``ParallelismConfig``, for the same `parallelism`. With ``tp_size`` give a
+            `Parallelism` instead, for its `plan`.
         log_with: ``"tensorboard"``, ``"wandb"``, ``"all"`` for those that are installed, objects with the interface of
             accelerate's ``GeneralTracker``, or a list of these. See `init_trackers`.
         project_dir: The folder of the trackers' files, and of `save_state` without arguments, unless `project_config`
@@ -275,6 +278,11 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         return precision.autocast(self.device, self.mixed_precision, handlers.autocast)
 
     @staticmethod
+    def maybe_context_parallel(**buffers: Any) -> AbstractContextManager[None]:
+        """A context that does nothing: sequences are not divided, and a ``cp_size`` is refused."""
+        return nullcontext()
+
+    @staticmethod
     def verify_device_map(model: nn.Module) -> bool:
         """Return True if a part of the module was spread over devices by ``device_map``: it cannot be trained."""
         return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
@@ -288,8 +296,8 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         """
         if any(map(is_sharded, tree_leaves(obj))):
             raise ArgumentError(
-                "save: obj holds tensors that the ranks divide: give full_state(model) of "
-                "nblaunch.training.sharded_states, which every rank must call"
+                "save: obj holds tensors that the ranks divide: give accelerator.get_state_dict(model), which every "
+                "rank must call"
             )
         if self.is_main_process:
             checkpoint.write(obj, Path(path))

@@ -15,7 +15,7 @@ from nblaunch.machine.argument_checks import one_of, whole_number
 from nblaunch.training import plugin_settings, precision
 from nblaunch.training.absent_names import refuse_arguments, refuse_attribute
 from nblaunch.training.gradient_accumulation import GradientState
-from nblaunch.training.parallelism import Parallelism
+from nblaunch.training.parallelism import Parallelism, from_accelerate
 from nblaunch.training.plugin_settings import AccumulationSettings, LoaderSettings, Semantics
 from nblaunch.training.seeding import checked_seed
 from nblaunch.training.topology import own_device
@@ -50,6 +50,8 @@ class AcceleratorSettings:
         rng_types: Iterable[Any] | None = None,
         gradient_accumulation_plugin: Any = None,
         kwargs_handlers: Iterable[Any] | None = None,
+        fsdp_plugin: Any = None,
+        parallelism_config: Any = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: Any = None,
@@ -73,9 +75,8 @@ class AcceleratorSettings:
         backend = handlers.group.get("backend") if backend is None else backend
         self.backend = None if backend is None else one_of("backend", backend, ("gloo", "nccl"))
         self.ddp_kwargs = {**handlers.ddp, **(ddp_kwargs or {})}
-        if parallelism is not None and not isinstance(parallelism, Parallelism):
-            raise ArgumentError(f"parallelism={parallelism!r:.80}: must be a Parallelism, such as Parallelism()")
-        self.parallelism = parallelism
+        self.parallelism = _parallelism(parallelism, fsdp_plugin, parallelism_config)
+        self.fsdp_plugin, self.parallelism_config = fsdp_plugin, parallelism_config
         self.seed = checked_seed(seed)
         self.schedule_steps = schedule_steps
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -96,7 +97,7 @@ class AcceleratorSettings:
         self._handlers = handlers
         self._accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         of_accelerate = [split_batches, dataloader_config, rng_types, gradient_accumulation_plugin, kwargs_handlers]
-        of_accelerate += [cpu is not None, log_with, project_dir, project_config]
+        of_accelerate += [cpu is not None, log_with, project_dir, project_config, fsdp_plugin, parallelism_config]
         chosen: Any = semantics or ("moved" if any(of_accelerate) else "own")
         self.semantics: Semantics = chosen
         self._mixed_precision = mixed_precision
@@ -209,6 +210,17 @@ class AcceleratorSettings:
     def use_stateful_dataloader(self) -> bool:
         """Whether prepared loaders have ``state_dict`` and ``load_state_dict`` in a single process too."""
         return self.dataloader_config.use_stateful_dataloader
+
+
+def _parallelism(given: Parallelism | None, fsdp_plugin: Any, config: Any) -> Parallelism | None:
+    if given is not None and not isinstance(given, Parallelism):
+        raise ArgumentError(f"parallelism={given!r:.80}: must be a Parallelism, such as Parallelism()")
+    if fsdp_plugin is None and config is None:
+        return given
+    if given is not None:
+        name = "parallelism_config" if fsdp_plugin is None else "fsdp_plugin"
+        raise ArgumentError(f"parallelism={given!r:.80} beside {name}: give one of them")
+    return from_accelerate(fsdp_plugin, config)
 
 
 def _accumulation(steps: int, plugin: Any) -> AccumulationSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ class DistributedType(str, Enum):
     """Several ranks that compute on the CPU."""
     MULTI_GPU = "MULTI_GPU"
     """Several ranks that compute on GPUs."""
+    FSDP = "FSDP"
+    """Several ranks, each with a part of every parameter."""
     # Never so here. Loops compare with them.
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
@@ -26,7 +29,6 @@ class DistributedType(str, Enum):
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
     DEEPSPEED = "DEEPSPEED"
-    FSDP = "FSDP"
     XLA = "XLA"
     MEGATRON_LM = "MEGATRON_LM"
 
@@ -43,9 +45,10 @@ class RankState:
     local_process_index: int
     device: torch.device
     mixed_precision: str
+    fsdp_plugin: Any = None
+    """As it was given to the Accelerator."""
     deepspeed_plugin: None = None
-    """There is none here, as in accelerate without DeepSpeed; so are the other plugins."""
-    fsdp_plugin: None = None
+    """There is none here, as in accelerate without DeepSpeed; so is the next one."""
     megatron_lm_plugin: None = None
 
     @property

@@ -74,17 +74,12 @@ def evaluate(
     """
     totals = _Totals(named(metrics), loss_fn, step or forward, size)
     module = unwrapped(model)
-    is_collective = has_sharded_parameters(module)
     sharded, copies = _sharded(loader, copies_in(module))
     where = device if device is not None else _device_of(module)
     with eval_mode(module), torch.no_grad():  # inference mode would make tensors that cannot be trained on later
         broadcast_buffers(module)
-        batches = progress(sharded, desc=desc)
-        for batch, is_repeat in in_step(batches) if is_collective else zip(batches, repeat(False)):
-            is_counted = not (is_repeat or getattr(sharded, "is_padding", False) or world().rank % copies)
-            if is_counted or is_collective:
-                totals.update(module, to_device(batch, where), is_counted=is_counted)
-        free_gathered(module)
+        for batch, is_counted in batches_for(module, sharded, copies, desc):
+            totals.update(module, to_device(batch, where), is_counted=is_counted)
     counted, total = sum(exchange(totals.samples)), getattr(sharded, "total", None)
     if total is not None and counted != total:
         raise RuntimeError(
@@ -208,6 +203,27 @@ class _Totals:
 
 
 # ------------------------------------------------------------------ the loader
+def batches_for(module: nn.Module, loader: Any, copies: int, desc: str) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch that this rank must run the module on, and whether its samples count.
+
+    Without a divided module these are the batches that count. The forward pass of a divided one is a collective, so
+    ranks with fewer batches repeat one; of the ranks that compute on the same samples those of the first count.
+
+    Args:
+        module: Without gradients from here on.
+        loader: This rank's batches.
+        copies: How many ranks have the same ones.
+        desc: The label of the progress bar.
+    """
+    is_collective = has_sharded_parameters(module)
+    batches = progress(loader, desc=desc)
+    for batch, is_repeat in in_step(batches) if is_collective else zip(batches, repeat(False)):
+        is_counted = not (is_repeat or getattr(loader, "is_padding", False) or world().rank % copies)
+        if is_counted or is_collective:
+            yield batch, is_counted
+    free_gathered(module)
+
+
 def _sharded(loader: Iterable[Any], copies: int) -> tuple[Iterable[Any], int]:
     """Return the loader of this rank's part, and how many ranks have the same part. No sample repeats within one.
 

@@ -48,7 +48,7 @@ class GradientOrder:
             handle.remove()
 
     def is_of(self, module: DistributedDataParallel) -> bool:
-        """Return True if the order is that of this wrapper."""
+        """Return True if the order is this wrapper's."""
         return self._module() is module
 
     @property

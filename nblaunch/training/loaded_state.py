@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from nblaunch.errors import warn
+from nblaunch.errors import ArgumentError, warn
 from nblaunch.training import model_states
 from nblaunch.training.checkpoint import restore_random_states, seed_from_random_states
 from nblaunch.training.data.loader_positions import restore_position
 from nblaunch.training.gradient_accumulation import GradientState
 from nblaunch.training.gradient_order import repeat_order
-from nblaunch.training.model_states import path_of, read_file
+from nblaunch.training.model_states import SHARDED, path_of, read_file
 from nblaunch.training.prepared_objects import PreparedObjects, Registered
+from nblaunch.training.sharded_models import drop_unshared_gradients
+from nblaunch.training.sharded_states import ReadState
 from nblaunch.training.state_folder import Manifest
-from nblaunch.training.topology import world
+from nblaunch.training.topology import data_world, world
 
 RANKS, SCALER = "ranks.pt", "scaler.pt"
 
@@ -32,18 +34,26 @@ class LoadedState:
         registered: Registered,
         gradients: GradientState,
         models: list[nn.Module],
+        copies: int,
         folder: Path,
         manifest: Manifest,
         load_kwargs: Mapping[str, Any],
         model_options: Mapping[str, Any],
     ) -> None:
         self.manifest, self.models, self.model_options = manifest, models, model_options
-        self.record, self.registered, self.gradients = record, registered, gradients
+        self.record, self.registered, self.gradients, self.copies = record, registered, gradients, copies
+        self.weights: list[dict[str, Any]] = []
+        self.optimizers: list[dict[str, Any]] = []
+        self.divided: ReadState | None = None
         strict = bool(model_options.get("strict", True))
-        self.weights = [model_states.read_model(*pair, strict) for pair in _numbered(models, folder)]
-        self.optimizers = [
-            model_states.read_optimizer(*pair, load_kwargs) for pair in _numbered(self.record.optimizers, folder)
-        ]
+        if any(file.startswith(f"{SHARDED}/") for file in manifest.sizes):
+            others = [model for model in record.models if not any(model is other for other in models)]
+            self.divided = model_states.read_divided(record.models, record.optimizers, folder, others, strict)
+        else:
+            self.weights = [model_states.read_model(*pair, strict) for pair in _numbered(models, folder)]
+            self.optimizers = [
+                model_states.read_optimizer(*pair, load_kwargs) for pair in _numbered(record.optimizers, folder)
+            ]
         self.schedulers = [
             read_file(path_of(folder, "scheduler", number), load_kwargs)
             for number in range(len(self.record.schedulers))
@@ -59,7 +69,16 @@ class LoadedState:
         self.saved_gradients = self._read_gradients(folder) if manifest.has_gradients else None
 
     def _read_gradients(self, folder: Path) -> list[list[torch.Tensor | None]]:
-        """Return each module's gradients: this rank's own, or with another number of ranks their mean."""
+        """Return each module's gradients: this rank's own, or with another number of ranks their mean.
+
+        Raises:
+            ArgumentError: The ranks divide a module here.
+        """
+        if model_states.are_divided(self.record.models):
+            raise ArgumentError(
+                f"input_dir={str(folder)!r}: it was saved within an optimizer step, and its gradients do not fit "
+                "models that ranks divide: load it without a Parallelism, or a state that was saved after a step"
+            )
         size = self.manifest.world_size
         if size == world().size:
             own: list[list[torch.Tensor | None]] = read_file(gradient_path(folder, world().rank))
@@ -75,26 +94,39 @@ class LoadedState:
 
     def apply(self) -> None:
         """Load everything; the random states last."""
-        for model, weights in zip(self.models, self.weights, strict=True):
-            model_states.load_model(model, weights, self.model_options)
-        for optimizer, state in zip(self.record.optimizers, self.optimizers, strict=True):
-            model_states.load_optimizer(optimizer, state)
+        if self.divided is not None:
+            self.divided.apply()
+        else:
+            for model, weights in zip(self.models, self.weights, strict=True):
+                model_states.load_model(model, weights, self.model_options)
+            for optimizer, state in zip(self.record.optimizers, self.optimizers, strict=True):
+                model_states.load_optimizer(optimizer, state)
         for scheduler, state in zip(self.record.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
         if self.scaler is not None and (scaler := self.gradients.scaler) is not None:
             scaler.load_state_dict(self.scaler)
         for thing, state in zip(self.registered.objects, self.objects, strict=True):
             thing.load_state_dict(state)
-        rank = world().rank
-        own = self.ranks[rank] if rank < len(self.ranks) else self.ranks[0]
+        own, is_known = self._own()
         self._apply_loaders(own["loaders"])
         self.gradients.resume_step(own["step"]["batches"], own["step"]["size"])
         for number, model in enumerate(self.record.models):
             _set_gradients(model, self.saved_gradients[number] if self.saved_gradients is not None else None)
-        if rank < len(self.ranks):
+        if is_known:
             restore_random_states(own["random"])
         else:
-            seed_from_random_states(own["random"], rank)
+            seed_from_random_states(own["random"], data_world(self.copies).rank)
+
+    def _own(self) -> tuple[dict[str, Any], bool]:
+        """Return what was saved for this rank; rank 0's, and False, if there was no such rank.
+
+        Ranks of one tensor group must draw the same numbers: if the groups have another size now, each is one rank.
+        """
+        before = self.ranks[0].get("copies", 1)
+        if (len(self.ranks), before) == (world().size, self.copies):
+            return self.ranks[world().rank], True
+        groups, part = self.ranks[::before], data_world(self.copies).rank
+        return (groups[part], True) if part < len(groups) else (groups[0], False)
 
     def _apply_loaders(self, positions: list[dict[str, Any]]) -> None:
         loaders = self.record.loaders
@@ -120,6 +152,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor | None]:
 
 def _set_gradients(model: nn.Module, gradients: list[torch.Tensor | None] | None) -> None:
     """Set each parameter's gradient; clear them without `gradients`, because none belongs to the loaded state."""
+    drop_unshared_gradients(model)
     parameters = list(model.parameters())
     for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.device)

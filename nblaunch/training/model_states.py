@@ -1,6 +1,7 @@
 """The states of modules and optimizers in a folder: how they are written, checked and read.
 
-Every rank calls these functions. Here each rank holds the whole state, and rank 0 writes it.
+Every rank calls these functions. If each rank holds the whole state, rank 0 writes it to a file for each object.
+Where ranks divide models, each writes its part of all of them to one folder, with torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,9 +22,13 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import checkpoint
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import tree_map
+from nblaunch.training.sharded_models import has_sharded_parameters, is_sharded
+from nblaunch.training.sharded_states import ReadState, full_state, load_full_state, parts_of, sharded_state
 from nblaunch.training.topology import world
 
 State = dict[str, Any]
+SHARDED = "sharded"
+"""The folder of divided models and their optimizers, within that of a saved state."""
 _SHOWN = 3
 """Keys that a message names."""
 
@@ -39,6 +45,11 @@ def model_state(model: nn.Module) -> State:
     return state
 
 
+def whole_state(model: nn.Module) -> State:
+    """Return the same whole, where ranks divide it: on rank 0, and elsewhere an empty dict. Then a collective."""
+    return full_state(model) if has_sharded_parameters(model) else model_state(model)
+
+
 def write_model(state: State, folder: Path, number: int) -> None:
     """Write one module's state."""
     if world().rank == 0:
@@ -52,7 +63,7 @@ def read_model(model: nn.Module, folder: Path, number: int, strict: bool) -> Sta
         ArgumentError: It does not; the message names keys and shapes.
     """
     path = path_of(folder, "model", number)
-    state: State = read_file(path)
+    state: State = read_file(path, {"mmap": has_sharded_parameters(model)})  # then each rank copies its part only
     own = model_state(model)
     complaints = []
     if strict:
@@ -73,23 +84,25 @@ def read_model(model: nn.Module, folder: Path, number: int, strict: bool) -> Sta
 
 def load_model(model: nn.Module, state: State, options: Mapping[str, Any]) -> None:
     """Load a state that `read_model` returned; `options` are for ``load_state_dict``."""
-    unwrapped(model).load_state_dict(state, **options)
+    own = unwrapped(model)
+    own.load_state_dict(parts_of(own, state), **options)
 
 
-def export(model: nn.Module, folder: Path, as_safetensors: bool) -> None:
+def export(state: State, folder: Path, as_safetensors: bool) -> None:
     """Write the weights alone, under the names that accelerate and transformers read."""
     if as_safetensors and importlib.util.find_spec("safetensors") is None:
         raise ImportError("safetensors is not installed: pip install safetensors, or use safe_serialization=False")
     if world().rank != 0:
         return
     if not as_safetensors:
-        checkpoint.write(model_state(model), folder / "pytorch_model.bin")
+        checkpoint.write(state, folder / "pytorch_model.bin")
         return
     save_model = importlib.import_module("safetensors.torch").save_model  # it writes shared tensors once
     with checkpoint.replaced(folder / "model.safetensors") as scratch:
+        whole: Any = SimpleNamespace(state_dict=lambda: state)  # all that it asks a module for
         scratch.touch()
         mode = scratch.stat().st_mode
-        save_model(unwrapped(model), str(scratch), metadata={"format": "pt"})
+        save_model(whole, str(scratch), metadata={"format": "pt"})
         scratch.chmod(mode)  # it makes files that only their owner can read
 
 
@@ -107,7 +120,8 @@ def read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: Map
         ArgumentError: They do not.
     """
     path = path_of(folder, "optimizer", number)
-    state: State = read_file(path, options)
+    is_divided = any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    state: State = read_file(path, {"mmap": is_divided, **options})
     before = [len(group["params"]) for group in state["param_groups"]]
     now = [len(group["params"]) for group in optimizer.param_groups]
     if before != now:
@@ -120,7 +134,51 @@ def read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: Map
 
 def load_optimizer(optimizer: Optimizer, state: State) -> None:
     """Load a state that `read_optimizer` returned, to the devices of the parameters."""
-    optimizer.load_state_dict(state)
+    load_full_state(optimizer, state)
+
+
+# ------------------------------------------------------------------ divided models
+def are_divided(models: Sequence[nn.Module]) -> bool:
+    """Return True if ranks divide any of these: then all are written by their parts."""
+    return any(map(has_sharded_parameters, models))
+
+
+def divided_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], without: Sequence[nn.Module]) -> State:
+    """Return this rank's part of all states, for `sharded_states.write_sharded_state`.
+
+    Args:
+        models: All models.
+        optimizers: All optimizers, of the models' parameters.
+        without: Models whose weights are left out.
+
+    Raises:
+        ArgumentError: An optimizer has a parameter of another model.
+    """
+    return sharded_state(_together(models), optimizers, without=without)
+
+
+def read_divided(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Optimizer],
+    folder: Path,
+    without: Sequence[nn.Module],
+    strict: bool,
+) -> ReadState:
+    """Read this rank's part of all states, into models that are divided in any way or whole.
+
+    Raises:
+        ArgumentError: The state is of other models or optimizers, or cannot be read.
+    """
+    try:
+        return ReadState(folder / SHARDED, _together(models), optimizers, without=without, strict=strict)
+    except (OSError, RuntimeError) as error:
+        raise ArgumentError(
+            f"input_dir={str(folder)!r}: its folder {SHARDED} cannot be read ({error}). Load another folder"
+        ) from error
+
+
+def _together(models: Sequence[nn.Module]) -> nn.Module:
+    return models[0] if len(models) == 1 else nn.ModuleList(models)
 
 
 # ------------------------------------------------------------------ files

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.ranks.report import progress
-from nblaunch.training.evaluation import TARGETS, broadcast_buffers, eval_mode
+from nblaunch.training.data.sharded_loader import ShardedLoader
+from nblaunch.training.evaluation import TARGETS, batches_for, broadcast_buffers, eval_mode
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import batch_size_of, to_device, tree_leaves, tree_map
 
@@ -47,7 +46,7 @@ def inputs_of(batch: Any) -> Any:
 
 
 def predict_part(
-    model: nn.Module, loader: DataLoader[Any], predict_batch: Callable[[nn.Module, Any], Any], device: torch.device
+    model: nn.Module, loader: ShardedLoader[Any], predict_batch: Callable[[nn.Module, Any], Any], device: torch.device
 ) -> Part:
     """Return the outputs for this rank's batches. A collective.
 
@@ -62,10 +61,10 @@ def predict_part(
     sizes: list[int] = []
     with eval_mode(module), torch.no_grad():
         broadcast_buffers(module)
-        for batch in progress(loader, desc="predicting"):
-            if getattr(loader, "is_padding", False):
-                continue
+        for batch, is_counted in batches_for(module, loader, loader.copies, "predicting"):
             output = to_device(predict_batch(module, to_device(batch, device)), "cpu")
+            if not is_counted:
+                continue
             size = getattr(loader, "own_samples", 0) or batch_size_of(output)
             if size is None or not all(_is_rows(leaf, size) for leaf in tree_leaves(output)):
                 raise ArgumentError(

@@ -99,6 +99,11 @@ class Preparation:
             self._check_divided(module)
             if is_fully_sharded(module):
                 self.gradient_state.add_module(module)
+            elif self._divides and data_world(self._copies).is_shared:
+                raise ArgumentError(
+                    f"prepare: the layers of the {type(module).__name__} are divided already, and parallelism would "
+                    "not exchange its gradients: give the module undivided, and a plan to Parallelism(plan=...)"
+                )
             return module  # already placed and sharded, perhaps by the user
         if self._divides and any(True for _ in module.parameters()):
             return self._divided(module)

@@ -16,6 +16,7 @@ from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training import collectives
 from nblaunch.training.accelerator_settings import AcceleratorSettings
 from nblaunch.training.distributed_type import DistributedType, RankState
+from nblaunch.training.parallelism import MeshSizes
 from nblaunch.training.pytree import to_device
 from nblaunch.training.topology import data_world, ensure_group, world
 
@@ -66,14 +67,19 @@ class RankRoles(AcceleratorSettings):
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are several ranks, on GPUs."""
+        """Whether there are several ranks, on GPUs, each with whole models."""
         return self.distributed_type == DistributedType.MULTI_GPU
 
     @property
     def distributed_type(self) -> DistributedType:
-        """``NO``, ``MULTI_CPU`` or ``MULTI_GPU``: a string that equals accelerate's value."""
+        """``NO``, ``MULTI_CPU``, ``MULTI_GPU`` or ``FSDP``: a string that equals accelerate's value.
+
+        ``FSDP`` if ranks keep parts of every parameter, also on CPUs, where accelerate ignores its plugin.
+        """
         if not world().is_shared:
             return DistributedType.NO
+        if self.parallelism is not None and self.parallelism.sizes(world().size).shard > 1:
+            return DistributedType.FSDP
         return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
 
     @property
@@ -83,7 +89,44 @@ class RankRoles(AcceleratorSettings):
 
     @property
     def is_fsdp2(self) -> bool:
+        """Whether ranks keep parts of every parameter."""
         return self.distributed_type == DistributedType.FSDP
+
+    is_composable_parallelism_enabled = is_fsdp2  # accelerate's name
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of ``parallelism_config``, with accelerate's names of its dimensions; else None.
+
+        A collective the first time.
+        """
+        config = self.parallelism_config
+        return None if config is None or not world().is_shared else config.get_device_mesh(self.device.type)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's group among those that each hold the whole model: 0 if there is one such group."""
+        return self.rank if self.parallelism is None else self._mesh_place[0]
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank's place among those that divide every parameter."""
+        return 0 if self.parallelism is None else self._mesh_place[1]
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's place among those that divide layers."""
+        return 0 if self.parallelism is None else self._mesh_place[2]
+
+    @property
+    def _mesh_place(self) -> MeshSizes:
+        """This rank's indices in the mesh of a `Parallelism`."""
+        assert self.parallelism is not None
+        if not world().is_shared:
+            return MeshSizes(0, 0, 0)
+        _, shard, tensor = self.parallelism.sizes(world().size)
+        part, at = divmod(self.rank, tensor)
+        return MeshSizes(part // shard, part % shard, at)
 
     @property
     def deepspeed_plugin(self) -> None:
@@ -94,7 +137,13 @@ class RankRoles(AcceleratorSettings):
         """Device, rank and precision at this moment, for loops that read accelerate's ``state``."""
         place = world()
         return RankState(
-            self.distributed_type, place.size, place.rank, place.local_rank, self.device, self.mixed_precision
+            self.distributed_type,
+            place.size,
+            place.rank,
+            place.local_rank,
+            self.device,
+            self.mixed_precision,
+            self.fsdp_plugin,
         )
 
     # ------------------------------------------------------------------ on some ranks only

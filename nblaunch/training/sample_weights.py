@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from nblaunch.errors import warn
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.pytree import batch_size_of
-from nblaunch.training.topology import world
+from nblaunch.training.topology import data_world
 
 
 class SampleWeights:
@@ -38,7 +38,7 @@ class SampleWeights:
 
         Where the loader does not know them all, the other ranks are taken to have as many.
         """
-        own, of_all, ranks = loader.own_samples, loader.all_samples, world().size
+        own, of_all, ranks = loader.own_samples, loader.all_samples, data_world(self._accelerator.copies).size
         if not of_all:
             own = batch_size_of(batch) or 1
             of_all = own * ranks

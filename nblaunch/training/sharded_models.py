@@ -273,12 +273,14 @@ def rebind(optimizer: Optimizer) -> None:
             group["params"][index] = sharded
             state = optimizer.state.pop(parameter, None)
             if state:
-                optimizer.state[sharded] = {key: _part_like(value, sharded) for key, value in state.items()}
+                optimizer.state[sharded] = {key: part_like(value, sharded) for key, value in state.items()}
 
 
-def _part_like(value: Any, parameter: Any) -> Any:
-    """Return this rank's part of a state, sharded like its parameter; anything of another shape unchanged."""
-    if not isinstance(value, Tensor) or is_sharded(value) or value.shape != parameter.shape or value.dim() == 0:
+def part_like(value: Any, parameter: Any) -> Any:
+    """Return this rank's part of a whole tensor, sharded like its parameter; anything of another shape unchanged."""
+    if not isinstance(value, Tensor) or is_sharded(value) or value.dim() == 0:
+        return value
+    if parameter is None or value.shape != parameter.shape:
         return value
     if not is_sharded(parameter):
         return value.to(parameter.device)
@@ -303,6 +305,21 @@ def free_gathered(module: nn.Module) -> None:
     parts: list[Any] = [part for part in module.modules() if is_fully_sharded(part)]
     for part in parts:
         part.reshard()
+
+
+def drop_unshared_gradients(module: nn.Module) -> None:
+    """Drop what a module by ``fully_shard`` holds of an unfinished optimizer step: gradients not exchanged yet.
+
+    They are in no parameter's ``grad``, and torch has no public way to them.
+    """
+    own: list[Any] = [part for part in module.modules() if is_fully_sharded(part)]
+    for state in (part._get_fsdp_state() for part in own):
+        several = getattr(state, "_fsdp_param_groups", None)  # newer than torch 2.8
+        for group in [state._fsdp_param_group] if several is None else several:
+            for parameter in () if group is None else group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # after its first forward pass
+                    parameter._unsharded_param.grad = None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from nblaunch.training.exchange import exchange
 from nblaunch.training.gradient_accumulation import SteppedOptimizer
 from nblaunch.training.preparation import unwrapped
 from nblaunch.training.pytree import to_device, tree_leaves, tree_map
-from nblaunch.training.sharded_models import is_sharded
+from nblaunch.training.sharded_models import has_sharded_parameters, is_sharded, part_like
 from nblaunch.training.topology import ensure_group, has_group, world
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -55,10 +55,49 @@ def gathered(tree: Any) -> Any:
         for leaf in tree_leaves(tree):
             if is_sharded(leaf) and id(leaf) not in whole:
                 full = leaf.detach().full_tensor()
-                whole[id(leaf)] = full.cpu() if world().rank == 0 else None
+                whole[id(leaf)] = _compact(full.cpu()) if world().rank == 0 else None
     if world().rank != 0:
         return tree_map(lambda leaf: whole.get(id(leaf), leaf), tree)
     return to_device(tree_map(lambda leaf: whole.get(id(leaf), leaf), tree), "cpu")
+
+
+def load_full_state(part: Any, state: Mapping[str, Any]) -> None:
+    """Load a whole ``state_dict()`` into a module, optimizer, or anything else that has a state.
+
+    Where ranks divide it each rank loads its part of the tensors; it is no collective.
+    """
+    part.load_state_dict(parts_of(part, state))
+
+
+def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a whole state with each tensor divided as it is in this module or optimizer."""
+    if isinstance(part, nn.Module) and has_sharded_parameters(part):
+        own = part.state_dict()
+        return {name: part_like(value, own.get(name)) for name, value in state.items()}
+    groups = part.param_groups if isinstance(part, (Optimizer, SteppedOptimizer)) else []
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if not any(map(is_sharded, parameters)):
+        return state
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))  # the optimizer itself compares the groups
+    return {
+        **state,
+        "state": {
+            number: {key: _own_part(value, by_number.get(number)) for key, value in own.items()}
+            for number, own in state["state"].items()
+        },
+    }
+
+
+def _own_part(value: Any, parameter: Any) -> Any:
+    """Return this rank's part, never the tensor itself, which may be mapped from a file."""
+    part = part_like(value, parameter)
+    return part.clone() if part is value and isinstance(value, Tensor) else part
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return the tensor in storage of its own: one from uneven parts has their padding, which files would hold too."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 @contextmanager
@@ -74,14 +113,21 @@ def _without_advice() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------ in parts
-def sharded_state(model: nn.Module, optimizers: Optimizers = ()) -> dict[str, Any]:
+def sharded_state(
+    model: nn.Module, optimizers: Optimizers = (), *, without: Collection[nn.Module] = ()
+) -> dict[str, Any]:
     """Return this rank's part of a training state, flat and by names of parameters, as DCP saves it.
+
+    Args:
+        model: The module.
+        optimizers: Of its parameters.
+        without: Parts of the module whose weights are left out.
 
     Raises:
         ArgumentError: An optimizer has a parameter that is not the model's.
     """
     module = unwrapped(model)
-    state: dict[str, Any] = {f"model.{name}": value for name, value in module.state_dict().items()}
+    state = _weights(module, without)
     groups = []
     for number, optimizer in enumerate(_as_list(optimizers)):
         names = _names(module, optimizer)
@@ -97,6 +143,17 @@ def sharded_state(model: nn.Module, optimizers: Optimizers = ()) -> dict[str, An
     return state
 
 
+def _weights(module: nn.Module, without: Collection[nn.Module] = ()) -> dict[str, Any]:
+    skipped = _prefixes(module, without)
+    return {f"model.{name}": value for name, value in module.state_dict().items() if not name.startswith(skipped)}
+
+
+def _prefixes(module: nn.Module, parts: Collection[nn.Module]) -> tuple[str, ...]:
+    """Return what the names of these parts' parameters begin with."""
+    found = [name for name, part in module.named_modules() if any(part is other for other in parts)]
+    return tuple(f"{name}." if name else "" for name in found)
+
+
 def save_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimizers: Optimizers = ()) -> None:
     """Write a training state with torch.distributed.checkpoint: each rank writes its part. A collective.
 
@@ -109,68 +166,141 @@ def save_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimiz
 
     Raises:
         ArgumentError: The folder holds a state already, or an optimizer has a parameter that is not the model's.
+        OSError: On every rank, if one cannot write.
     """
+    write_sharded_state(folder, sharded_state(model, optimizers))
+
+
+def write_sharded_state(folder: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Write what `sharded_state` returned on each rank. A collective; an error of one rank is raised on all."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
+    ensure_group()
     if any(exchange((Path(folder) / ".metadata").exists())):
         raise ArgumentError(f"folder={os.fspath(folder)!r}: holds a state already: give a new folder")
-    with _alone_or_together() as options:
+    with _plain_errors(), _without_warnings():
         dcp.save(
-            sharded_state(model, optimizers),
+            state,
             storage_writer=FileSystemWriter(folder),
             planner=DefaultSavePlanner(**_FLAT, dedup_save_to_lowest_rank=True),
-            **options,
+            no_dist=not has_group(),
         )
 
 
 def load_sharded_state(folder: str | os.PathLike[str], model: nn.Module, optimizers: Optimizers = ()) -> None:
-    """Load what `save_sharded_state` wrote, into a model that any number of ranks divide in any way. A collective.
+    """Load what `save_sharded_state` wrote, into a model that any number of ranks divide in any way.
+
+    Every rank calls it, and reads its part. Nothing changes before all of that is read.
 
     Raises:
         ArgumentError: The folder holds no such state, or that of other modules or optimizers.
     """
-    from torch.distributed.checkpoint import FileSystemReader
-
-    ensure_group()
-    module, own = unwrapped(model), _as_list(optimizers)
-    reader = FileSystemReader(folder)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except OSError as error:
-        raise ArgumentError(f"folder={os.fspath(folder)!r}: holds no complete state: {error}") from None
-    state: dict[str, Any] = {f"model.{name}": value for name, value in module.state_dict().items()}
-    _compare(folder, state, {key: entry for key, entry in saved.items() if key.startswith("model.")})
-    first: dict[str, Any] = {_GROUPS: []}
-    _load(first, reader)
-    groups = first[_GROUPS]
-    _compare_groups(folder, groups, module, own)
-    for number, optimizer in enumerate(own):
-        state |= _empty_state(saved, f"optimizer.{number}.", module, optimizer)
-    _load(state, reader)
-    module.load_state_dict(
-        {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
-    )
-    for number, optimizer in enumerate(own):
-        _set_state(optimizer, groups[number], f"optimizer.{number}.", state, _names(module, optimizer))
+    ReadState(folder, model, optimizers).apply()
 
 
-def _load(state: dict[str, Any], reader: Any) -> None:
-    """Load in place, into each rank's parts of tensors."""
+class ReadState:
+    """This rank's part of a training state on disk: read and checked, but not loaded before `apply`.
+
+    Args:
+        folder: What `save_sharded_state` wrote.
+        model: As there, with any number of ranks, divided in any way or whole.
+        optimizers: As there.
+        without: Parts of the module whose weights stay.
+        strict: Whether the names of the weights must be those of the module.
+
+    Raises:
+        ArgumentError: The folder holds no such state, or that of other modules or optimizers.
+        OSError: It cannot be read.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizers: Optimizers = (),
+        *,
+        without: Collection[nn.Module] = (),
+        strict: bool = True,
+    ) -> None:
+        from torch.distributed.checkpoint import FileSystemReader
+
+        self._module, self._optimizers = unwrapped(model), _as_list(optimizers)
+        self._is_whole = strict and not without
+        reader = FileSystemReader(folder)
+        try:
+            saved = reader.read_metadata().state_dict_metadata
+        except OSError as error:
+            raise ArgumentError(f"folder={os.fspath(folder)!r}: holds no complete state: {error}") from None
+        self._state = self._empty_weights(folder, saved, without, strict)
+        first: dict[str, Any] = {_GROUPS: []}
+        _read(first, reader)
+        self._groups = first[_GROUPS]
+        _compare_groups(folder, self._groups, self._module, self._optimizers)
+        for number, optimizer in enumerate(self._optimizers):
+            self._state |= _empty_state(saved, f"optimizer.{number}.", self._module, optimizer)
+        _read(self._state, reader)
+
+    def _empty_weights(
+        self, folder: str | os.PathLike[str], saved: Mapping[str, Any], without: Collection[nn.Module], strict: bool
+    ) -> dict[str, Any]:
+        """Return tensors for the module's weights, divided as these are."""
+        own = _weights(self._module, without)
+        skipped = tuple(f"model.{prefix}" for prefix in _prefixes(self._module, without))
+        if strict:
+            others = [key for key in saved if key.startswith("model.") and not key.startswith(skipped)]
+            _compare(folder, own, others)
+        empty = {}
+        for key, value in own.items():
+            if key not in saved:
+                continue
+            size = getattr(saved[key], "size", None)
+            if isinstance(value, Tensor) and size is not None and size != value.shape:
+                raise ArgumentError(
+                    f"folder={os.fspath(folder)!r} holds another model: {key.removeprefix('model.')} has shape "
+                    f"{list(size)} there and {list(value.shape)} in the model"
+                )
+            empty[key] = torch.empty_like(value) if isinstance(value, Tensor) else value
+        return empty
+
+    def apply(self) -> None:
+        """Load the state into the module and the optimizers."""
+        weights = {key.removeprefix("model."): value for key, value in self._state.items() if key.startswith("model.")}
+        self._module.load_state_dict(weights, strict=self._is_whole)
+        for number, optimizer in enumerate(self._optimizers):
+            names = _names(self._module, optimizer)
+            _set_state(optimizer, self._groups[number], f"optimizer.{number}.", self._state, names)
+
+
+def _read(state: dict[str, Any], reader: Any) -> None:
+    """Read in place, into this rank's parts of tensors. Each rank reads alone: if one cannot, none waits for it."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
-    with _alone_or_together() as options:
-        dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(**_FLAT), **options)
+    with _plain_errors(), _without_warnings():
+        dcp.load(state, storage_reader=reader, planner=DefaultLoadPlanner(**_FLAT), no_dist=True)
 
 
 @contextmanager
-def _alone_or_together() -> Iterator[dict[str, bool]]:
-    """Yield DCP's arguments for this process, without its warnings: to a process that is alone, and of its own code."""
+def _plain_errors() -> Iterator[None]:
+    """Raise an Exception for DCP's error, which is none: the failed rank's own error, with its number."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        kind = OSError if isinstance(cause, OSError) else RuntimeError
+        raise kind(f"rank {rank}: {type(cause).__name__}: {cause}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out DCP's warnings: that a process reads alone, and of its own code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)  # torch 2.8
-        yield {"no_dist": not has_group()}
+        yield
 
 
 def _empty_state(saved: Mapping[str, Any], prefix: str, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -208,19 +338,12 @@ def _set_state(
             optimizer.state[parameters[owner]][entry] = value
 
 
-def _compare(folder: str | os.PathLike[str], own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+def _compare(folder: str | os.PathLike[str], own: Iterable[str], saved: Iterable[str]) -> None:
     missing, unknown = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
     if missing or unknown:
         raise ArgumentError(
             f"folder={os.fspath(folder)!r} holds another model: without {_some(missing)}, and with {_some(unknown)}"
         )
-    for key, value in own.items():
-        size = getattr(saved[key], "size", None)
-        if isinstance(value, Tensor) and size != value.shape:
-            raise ArgumentError(
-                f"folder={os.fspath(folder)!r} holds another model: {key} of shape {list(size or ())}, "
-                f"and here it is of shape {list(value.shape)}"
-            )
 
 
 def _compare_groups(

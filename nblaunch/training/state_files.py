@@ -15,9 +15,10 @@ from nblaunch.training.checkpoint import random_states
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
 from nblaunch.training.exchange import exchange, exchange_results
 from nblaunch.training.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
-from nblaunch.training.model_states import path_of
+from nblaunch.training.model_states import SHARDED, path_of
 from nblaunch.training.prepared_objects import HookHandle, PreparedObjects, Registered
 from nblaunch.training.rank_roles import RankRoles
+from nblaunch.training.sharded_states import write_sharded_state
 from nblaunch.training.state_folder import Manifest, StateFolder
 from nblaunch.training.topology import world
 
@@ -41,10 +42,12 @@ class StateFiles(RankRoles):
         The folder is written beside its place and moved there when it is complete: a crash, Stop or a full disk leaves
         the earlier one. Rank 0 writes; ranks on other machines must see the same folder. One process without a process
         group reads each file by ``torch.load`` (without a GPU: ``map_location="cpu"``): ``model.pt``, ``model_1.pt``
-        ... are the ``state_dict`` of the users' own modules.
+        ... are the ``state_dict`` of the users' own modules. Where ranks divide models (`parallelism`), each writes its
+        part of modules and optimizers instead, into ``sharded``: any number of ranks, or one process, loads it by
+        `load_state`, or without the rest by `nblaunch.training.sharded_states.load_sharded_state`.
 
         Save between optimizer steps, or after any batch within `accumulate`. Gradients that a loop accumulates without
-        `accumulate` are not saved.
+        `accumulate` are not saved; if ranks divide a model, save between steps only.
 
         Args:
             output_dir: The folder. A state that is there is replaced. With ``automatic_checkpoint_naming`` it is
@@ -56,7 +59,8 @@ class StateFiles(RankRoles):
             The folder.
 
         Raises:
-            ArgumentError: There is no `output_dir`, or it holds files that are not of a saved state.
+            ArgumentError: There is no `output_dir`, or it holds files that are not of a saved state. Or ranks divide a
+                model, and an optimizer step is unfinished.
             OSError: On every rank, if one cannot write.
         """
         self._join()
@@ -74,7 +78,10 @@ class StateFiles(RankRoles):
         folder = exchange_results(lambda: StateFolder.begin(target) if is_writer else None)[0]
         assert folder is not None
         try:
-            exchange_results(lambda: self._write(folder.scratch, [own for *_, own in parts]))
+            divided: list[dict[str, Any]] = []
+            exchange_results(lambda: divided.extend(self._write(folder.scratch, [own for *_, own in parts])))
+            for state in divided:  # each rank its part, and all at once
+                write_sharded_state(folder.scratch / SHARDED, state)
             size, has_gradients = world().size, self._gradients.step_progress[0] > 0
             exchange_results(lambda: folder.complete(size, kinds, has_gradients) if is_writer else None)
         finally:
@@ -124,7 +131,13 @@ class StateFiles(RankRoles):
         """Return what differs between ranks."""
         self._prepared.check_any_left()
         batches, size = self._gradients.step_progress
+        if batches and model_states.are_divided(self._prepared.models):
+            raise ArgumentError(
+                f"save_state: {batches} of {size} batches of an optimizer step are done, and the gradients of divided "
+                "models cannot be saved: save when accelerator.sync_gradients is True"
+            )
         return {
+            "copies": self.copies,
             "random": random_states(),
             "loaders": [
                 position_of(loader, self._gradients.continues(getattr(loader, "sharded", None) or loader))
@@ -144,22 +157,28 @@ class StateFiles(RankRoles):
         }
         return {kind: [type(thing).__name__ for thing in things] for kind, things in kinds.items()}
 
-    def _write(self, folder: Path, by_rank: list[dict[str, Any]]) -> None:
-        """Write the files. Every rank calls it."""
+    def _write(self, folder: Path, by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Write the files. Every rank calls it, and writes what it returns by `write_sharded_state`."""
         record, registered, scaler = self._prepared, self._registered, self._gradients.scaler
-        models = record.models
+        models, optimizers = record.models, record.optimizers
         weights = [model_states.model_state(model) for model in models]
+        named = list(zip(models, weights, strict=True))
         for hook in list(registered.save_hooks.values()):
             hook(models, weights, str(folder))
-        for number, state in enumerate(weights):
-            model_states.write_model(state, folder, number)
-        for number, optimizer in enumerate(record.optimizers):
-            model_states.write_optimizer(optimizer, folder, number)
+        divided = []
+        if model_states.are_divided(record.models):
+            left_out = [model for model, state in named if not any(state is other for other in weights)]
+            divided.append(model_states.divided_state(record.models, optimizers, left_out))
+        else:
+            for number, state in enumerate(weights):
+                model_states.write_model(state, folder, number)
+            for number, optimizer in enumerate(optimizers):
+                model_states.write_optimizer(optimizer, folder, number)
         if self._gradients.step_progress[0]:
             gradients = [gradients_of(model) for model in record.models]
             model_states.write_file(gradients, gradient_path(folder, world().rank))
         if world().rank != 0:
-            return
+            return divided
         for number, scheduler in enumerate(record.schedulers):
             model_states.write_file(scheduler.state_dict(), path_of(folder, "scheduler", number))
         if scaler is not None:
@@ -168,6 +187,7 @@ class StateFiles(RankRoles):
         for number, thing in enumerate(registered.objects):
             model_states.write_file(thing.state_dict(), path_of(folder, "object", number))
         _warn_about_code(folder)
+        return divided
 
     # ------------------------------------------------------------------ loading
     def load_state(
@@ -189,8 +209,9 @@ class StateFiles(RankRoles):
         DDP's ``static_graph`` with three ranks or more; and persistent workers in a single process without a seed,
         whose random augmentation begins again.) With another number
         the remaining samples are divided again, if `ShardedLoader` can; ranks that did not exist get random states
-        derived from rank 0's. Gradients of an unfinished step are averaged over the ranks that saved them; if there
-        are none in the state, the modules' gradients are cleared.
+        derived from rank 0's. Ranks may divide the models in another way than those that saved, or not at all.
+        Gradients of an unfinished step are averaged over the ranks that saved them; if there are none in the state, the
+        modules' gradients are cleared.
 
         Args:
             input_dir: The folder. Default, with ``automatic_checkpoint_naming``: the latest of the project. Saving
@@ -228,7 +249,7 @@ class StateFiles(RankRoles):
             configuration.iteration = exchange(max(latest + 1, configuration.iteration))[0]
 
     def _read(self, models: list[nn.Module], folder: Path, *args: Any) -> LoadedState:
-        return LoadedState(self._prepared, self._registered, self._gradients, models, folder, *args)
+        return LoadedState(self._prepared, self._registered, self._gradients, models, self.copies, folder, *args)
 
     def _source(self, input_dir: str | Path | None) -> Path:
         if input_dir is not None:
@@ -310,8 +331,13 @@ class StateFiles(RankRoles):
 
     # ------------------------------------------------------------------ models alone
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the module's ``state_dict``: of the user's own module, or with `unwrap` False of the prepared one."""
-        return model_states.model_state(model) if unwrap else model.state_dict()
+        """Return the module's ``state_dict``: of the user's own module, or with `unwrap` False of the prepared one.
+
+        Where ranks divide the module this is a collective, and gives the whole state on rank 0's CPU; on other ranks
+        an empty dict.
+        """
+        is_divided = model_states.are_divided([model])
+        return model_states.whole_state(model) if unwrap or is_divided else model.state_dict()
 
     def save_model(
         self, model: nn.Module, save_directory: str | Path, max_shard_size: Any = None, safe_serialization: bool = True
@@ -332,7 +358,8 @@ class StateFiles(RankRoles):
         self._join()
         if max_shard_size is not None:
             warn(f"save_model: max_shard_size={max_shard_size!r} has no effect: all weights are in one file")
-        exchange_results(lambda: model_states.export(model, Path(save_directory).expanduser(), safe_serialization))
+        state = self.get_state_dict(model)
+        exchange_results(lambda: model_states.export(state, Path(save_directory).expanduser(), safe_serialization))
 
     # ------------------------------------------------------------------ inside
     @property

@@ -18,6 +18,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.distribute import check_gpu
+from nblaunch.training.parallelism import Parallelism
 from nblaunch.training.seeding import checked_seed
 
 SCHEDULES = ("linear", "cosine")
@@ -82,6 +83,10 @@ class TrainConfig:
         dtype: Type of the model and of batches, while they train. Default: unchanged.
         log_setup: As for `Accelerator`.
         ddp_kwargs: More arguments for ``DistributedDataParallel``, such as ``{"find_unused_parameters": True}``.
+        parallelism: A `Parallelism`: the ranks divide the model instead of holding copies of it. Each checkpoint is one
+            file all the same, which any number of ranks and the notebook load. For a checkpoint, and at the end of
+            `Trainer.fit`, the whole model and optimizer state are gathered into rank 0's CPU memory: for Adam three
+            times the size of the parameters.
 
     Raises:
         ArgumentError: A value is wrong; the message names it.
@@ -115,6 +120,7 @@ class TrainConfig:
     dtype: torch.dtype | None = None
     log_setup: str = "cpu"
     ddp_kwargs: Mapping[str, Any] | None = None
+    parallelism: Parallelism | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -178,6 +184,7 @@ class TrainConfig:
             mixed_precision=self.mixed_precision,
             gradient_accumulation_steps=self.accumulation,
             ddp_kwargs=self.ddp_kwargs,
+            parallelism=self.parallelism,
             schedule_steps="optimizer",
         )
 

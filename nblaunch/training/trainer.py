@@ -20,6 +20,8 @@ from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Metric
 from nblaunch.training.own_process import kept_process_state
 from nblaunch.training.prediction import Part, in_order, inputs_of, predict_part
+from nblaunch.training.sharded_models import has_sharded_parameters
+from nblaunch.training.sharded_states import load_full_state
 from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer_data import Data, check_order, check_training_data, loader_of
 from nblaunch.training.training_run import Results, TrainingRun, parameters_of
@@ -322,14 +324,14 @@ class Trainer:
 
     def _load_states(self, path: Path) -> checkpoint.TrainingProgress:
         """Load the model and the optimizer, and return the checkpoint's progress."""
-        state: Any = checkpoint.read(path)
+        state: Any = checkpoint.read(path, mmap=has_sharded_parameters(self.model))
         if not isinstance(state, Mapping) or "parts" not in state:
             raise ArgumentError(
                 f"path={str(path)!r}: no checkpoint that fit has written. For a state dict of a model use "
                 "model.load_state_dict(torch.load(path))"
             )
         for name, part in (("model", self.model), ("optimizer", self.optimizer)):
-            part.load_state_dict(state["parts"][name])
+            load_full_state(part, state["parts"][name])
         return checkpoint.TrainingProgress.of(state)
 
     def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None:

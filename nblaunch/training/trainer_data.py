@@ -31,13 +31,15 @@ def loader_of(data: Data, config: TrainConfig, *, shuffle: bool, accelerator: Ac
         data: A DataLoader is used as it is.
         config: Has the batch size.
         shuffle: Whether a dataset is shuffled; streams never are.
-        accelerator: Moves the batches. Default: they stay where they are.
+        accelerator: Moves the batches, and knows which ranks compute on the same ones. Default: they stay where they
+            are, and no two ranks do.
     """
     if not isinstance(data, DataLoader):
         shuffle = shuffle and not isinstance(data, IterableDataset)
         data = DataLoader(data, config.batch_size, shuffle=shuffle, num_workers=config.num_workers)
     move = None if accelerator is None else accelerator.prepare_batch
-    loader = shard(data, seed=None if isinstance(data, ShardedLoader) else config.seed, move=move)
+    copies = None if accelerator is None or accelerator.copies == 1 else accelerator.copies
+    loader = shard(data, seed=None if isinstance(data, ShardedLoader) else config.seed, move=move, copies=copies)
     loader.load_state_dict({"epoch": 0, "batches": 0, "seed": loader.seed})  # the user may have iterated it before
     return loader
 

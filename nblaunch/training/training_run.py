@@ -11,11 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training import checkpoint
+from nblaunch.training import checkpoint, gradient_order
 from nblaunch.training.accelerator import Accelerator
 from nblaunch.training.callbacks import Callbacks
 from nblaunch.training.data.index_source import length_of
@@ -24,6 +23,8 @@ from nblaunch.training.fit_display import FitDisplay
 from nblaunch.training.metrics import Mean
 from nblaunch.training.sample_weights import SampleWeights
 from nblaunch.training.seeding import seed_everything
+from nblaunch.training.sharded_models import drop_unshared_gradients, has_sharded_parameters
+from nblaunch.training.sharded_states import gathered, load_full_state
 from nblaunch.training.topology import world
 from nblaunch.training.train_config import TrainConfig
 from nblaunch.training.trainer_data import Data, loader_of
@@ -69,6 +70,7 @@ class TrainingRun:
         self.progress = trainer.progress = checkpoint.TrainingProgress(monitored=self._monitored)
         trainer.should_stop = False
         trainer.optimizer.zero_grad()  # an interrupted run in this process may have left gradients
+        drop_unshared_gradients(trainer.model)
         loader = loader_of(train, config, shuffle=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(trainer.model, trainer.optimizer, loader)
         self._mean_loss = Mean()
@@ -271,9 +273,18 @@ class TrainingRun:
             "loss": self._mean_loss.state_dict(),
         }
         ranks = exchange(own)
-        if self.accelerator.is_main_process:
+        if has_sharded_parameters(self.trainer.model):
+            parts = {name: gathered(part.state_dict()) for name, part in self._parts().items()}  # a collective
+        elif self.accelerator.is_main_process:
             parts = {name: part.state_dict() for name, part in self._parts().items()}
-            state = {"setup": self._setup(), "progress": asdict(self.progress), "parts": parts, "ranks": ranks}
+        if self.accelerator.is_main_process:
+            state = {
+                "setup": self._setup(),
+                "progress": asdict(self.progress),
+                "parts": parts,
+                "ranks": ranks,
+                "gradient_order": gradient_order.order_of(self.trainer.model),
+            }
             self._folder.write(state, self.progress.step, is_latest=is_latest, is_best=is_best)
         self.accelerator.wait_for_everyone()
         if is_latest:
@@ -291,6 +302,7 @@ class TrainingRun:
         return {
             "nprocs": world().size,
             "batch_size": self.loader.batch_size,
+            "tensor": self.accelerator.copies,
             **self.config.fixed_on_resume(),
             "samples": self.loader.total,
             "batches": length_of(self.loader),
@@ -322,7 +334,7 @@ class TrainingRun:
         if path is None:
             return
         config, trainer, steps = self.config, self.trainer, self.progress.schedule_end
-        state = checkpoint.read(path)
+        state = checkpoint.read(path, mmap=has_sharded_parameters(trainer.model))
         remedy = "another checkpoint_dir or resume=False to train from the start"
         if trainer.loaded is not None:
             remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
@@ -334,7 +346,7 @@ class TrainingRun:
         progress.monitored = self._monitored
         if self._is_done() and self.accelerator.is_main_process:
             self._warn_that_nothing_is_left(path)
-        self._regroup_gradients()
+        gradient_order.repeat_order(trainer.model, state.get("gradient_order"))
         before, progress.schedule_end = progress.schedule_end, steps
         is_extended = isinstance(config.schedule, str) and 0 < before < steps
         if is_extended and config.extend_schedule == "restart":
@@ -342,7 +354,7 @@ class TrainingRun:
         if progress.schedule_begin:
             self._make_scheduler()
         for name, part in self._parts().items():
-            part.load_state_dict(state["parts"][name])
+            load_full_state(part, state["parts"][name])
         own = state["ranks"][world().rank]
         self.loader.load_state_dict(own["loader"])
         self._mean_loss.load_state_dict(own["loss"])
@@ -377,16 +389,6 @@ class TrainingRun:
                 f"learning rate of {before:.3g}; over {self.progress.schedule_end} steps it jumps to {now:.3g}. Choose "
                 'extend_schedule="stretch" if that is intended, or "restart" to begin the schedule again for the rest'
             )
-
-    def _regroup_gradients(self) -> None:
-        """Run one backward pass and discard it: in its first one DistributedDataParallel regroups the gradients.
-
-        With three ranks and more the grouping changes the order of summation, and the original run had regrouped.
-        """
-        if isinstance(self.model, DistributedDataParallel) and self.progress.step and not self._is_done():
-            loss, *_ = self.trainer.checked_loss(self.model.train(), next(iter(self.loader)))
-            loss.backward()
-            self.model.zero_grad()
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

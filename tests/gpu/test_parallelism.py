@@ -172,3 +172,44 @@ def test_evaluate_counts_uneven_parts_on_gpus_once(kernel: Kernel) -> None:
         "alone = evaluate(Deep(), DataLoader(data, 49))['accuracy']"
     ).check()
     assert kernel.ask("[value == [alone, alone] for value in result]") == [True] * EVEN
+
+
+@pytest.mark.parametrize("kind", ["sharded", "divided"])
+def test_a_trainer_resumes_on_gpus_and_saves_states(kernel: Kernel, tmp_path: Path, kind: str) -> None:
+    kernel.run(
+        f"{MODEL}\n"
+        "from torch.utils.data import TensorDataset\n"
+        "from nblaunch.training import TrainConfig, Trainer\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "x = torch.randn(48, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))\n"
+        "data = TensorDataset(x, (x.sum(1) > 0).long())\n"
+        "def fitted(parallelism, setup, nprocs, steps):\n"
+        "    model = Deep().double()\n"
+        "    parts = nprocs // (parallelism.tensor if parallelism else 1)\n"
+        "    config = TrainConfig(nprocs=nprocs, compute_setup=setup, batch_size=24 // parts, max_steps=steps,\n"
+        "        checkpoint_dir=folder / setup, parallelism=parallelism)\n"
+        "    trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=0.01), config,\n"
+        "        loss_fn=nn.functional.cross_entropy)\n"
+        "    trainer.fit(data, data)\n"
+        "    return trainer\n"
+        f"fitted({PARALLELISMS[kind]}, 'gpu', {EVEN}, 3)\n"
+        f"one = fitted({PARALLELISMS[kind]}, 'gpu', {EVEN}, 4)\n"
+        "alone = fitted(None, 'cpu', 1, 4)\n"
+        "def saved(load):\n"
+        f"    accelerator = Accelerator(parallelism={PARALLELISMS[kind]})\n"
+        "    model = Deep().double()\n"
+        "    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))\n"
+        "    if load:\n"
+        "        accelerator.load_state(folder / 'saved')\n"
+        "    steps(net, optimizer, accelerator, range(2, 4) if load else range(2))\n"
+        "    if not load:\n"
+        "        accelerator.save_state(folder / 'saved')\n"
+        "        steps(net, optimizer, accelerator, range(2, 4))\n"
+        "    return accelerator.get_state_dict(net)\n"
+        f"whole = notebook_launcher(saved, (False,), num_processes={EVEN}, view='none')[0]\n"
+        f"resumed = notebook_launcher(saved, (True,), num_processes={EVEN}, view='none')[0]"
+    ).check()
+    assert kernel.ask("same(one.model.state_dict(), alone.model.state_dict())")
+    assert kernel.ask("one.validations[-1]['valid_loss'] - alone.validations[-1]['valid_loss']") == pytest.approx(0)
+    assert kernel.ask("torch.allclose(one.predict(data), alone.predict(data))")
+    assert kernel.ask("same(whole, resumed)")

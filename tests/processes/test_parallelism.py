@@ -509,7 +509,7 @@ def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -
         assert "parameter of shape [2, 2] that the FSDPLinear does not have: prepare both" in foreign
         assert f"folder={str(tmp_path / 'none')!r}: holds no complete state" in absent
         assert f"folder={str(tmp_path)!r}: holds a state already: give a new folder" in again
-        assert "holds another model: model.weight of shape [2, 2], and here it is of shape [2, 3]" in wider
+        assert "holds another model: weight has shape [2, 2] there and [2, 3] in the model" in wider
         assert "holds another model: without nothing, and with model.bias" in other
         assert "optimizers: 0 given, but" in fewer
         assert "the parameter groups of number 0 differ" in groups
@@ -661,7 +661,8 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             accelerator = Accelerator(compute_setup="cpu", parallelism=Parallelism())
             accelerator.save(accelerator.prepare(nn.Linear(2, 2)).state_dict(), "never")
 
-        layer, tied = nn.Linear(4, 3), Model(tied=True)
+        layer, tied, rows = nn.Linear(4, 3), Model(tied=True), nn.Sequential(nn.Linear(4, 4))
+        prepare(Parallelism(shard=False, tensor=2, plan={"0": "colwise_gather"}), rows)
         with torch.device("meta"):
             empty = nn.Linear(2, 2)
         first, second, trunk, sharer, scalar = (nn.Linear(2, 2) for _ in range(5))
@@ -678,6 +679,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             lambda: prepare(Parallelism(units=[nn.Conv2d]), Model()),
             lambda: prepare(Parallelism(cpu_offload=True), layer),
             lambda: prepare(Parallelism(), empty),
+            lambda: prepare(Parallelism(), rows),
             lambda: prepare(Parallelism(tensor=2, plan=PLAN), Model(), mixed_precision="fp16"),
             save,
             lambda: prepare(Parallelism(), first, torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)),
@@ -710,6 +712,7 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
                 "units: the Model has no Conv2d",
                 "cpu_offload=True: the ranks compute on the CPU",
                 "prepare: the Linear is on the meta device",
+                "prepare: the layers of the Sequential are divided already, and parallelism would not exchange",
                 'mixed_precision="fp16", tensor=2',
                 "save: obj holds tensors that the ranks divide",
                 "the SGD has a parameter of shape [2, 2] that belongs to no module that the ranks have divided",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Launch, notebook_launcher
@@ -261,6 +261,30 @@ def test_after_a_stop_too(tmp_path: Path, whole: tuple[Trainer, Figures], start_
     again = resumed((waits,), **settings)
     assert timeless(fitted(again, points(150), points(50))) == timeless(whole[1])
     assert_same(again, whole[0])
+
+
+class BreaksAll:
+    """Ends every rank once, in its eighth step."""
+
+    def __init__(self) -> None:
+        self.has_broken = False
+
+    def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
+        if trainer.step == 8 and not self.has_broken:
+            self.has_broken = True
+            raise OSError("a disk has gone")
+
+
+def test_the_same_trainer_resumes_in_its_ranks(tmp_path: Path, whole: tuple[Trainer, Figures]) -> None:
+    def run() -> list[Tensor]:
+        one = resumed((BreaksAll(),), checkpoint_dir=tmp_path / "c", checkpoint_every=3)
+        with pytest.raises(OSError, match="a disk has gone"):
+            one.fit(points(150), points(50))
+        one.fit(points(150), points(50))
+        return weights(one)
+
+    result: Any = notebook_launcher(run, num_processes=3, device="cpu")
+    assert all(map(torch.equal, result[0], weights(whole[0])))
 
 
 def test_more_epochs_go_on_but_not_in_other_batches(tmp_path: Path, whole: tuple[Trainer, Figures]) -> None:

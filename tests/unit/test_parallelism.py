@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, DistributedWeightedSampler, Parallelism, shard
+from nblaunch.training import Accelerator, DistributedWeightedSampler, Parallelism, TrainConfig, shard
 from nblaunch.training.parallelism import from_accelerate
 from tests.unit.test_sharding import Standing, standing
 
@@ -184,6 +184,40 @@ def test_real_objects_of_accelerate_are_taken() -> None:
 def test_what_accelerate_alone_has_is_refused(plugin: Any, config: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         from_accelerate(plugin, config)
+
+
+def test_an_accelerator_takes_accelerates_objects(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nblaunch.training.rank_roles.world", lambda: standing.place)
+    plugin, config = Plugin(), Config(dp_replicate_size=2, dp_shard_size=2)
+    accelerator = pickle.loads(pickle.dumps(Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)))
+    assert accelerator.parallelism == Parallelism(shard=2, replicate=2, reshard_after_forward=False)
+    assert accelerator.parallelism_config.dp_shard_size == 2
+    assert (accelerator.distributed_type, accelerator.torch_device_mesh) == ("NO", None)
+    places: list[tuple[int, int]] = []
+    for rank in range(4):
+        standing.at(rank, 4)
+        assert accelerator.distributed_type == accelerator.state.distributed_type == "FSDP"
+        assert accelerator.is_fsdp2
+        assert accelerator.state.fsdp_plugin is accelerator.fsdp_plugin
+        places.append((accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank))
+        assert accelerator.tensor_parallel_rank == 0
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    with accelerator.maybe_context_parallel(buffers=[], buffer_seq_dims=[]):
+        pass
+    divided = Accelerator(cpu=True, parallelism=Parallelism(shard=False, tensor=2, plan=PLAN))
+    assert (divided.distributed_type, divided.is_fsdp2, divided.data_parallel_rank) == ("MULTI_CPU", False, 1)
+    assert divided.tensor_parallel_rank == 1
+    assert Accelerator().data_parallel_rank == 3
+    with pytest.raises(ArgumentError, match="fsdp_version=1: only FSDP2 is supported: give fsdp_version=2"):
+        Accelerator(fsdp_plugin=Plugin(fsdp_version=1))
+    with pytest.raises(ArgumentError, match=r"parallelism=Parallelism\(.* beside parallelism_config: give one"):
+        Accelerator(parallelism=Parallelism(), parallelism_config=config)
+
+
+def test_a_training_run_takes_a_parallelism() -> None:
+    assert TrainConfig(parallelism=Parallelism()).make_accelerator().parallelism == Parallelism()
+    with pytest.raises(ArgumentError, match="parallelism='fsdp': must be a Parallelism"):
+        TrainConfig(parallelism="fsdp")  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------ ranks that read the same

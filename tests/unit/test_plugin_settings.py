@@ -178,8 +178,8 @@ def test_what_only_accelerate_has_says_what_to_use() -> None:
     accelerator = Accelerator()
     with pytest.raises(AbsentNameError, match="has no fp8_backend: use mixed_precision="):
         _ = accelerator.fp8_backend  # type: ignore[attr-defined]
-    with pytest.raises(ArgumentError, match=r"fsdp_plugin=OtherKwargs\(...\): .* use torch.distributed.fsdp"):
-        Accelerator(fsdp_plugin=OtherKwargs())
+    with pytest.raises(ArgumentError, match=r"torch_tp_plugin=OtherKwargs\(...\): .* use parallelism=Parallelism"):
+        Accelerator(torch_tp_plugin=OtherKwargs())
     with pytest.raises(ArgumentError, match=r"dynamo_backend='inductor': .* use torch.compile"):
         Accelerator(dynamo_backend="inductor")
     Accelerator(deepspeed_plugin=None)

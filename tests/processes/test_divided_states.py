@@ -1,0 +1,361 @@
+"""`save_state`, `load_state` and the Trainer with models that the ranks divide."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from nblaunch.errors import ArgumentError
+from nblaunch.training import Accelerator, Accuracy, Parallelism, TrainConfig, Trainer
+from nblaunch.training.sharded_models import is_sharded
+from nblaunch.training.sharded_states import full_state, load_sharded_state
+from tests.processes.conftest import Launcher
+from tests.processes.test_parallelism import TIED_PLAN, Model, loss_of, sentences
+
+SHARDED = Parallelism()
+LAYERS = Parallelism(tensor=2, plan=TIED_PLAN)
+BATCHES = 5
+
+
+class Dropping(nn.Module):
+    """Its ranks must draw the same numbers in a tensor group, and go on with them after a resume."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = Model(seed, tied=True)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        output: Tensor = self.dropout(self.inner(tokens))
+        return output
+
+
+def plan_of(how: Parallelism | None) -> Parallelism | None:
+    """Return how to divide a `Dropping`."""
+    if how is None or how.plan is None:
+        return how
+    return Parallelism(shard=how.shard, tensor=how.tensor, plan={f"inner.{name}": at for name, at in how.plan.items()})
+
+
+class Loop:
+    """A training loop of a single model, with everything that a state holds."""
+
+    def __init__(self, how: Parallelism | None, seed: int, drops: bool = True) -> None:
+        self.accelerator = Accelerator(
+            compute_setup="cpu", parallelism=plan_of(how), seed=5, schedule_steps="optimizer"
+        )
+        self.model = Dropping(seed)
+        self.model.dropout.p = 0.2 if drops else 0.0
+        torch.manual_seed(seed + self.accelerator.rank)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+        parts = self.accelerator.world_size // self.accelerator.copies
+        loader = DataLoader(sentences(24), 4 // parts, shuffle=True)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        self.scheduler, self.net, self.optimizer, self.loader = self.accelerator.prepare(
+            scheduler, self.model, optimizer, loader
+        )
+
+    def step(self, batches: int) -> None:
+        """Train on the next batches of this pass, and leave the pass."""
+        for number, (inputs, target) in enumerate(self.loader, 1):
+            self.accelerator.backward(loss_of(self.net(inputs), target))
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            if number == batches:
+                return
+
+    def whole(self) -> list[Any]:
+        """Return the state on rank 0."""
+        weights = self.accelerator.get_state_dict(self.net)
+        own = copy.deepcopy(full_state(self.optimizer))
+        if self.accelerator.rank:
+            assert own == {}
+            assert weights == {} or not any(map(is_sharded, self.model.parameters()))
+        return [
+            {name: value.clone() for name, value in weights.items()},
+            own,
+            self.scheduler.state_dict()["last_epoch"],
+        ]
+
+
+def saves(folder: Path, how: Parallelism | None, drops: bool = True) -> list[Any]:
+    """Save within a pass, train on, and return the states at both times."""
+    loop = Loop(how, 0, drops)
+    for number, (inputs, target) in enumerate(loop.loader, 1):
+        loop.accelerator.backward(loss_of(loop.net(inputs), target))
+        loop.optimizer.step()
+        loop.scheduler.step()
+        loop.optimizer.zero_grad()
+        if number == 2:
+            loop.accelerator.save_state(folder)
+            saved = loop.whole()
+        if number == BATCHES:
+            break
+    return [saved, loop.whole(), torch.rand(1)]
+
+
+def loads(folder: Path, how: Parallelism | None, drops: bool = True) -> list[Any]:
+    loop = Loop(how, 3, drops)
+    loop.step(1)  # its own state is to be forgotten
+    loop.accelerator.load_state(folder)
+    loaded = loop.whole()
+    loop.step(BATCHES - 2)
+    return [loaded, loop.whole(), torch.rand(1)]
+
+
+def same(one: Any, other: Any, tolerance: float = 0.0) -> None:
+    torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def test_equal_ranks_resume_to_the_same_bits(launch: Launcher, tmp_path: Path) -> None:
+    """Within a pass, with dropout."""
+
+    def both(how: Parallelism) -> list[Any]:
+        folder = tmp_path / f"saved{how.tensor}"
+        return [saves(folder, how), loads(folder, how)]
+
+    for ranks, how in ((2, SHARDED), (4, LAYERS)):
+        for (saved, ended, drawn), (loaded, resumed, again) in launch(
+            partial(both, how), num_processes=ranks, device="cpu"
+        ):
+            same([loaded, resumed, again], [saved, ended, drawn])
+    assert not (tmp_path / "saved1" / "model.pt").exists()
+
+
+OTHERS: dict[int, list[tuple[int, Parallelism | None]]] = {2: [(1, None), (2, LAYERS)], 4: [(2, None), (4, SHARDED)]}
+"""Ranks that load what this number of ranks has saved."""
+
+
+@pytest.mark.parametrize("before", OTHERS)
+def test_other_ranks_divide_what_was_saved(launch: Launcher, tmp_path: Path, before: int) -> None:
+    """From shards, divided layers and whole models to each other, and to one process."""
+    first: Any = SHARDED if before == 2 else LAYERS
+    run = partial(saves, tmp_path / "saved", first, False)
+    saved, ended, _ = launch(run, num_processes=before, device="cpu")[0]
+    for ranks, how in OTHERS[before]:
+        run = partial(loads, tmp_path / "saved", how, False)
+        loaded, resumed, _ = run() if ranks == 1 else launch(run, num_processes=ranks, device="cpu")[0]
+        same(loaded, saved)
+        same(resumed, ended, 1e-10)
+
+
+# ------------------------------------------------------------------ what fails
+def test_an_error_of_one_rank_leaves_the_earlier_state(launch: Launcher, tmp_path: Path) -> None:
+    def run(rank: int, folder: Path) -> list[str]:
+        loop = Loop(SHARDED, 0)
+        accelerator, said = loop.accelerator, []
+        accelerator.save_state(folder / "saved")
+        before = loop.whole()
+
+        def expect(call: Any, *args: Any, **options: Any) -> None:
+            with pytest.raises((ArgumentError, OSError, RuntimeError)) as caught:
+                call(*args, **options)
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        loop.step(1)
+        if rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, limits[1]))  # as a full disk
+        expect(accelerator.save_state, folder / "saved")
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        accelerator.load_state(folder / "saved")
+        same(loop.whole(), before)
+        own = Accelerator(compute_setup="cpu", parallelism=Parallelism(), gradient_accumulation_steps=2)
+        net = own.prepare(nn.Linear(2, 2))
+        with own.accumulate(net):
+            own.backward(net(torch.ones(1, 2)).sum())
+        expect(own.save_state, folder / "other")
+        other = Accelerator(compute_setup="cpu", parallelism=Parallelism())
+        wide = Model(0, tied=True)
+        wide.head = nn.Linear(8, 12, bias=False)
+        parts = other.prepare(wide, torch.optim.AdamW(wide.parameters()))
+        expect(load_sharded_state, folder / "saved" / "sharded", *parts)
+        if rank == 0:
+            part = next((folder / "saved" / "sharded").glob("__1_*"))
+            part.write_bytes(part.read_bytes()[:-1])
+        accelerator.wait_for_everyone()
+        expect(accelerator.load_state, folder / "saved")
+        return said
+
+    for said in launch(partial(run, folder=tmp_path), device="cpu"):
+        full, unsaved, shape, damaged = said
+        assert "rank 1: " in full
+        assert "save_state: 1 of 2 batches of an optimizer step are done, and the gradients of divided" in unsaved
+        assert "holds another model: " in shape
+        assert "its file sharded/__1_0.distcp is damaged: it has" in damaged
+    assert [path.name for path in tmp_path.iterdir() if path.name != "state"] == ["saved"]
+
+
+def test_gradients_of_a_step_that_broke_off_are_dropped(launch: Launcher, tmp_path: Path) -> None:
+    def run(precision: str) -> list[bool]:
+        accelerator = Accelerator(
+            compute_setup="cpu", parallelism=SHARDED, gradient_accumulation_steps=2, mixed_precision=precision
+        )
+        net = accelerator.prepare(Model(0, dtype=torch.float32))
+        accelerator.save_state(tmp_path / precision)
+        inputs, target = sentences(4).tensors
+        gradients: list[list[Any]] = []
+        for batches in (2, 1, 2):
+            for _ in range(batches):
+                with accelerator.accumulate(net):
+                    accelerator.backward(loss_of(net(inputs), target))
+            gradients.append([None if part.grad is None else part.grad.full_tensor() for part in net.parameters()])
+            accelerator.load_state(tmp_path / precision)
+        first, unfinished, again = gradients
+        assert unfinished == [None] * len(first)
+        return [torch.equal(*pair) for pair in zip(first, again, strict=True)]
+
+    def both() -> list[bool]:
+        return run("no") + run("bf16")
+
+    assert all(launch(both, device="cpu")[0])
+
+
+def test_an_optimizer_of_two_models_is_saved_with_both(launch: Launcher, tmp_path: Path) -> None:
+    def run(save: bool) -> list[Any]:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=SHARDED if save else None)
+        torch.manual_seed(save)
+        first, second = nn.Linear(3, 3), nn.Linear(3, 2)
+        inner = torch.optim.Adam([*second.parameters(), *first.parameters()])
+        one, other, optimizer = accelerator.prepare(first, second, inner)
+        if save:
+            one(torch.ones(2, 3)).sum().backward()  # the other one has no state
+            optimizer.step()
+            accelerator.save_state(tmp_path / "pair")
+        else:
+            accelerator.load_state(tmp_path / "pair")
+        return [full_state(one), full_state(other), full_state(optimizer)]
+
+    saved = launch(partial(run, True), device="cpu")[0]
+    same(run(False), saved)
+    assert saved[2]["state"].keys() == {2, 3}
+
+
+def test_hooks_and_whole_states(launch: Launcher, tmp_path: Path) -> None:
+    """Weights that a hook takes out are not written; whole states load into divided models, and from them."""
+
+    def run(rank: int, folder: Path) -> list[Any]:
+        loop = Loop(SHARDED, 0)
+        accelerator, expected = loop.accelerator, loop.whole()
+        with accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()):
+            accelerator.save_state(folder / "bare")
+        with accelerator.register_load_state_pre_hook(lambda models, folder: models.clear()):
+            accelerator.load_state(folder / "bare")
+        with pytest.raises(ArgumentError, match=r"holds another model: without model\.inner"):
+            accelerator.load_state(folder / "bare")
+        accelerator.load_state(folder / "bare", strict=False)
+        accelerator.save_model(loop.net, folder / "weights", safe_serialization=False)
+        accelerator.save_model(loop.net, folder / "weights")
+        loop.step(1)
+        loop.accelerator.load_state(folder / "whole")
+        assert all(map(is_sharded, loop.model.parameters()))
+        return [expected[0], loop.whole()]
+
+    alone = Loop(None, 1)
+    alone.step(2)
+    alone.accelerator.save_state(tmp_path / "whole")
+    first, loaded = launch(partial(run, folder=tmp_path), device="cpu")[0]
+    same(loaded, alone.whole())
+    same(torch.load(tmp_path / "weights" / "pytorch_model.bin"), first)
+    from safetensors.torch import load_file
+
+    same(load_file(tmp_path / "weights" / "model.safetensors"), first)
+
+
+# ------------------------------------------------------------------ Trainer
+class Raises:
+    """A callback that ends all ranks at one step."""
+
+    def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
+        if trainer.step == 5:
+            raise OSError("a disk has gone")
+
+
+def trainer(how: Parallelism | None, ranks: int, callbacks: tuple[object, ...] = (), **config: Any) -> Trainer:
+    model = Model(0, tied=True)
+    parts = ranks if how is None else ranks // how.tensor
+    given = {"epochs": 2, "batch_size": 8 // parts, "log_every": 2, "clip": 1.0, "schedule": "cosine", **config}
+    return Trainer(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.02),
+        TrainConfig(nprocs=ranks, compute_setup="cpu", parallelism=how, **given),
+        loss_fn=loss_of,
+        metrics={"accuracy": Accuracy()},
+        callbacks=callbacks,
+    )
+
+
+def figures(one: Trainer, data: Any) -> list[Any]:
+    """Return the trained states, and what the model says of other data."""
+    weights, own = full_state(one.model), full_state(one.optimizer)
+    return [
+        {name: value.clone() for name, value in weights.items()},
+        copy.deepcopy(own),
+        one.validate(data),
+        one.predict(data),
+        [{name: value for name, value in results.items() if name != "seconds"} for results in one.history],
+    ]
+
+
+def fits(how: Parallelism | None, ranks: int, folder: Path) -> list[Any]:
+    """Train without a break and with one, in these ranks, and restore the best step."""
+    train, valid = sentences(26), sentences(5)
+    whole = trainer(how, ranks)
+    whole.fit(train, valid)
+    config: Any = {"checkpoint_dir": folder, "checkpoint_every": 2, "monitor": "valid_loss"}
+    broken = trainer(how, ranks, (Raises(),), **config)
+    with pytest.raises(OSError, match="a disk has gone"):
+        broken.fit(train, valid)
+    resumed = trainer(how, ranks, **config)
+    resumed.fit(train, valid)
+    results = [figures(whole, valid), figures(resumed, valid)]
+    best = resumed.restore_best()
+    return [*results, best.value, resumed.validate(valid)["valid_loss"]]
+
+
+def test_a_trainer_divides_the_model_and_resumes(launch: Launcher, tmp_path: Path) -> None:
+    whole, resumed, best, _ = fits(None, 1, tmp_path / "alone")
+    same(resumed, whole)
+    for ranks, how in ((2, SHARDED), (4, LAYERS)):
+        folder = tmp_path / f"ranks{ranks}"
+        own, again, value, restored = launch(partial(fits, how, ranks, folder), num_processes=ranks, device="cpu")[0]
+        same(again, own)
+        same(own, whole, 1e-10)
+        assert value == restored == pytest.approx(best)
+        one = trainer(None, 1)
+        one.load(folder)  # whole, in one file
+        same([one.model.state_dict(), one.optimizer.state_dict()], own[:2])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+def test_a_notebook_gets_the_whole_model(tmp_path: Path) -> None:
+    """A compiled one, whose state has other names."""
+    one, alone = trainer(SHARDED, 2, checkpoint_dir=tmp_path, epochs=1), trainer(None, 1)
+    for each in (one, alone):
+        compiled: Any = torch.compile(each.model, backend="eager")
+        each.model = compiled
+    model, optimizer = one.fit(sentences(26))
+    assert not any(map(is_sharded, model.parameters()))
+    saved = torch.load(next(tmp_path.glob("step-*.pt")))["parts"]
+    same(model.state_dict(), saved["model"])
+    same(optimizer.state_dict(), saved["optimizer"])
+    assert "_orig_mod.head.weight" in saved["model"]
+    alone.load(tmp_path, progress=False)
+    same(one.predict(sentences(5)), alone.predict(sentences(5)), 1e-12)
+
+
+def test_another_tensor_size_cannot_resume(tmp_path: Path) -> None:
+    trainer(SHARDED, 2, checkpoint_dir=tmp_path, max_steps=1).fit(sentences(26))
+    with pytest.raises(ArgumentError, match="was written with tensor=1, and this run has tensor=2"):
+        trainer(LAYERS, 2, checkpoint_dir=tmp_path, max_steps=2, batch_size=4).fit(sentences(26))
