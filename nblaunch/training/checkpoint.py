@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.seeding import derived_seed, seed_generators
 
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -39,6 +40,8 @@ class TrainingProgress:
     stale: int = 0
     """Judgements since the best: validations, or epochs if no validation has the monitored value."""
     ended: bool = False
+    rates: list[float] = field(default_factory=list)
+    """The learning rates at the beginning; empty in checkpoints of earlier versions."""
     schedule_begin: int = 0
     """The optimizer step at which the schedule began."""
     schedule_end: int = 0
@@ -61,6 +64,22 @@ class TrainingProgress:
         else:
             self.stale += 1
         return is_best
+
+
+def rates_of(optimizer: Optimizer) -> list[float]:
+    """Return the learning rates of the optimizer's groups, before any schedule."""
+    return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+
+
+def compare_rates(path: Path, wrote: list[float], optimizer: Optimizer) -> None:
+    """Warn that a resumed run keeps its learning rates, if the user's new optimizer has others."""
+    own = rates_of(optimizer)
+    if wrote and wrote != own and not optimizer.state:
+        made, kept = (rates[0] if len(rates) == 1 else rates for rates in (own, wrote))
+        warn(
+            f"the optimizer was made with lr={made}, but the run that continues from {path} keeps its own, {kept}. Use "
+            "resume=False to train from the start, or another checkpoint_dir"
+        )
 
 
 def as_numbers(results: Mapping[str, Any]) -> dict[str, float]:

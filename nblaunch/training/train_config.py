@@ -21,7 +21,7 @@ from nblaunch.training.distribute import check_gpu
 from nblaunch.training.parallelism import Parallelism
 from nblaunch.training.seeding import checked_seed
 
-SCHEDULES = ("linear", "cosine")
+SCHEDULES = ("constant", "linear", "cosine")
 _LEAST = {
     "nprocs": 1,
     "epochs": 0,
@@ -53,8 +53,9 @@ class TrainConfig:
         accumulation: Batches whose gradients make one optimizer step.
         clip: Maximum norm of all gradients together. Default: no limit.
         mixed_precision: ``"no"``, ``"bf16"`` or ``"fp16"``.
-        schedule: Learning-rate schedule: ``"linear"`` or ``"cosine"`` down to zero after `warmup` steps, or a function
-            ``(optimizer, steps) -> LRScheduler``, stepped after each of that many optimizer steps. Default: constant.
+        schedule: Learning-rate schedule after `warmup` steps: ``"constant"``, or ``"linear"`` or ``"cosine"`` down to
+            zero. Or a function ``(optimizer, steps) -> LRScheduler``, stepped after each of that many optimizer steps.
+            Default: constant.
         warmup: Optimizer steps in which the learning rate of a named schedule rises from zero.
         extend_schedule: How a named schedule continues if a run resumes with more `epochs` than it began with.
             ``"stretch"``: the learning rate jumps to that of a run that had all `epochs` from the start.
@@ -216,5 +217,7 @@ class TrainConfig:
     def _factor(self, step: int, steps: int) -> float:
         if step < self.warmup:
             return step / self.warmup
+        if self.schedule == "constant":
+            return 1.0
         done = min(1.0, (step - self.warmup) / max(1, steps - self.warmup))
         return 1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2

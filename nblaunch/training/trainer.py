@@ -263,7 +263,9 @@ class Trainer:
 
     def _placed_model(self) -> nn.Module:
         """Return the model on this rank's device."""
-        model: nn.Module = self.accelerator.unwrap_model(self.accelerator.prepare(self.model))
+        model: nn.Module = self.accelerator.unwrap_model(
+            self.accelerator.prepare_model(self.model, evaluation_mode=True)
+        )
         return model
 
     def _in_ranks(self, function: Callable[[Data], Any], data: Data, name: str) -> list[Any]:

@@ -53,7 +53,7 @@ def check_training_data(train: Data, valid: Data | None, config: TrainConfig) ->
     length = length_of(train)
     if length == 0 or (length is None and not isinstance(train, (DataLoader, IterableDataset))):
         raise ArgumentError(f"train={train!r:.80}: give a dataset or DataLoader with at least one sample")
-    if length is None and config.schedule is not None and config.max_steps is None:
+    if length is None and config.schedule not in (None, "constant") and config.max_steps is None:
         raise ArgumentError(
             f"schedule={config.schedule!r}: train has no length, so the number of steps is unknown: give max_steps"
         )

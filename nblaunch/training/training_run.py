@@ -67,8 +67,10 @@ class TrainingRun:
         self._monitor = config.monitor or ("loss" if valid is None else "valid_loss")
         self._monitored = f"{'highest' if config.higher_is_better else 'lowest'} {self._monitor}"
         self.accelerator = trainer.accelerator = config.make_accelerator()
-        self.progress = trainer.progress = checkpoint.TrainingProgress(monitored=self._monitored)
-        trainer.should_stop = False
+        self.progress = trainer.progress = checkpoint.TrainingProgress(
+            monitored=self._monitored, rates=checkpoint.rates_of(trainer.optimizer)
+        )
+        trainer.should_stop = self._is_stopped = False
         trainer.optimizer.zero_grad()  # an interrupted run in this process may have left gradients
         drop_unshared_gradients(trainer.model)
         loader = loader_of(train, config, shuffle=True)
@@ -113,7 +115,7 @@ class TrainingRun:
     def _is_done(self) -> bool:
         config, progress = self.config, self.progress
         has_epochs = config.epochs is not None and progress.epoch >= config.epochs
-        return progress.ended or has_epochs or self._has_steps()
+        return progress.ended or self._is_stopped or has_epochs or self._has_steps()
 
     def _has_steps(self) -> bool:
         return self.config.max_steps is not None and self.progress.step >= self.config.max_steps
@@ -175,7 +177,7 @@ class TrainingRun:
         if self.valid is not None and config.validate_every is not None and progress.step % config.validate_every == 0:
             self._validate(self.valid)
         is_latest = config.checkpoint_every is not None and progress.step % config.checkpoint_every == 0
-        if (is_latest or self._is_best) and not progress.ended:
+        if (is_latest or self._is_best) and not (progress.ended or self._is_stopped):
             self._add_losses()
             progress.seconds = time.monotonic() - self._epoch_begin
             self._write_checkpoint(is_latest)
@@ -256,7 +258,8 @@ class TrainingRun:
         value = by_rank[0][1]
         is_best = value is not None and progress.monitor(-value if config.higher_is_better else value)
         is_stale = config.early_stop is not None and progress.stale >= config.early_stop
-        progress.ended |= is_stale or any(stops for stops, _ in by_rank)
+        progress.ended |= is_stale
+        self._is_stopped |= any(stops for stops, _ in by_rank)  # this run only: `fit` may continue
         if is_best:
             self._is_best = True
             self._display.mark_best(name, progress.step, results.get(name, math.nan))
@@ -267,12 +270,8 @@ class TrainingRun:
         is_best, self._is_best = self._is_best and self.config.keeps_best, False
         if self._folder is None or not (is_latest or is_best):
             return
-        own = {
-            "random": checkpoint.random_states(),
-            "loader": self.loader.state_dict(),
-            "loss": self._mean_loss.state_dict(),
-        }
-        ranks = exchange(own)
+        loader, loss = self.loader.state_dict(), self._mean_loss.state_dict()
+        ranks = exchange({"random": checkpoint.random_states(), "loader": loader, "loss": loss})
         if has_sharded_parameters(self.trainer.model):
             parts = {name: gathered(part.state_dict()) for name, part in self._parts().items()}  # a collective
         elif self.accelerator.is_main_process:
@@ -344,8 +343,10 @@ class TrainingRun:
         if not is_kept or progress.monitored not in ("", self._monitored):
             progress.best, progress.best_step = math.inf, 0
         progress.monitored = self._monitored
-        if self._is_done() and self.accelerator.is_main_process:
-            self._warn_that_nothing_is_left(path)
+        if self.accelerator.is_main_process:
+            checkpoint.compare_rates(path, progress.rates, trainer.optimizer)
+            if self._is_done():
+                self._warn_that_nothing_is_left(path)
         gradient_order.repeat_order(trainer.model, state.get("gradient_order"))
         before, progress.schedule_end = progress.schedule_end, steps
         is_extended = isinstance(config.schedule, str) and 0 < before < steps

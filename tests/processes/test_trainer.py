@@ -143,8 +143,10 @@ class Enough:
         trainer.should_stop = trainer.accelerator.rank == 1 and trainer.epoch == 1
 
 
-def test_a_callback_of_one_rank_can_end_it() -> None:
-    assert len(fitted(trainer((Enough(),), epochs=9), points(40))) == 2
+def test_a_callback_of_one_rank_can_end_it(tmp_path: Path) -> None:
+    kept = {"epochs": 3, "checkpoint_dir": tmp_path}
+    assert len(fitted(trainer((Enough(),), **kept), points(40))) == 2
+    assert len(fitted(trainer((Enough(),), **kept), points(40))) == 3  # another fit continues
 
 
 class Judges:
@@ -323,3 +325,13 @@ def test_resume_false_replaces_the_checkpoints(tmp_path: Path) -> None:
     restarted = trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path / "c", resume=False)
     assert len(fitted(restarted, points(64))) == 1
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-4.pt"]
+
+
+def test_a_resumed_run_says_that_it_keeps_its_rates(tmp_path: Path) -> None:
+    fitted(trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path), points(40))
+    other = trainer(epochs=2, nprocs=1, checkpoint_dir=tmp_path)
+    for group in other.optimizer.param_groups:
+        group["lr"] = 0.5
+    with pytest.warns(UserWarning, match=r"made with lr=0\.5, but the run that continues .* keeps its own, 0\.01"):
+        fitted(other, points(40))
+    assert other.optimizer.param_groups[0]["lr"] == 0.01

@@ -32,13 +32,13 @@ from nblaunch.training.trainer_data import loader_of
         ({"accumulation": None}, r"accumulation=None: must be a whole number"),
         ({"clip": 0.0}, r"clip=0\.0: use a norm above 0, or None"),
         ({"clip": math.nan}, r"clip=nan: use a norm above 0"),
-        ({"schedule": "cosinus"}, r"schedule='cosinus': use one of linear, cosine, or a function"),
-        ({"schedule": 3}, r"schedule=3: use one of linear, cosine, or a function"),
+        ({"schedule": "cosinus"}, r"schedule='cosinus': use one of constant, linear, cosine, or a function"),
+        ({"schedule": 3}, r"schedule=3: use one of constant, linear, cosine, or a function"),
         ({"extend_schedule": "more"}, r"extend_schedule='more': must be one of 'stretch', 'restart'"),
         ({"seed": "a"}, r"seed='a'"),
         ({"resume": "yes"}, r"resume='yes': use True or False"),
         ({"higher_is_better": "max"}, r"higher_is_better='max': use True or False"),
-        ({"warmup": 3}, r"warmup=3 needs a schedule: use one of linear, cosine"),
+        ({"warmup": 3}, r"warmup=3 needs a schedule: use one of constant, linear, cosine"),
         ({"checkpoint_every": 5}, r"checkpoint_every=5 needs a folder: give checkpoint_dir"),
         ({"checkpoint_dir": 3}, r"checkpoint_dir=3: give the path of a folder"),
         ({"checkpoint_dir": __file__}, r"checkpoint_dir='.*test_trainer\.py': give the path of a folder"),
@@ -171,7 +171,11 @@ def test_a_loader_of_the_users_own_restarts_and_keeps_its_seed() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("linear", [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]), ("cosine", [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0])],
+    [
+        ("linear", [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]),
+        ("cosine", [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0]),
+        ("constant", [0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
 )
 def test_a_schedule_rises_and_falls(schedule: str, expected: list[float]) -> None:
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
