@@ -301,7 +301,7 @@ def _torch_settings(torch: Any) -> dict[str, Any]:
 
 def _has_gpu(torch: Any) -> bool:
     """Return True if a GPU of any kind may be present, without initializing it."""
-    made_for = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None  # from torch 2.6 on
+    made_for = torch.accelerator.current_accelerator()
     if sys.platform == "darwin" or (made_for is not None and made_for.type != "cuda"):
         return True
     return bool(torch.cuda.device_count())

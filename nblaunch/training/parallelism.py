@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from nblaunch.errors import ArgumentError
@@ -16,8 +15,6 @@ from nblaunch.machine.argument_checks import one_of, whole_number
 
 STYLES = ("colwise", "colwise_gather", "rowwise", "sequence")
 """Names of styles of tensor parallelism in a plan."""
-_OLDEST_TORCH = (2, 8)
-"""The oldest with which this was tried. fully_shard is public from 2.6 on, where it fails on CPUs."""
 
 Units = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
@@ -37,7 +34,7 @@ class MeshSizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Divides a model among the ranks: ``Accelerator(parallelism=Parallelism())``. Needs torch 2.8 or later.
+    """Divides a model among the ranks: ``Accelerator(parallelism=Parallelism())``.
 
     With `shard` each rank keeps a part of every parameter, its gradient and its optimizer state, and ranks gather a
     unit's parameters while it computes: FSDP2, torch's ``fully_shard``. With `tensor` the ranks of a group of that
@@ -75,11 +72,6 @@ class Parallelism:
     cpu_offload: bool = False
 
     def __post_init__(self) -> None:
-        if _torch_version() < _OLDEST_TORCH:
-            raise ArgumentError(
-                f"parallelism: Parallelism needs torch {'.'.join(map(str, _OLDEST_TORCH))} or later, and this is "
-                f"{torch.__version__}: upgrade torch, or use FullyShardedDataParallel directly"
-            )
         if not isinstance(self.shard, bool):
             whole_number("shard", self.shard, least=1)
         if self.replicate is not None:
@@ -220,10 +212,6 @@ def _like(names: Sequence[str]) -> str:
     distinct = [name for name, _ in groupby(dict.fromkeys(short))]
     shown = ", ".join(distinct[:12]) + (", …" if len(distinct) > 12 else "")
     return f": it has {shown}" if distinct else ""
-
-
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
 # ------------------------------------------------------------------ accelerate's objects
