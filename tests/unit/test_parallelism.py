@@ -92,12 +92,6 @@ def test_arguments_are_checked(options: Any, message: str) -> None:
         Parallelism(**options)
 
 
-def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.7.1+cpu")
-    with pytest.raises(ArgumentError, match=r"needs torch 2\.8 or later, and this is 2\.7\.1"):
-        Parallelism()
-
-
 def test_an_accelerator_takes_a_parallelism_only() -> None:
     with pytest.raises(ArgumentError, match="parallelism='fsdp': must be a Parallelism"):
         Accelerator(parallelism="fsdp")  # type: ignore[arg-type]
