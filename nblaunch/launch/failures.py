@@ -105,7 +105,7 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     """Give the error its rank, the rank's traceback, and IPython's rendering."""
     error.rank = cause.rank
     _add_memory_notes(error, failed)
-    if account.hint and "process group" in failed.text:
+    if account.hint and "process group" in failed.text and account.hint not in failed.text:
         _add_note(error, account.hint)
     text = _labelled(failed.traceback, account.sources)
     error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")

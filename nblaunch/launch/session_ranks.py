@@ -26,7 +26,7 @@ from nblaunch.launch.group import WorkerGroup
 from nblaunch.launch.output.follower import LateOutput
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.plan import Plan, moved
-from nblaunch.launch.session_state import command, restart_command
+from nblaunch.launch.session_state import command, no_group, restart_command
 from nblaunch.launch.task import Task
 from nblaunch.launch.turn_queue import BusyError, Ticket, TurnQueue
 from nblaunch.launch.views.base import NullView, View
@@ -261,7 +261,7 @@ class SessionRanks:
     def world(self, rank: int) -> World:
         """Return the rendezvous of a rank's next task; without a process group while a rank is dead."""
         world = self.plan.world(rank, self._store)
-        return replace(world, generation=self.generation, backend="" if self.absent else world.backend)
+        return replace(world, generation=self.generation, no_group=no_group(self.name, self.absent))
 
     def look(self) -> None:
         """Note ranks that have died meanwhile, unless a task runs, which notes them itself."""

@@ -25,6 +25,17 @@ def restart_command(name: str, ranks: Sequence[int] = ()) -> str:
     return command(name, " ".join(["restart", *(f"--rank {rank}" for rank in ranks)]))
 
 
+def no_group(name: str, dead: Sequence[int]) -> str:
+    """Return why the session of this name has no process group, and what to do; empty if no rank is dead."""
+    if not dead:
+        return ""
+    is_one = len(dead) == 1
+    return (
+        f"rank{'' if is_one else 's'} {', '.join(map(str, dead))} {'is' if is_one else 'are'} dead, so there is no "
+        f"process group: {restart_command(name, dead)} restarts {'it' if is_one else 'them'} and creates the group"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RankHolding:
     """One rank of a session."""

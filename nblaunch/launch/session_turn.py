@@ -12,7 +12,7 @@ from nblaunch.launch.commands import Commands
 from nblaunch.launch.output.follower import OutputFollower
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_ranks import SessionRanks
-from nblaunch.launch.session_state import debug_command, restart_command
+from nblaunch.launch.session_state import debug_command, no_group, restart_command
 from nblaunch.launch.stuck import in_words, place_of
 from nblaunch.launch.supervisor import supervise
 from nblaunch.launch.task import Task
@@ -102,12 +102,8 @@ class Turn:
             limits = grace, deadline
             self.task = ranks.new_task(self.view, self.commands, self.job.sources, *limits, self.job.console)
             opened.callback(self.task.close)
-            if absent:
-                self.hint = (
-                    f"{_in_words(absent)} {'are' if len(absent) > 1 else 'is'} dead, so there is no process group: "
-                    f"{restart_command(ranks.name, absent)} restarts {'it' if len(absent) == 1 else 'them'} and "
-                    "creates the group"
-                )
+            self.hint = no_group(ranks.name, absent)
+            if self.hint:
                 self.view.on(Note(self.hint))
             if ranks.leaving:
                 self.view.on(Note(f"{ranks.leaving}: save what you need, as with pull; the ranks there end soon"))

@@ -8,7 +8,8 @@ rank, the wrapper
 * gives every ``env://`` and ``tcp://`` initialization a store prefix of its own. Otherwise a second group would read
   the stale addresses of the first, and all ranks fail after 41 s;
 * serves the store for a loopback MASTER_ADDR on 127.0.0.1 alone, where torch listens on every interface. The store
-  stays for the next initialization, so no rank can connect to an earlier one.
+  stays for the next initialization, so no rank can connect to an earlier one;
+* refuses a group of all ranks while one of them is dead, in a session. Torch would wait for it for 30 minutes.
 
 Everything else (a store of the user's, ``file://``, another host's address) goes to torch unchanged.
 """
@@ -26,6 +27,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
+from nblaunch.errors import RankError
 from nblaunch.machine import timeouts
 from nblaunch.ranks import group_sockets
 from nblaunch.ranks.collective_log import collective_log
@@ -69,6 +71,9 @@ def install() -> None:
     wrapper = _wrap(dist.init_process_group)
     dist.init_process_group = wrapper
     dist.distributed_c10d.init_process_group = wrapper
+    mesh: Any = sys.modules.get("torch.distributed.device_mesh")  # it has bound the original with torch's import
+    if hasattr(mesh, "init_process_group"):
+        mesh.init_process_group = wrapper
     module: Any = dist.distributed_c10d
     make = getattr(module, "_new_process_group_helper", None)
     if make is not None:
@@ -109,8 +114,8 @@ def rehearse() -> None:
 def join(world: World, rank: int, world_size: int) -> None:
     """Initialize this rank's default group, before user code runs.
 
-    A later task keeps the group of the previous one, unless the generation has changed. If a rank is missing, the world
-    has no backend, and there is no group.
+    A later task keeps the group of the previous one, unless the generation has changed. While a rank is missing there
+    is no group.
     """
     global _home
     import torch.distributed as dist
@@ -121,7 +126,7 @@ def join(world: World, rank: int, world_size: int) -> None:
         _home = _Home(world, rank, world_size)
     elif dist.is_initialized():
         return
-    if not world.backend:
+    if world.no_group:
         return
     limit = _limit(world)
     with group_sockets.joining():
@@ -198,6 +203,8 @@ def _wrap(original: Callable[..., None]) -> Callable[..., None]:
                 original(backend, init_method, timeout, world_size, rank, store, *args, **kwargs)
             return
         host, port, world_size, rank = rendezvous
+        if home.world.no_group and world_size >= home.world_size:
+            raise RankError(home.world.no_group)
         prefixed = _store(home, host, port, world_size, rank, timeout)
         original(backend, None, timeout, world_size, rank, prefixed, *args, **kwargs)
         # A rank that leaves early would break connections that its peers are still making.

@@ -100,11 +100,13 @@ def ensure_group(backend: str | None = None, timeout: timedelta | None = None) -
     Args:
         backend: As ``init_process_group`` takes it. Default: gloo on the CPU, nccl (with gloo for CPU tensors) on GPUs.
         timeout: The same, of a group that is made here. Default: torch's.
+
+    Raises:
+        RankError: A rank of the session is dead.
     """
     global _made_group
     if not world().is_shared or has_group():
         return
-    _made_group = True
     backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     task = None if _has_torchrun_variables() else slurm_task(os.environ)
     if task is None:
@@ -112,6 +114,7 @@ def ensure_group(backend: str | None = None, timeout: timedelta | None = None) -
     else:
         address = f"tcp://{task.master_addr}:{task.master_port}"
         dist.init_process_group(backend, address, timeout, rank=task.rank, world_size=task.count)
+    _made_group = True
 
 
 def leave_group() -> None:

@@ -182,6 +182,8 @@ class World:
     """Number of the default process group: a rank keeps its group while this stays the same."""
     waits_for_user: bool = False
     """Whether a rank may wait in a collective for one that the user debugs: then the kernel limits the time."""
+    no_group: str = ""
+    """Why there is no default process group, and what to do; empty if there is one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from nblaunch.engines.generations import servers
 from nblaunch.engines.protocol import Wakeup
 from nblaunch.errors import LaunchTimeoutError, RankDiedError, RankError, StartError
 from nblaunch.launch import live_sessions
+from nblaunch.training import Accelerator
 from nblaunch.wire.messages import NotStarted
 from tests.conftest import (
     MARK,
@@ -253,6 +254,88 @@ def test_every_rank_may_die_and_be_restarted(session: Session) -> None:
     eventually(lambda: "pid" not in session.status())
     session.restart()
     assert len(session.run(os.getpid, view="none")) == 2
+
+
+def needs_group(how: str) -> None:
+    """Do what waits for all ranks where there is no process group yet."""
+    if how == "torch":
+        dist.init_process_group("gloo")
+    elif how == "mesh":
+        dist.init_device_mesh("cpu", (2,))
+    elif how == "wait":
+        Accelerator(compute_setup="cpu").wait_for_everyone()
+    elif how == "prepare":
+        Accelerator(compute_setup="cpu").prepare(torch.nn.Linear(1, 1))
+    else:
+        Accelerator(compute_setup="cpu").gather(torch.ones(1))
+
+
+def worked_alone() -> tuple[int, int, list[int], str, float]:
+    """Use what needs no other rank, then prepare and reduce in a group of this rank alone; return what came out."""
+    accelerator = Accelerator(compute_setup="cpu")
+    with accelerator.split_between_processes([1, 2, 3]) as part:
+        place = accelerator.process_index, accelerator.num_processes, part
+    module = accelerator.unwrap_model(torch.nn.Linear(1, 1))
+    accelerator.backward(module(torch.ones(1, 1)).sum())
+    dist.init_process_group("gloo", world_size=1, rank=0)
+    try:
+        alone = Accelerator(compute_setup="cpu")
+        total = float(alone.reduce(alone.prepare(module).weight.grad, "sum"))
+    finally:
+        dist.destroy_process_group()
+    return *place, str(accelerator.device), total
+
+
+def gradient_of_all() -> tuple[float, bool]:
+    """Return a mean gradient of the ranks, and whether the session's group outlives `end_training`."""
+    accelerator = Accelerator(compute_setup="cpu")
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.backward(model(torch.full((1, 1), dist.get_rank() + 1.0)).sum())
+    (weight, _) = model.parameters()
+    accelerator.end_training()
+    return float(weight.grad), dist.is_initialized()
+
+
+@pytest.fixture
+def bereaved(session: Session) -> Session:
+    """A session whose rank 1 is dead."""
+    with pytest.raises(RankDiedError):
+        session.run(lambda rank: os.kill(os.getpid(), signal.SIGKILL if rank == 1 else 0), view="none")
+    return session
+
+
+NO_GROUP = (
+    "rank 1 is dead, so there is no process group: `%distributed session restart --rank 1 --name deaths` restarts it "
+    "and creates the group"
+)
+
+
+def test_nothing_waits_for_a_dead_rank_in_a_new_group(bereaved: Session) -> None:
+    for how in ("torch", "mesh", "wait", "prepare", "gather"):
+        with pytest.raises(RankError) as caught:
+            bereaved.run(needs_group, how, view="none", timeout=60)
+        assert (str(caught.value), getattr(caught.value, "__notes__", [])) == (NO_GROUP, [])
+    bereaved.restart([1])
+    assert list(bereaved.run(gradient_of_all, view="none")) == [(1.5, True)] * 2
+
+
+def test_torchs_own_error_gets_a_note_on_the_dead_rank(bereaved: Session) -> None:
+    with pytest.raises(ValueError, match="process group has not been initialized") as caught:
+        bereaved.run(summed, view="none", timeout=60)
+    assert getattr(caught.value, "__notes__", []) == [NO_GROUP]
+
+
+def test_a_rank_that_is_left_works_alone(bereaved: Session) -> None:
+    assert bereaved.run(worked_alone, view="none", timeout=60)[0] == (0, 2, [1, 2], "cpu", 1.0)
+
+
+def test_several_dead_ranks_are_named_together() -> None:
+    with nblaunch.session(3) as made:
+        with pytest.raises(RankDiedError):
+            made.run(lambda rank: os.kill(os.getpid(), signal.SIGKILL if rank else 0), view="none")
+        eventually(lambda: made.status().count("dead") == 2)
+        with pytest.raises(RankError, match=r"ranks 1, 2 are dead.* restart --rank 1 --rank 2` restarts them"):
+            made.run(needs_group, "torch", view="none", timeout=60)
 
 
 def test_a_rank_that_cannot_be_restarted_costs_one_question(session: Session) -> None:
