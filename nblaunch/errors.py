@@ -25,6 +25,7 @@ returned there is no error: a later crash is a warning, and the result is comple
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Mapping
@@ -141,6 +142,7 @@ def text_of(error: BaseException) -> str:
 
 
 _said: set[str] = set()
+_SKIPPED = (PACKAGE, contextlib.__file__)  # a context manager of ours is entered by contextlib's code
 
 
 def warn(message: str, *, each_time: bool = False, once: str = "") -> None:
@@ -155,13 +157,13 @@ def warn(message: str, *, each_time: bool = False, once: str = "") -> None:
         return
     _said.update([once] if once else [])
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         level, frame = level + 1, frame.f_back
     if each_time:
         warnings.warn_explicit(
             message, UserWarning, frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__")
         )
     elif sys.version_info >= (3, 12):
-        warnings.warn(message, stacklevel=2, skip_file_prefixes=(PACKAGE,))
+        warnings.warn(message, stacklevel=2, skip_file_prefixes=_SKIPPED)
     else:
         warnings.warn(message, stacklevel=level)

@@ -56,7 +56,7 @@ def compare(*runs: Source, **named: Source) -> Comparison:
     differences are those to the first run.
 
     Args:
-        runs: A result of `notebook_launcher`, its ``metrics``, a `Launch` that has ended, the ``history`` of a Trainer,
+        runs: A result of `notebook_launcher`, its ``metrics``, a `Launch` that has ended, a Trainer, its ``history``,
             rows of ``metrics.to_pandas()``, or the path of a log directory, such as of an earlier kernel or of a run
             that failed. They are labelled by their names.
         named: The same, with their labels.
@@ -115,6 +115,8 @@ class Run:
 
 
 def _run_of(argument: str, label: str, source: Any) -> Run:
+    if isinstance(getattr(source, "history", None), list):  # a Trainer; one that ran in place has no result
+        source = getattr(source, "result", None) or source.history
     if isinstance(source, Launch):
         if not source.done:
             raise ValueError(f"compare({_said(argument, source)}): it still runs: compare after its end")
@@ -132,7 +134,7 @@ def _run_of(argument: str, label: str, source: Any) -> Run:
         name, metrics = folder.name, Metrics(saved_reports(folder))
     else:
         raise TypeError(
-            f"compare({_said(argument, source)}): expected a result, its metrics, a Launch, a history, or the path "
+            f"compare({_said(argument, source)}): expected a result, its metrics, a Launch, a Trainer, its history, or the path "
             f"of a log directory"
         )
     run = Run.of(label or name, metrics)
@@ -146,10 +148,12 @@ def _rows_of(source: Any) -> Metrics | None:
     rows = source.to_dict("records") if hasattr(source, "to_dict") and hasattr(source, "columns") else source
     if isinstance(rows, str) or not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         return None
+    is_history = all("epoch" in row and "seconds" in row for row in rows)  # whose loss is the mean of an epoch
+    names = {"loss": "epoch_loss"} if is_history else {}
     reports = []
     for number, row in enumerate(rows):
         values = {
-            str(name): float(value)
+            names.get(name, str(name)): float(value)
             for name, value in row.items()
             if name not in _NOT_METRICS and isinstance(value, numbers.Real) and (rows is source or value == value)
         }  # a DataFrame has NaN where nothing was reported

@@ -117,6 +117,17 @@ def check_setup(path: Path, wrote: Mapping[str, Any], own: Mapping[str, Any], re
             )
 
 
+@contextlib.contextmanager
+def loading(path: Path, part: str, remedy: str) -> Iterator[None]:
+    """Raise an ArgumentError if loading a part of a checkpoint fails, because the run has another one."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise ArgumentError(
+            f"{path} was written with another {part} ({type(error).__name__}: {error}): use the same, or {remedy}"
+        ) from error
+
+
 def write(state: Mapping[str, Any], path: Path) -> None:
     """Write a file atomically: a failed write leaves the previous file and no temporary one.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
@@ -211,7 +211,13 @@ class TrainConfig:
         if self.schedule is None:
             return None
         if callable(self.schedule):
-            return self.schedule(optimizer, steps)
+            made = self.schedule(optimizer, steps)
+            if isinstance(made, ReduceLROnPlateau):
+                raise ArgumentError(
+                    "schedule: a ReduceLROnPlateau steps by a result of validation: step it in a callback's "
+                    "on_validation_end(trainer, results)"
+                )
+            return made
         return LambdaLR(optimizer, lambda step: self._factor(max(0, step - begin), steps - begin))
 
     def _factor(self, step: int, steps: int) -> float:

@@ -59,7 +59,7 @@ class Trainer:
 
     For callbacks and afterwards: `epoch`, `step` (optimizer steps done), `history`, `validations`, `best` and
     `accelerator`, current during training. `result` is the `LaunchResult` of the last `fit` that launched ranks, with
-    its metrics and logs.
+    its metrics and logs; None if that was stopped or failed.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class Trainer:
             with kept_process_state(self.model, self.optimizer):
                 self._fit(train, valid)
         else:
-            before = self._checkpoints()
+            before, self.result = self._checkpoints(), None
             try:
                 self.result = distributed(self.accelerator, self._fit, {}, name="Trainer.fit")(train, valid)
             except BaseException:
@@ -204,7 +204,7 @@ class Trainer:
         loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ArgumentError(
-                f"compute_loss returned {loss!r:.80}: return a tensor with one element, or (loss, output)"
+                f"compute_loss returned {_kind(loss)}: return a tensor with one element, or (loss, output)"
             )
         return loss, output, target
 
@@ -313,6 +313,8 @@ class Trainer:
         """
         folder = self.checkpoint_folder()
         if folder is None or not folder.best.exists():
+            if folder is not None and self.config.keeps_best and self.validations:
+                raise ArgumentError("no validation has had a number as the monitored result, so none is the best")
             where = "checkpoint_dir=None" if folder is None else f"checkpoint_dir={str(folder.path)!r}"
             raise ArgumentError(
                 f"{where}: no best checkpoint was kept: give TrainConfig a checkpoint_dir, and monitor, early_stop or "

@@ -57,6 +57,8 @@ def check_training_data(train: Data, valid: Data | None, config: TrainConfig) ->
         raise ArgumentError(
             f"schedule={config.schedule!r}: train has no length, so the number of steps is unknown: give max_steps"
         )
+    if valid is not None and length_of(valid) == 0:
+        raise ArgumentError(f"valid={valid!r:.80}: give a dataset or DataLoader with at least one sample, or None")
     if config.validate_every is not None and valid is None:
         raise ArgumentError(f"validate_every={config.validate_every}: give fit the validation data, valid=")
 

@@ -301,6 +301,7 @@ class TrainingRun:
         return {
             "nprocs": world().size,
             "batch_size": self.loader.batch_size,
+            "optimizer": type(self.trainer.optimizer).__name__,
             "tensor": self.accelerator.copies,
             **self.config.fixed_on_resume(),
             "samples": self.loader.total,
@@ -355,7 +356,8 @@ class TrainingRun:
         if progress.schedule_begin:
             self._make_scheduler()
         for name, part in self._parts().items():
-            load_full_state(part, state["parts"][name])
+            with checkpoint.loading(path, name, remedy):
+                load_full_state(part, state["parts"][name])
         own = state["ranks"][world().rank]
         self.loader.load_state_dict(own["loader"])
         self._mean_loss.load_state_dict(own["loss"])

@@ -11,6 +11,7 @@ import threading
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,11 +112,20 @@ def test_saved_metrics_are_runs_too() -> None:
     assert rows_of(compare(a=saved, b=result_of(0.5)))[1][1:] == ["0.55, best 0.55", "0.55 (+0), best 0.55"]
 
 
-def test_the_history_of_a_trainer_is_a_run() -> None:
-    history = [{"epoch": float(e), "step": 50.0 * e, "loss": 1 / e, "valid_loss": 1.5 / e, "name": "x"} for e in (1, 2)]
+def test_a_trainer_or_its_history_is_a_run() -> None:
+    figures = [(1 / epoch, 1.5 / epoch) for epoch in (1, 2)]
+    history = [
+        {"epoch": float(e), "step": 50.0 * e, "loss": loss, "valid_loss": valid, "seconds": 1.0, "name": "x"}
+        for e, (loss, valid) in enumerate(figures, 1)
+    ]
     comparison = compare(a=history, b=result_of(0.5))
-    assert rows_of(comparison)[1][:2] == ["loss", "0.5, best 0.5"]
+    assert ["epoch_loss", "0.5, best 0.5"] in [row[:2] for row in rows_of(comparison)]  # as its result calls it
     assert [point for point, _ in comparison.runs[0].metrics["valid_loss"][0]] == [50.0, 100.0]
+    trained = SimpleNamespace(history=history, result=result_of(0.5))
+    in_place = SimpleNamespace(history=history, result=None)
+    assert [run.metrics for run in compare(a=trained, b=in_place).runs] == [
+        run.metrics for run in comparison.runs[::-1]
+    ]
 
 
 @pytest.mark.parametrize("odd", [None, math.nan, "x"])

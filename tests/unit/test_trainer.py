@@ -158,6 +158,8 @@ def test_data_that_does_not_fit_is_refused_before_anything_starts() -> None:
             trainer(schedule="cosine", epochs=2).fit(train)
     with pytest.raises(ArgumentError, match=r"validate_every=3: give fit the validation data, valid="):
         trainer(validate_every=3).fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)))
+    with pytest.raises(ArgumentError, match=r"valid=<.*>: give a dataset or DataLoader with at least one sample, or"):
+        trainer().fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), TensorDataset(torch.ones(0, 1)))
 
 
 def test_a_loader_of_the_users_own_restarts_and_keeps_its_seed() -> None:
@@ -357,3 +359,34 @@ def test_a_running_mean_goes_on_from_a_file(tmp_path: Path) -> None:
     for mean in (whole, second):
         mean.update(-1e300, 3)
     assert second.compute() == whole.compute() == pytest.approx(-6.9 / 4)
+
+
+def test_a_schedule_by_results_is_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+    schedule: Any = lambda opt, steps: torch.optim.lr_scheduler.ReduceLROnPlateau(opt)  # noqa: E731
+    config = TrainConfig(schedule=schedule)
+    with pytest.raises(ArgumentError, match=r"a ReduceLROnPlateau steps by a result of validation: step it in a callb"):
+        config.make_scheduler(optimizer, steps=6)
+
+
+def of_width(width: int, folder: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **config: Any) -> Trainer:
+    model = nn.Sequential(nn.Linear(1, width), nn.Linear(width, 1))
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]  # of its subclasses
+    return Trainer(model, optimizer, TrainConfig(nprocs=1, checkpoint_dir=folder, compute_setup="cpu", **config))
+
+
+def test_a_checkpoint_of_another_model_or_optimizer_is_named(tmp_path: Path) -> None:
+    data = TensorDataset(torch.ones(4, 1), torch.ones(4, 1))
+    of_width(2, tmp_path).fit(data)
+    with pytest.raises(ArgumentError, match=r"(?s)step-1\.pt .* another model \(.*size mismatch.*resume=F"):
+        of_width(3, tmp_path, epochs=2).fit(data)
+    with pytest.raises(ArgumentError, match=r"with optimizer=SGD, and this run has optimizer=Adam"):
+        of_width(2, tmp_path, torch.optim.Adam, epochs=2).fit(data)
+
+
+def test_a_run_without_numbers_has_no_best_step(tmp_path: Path) -> None:
+    data = TensorDataset(torch.full((4, 1), torch.nan), torch.ones(4, 1))
+    one = of_width(2, tmp_path, monitor="valid_loss")
+    one.fit(data, data)
+    with pytest.raises(ArgumentError, match="no validation has had a number as the monitored result, so none is the b"):
+        one.restore_best()
