@@ -134,8 +134,8 @@ def _run_of(argument: str, label: str, source: Any) -> Run:
         name, metrics = folder.name, Metrics(saved_reports(folder))
     else:
         raise TypeError(
-            f"compare({_said(argument, source)}): expected a result, its metrics, a Launch, a Trainer, its history, or the path "
-            f"of a log directory"
+            f"compare({_said(argument, source)}): expected a result, its metrics, a Launch, a Trainer, its history, or "
+            "the path of a log directory"
         )
     run = Run.of(label or name, metrics)
     if not run.metrics:
