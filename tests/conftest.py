@@ -291,3 +291,14 @@ def _mapped_elsewhere() -> set[int]:
                 maps = Path(f"/proc/{name}/maps").read_text()
                 found |= {int(line.split()[4]) for line in maps.splitlines() if "/dev/shm/" in line}
     return found
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What runs in this process takes one thread, as a rank does: threads that wait make tiny steps slow."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -163,16 +163,16 @@ def replaced(path: Path) -> Iterator[Path]:
         with open(scratch, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(scratch, path)
-        _sync_folder(path.parent)
+        flush(path.parent)
     finally:
         scratch.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Flush the folder, so that the new name survives a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # unsupported by some file systems
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # some file systems cannot
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -296,7 +296,7 @@ def _link(source: Path, path: Path) -> bool:
     except OSError:
         return False
     os.replace(scratch, path)
-    _sync_folder(path.parent)
+    flush(path.parent)
     return True
 
 

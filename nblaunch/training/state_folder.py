@@ -16,6 +16,7 @@ from typing import Any
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.processes import alive
+from nblaunch.training.checkpoint import flush
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -215,16 +216,6 @@ def _has_ended(writer: re.Match[str]) -> bool:
 
 def _folders(top: Path) -> list[Path]:
     return [top, *(path for path in top.rglob("*") if path.is_dir())]
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():  # some file systems cannot
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ------------------------------------------------------------------ numbered folders

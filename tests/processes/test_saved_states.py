@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Launch, LaunchResult, notebook_launcher, session
 from nblaunch.errors import ArgumentError, LaunchStoppedError, RankDiedError
 from nblaunch.training import Accelerator
 from nblaunch.training.data.counted_loader import CountedLoader
 from tests.conftest import eventually
+from tests.processes.trained import Augmented
 from tests.torchrun import torchrun
 
 SAMPLES, BATCH = 48, 2
@@ -37,17 +38,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "states").mkdir()
     return tmp_path / "states"
-
-
-class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Adds noise of all three generators to each sample."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.randn(3) + random.random() + np.random.rand()
-        return torch.full((3,), float(index)) + noise, torch.tensor(index % 2)
 
 
 class Net(nn.Module):
@@ -79,7 +69,7 @@ def train(
     for _ in range(1, prepares):  # as a cell that is run again
         accelerator.prepare(net)
     model, optimizer, loader = accelerator.prepare(
-        net, inner, DataLoader(Augmented(), BATCH, True, num_workers=workers)
+        net, inner, DataLoader(Augmented(SAMPLES), BATCH, True, num_workers=workers)
     )
     done = 0
     if load is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,8 @@ from tests.processes.trained import assert_same, fitted, points, timeless, train
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is shown, and a run in this process takes one thread, as a rank does."""
+def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setenv("NBLAUNCH_VIEW", "none")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Here:

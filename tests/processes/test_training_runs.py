@@ -20,13 +20,8 @@ SIZES = pytest.mark.parametrize("nprocs", [1, 2, 3])
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is shown, and a run in this process takes one thread, as a rank does."""
+def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     monkeypatch.setenv("NBLAUNCH_VIEW", "none")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(callbacks: tuple[object, ...] = (), **config: Any) -> Trainer:

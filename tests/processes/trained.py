@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from nblaunch.training import Accuracy, TrainConfig, Trainer
 
@@ -21,6 +23,20 @@ def points(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     at = torch.randn(count, 2, generator=generator)
     return TensorDataset(at, (at[:, 0] * at[:, 1] > 0).long())
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """Adds noise of all three generators to each sample."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(3) + random.random() + np.random.rand()
+        return torch.full((3,), float(index)) + noise, torch.tensor(index % 2)
 
 
 def net() -> nn.Sequential:

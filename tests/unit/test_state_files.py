@@ -25,29 +25,13 @@ from nblaunch.training import Accelerator, Prefetcher, ShardedLoader, shard, ski
 from nblaunch.training.data import prefetch
 from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.state_folder import MANIFEST
+from tests.processes.trained import Augmented
 
 SAMPLES, BATCH = 20, 2
 STEPS = SAMPLES // BATCH
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other make tiny steps ten times slower on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Adds noise of all three generators to each sample."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        noise = torch.randn(3) + random.random() + np.random.rand()
-        return torch.full((3,), float(index)) + noise, torch.tensor(index % 2)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Run:
@@ -60,8 +44,8 @@ class Run:
         self.accelerator = Accelerator(compute_setup="cpu", **options)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.Linear(4, 2))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-        loader = DataLoader(dataset or Augmented(), BATCH, shuffle=dataset is None, num_workers=num_workers)
-        valid = DataLoader(Augmented(), 5)
+        loader = DataLoader(dataset or Augmented(SAMPLES), BATCH, shuffle=dataset is None, num_workers=num_workers)
+        valid = DataLoader(Augmented(SAMPLES), 5)
         self.model, self.optimizer, self.schedule, self.loader, self.valid = self.accelerator.prepare(
             model, optimizer, StepLR(optimizer, 7, 0.5), loader, valid
         )
@@ -716,7 +700,7 @@ def test_a_changed_dataset_begins_the_pass_and_warns(tmp_path: Path) -> None:
     vars(larger.loader)["batch_size"] = 4
     with pytest.warns(UserWarning, match="loader 0 is not restored: its batch_size was 2, and is 4"):
         larger.accelerator.load_state(tmp_path / "plain")
-    loader = run.accelerator.prepare(DataLoader(Augmented(), 2))
+    loader = run.accelerator.prepare(DataLoader(Augmented(SAMPLES), 2))
     other = Run(dataset=TensorDataset(torch.rand(6, 3), torch.ones(6).long()), seed=3)
     with pytest.warns(UserWarning, match="position of prepared loader 0 is not restored: its dataset had 20 samples"):
         other.accelerator.load_state(tmp_path / "state")
