@@ -97,6 +97,12 @@ class Page:
         changes = [content.get("changes", {}) for _, content, _ in self.messages]
         return next((found[name] for found in reversed(changes) if name in found), None)
 
+    @property
+    def status(self) -> str | None:
+        """What the panel says of the launch; None before its first message."""
+        state = self.part("state")
+        return state and state["name"]
+
     def left_out(self, rank: int) -> int | None:
         """How many outputs of a rank were left out: messages name the ranks alone whose outputs have changed."""
         entries = [entry for _, content, _ in self.messages for entry in content.get("changes", {}).get("outputs", [])]

