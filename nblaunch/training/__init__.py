@@ -4,8 +4,10 @@ It works the same in a launch, under torchrun or srun, and in a single process; 
 `nblaunch.training.peers` shows the trainers of transformers and lightning in the panel. See README.md beside this file.
 """
 
-from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.batch_size_search import find_executable_batch_size
+from nblaunch.training.accelerator.accelerator import Accelerator
+from nblaunch.training.accelerator.batch_size_search import find_executable_batch_size
+from nblaunch.training.accelerator.distributed_type import DistributedType
+from nblaunch.training.accelerator.rank_logger import get_logger
 from nblaunch.training.data import (
     ClassBalancedBatchSampler,
     DistributedBatchSamplerWrapper,
@@ -21,14 +23,12 @@ from nblaunch.training.data import (
     skip_first_batches,
     time_workers,
 )
-from nblaunch.training.distributed_type import DistributedType
 from nblaunch.training.evaluation import evaluate
 from nblaunch.training.metrics import Accuracy, FromTorchmetrics, Mean, Metric
-from nblaunch.training.parallelism import Parallelism
-from nblaunch.training.rank_logger import get_logger
+from nblaunch.training.parallel.parallelism import Parallelism
 from nblaunch.training.seeding import seed_everything, seed_worker
-from nblaunch.training.train_config import TrainConfig
-from nblaunch.training.trainer import Trainer
+from nblaunch.training.trainer.train_config import TrainConfig
+from nblaunch.training.trainer.trainer import Trainer
 
 __all__ = [
     "Accelerator",

@@ -23,9 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import current
-from nblaunch.training.accelerator_settings import AcceleratorSettings
+from nblaunch.training.accelerator.accelerator_settings import AcceleratorSettings
+from nblaunch.training.parallel.sharded_states import gathered
 from nblaunch.training.pytree import children, is_container
-from nblaunch.training.sharded_states import gathered
 from nblaunch.training.topology import has_group, world
 from nblaunch.transfer import parameters, pickling
 

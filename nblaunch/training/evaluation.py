@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import progress, report
+from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.collectives import broadcast_tensors, in_step
 from nblaunch.training.data.index_source import samplers_of, shards
 from nblaunch.training.data.prefetch import Prefetcher
@@ -20,9 +21,8 @@ from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.data.sharding import shard
 from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Accuracy, Mean, Metric
-from nblaunch.training.preparation import unwrapped
+from nblaunch.training.parallel.sharded_models import copies_in, free_gathered, has_sharded_parameters
 from nblaunch.training.pytree import batch_size_of, to_device
-from nblaunch.training.sharded_models import copies_in, free_gathered, has_sharded_parameters
 from nblaunch.training.topology import ensure_group, own_device, world
 
 TARGETS = ("labels", "label", "target")

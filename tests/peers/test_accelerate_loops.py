@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSample
 
 from nblaunch import Accelerator
 from nblaunch.training import DistributedType
-from nblaunch.training.absent_names import ABSENT_ARGUMENTS, ABSENT_NAMES
+from nblaunch.training.accelerator.absent_names import ABSENT_ARGUMENTS, ABSENT_NAMES
+from nblaunch.training.accelerator.plugin_settings import LoaderSettings
 from nblaunch.training.data.repeating_loader import RepeatingLoader
-from nblaunch.training.plugin_settings import LoaderSettings
 from tests.processes.conftest import Launcher
 
 

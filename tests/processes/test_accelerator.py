@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import errors
-from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.accelerator.accelerator import Accelerator
 from tests.processes.conftest import Launcher
 
 WORLD = 3

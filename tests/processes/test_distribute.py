@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import LaunchResult
 from nblaunch.errors import ArgumentError, NestedLaunchError, PayloadError, RankError
-from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.data import ShardedLoader
 from tests.conftest import LONG
 from tests.torchrun import torchrun
@@ -225,7 +225,7 @@ SCRIPT = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
-    from nblaunch.training.accelerator import Accelerator
+    from nblaunch.training.accelerator.accelerator import Accelerator
 
     accelerator = Accelerator(compute_setup="cpu", gradient_accumulation_steps=2)
     torch.manual_seed(accelerator.rank)

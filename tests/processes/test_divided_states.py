@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, Accuracy, Parallelism, TrainConfig, Trainer
-from nblaunch.training.sharded_models import is_sharded
-from nblaunch.training.sharded_states import full_state, load_sharded_state
+from nblaunch.training.parallel.sharded_models import is_sharded
+from nblaunch.training.parallel.sharded_states import full_state, load_sharded_state
 from tests.processes.conftest import Launcher
 from tests.processes.test_parallelism import TIED_PLAN, Model, loss_of, sentences
 

@@ -28,8 +28,8 @@ from nblaunch.training import (
     evaluate,
 )
 from nblaunch.training.exchange import exchange
-from nblaunch.training.sharded_models import is_sharded
-from nblaunch.training.sharded_states import full_state, load_sharded_state, save_sharded_state
+from nblaunch.training.parallel.sharded_models import is_sharded
+from nblaunch.training.parallel.sharded_states import full_state, load_sharded_state, save_sharded_state
 from tests.processes.conftest import Launcher
 
 PLAN = {

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import TrainConfig, Trainer, checkpoint
+from nblaunch.training import TrainConfig, Trainer
+from nblaunch.training.states import checkpoint
 from tests.processes.trained import Breaks, assert_same, fitted, points, timeless, trainer, weights
 
 SIZES = pytest.mark.parametrize("nprocs", [1, 2, 3])

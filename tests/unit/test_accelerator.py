@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.data import Prefetcher, ShardedLoader, shard
 from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.distribute import _find_trainable

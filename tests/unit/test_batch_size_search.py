@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import batch_size_search, find_executable_batch_size
-from nblaunch.training.batch_size_search import is_out_of_memory
+from nblaunch.training import find_executable_batch_size
+from nblaunch.training.accelerator import batch_size_search
+from nblaunch.training.accelerator.batch_size_search import is_out_of_memory
 
 
 def test_smaller_sizes_are_tried_until_one_fits() -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, DistributedWeightedSampler, Parallelism, TrainConfig, shard
-from nblaunch.training.parallelism import from_accelerate
+from nblaunch.training.parallel.parallelism import from_accelerate
 from tests.unit.test_sharding import Standing, standing
 
 __all__ = ["standing"]
@@ -181,7 +181,7 @@ def test_what_accelerate_alone_has_is_refused(plugin: Any, config: Any, message:
 
 
 def test_an_accelerator_takes_accelerates_objects(standing: Standing, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nblaunch.training.rank_roles.world", lambda: standing.place)
+    monkeypatch.setattr("nblaunch.training.accelerator.rank_roles.world", lambda: standing.place)
     plugin, config = Plugin(), Config(dp_replicate_size=2, dp_shard_size=2)
     accelerator = pickle.loads(pickle.dumps(Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)))
     assert accelerator.parallelism == Parallelism(shard=2, replicate=2, reshard_after_forward=False)

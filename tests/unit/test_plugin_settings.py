@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch.errors import AbsentNameError, ArgumentError
 from nblaunch.training import Accelerator, DistributedType
-from nblaunch.training.plugin_settings import read_handlers
+from nblaunch.training.accelerator.plugin_settings import read_handlers
 
 
 class Hook(Enum):

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.data import Prefetcher, prefetch, shard
 
 

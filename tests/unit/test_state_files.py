@@ -24,7 +24,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, Prefetcher, ShardedLoader, shard, skip_first_batches
 from nblaunch.training.data import prefetch
 from nblaunch.training.data.counted_loader import CountedLoader
-from nblaunch.training.state_folder import MANIFEST
+from nblaunch.training.states.state_folder import MANIFEST
 from tests.processes.trained import Augmented
 
 SAMPLES, BATCH = 20, 2

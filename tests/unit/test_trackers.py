@@ -18,7 +18,7 @@ from torch import nn
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks import report as reports
 from nblaunch.training import Accelerator, get_logger
-from nblaunch.training.tracker_backends import numbers_in
+from nblaunch.training.accelerator.tracker_backends import numbers_in
 
 
 @pytest.fixture

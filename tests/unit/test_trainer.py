@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import Accelerator, Accuracy, Mean, TrainConfig, Trainer, checkpoint, shard
-from nblaunch.training.trainer_data import loader_of
+from nblaunch.training import Accelerator, Accuracy, Mean, TrainConfig, Trainer, shard
+from nblaunch.training.states import checkpoint
+from nblaunch.training.trainer.trainer_data import loader_of
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ _TYPES = frozenset(
 )
 _MODULES = frozenset(
     {*("argparse", "collections", "datetime", "decimal", "fractions", "functools", "random", "types")}
-    | {"nblaunch.training.train_config"}
+    | {"nblaunch.training.trainer.train_config"}
 )
 _PACKAGES = (
     *("nblaunch.training.data.", "numpy.dtypes.", "numpy.random.", "sklearn.", "torch.distributions."),

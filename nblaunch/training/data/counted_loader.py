@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import warn
 from nblaunch.machine.argument_checks import whole_number
-from nblaunch.training.checkpoint import random_states, restore_random_states
 from nblaunch.training.data.epoch_progress import PassObserver
 from nblaunch.training.data.index_source import generators_of, length_of, samplers_of, set_epoch_methods
 from nblaunch.training.data.loader_names import LoaderNames
 from nblaunch.training.data.sharded_loader import ShardedLoader
+from nblaunch.training.states.checkpoint import random_states, restore_random_states
 from nblaunch.training.topology import world
 
 T_co = TypeVar("T_co", covariant=True)

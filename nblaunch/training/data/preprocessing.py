@@ -17,9 +17,9 @@ from nblaunch.errors import ArgumentError, text_of
 from nblaunch.machine.argument_checks import whole_number
 from nblaunch.machine.limits import usable_cpus
 from nblaunch.ranks.report import progress
-from nblaunch.training import checkpoint
 from nblaunch.training.pytree import tree_leaves, tree_map
 from nblaunch.training.seeding import default_seed, derived_seed, seeded
+from nblaunch.training.states import checkpoint
 from nblaunch.transfer import pickling
 
 

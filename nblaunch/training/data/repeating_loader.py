@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, RandomSampler
 
-from nblaunch.training.checkpoint import random_states, restore_random_states
+from nblaunch.training.accelerator.plugin_settings import LoaderSettings
 from nblaunch.training.collectives import broadcast, share_generators
 from nblaunch.training.data.batch_partition import Share, with_last
 from nblaunch.training.data.counted_loader import given_generators, restore_states, states_for
 from nblaunch.training.data.index_source import BatchNote, IndexPass, source_of
 from nblaunch.training.data.sharded_loader import ShardedLoader
-from nblaunch.training.plugin_settings import LoaderSettings
+from nblaunch.training.states.checkpoint import random_states, restore_random_states
 from nblaunch.training.topology import World, world
 
 T_co = TypeVar("T_co", covariant=True)

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training import gradient_order
+from nblaunch.training.accelerator.gradient_accumulation import GradientState, SteppedOptimizer, SteppedScheduler
+from nblaunch.training.accelerator.plugin_settings import LoaderSettings, wrap_in_ddp
 from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher
@@ -24,12 +25,17 @@ from nblaunch.training.data.repeating_loader import RepeatingLoader
 from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.data.sharding import divide_batches, shard
 from nblaunch.training.exchange import exchange
-from nblaunch.training.gradient_accumulation import GradientState, SteppedOptimizer, SteppedScheduler
-from nblaunch.training.parallelism import Parallelism
-from nblaunch.training.plugin_settings import LoaderSettings, wrap_in_ddp
+from nblaunch.training.parallel.parallelism import Parallelism
+from nblaunch.training.parallel.sharded_models import (
+    has_sharded_parameters,
+    is_fully_sharded,
+    is_sharded,
+    rebind,
+    shard_model,
+)
 from nblaunch.training.precision import cast_forward
 from nblaunch.training.pytree import dtype_for, to_device, tree_leaves, tree_map
-from nblaunch.training.sharded_models import has_sharded_parameters, is_fully_sharded, is_sharded, rebind, shard_model
+from nblaunch.training.states import gradient_order
 from nblaunch.training.topology import data_world, world
 
 

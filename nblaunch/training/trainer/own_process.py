@@ -10,11 +10,11 @@ from itertools import chain
 from torch import nn
 from torch.optim import Optimizer
 
-from nblaunch.training.checkpoint import random_states, restore_random_states
+from nblaunch.training.accelerator.preparation import move_state
 from nblaunch.training.distribute import in_place
 from nblaunch.training.precision import is_cast, plain_forward
-from nblaunch.training.preparation import move_state
 from nblaunch.training.seeding import SEED_VARIABLE
+from nblaunch.training.states.checkpoint import random_states, restore_random_states
 
 
 @contextmanager

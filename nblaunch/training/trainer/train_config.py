@@ -16,9 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
-from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.distribute import check_gpu
-from nblaunch.training.parallelism import Parallelism
+from nblaunch.training.parallel.parallelism import Parallelism
 from nblaunch.training.seeding import checked_seed
 
 SCHEDULES = ("constant", "linear", "cosine")

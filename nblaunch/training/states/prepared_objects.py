@@ -13,8 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.gradient_accumulation import SteppedOptimizer, SteppedScheduler
-from nblaunch.training.preparation import unwrapped
+from nblaunch.training.accelerator.gradient_accumulation import SteppedOptimizer, SteppedScheduler
+from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.pytree import tree_leaves
 
 _KINDS = (nn.Module, Optimizer, LRScheduler, DataLoader)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nblaunch.training import collectives, dict_reduction
-from nblaunch.training.rank_roles import RankRoles
+from nblaunch.training.accelerator.rank_roles import RankRoles
 
 
 class RankCollectives(RankRoles):

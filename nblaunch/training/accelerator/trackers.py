@@ -11,10 +11,10 @@ import torch
 
 from nblaunch.errors import ArgumentError
 from nblaunch.ranks.report import report
-from nblaunch.training import plugin_settings
-from nblaunch.training.rank_roles import RankRoles
+from nblaunch.training.accelerator import plugin_settings
+from nblaunch.training.accelerator.rank_roles import RankRoles
+from nblaunch.training.accelerator.tracker_backends import TRACKERS, numbers_in
 from nblaunch.training.topology import leave_group
-from nblaunch.training.tracker_backends import TRACKERS, numbers_in
 
 
 class Trackers(RankRoles):

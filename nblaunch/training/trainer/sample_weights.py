@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from nblaunch.errors import warn
-from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.pytree import batch_size_of
 from nblaunch.training.topology import data_world
 

@@ -10,16 +10,16 @@ from torch import nn
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.machine.argument_checks import whole_number
-from nblaunch.training import gradient_order, model_states, state_folder
-from nblaunch.training.checkpoint import random_states
+from nblaunch.training.accelerator.rank_roles import RankRoles
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
 from nblaunch.training.exchange import exchange, exchange_results
-from nblaunch.training.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
-from nblaunch.training.model_states import SHARDED, path_of
-from nblaunch.training.prepared_objects import HookHandle, PreparedObjects, Registered
-from nblaunch.training.rank_roles import RankRoles
-from nblaunch.training.sharded_states import write_sharded_state
-from nblaunch.training.state_folder import Manifest, StateFolder
+from nblaunch.training.parallel.sharded_states import write_sharded_state
+from nblaunch.training.states import gradient_order, model_states, state_folder
+from nblaunch.training.states.checkpoint import random_states
+from nblaunch.training.states.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
+from nblaunch.training.states.model_states import SHARDED, path_of
+from nblaunch.training.states.prepared_objects import HookHandle, PreparedObjects, Registered
+from nblaunch.training.states.state_folder import Manifest, StateFolder
 from nblaunch.training.topology import world
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
@@ -44,7 +44,7 @@ class StateFiles(RankRoles):
         group reads each file by ``torch.load`` (without a GPU: ``map_location="cpu"``): ``model.pt``, ``model_1.pt``
         ... are the ``state_dict`` of the users' own modules. Where ranks divide models (`parallelism`), each writes its
         part of modules and optimizers instead, into ``sharded``: any number of ranks, or one process, loads it by
-        `load_state`, or without the rest by `nblaunch.training.sharded_states.load_sharded_state`.
+        `load_state`, or without the rest by `nblaunch.training.parallel.sharded_states.load_sharded_state`.
 
         Save between optimizer steps, or after any batch within `accumulate`. Gradients that a loop accumulates without
         `accumulate` are not saved; if ranks divide a model, save between steps only.

@@ -14,9 +14,9 @@ from torch.distributed.algorithms.join import Join
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training import collectives
-from nblaunch.training.accelerator_settings import AcceleratorSettings
-from nblaunch.training.distributed_type import DistributedType, RankState
-from nblaunch.training.parallelism import MeshSizes
+from nblaunch.training.accelerator.accelerator_settings import AcceleratorSettings
+from nblaunch.training.accelerator.distributed_type import DistributedType, RankState
+from nblaunch.training.parallel.parallelism import MeshSizes
 from nblaunch.training.pytree import to_device
 from nblaunch.training.topology import data_world, ensure_group, world
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError
+from nblaunch.training.accelerator.gradient_accumulation import SteppedOptimizer
+from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.exchange import exchange
-from nblaunch.training.gradient_accumulation import SteppedOptimizer
-from nblaunch.training.preparation import unwrapped
+from nblaunch.training.parallel.sharded_models import has_sharded_parameters, is_sharded, part_like
 from nblaunch.training.pytree import to_device, tree_leaves, tree_map
-from nblaunch.training.sharded_models import has_sharded_parameters, is_sharded, part_like
 from nblaunch.training.topology import ensure_group, has_group, world
 
 Optimizers = Optimizer | Sequence[Optimizer]

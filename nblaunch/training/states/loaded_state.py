@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training import model_states
-from nblaunch.training.checkpoint import restore_random_states, seed_from_random_states
+from nblaunch.training.accelerator.gradient_accumulation import GradientState
 from nblaunch.training.data.loader_positions import restore_position
-from nblaunch.training.gradient_accumulation import GradientState
-from nblaunch.training.gradient_order import repeat_order
-from nblaunch.training.model_states import SHARDED, path_of, read_file
-from nblaunch.training.prepared_objects import PreparedObjects, Registered
-from nblaunch.training.sharded_models import drop_unshared_gradients
-from nblaunch.training.sharded_states import ReadState
-from nblaunch.training.state_folder import Manifest
+from nblaunch.training.parallel.sharded_models import drop_unshared_gradients
+from nblaunch.training.parallel.sharded_states import ReadState
+from nblaunch.training.states import model_states
+from nblaunch.training.states.checkpoint import restore_random_states, seed_from_random_states
+from nblaunch.training.states.gradient_order import repeat_order
+from nblaunch.training.states.model_states import SHARDED, path_of, read_file
+from nblaunch.training.states.prepared_objects import PreparedObjects, Registered
+from nblaunch.training.states.state_folder import Manifest
 from nblaunch.training.topology import data_world, world
 
 RANKS, SCALER = "ranks.pt", "scaler.pt"

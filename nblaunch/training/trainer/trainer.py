@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import checkpoint
-from nblaunch.training.callbacks import Callbacks
 from nblaunch.training.distribute import distributed, is_rank, runs_in_place
 from nblaunch.training.evaluation import OutputMetric, evaluate, forward, named, split
 from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Metric
-from nblaunch.training.own_process import kept_process_state
-from nblaunch.training.prediction import Part, in_order, inputs_of, predict_part
-from nblaunch.training.sharded_models import has_sharded_parameters
-from nblaunch.training.sharded_states import load_full_state
-from nblaunch.training.train_config import TrainConfig
-from nblaunch.training.trainer_data import Data, check_order, check_training_data, loader_of
-from nblaunch.training.training_run import Results, TrainingRun, parameters_of
+from nblaunch.training.parallel.sharded_models import has_sharded_parameters
+from nblaunch.training.parallel.sharded_states import load_full_state
+from nblaunch.training.states import checkpoint
+from nblaunch.training.trainer.callbacks import Callbacks
+from nblaunch.training.trainer.own_process import kept_process_state
+from nblaunch.training.trainer.prediction import Part, in_order, inputs_of, predict_part
+from nblaunch.training.trainer.train_config import TrainConfig
+from nblaunch.training.trainer.trainer_data import Data, check_order, check_training_data, loader_of
+from nblaunch.training.trainer.training_run import Results, TrainingRun, parameters_of
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.training.accelerator.plugin_settings import AccumulationSettings, Semantics
 from nblaunch.training.collectives import share_generators
-from nblaunch.training.plugin_settings import AccumulationSettings, Semantics
-from nblaunch.training.sharded_models import no_gradient_sync
+from nblaunch.training.parallel.sharded_models import no_gradient_sync
 from nblaunch.training.topology import data_world, world
 
 

@@ -16,16 +16,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import checkpoint, plugin_settings, precision
-from nblaunch.training.batch_size_search import release_memory
+from nblaunch.training import precision
+from nblaunch.training.accelerator import plugin_settings
+from nblaunch.training.accelerator.batch_size_search import release_memory
+from nblaunch.training.accelerator.gradient_accumulation import GradientState
+from nblaunch.training.accelerator.preparation import Preparation, move_batch, unwrapped
+from nblaunch.training.accelerator.rank_collectives import RankCollectives
+from nblaunch.training.accelerator.trackers import Trackers
 from nblaunch.training.distribute import distributed
-from nblaunch.training.gradient_accumulation import GradientState
-from nblaunch.training.preparation import Preparation, move_batch, unwrapped
+from nblaunch.training.parallel.sharded_models import clip_grad_norm, is_sharded
 from nblaunch.training.pytree import tree_leaves
-from nblaunch.training.rank_collectives import RankCollectives
-from nblaunch.training.sharded_models import clip_grad_norm, is_sharded
-from nblaunch.training.state_files import StateFiles
-from nblaunch.training.trackers import Trackers
+from nblaunch.training.states import checkpoint
+from nblaunch.training.states.state_files import StateFiles
 
 T = TypeVar("T")
 

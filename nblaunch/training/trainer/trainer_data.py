@@ -14,11 +14,11 @@ from torch.utils.data import (
 )
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.accelerator import Accelerator
+from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.data.index_source import length_of, samplers_of, shards
 from nblaunch.training.data.sharded_loader import ShardedLoader
 from nblaunch.training.data.sharding import shard
-from nblaunch.training.train_config import TrainConfig
+from nblaunch.training.trainer.train_config import TrainConfig
 
 Data = DataLoader[Any] | Dataset[Any]
 _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)

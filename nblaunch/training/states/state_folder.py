@@ -16,7 +16,7 @@ from typing import Any
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.processes import alive
-from nblaunch.training.checkpoint import flush
+from nblaunch.training.states.checkpoint import flush
 
 MANIFEST = "manifest.json"
 FORMAT = 1

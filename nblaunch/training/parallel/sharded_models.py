@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nblaunch.errors import ArgumentError
 from nblaunch.training.collectives import broadcast_tensors
 from nblaunch.training.exchange import check_same, exchange
-from nblaunch.training.parallelism import MeshSizes, Parallelism
+from nblaunch.training.parallel.parallelism import MeshSizes, Parallelism
 from nblaunch.training.topology import collective_device, world
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

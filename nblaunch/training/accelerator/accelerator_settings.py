@@ -12,14 +12,15 @@ import torch
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
-from nblaunch.training import plugin_settings, precision
-from nblaunch.training.absent_names import refuse_arguments, refuse_attribute
-from nblaunch.training.gradient_accumulation import GradientState
-from nblaunch.training.parallelism import Parallelism, from_accelerate
-from nblaunch.training.plugin_settings import AccumulationSettings, LoaderSettings, Semantics
+from nblaunch.training import precision
+from nblaunch.training.accelerator import plugin_settings
+from nblaunch.training.accelerator.absent_names import refuse_arguments, refuse_attribute
+from nblaunch.training.accelerator.gradient_accumulation import GradientState
+from nblaunch.training.accelerator.plugin_settings import AccumulationSettings, LoaderSettings, Semantics
+from nblaunch.training.accelerator.tracker_backends import requested
+from nblaunch.training.parallel.parallelism import Parallelism, from_accelerate
 from nblaunch.training.seeding import checked_seed
 from nblaunch.training.topology import own_device
-from nblaunch.training.tracker_backends import requested
 
 _GENERATORS = ("generator", "torch", "cuda")
 

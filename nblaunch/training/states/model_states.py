@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training import checkpoint
-from nblaunch.training.preparation import unwrapped
+from nblaunch.training.accelerator.preparation import unwrapped
+from nblaunch.training.parallel.sharded_models import has_sharded_parameters, is_sharded
+from nblaunch.training.parallel.sharded_states import ReadState, full_state, load_full_state, parts_of, sharded_state
 from nblaunch.training.pytree import tree_map
-from nblaunch.training.sharded_models import has_sharded_parameters, is_sharded
-from nblaunch.training.sharded_states import ReadState, full_state, load_full_state, parts_of, sharded_state
+from nblaunch.training.states import checkpoint
 from nblaunch.training.topology import world
 
 State = dict[str, Any]

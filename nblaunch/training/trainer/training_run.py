@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
-from nblaunch.training import checkpoint, gradient_order
-from nblaunch.training.accelerator import Accelerator
-from nblaunch.training.callbacks import Callbacks
+from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.exchange import exchange
-from nblaunch.training.fit_display import FitDisplay
 from nblaunch.training.metrics import Mean
-from nblaunch.training.sample_weights import SampleWeights
+from nblaunch.training.parallel.sharded_models import drop_unshared_gradients, has_sharded_parameters
+from nblaunch.training.parallel.sharded_states import gathered, load_full_state
 from nblaunch.training.seeding import seed_everything
-from nblaunch.training.sharded_models import drop_unshared_gradients, has_sharded_parameters
-from nblaunch.training.sharded_states import gathered, load_full_state
+from nblaunch.training.states import checkpoint, gradient_order
 from nblaunch.training.topology import world
-from nblaunch.training.train_config import TrainConfig
-from nblaunch.training.trainer_data import Data, loader_of
+from nblaunch.training.trainer.callbacks import Callbacks
+from nblaunch.training.trainer.fit_display import FitDisplay
+from nblaunch.training.trainer.sample_weights import SampleWeights
+from nblaunch.training.trainer.train_config import TrainConfig
+from nblaunch.training.trainer.trainer_data import Data, loader_of
 
 Results = dict[str, float]
 

@@ -1,0 +1,1 @@
+"""Models that ranks divide among them, and the states of such models."""

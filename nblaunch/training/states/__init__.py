@@ -1,0 +1,1 @@
+"""Saved states: the folder that they stand in, and what of a loop they hold."""
