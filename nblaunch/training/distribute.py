@@ -62,7 +62,9 @@ def distributed(
     """
     if not callable(function):
         raise ArgumentError(f"fun={function!r:.80}: must be a function")
-    if options.get("engine", "auto") in ("auto", "local"):
+    if not options.get("block", True):
+        raise ArgumentError("block=False: distribute waits for the ranks, whose states come back")
+    if not is_elsewhere(options):
         check_gpu(settings.compute_setup)
 
     @functools.wraps(function)
@@ -79,6 +81,23 @@ def distributed(
         return _launch(settings, _Call(function, args, kwargs, name, trains), options)
 
     return call
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse what `notebook_launcher` does not take; `name` is the user's argument."""
+    if not options:
+        return
+    from nblaunch import notebook_launcher
+
+    known = inspect.signature(notebook_launcher).parameters
+    for option in options:
+        if option not in known:
+            raise ArgumentError(f"{name}: notebook_launcher has no argument {option!r}: {', '.join(known)}")
+
+
+def is_elsewhere(options: Mapping[str, Any]) -> bool:
+    """Return True if the options of a launch choose other machines."""
+    return options.get("engine", "auto") not in ("auto", "local")
 
 
 def check_gpu(setup: str) -> None:

@@ -8,8 +8,9 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
 import nblaunch
 from nblaunch.engines.link import Peer
 from nblaunch.engines.node_engine import NodeEngine
 from nblaunch.engines.nodes import Nodes
 from nblaunch.engines.versions import versions_here
-from nblaunch.errors import LaunchStoppedError, RankDiedError
+from nblaunch.errors import ArgumentError, LaunchStoppedError, RankDiedError
 from nblaunch.launch.api import preload
 from nblaunch.machine import timeouts
 from nblaunch.machine.inventory import Machine
+from nblaunch.training import TrainConfig, Trainer
+from nblaunch.training.exchange import exchange
 from nblaunch.wire.link_messages import Joined
 from nblaunch.wire.messages import Cell
 from tests.conftest import eventually
@@ -249,3 +253,47 @@ def test_an_upload_that_was_stopped_begins_again(launch: Launcher) -> None:
     with pytest.raises(LaunchStoppedError):
         stopped.result()
     assert list(launch(use)) == [int(data.sum())] * 2
+
+
+# ------------------------------------------------------------------ training
+class CountNodes:
+    def on_epoch_end(self, trainer: Trainer, results: dict[str, Any]) -> None:
+        results["nodes"] = len(set(exchange(socket.gethostname())))
+
+
+def trained_twice(nprocs: int, folder: Path, **launch: Any) -> Trainer:
+    """Return the Trainer of a run that was resumed."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
+    for steps in (3, 6):
+        config = TrainConfig(
+            nprocs, batch_size=4, compute_setup="cpu", max_steps=steps, checkpoint_dir=folder, launch=launch
+        )
+        trainer = Trainer(model, optimizer, config, callbacks=[CountNodes()])
+        trainer.fit(data, data)
+    return trainer
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """A folder that every machine has."""
+    with tempfile.TemporaryDirectory(prefix="nblaunch-nodes-", dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_trainer_runs_and_resumes_on_both_nodes(nodes: dict[str, Any], shared_folder: Path, tmp_path: Path) -> None:
+    there = trained_twice(1, shared_folder, view="none", **nodes)
+    here = trained_twice(2, tmp_path / "here", view="none")
+    for name, value in there.model.state_dict().items():
+        assert torch.equal(value, here.model.state_dict()[name])
+    assert [row.pop("nodes") for row in there.history + here.history] == [2, 2, 1, 1]
+    for row in there.history + here.history:
+        row.pop("seconds")
+    assert there.history == here.history
+
+
+def test_a_trainer_says_that_a_node_lacks_the_checkpoint(nodes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"step-3.pt is not on n2: checkpoint_dir must be a folder"):
+        trained_twice(1, tmp_path, view="none", **nodes)

@@ -587,3 +587,8 @@ def test_parts_in_reference_cycles_are_found_once() -> None:
     }
     assert len(found) == 3
     assert run.trainer.inner.model is deeper  # three attributes deep: left alone
+
+
+def test_distribute_cannot_run_in_the_background() -> None:
+    with pytest.raises(ArgumentError, match="block=False: distribute waits for the ranks, whose states come back"):
+        Accelerator(compute_setup="cpu").distribute(print, block=False)

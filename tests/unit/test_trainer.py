@@ -60,6 +60,10 @@ from nblaunch.training.trainer.trainer_data import loader_of
             {"ddp_kwargs": {"unused": True}},
             r"ddp_kwargs: DistributedDataParallel has no argument 'unused': device_ids, ",
         ),
+        ({"launch": "slurm"}, r"launch='slurm': give a dict of arguments for notebook_launcher"),
+        ({"launch": {"nodes": 2}}, r"launch: notebook_launcher has no argument 'nodes': function, "),
+        ({"launch": {"block": False}}, r"launch=\{'block': False\}: fit waits for its ranks"),
+        ({"launch": {"device": "cuda"}}, r"launch=\{'device': 'cuda'\}: give compute_setup"),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_starts(wrong: dict[str, Any], said: str) -> None:
@@ -99,6 +103,7 @@ def test_gpus_are_refused_where_none_is_visible(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ArgumentError, match=said):
         accelerator.distribute(print)
     assert callable(accelerator.distribute(print, engine="slurm"))
+    assert TrainConfig(compute_setup="gpu", launch={"engine": "slurm"}).nprocs is None
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert TrainConfig(compute_setup="gpu").compute_setup == "gpu"

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -186,10 +187,16 @@ def read(path: Path, *, mmap: bool = False) -> dict[str, Any]:
         mmap: Whether tensors stay in the file until they are used.
 
     Raises:
+        ArgumentError: The file is not there.
         RuntimeError: The file is damaged.
     """
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except FileNotFoundError:
+        raise ArgumentError(
+            f"{path} is not on {socket.gethostname()}: checkpoint_dir must be a folder that every node and the "
+            "notebook share"
+        ) from None
     except Exception as error:
         raise RuntimeError(
             f"{path} is damaged: remove it to resume from the checkpoint before, if there is one, or use "

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
 from nblaunch.training.accelerator.accelerator import Accelerator
-from nblaunch.training.distribute import check_gpu
+from nblaunch.training.distribute import check_gpu, check_options, is_elsewhere
 from nblaunch.training.parallel.parallelism import Parallelism
 from nblaunch.training.seeding import checked_seed
 
@@ -37,6 +37,15 @@ _LEAST = {
     "early_stop": 1,
 }
 """The whole-number settings, each with its minimum."""
+_OWN_OPTIONS = {
+    **dict.fromkeys(("function", "args", "kwargs"), "the Trainer gives the function and its arguments"),
+    "num_processes": "give nprocs",
+    "device": "give compute_setup",
+    "backend": "give TrainConfig's own backend",
+    "mixed_precision": "give TrainConfig's own mixed_precision",
+    "block": "fit waits for its ranks",
+}
+"""The arguments of a launch that a Trainer sets itself, each with what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,9 @@ class TrainConfig:
             file all the same, which any number of ranks and the notebook load. For a checkpoint, and at the end of
             `Trainer.fit`, the whole model and optimizer state are gathered into rank 0's CPU memory: for Adam three
             times the size of the parameters.
+        launch: More arguments for `notebook_launcher`, such as ``{"engine": "slurm --time=60", "num_nodes": 2}``:
+            `nprocs` then counts the ranks of a node, and `checkpoint_dir` must be a folder that all nodes and the
+            notebook share. With any of them but ``view`` a single rank is launched too.
 
     Raises:
         ArgumentError: A value is wrong; the message names it.
@@ -122,6 +134,7 @@ class TrainConfig:
     log_setup: str = "cpu"
     ddp_kwargs: Mapping[str, Any] | None = None
     parallelism: Parallelism | None = None
+    launch: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -148,8 +161,10 @@ class TrainConfig:
         self._check_folder()
         self._check_ddp_arguments()
         checked_seed(self.seed)
+        self._check_launch()
         self.make_accelerator()
-        check_gpu(self.compute_setup)
+        if not is_elsewhere(self.launch_options):
+            check_gpu(self.compute_setup)
 
     def _check_folder(self) -> None:
         folder: object = self.checkpoint_dir
@@ -168,6 +183,20 @@ class TrainConfig:
         for name in self.ddp_kwargs or ():
             if name not in known:
                 raise ArgumentError(f"ddp_kwargs: DistributedDataParallel has no argument {name!r}: {', '.join(known)}")
+
+    def _check_launch(self) -> None:
+        given: object = self.launch
+        if given is not None and not isinstance(given, Mapping):
+            raise ArgumentError(f"launch={given!r:.80}: give a dict of arguments for notebook_launcher")
+        for name in self.launch_options:
+            if name in _OWN_OPTIONS:
+                raise ArgumentError(f"launch={dict(self.launch_options)!r:.80}: {_OWN_OPTIONS[name]}")
+        check_options("launch", self.launch_options)
+
+    @property
+    def launch_options(self) -> Mapping[str, Any]:
+        """Return `launch`, empty if it was not given."""
+        return self.launch or {}
 
     @property
     def keeps_best(self) -> bool:

@@ -178,13 +178,13 @@ class Trainer:
             self.config.check_monitor(["step", "loss", "seconds", *of_valid])
         if is_rank():
             self._fit(train, valid)
-        elif runs_in_place(self.accelerator, {}):
+        elif runs_in_place(self.accelerator, self.config.launch_options):
             with kept_process_state(self.model, self.optimizer):
                 self._fit(train, valid)
         else:
             before, self.result = self._checkpoints(), None
             try:
-                self.result = distributed(self.accelerator, self._fit, {}, name="Trainer.fit")(train, valid)
+                self.result = self._distributed(self._fit, "Trainer.fit")(train, valid)
             except BaseException:
                 if self._checkpoints() != before:  # it is what the next `fit` continues
                     self.progress, self.loaded = checkpoint.read_progress(self._checkpoints()[-1][0]), None
@@ -272,10 +272,13 @@ class Trainer:
         """Return what each rank computes from the data, which a notebook sends to ranks."""
         if is_rank():
             return exchange(function(data))
-        if runs_in_place(self.accelerator, {}):
+        if runs_in_place(self.accelerator, self.config.launch_options):
             with kept_process_state(self.model, self.optimizer):
                 return [function(data)]
-        return list(distributed(self.accelerator, function, {}, name=name, trains=False)(data))
+        return list(self._distributed(function, name, trains=False)(data))
+
+    def _distributed(self, function: Callable[..., Any], name: str, trains: bool = True) -> Callable[..., Any]:
+        return distributed(self.accelerator, function, self.config.launch_options, name=name, trains=trains)
 
     # ------------------------------------------------------------------ checkpoints
     def load(self, path: str | os.PathLike[str], *, progress: bool = True) -> None:
