@@ -6,7 +6,7 @@ import base64
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -43,6 +43,13 @@ class Summary:
     """The latest value of each rank."""
     marked: Point | None = None
     """The step that is marked as the best one, and its value, which may be NaN."""
+    is_numbered: bool = False
+    """The x of its points are the numbers of the reports, because steps went back."""
+
+    @property
+    def ring(self) -> Point | None:
+        """Where the best step is marked in the chart."""
+        return None if self.is_numbered else self.marked
 
     @property
     def differs(self) -> bool:
@@ -73,6 +80,7 @@ def summarise(
     metrics: Mapping[str, Mapping[int, Sequence[Point]]],
     charts: Iterable[Sequence[str]] | None = None,
     best: Mapping[str, Point] | None = None,
+    numbered: Collection[str] = (),
 ) -> list[list[Summary]]:
     """Summarise the metrics with points, as they are drawn: a list for each chart.
 
@@ -80,15 +88,20 @@ def summarise(
         metrics: The points of each rank.
         charts: The names of each chart's metrics. Default: by their names and last steps.
         best: The points that are marked as the best ones, by metric.
+        numbered: The metrics with the numbers of their reports as x.
     """
     if charts is None:
         plan = ChartPlan(
-            (name, points[-1][0]) for name, series in metrics.items() for points in series.values() if points
+            (name, points[-1][0], rank) for name, series in metrics.items() for rank, points in series.items() if points
         )
         charts = [chart.names for chart in plan.charts]
     marks = best or {}
     groups = (
-        [_summary(name, metrics[name], marks.get(name)) for name in names if any(metrics.get(name, {}).values())]
+        [
+            _summary(name, metrics[name], marks.get(name), name in numbered)
+            for name in names
+            if any(metrics.get(name, {}).values())
+        ]
         for names in charts
     )
     return [group for group in groups if group]
@@ -106,14 +119,14 @@ def mean_of(series: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
     return tuple(sorted(sums.items()))
 
 
-def _summary(name: str, series: Mapping[int, Sequence[Point]], marked: Point | None) -> Summary:
+def _summary(name: str, series: Mapping[int, Sequence[Point]], marked: Point | None, is_numbered: bool) -> Summary:
     by_rank = {rank: points[-1][1] for rank, points in sorted(series.items()) if points}
     mean = mean_of(series)
     latest = mean[-1][1] if mean else sum(value / len(by_rank) for value in by_rank.values())
     candidates = mean or [point for points in series.values() for point in points]
     finite = [y for _, y in candidates if math.isfinite(y)]
     pick = {"up": max, "down": min}.get(direction(name))
-    return Summary(name, mean, latest, pick(finite) if pick and finite else None, by_rank, marked)
+    return Summary(name, mean, latest, pick(finite) if pick and finite else None, by_rank, marked, is_numbered)
 
 
 def has_line(metrics: Mapping[str, Mapping[int, Sequence[Point]]], group: Iterable[Summary]) -> bool:

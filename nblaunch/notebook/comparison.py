@@ -7,7 +7,7 @@ import math
 import numbers
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -82,13 +82,13 @@ class Run:
     Attributes:
         label: Its name in charts and tables.
         metrics: The points of each metric by rank.
-        order: The name and x of each value, in order of time.
+        order: The name, x and rank of each value, in order of time.
         best: The points that are marked as the best ones.
     """
 
     label: str
     metrics: Mapping[str, Mapping[int, Sequence[Point]]]
-    order: Sequence[tuple[str, float]]
+    order: Sequence[tuple[str, float, int]]
     best: Mapping[str, Point]
 
     @classmethod
@@ -101,16 +101,26 @@ class Run:
                 points = metrics.setdefault(name, {}).setdefault(report.rank, [])
                 x = float(len(points) if report.step is None else report.step)
                 points.append((x, value))
-                order.append((name, x))
+                order.append((name, x, report.rank))
         marks = {
             name: (float(best.step), math.nan if best.value is None else best.value)
             for name, best in reports.best.items()
         }
         return cls(label, metrics, order, marks)
 
-    def summaries(self, charts: Iterable[Chart]) -> dict[str, Summary]:
+    def numbered(self, names: Collection[str]) -> Run:
+        """Return it with the numbers of the reports as x of these metrics."""
+        metrics = {
+            name: {rank: [(float(at), y) for at, (_, y) in enumerate(points)] for rank, points in series.items()}
+            if name in names
+            else series
+            for name, series in self.metrics.items()
+        }
+        return replace(self, metrics=metrics)
+
+    def summaries(self, plan: ChartPlan) -> dict[str, Summary]:
         """Return its metrics in numbers, by name."""
-        groups = summarise(self.metrics, [chart.names for chart in charts], self.best)
+        groups = summarise(self.metrics, [chart.names for chart in plan.charts], self.best, plan.numbered)
         return {summary.name: summary for group in groups for summary in group}
 
 
@@ -201,9 +211,10 @@ class Comparison:
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = tuple(runs)
-        self._charts = ChartPlan(point for run in self.runs for point in run.order).charts
-        self._summaries = [run.summaries(self._charts) for run in self.runs]
+        plan = ChartPlan((name, x, (at, rank)) for at, run in enumerate(runs) for name, x, rank in run.order)
+        self.runs = tuple(run.numbered(plan.numbered) for run in runs)
+        self._charts = plan.charts
+        self._summaries = [run.summaries(plan) for run in self.runs]
 
     @property
     def last(self) -> dict[str, dict[str, float]]:
@@ -291,9 +302,7 @@ class Comparison:
 
     def _image(self, chart: Chart, most_points: int) -> str:
         lines = [
-            Line(
-                line_of(run.metrics, summaries[name]), _colour(number), _stroke(chart, name)[1], summaries[name].marked
-            )
+            Line(line_of(run.metrics, summaries[name]), _colour(number), _stroke(chart, name)[1], summaries[name].ring)
             for name in chart.names
             for number, (run, summaries) in enumerate(zip(self.runs, self._summaries, strict=True))
             if name in summaries

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch.launch.output.terminal_lines import without_colours
@@ -69,6 +69,8 @@ class Record:
     log_dir: str
     charts: Sequence[Sequence[str]] | None = None
     """The metrics of each chart, in order. None: as their names say."""
+    numbered: Collection[str] = ()
+    """The metrics with the numbers of their reports as x."""
     best: Mapping[str, Point] = field(default_factory=dict)
     """The point that is marked as the best one, by metric; y may be NaN."""
     launch_id: str = ""
@@ -86,7 +88,7 @@ class Record:
 
     def summaries(self) -> list[list[Summary]]:
         """Return the metrics in numbers, those of each chart together."""
-        return summarise(self.metrics, self.charts, self.best)
+        return summarise(self.metrics, self.charts, self.best, self.numbered)
 
     def tails_shown(self, most: int) -> list[RankTail]:
         """Return at most `most` tails by rank, that of the failed rank first."""

@@ -145,14 +145,14 @@ def _charts(record: Record, groups: Sequence[Sequence[Summary]]) -> list[str]:
 
 def _image(record: Record, group: Sequence[Summary], most_points: int) -> str:
     first, *others = group
-    lines = [Line(line_of(record.metrics, other), colour_beside(other.name), marked=other.marked) for other in others]
+    lines = [Line(line_of(record.metrics, other), colour_beside(other.name), marked=other.ring) for other in others]
     title = cut(" and ".join(summary.name for summary in group), 60)
     chart = line_chart(
         record.metrics[first.name],
         first.mean,
         title,
         lines=lines,
-        marked=first.marked,
+        marked=first.ring,
         kind=kind(first.name),
         most_points=most_points,
     )

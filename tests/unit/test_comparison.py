@@ -92,6 +92,14 @@ def test_a_chart_tells_means_of_epochs_from_validation() -> None:
     assert dashes == ["1 4", "1 4", "5 4", "5 4", "7 4 1 4", "7 4 1 4"]
 
 
+def test_runs_whose_steps_go_back_are_laid_over_each_other_by_report() -> None:
+    straight, back = (
+        Metrics([Report(0, at, step, {"loss": at}) for at, step in enumerate(s)]) for s in ((5, 6), (5, 5))
+    )
+    points = [run.metrics["loss"][0] for run in compare(straight, back).runs]
+    assert points == [[(0.0, 0), (1.0, 1)]] * 2
+
+
 def test_runs_without_a_label_have_their_names() -> None:
     labels = [run.label for run in compare(result_of(1), result_of(1), result_of(1, "test"), train=result_of(1)).runs]
     assert labels == ["train 1", "train 2", "test", "train"]
