@@ -13,6 +13,7 @@ import pytest
 
 from nblaunch.launch.output.terminal_lines import LineAssembler
 from nblaunch.machine import timeouts
+from nblaunch.notebook.charts import COLOURS, LOG_RATIO, MEAN_COLOUR, PART_STROKES
 from nblaunch.notebook.page_messages import Delta, to_content
 from nblaunch.notebook.page_script import STATIC, loader, modules, script
 from nblaunch.notebook.panel_state import PanelState
@@ -174,6 +175,19 @@ def test_the_style_sheet_touches_nothing_else_on_the_page() -> None:
         assert re.search(r"\.nbl-", selector.split()[0]), selector
         assert all(name.startswith("nbl-") for name in re.findall(r"\.([\w-]+)", selector)), selector
     assert not re.search(r"url\(|@import|https?:", source("panel.css"))
+
+
+def test_the_panel_and_the_record_draw_in_the_same_colours_and_dashes() -> None:
+    css, chart = source("panel.css"), source("chart.js")
+    assert tuple(re.findall(r"\.nbl-r\d { --nbl-e: (#\w+)", css)) == COLOURS
+    assert re.findall(r"\.nbl-ink-mean { color: (#\w+)", css) == [MEAN_COLOUR]
+    inks = dict(re.findall(r"\.nbl-ink-(\w+) {[^}]* color: (#\w+)", css))
+    dashes = re.search(r"const DASHES = {(.*)};", chart)
+    assert dashes is not None
+    drawn = {part: numbers.replace(",", "") for part, numbers in re.findall(r"(\w+): \[([^]]*)\]", dashes[1])}
+    for part, stroke in PART_STROKES.items():
+        assert (inks[part], drawn[part]) == (stroke.colour, stroke.dashes)
+    assert f"const LOG_RATIO = {LOG_RATIO};" in chart
 
 
 def test_every_class_of_the_style_sheet_is_used() -> None:

@@ -1,7 +1,15 @@
 import assert from "node:assert/strict";
 import test from "node:test";
-import { niceTicks, valueRange } from "../../../nblaunch/notebook/static/chart.js";
-import { bytesText, clockText, durationText, numberText, valueText } from "../../../nblaunch/notebook/static/format.js";
+import { logTicks, niceTicks, spansDecades, valueRange } from "../../../nblaunch/notebook/static/chart.js";
+import {
+  bytesText,
+  clockText,
+  durationText,
+  numberText,
+  steadyText,
+  valueText,
+} from "../../../nblaunch/notebook/static/format.js";
+import { rowSizes } from "../../../nblaunch/notebook/static/metrics.js";
 import { Metric, MetricBook } from "../../../nblaunch/notebook/static/series.js";
 
 const DIRECTIONS = { accuracy: 1, loss: -1 };
@@ -319,11 +327,50 @@ test("ticks are round", () => {
   assert.ok(niceTicks(0, 1e300, 5).length < 12);
 });
 
+test("a loss over decades has a logarithmic scale with round numbers", () => {
+  assert.deepEqual([[[1, null], [0.02]], [[1, 0.021]], [[1, 0]], [[1, -1]], [[null]]].map(spansDecades), [
+    true,
+    false,
+    false,
+    false,
+    false,
+  ]);
+  assert.deepEqual(logTicks(-1.7, 0), [0.02, 0.05, 0.1, 0.2, 0.5, 1]);
+  assert.deepEqual(logTicks(-3.8, 0), [0.001, 0.01, 0.1, 1]);
+  assert.deepEqual(logTicks(-12, 0), [1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 0.01, 1]);
+});
+
 test("a range has air, also around one value", () => {
   assert.deepEqual(valueRange([[1, null], [2]]), [0.94, 2.06]);
   assert.deepEqual(valueRange([[5]]), [4.5, 5.5]);
   assert.deepEqual(valueRange([[0]]), [-1, 1]);
   assert.deepEqual(valueRange([[null]]), [0, 1]);
+});
+
+test("cards fill every row, and rows differ by one card at most", () => {
+  assert.deepEqual(rowSizes(0, 900), []);
+  assert.deepEqual(rowSizes(1, 900), [1]);
+  assert.deepEqual(rowSizes(3, 900), [3, 3, 3]);
+  assert.deepEqual(rowSizes(4, 900), [2, 2, 2, 2]);
+  assert.deepEqual(rowSizes(5, 900), [2, 2, 3, 3, 3]);
+  assert.deepEqual(rowSizes(5, 600), [1, 2, 2, 2, 2]);
+  assert.deepEqual(rowSizes(2, 100), [1, 1]);
+  assert.deepEqual(rowSizes(4, 1400), [4, 4, 4, 4]);
+});
+
+test("a value that changes is always as wide", () => {
+  assert.deepEqual(
+    [0.362, 0.3619, 1.5, -0.25, 3, 12345.6, 1.5e-7, null].map((value) => steadyText(value)),
+    ["0.3620", "0.3619", "1.500", "-0.2500", "3", "12346", "1.5e-7", "–"],
+  );
+  assert.deepEqual(
+    [1100, 1130, 850, 99.97].map((value) => steadyText(value, "rate")),
+    ["1.10k/s", "1.13k/s", "850/s", "100/s"],
+  );
+  assert.deepEqual(
+    [3e-4, 0.01].map((value) => steadyText(value, "lr")),
+    ["3e-4", "0.01"],
+  );
 });
 
 test("what is no number is a dash, and never an error", () => {

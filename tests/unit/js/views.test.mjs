@@ -237,6 +237,20 @@ test("validation stands beside training, and the arrow keys read both", (t) => {
   assert.equal(press("Escape"), "step 3");
 });
 
+test("the legend of ranks stands in the card of their chart", (t) => {
+  const { delta, view } = opened(t);
+  const points = (name, ranks) => ranks.flatMap((rank) => [1, 2].map((x) => [name, rank, x, rank, x - 1]));
+  delta({
+    charts: ["a", "b", "c"].map((name) => [[[name, "training", false]], "", ""]),
+    metrics: [...points("a", [0, 3]), ...points("b", [0]), ...points("c", [0, 1, 2, 3, 4, 5, 6, 7, 8])],
+  });
+  const { host } = view();
+  assert.deepEqual(
+    host.all("nbl-legend").map((node) => node.textContent),
+    ["meanrank 03", "", "mean9 ranks"],
+  );
+});
+
 test("the time left goes by the steps of this run", (t) => {
   const { delta, view } = opened(t, { hosts: [] });
   delta({ ranks: [[0, "running"]], progress: [[0, "fit", 60, 100, 10, 40, 0]] });
