@@ -206,7 +206,7 @@ class Comparison:
     def __init__(self, runs: Sequence[Run]) -> None:
         plan = ChartPlan((name, x, (at, rank)) for at, run in enumerate(runs) for name, x, rank in run.order)
         self.runs = tuple(run.numbered(plan.numbered) for run in runs)
-        self._charts = plan.charts
+        self._charts, self._numbered = plan.charts, plan.numbered
         self._summaries = [run.summaries(plan) for run in self.runs]
 
     @property
@@ -302,7 +302,8 @@ class Comparison:
 
     def _card(self, chart: Chart, image: str) -> str:
         names = [
-            f'<span style="white-space:nowrap">{_stroke(chart, name).sample} <b>{_text(name)}</b></span>'
+            f'<span style="white-space:nowrap">{_stroke(chart, name).sample} <b>{_text(name)}</b>'
+            f"{' by report' * (name in self._numbered)}</span>"
             for name in chart.names
         ]
         runs = [

@@ -177,14 +177,18 @@ def _card(group: Sequence[Summary], image: str) -> str:
     said = [", ".join(filter(None, (f"latest {s.latest_text}", s.best_text, _mean_of(s)))) for s in group]
     names = [_text(summary.name, 60, in_attribute=True) for summary in group]
     alt = f"chart of {'; '.join(f'{name}: {text}' for name, text in zip(names, said, strict=True))}"
-    values = [_numbers(group[0]), *(_numbers(other, stroke_beside(other.name)) for other in group[1:])]
-    return card(filter(None, [*values, _legend(group[0])]), image, alt)
+    legend = _legend(group[0])
+    values = [
+        _numbers(group[0], has_legend=bool(legend)),
+        *(_numbers(other, stroke_beside(other.name)) for other in group[1:]),
+    ]
+    return card(filter(None, [*values, legend]), image, alt)
 
 
-def _numbers(summary: Summary, stroke: Stroke | None = None) -> str:
-    """Return the values of a metric, with its stroke if it is beside another one."""
-    shown = (summary.best_text, _mean_of(summary) if summary.differs else "", "by report" * summary.is_numbered)
-    facts = ", ".join(filter(None, shown))
+def _numbers(summary: Summary, stroke: Stroke | None = None, *, has_legend: bool = False) -> str:
+    """Return the values of a metric, with its stroke if it is beside another one. A legend names the mean."""
+    mean = _mean_of(summary) if summary.differs and not has_legend else ""
+    facts = ", ".join(filter(None, (summary.best_text, mean, "by report" * summary.is_numbered)))
     more = f' <span style="{DIM}">{facts}</span>' if facts else ""
     alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
     latest = f'<span style="font-size:{13 if stroke else 16}px{alarm}">{summary.latest_text}</span>'

@@ -188,8 +188,8 @@ def test_every_report_is_in_the_metrics_with_its_rank_step_and_time(launch: Laun
         own = [(report.step, dict(report.values)) for report in metrics if report.rank == rank]
         assert own[:3] == [(s, {"loss": 1.0 / (s + 1), "accuracy": 0.5 * rank}) for s in range(3)]
         assert own[3] == (None, {"lr": 1.0})
-    assert metrics.last == {"loss": pytest.approx(1 / 3), "accuracy": 0.0, "lr": 1.0}
-    assert repr(metrics) == "Metrics(8 reports: loss 0.3333, accuracy 0 on rank 0, lr 1)"
+    assert metrics.last == {"loss": pytest.approx(1 / 3), "accuracy": 0.25, "lr": 1.0}
+    assert repr(metrics) == "Metrics(8 reports: loss 0.3333, accuracy 0.25 (mean of 2 ranks), lr 1)"
 
 
 def test_metrics_are_a_table_for_pandas(launch: Launcher) -> None:

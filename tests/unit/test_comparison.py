@@ -120,6 +120,7 @@ def test_runs_whose_steps_go_back_are_laid_over_each_other_by_report() -> None:
     )
     points = [run.metrics["loss"][0] for run in compare(straight, back).runs]
     assert points == [[(0.0, 0), (1.0, 1)]] * 2
+    assert "<b>loss</b> by report<" in compare(straight, back)._repr_mimebundle_()["text/html"]
 
 
 def test_runs_without_a_label_have_their_names() -> None:

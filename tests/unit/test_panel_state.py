@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from nblaunch.launch.output.report_columns import ReportColumns
+from nblaunch.launch.result import Metrics
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.launch_record import record_of
@@ -182,6 +184,17 @@ def test_the_record_of_a_long_run_has_the_mean_of_all_ranks(state: PanelState) -
     assert {y for _, y in loss.mean} == {1.0}
     assert (loss.latest, loss.best, loss.mean[-1][0]) == (1.0, 1.0, 1499)
     assert all(len(points) <= 300 for points in record_of(state, None, 1.0).metrics["loss"].values())
+
+
+def test_the_record_and_the_repr_of_a_result_show_the_same_means(state: PanelState) -> None:
+    columns = ReportColumns()
+    for step in range(3):
+        for rank in (0, 1):
+            values = {"loss": 1 / (step + 1) + rank} | ({"lr": 0.5} if rank == 0 else {})
+            report(state, rank, step, **values)
+            columns.add(rank, step + rank / 2, step, values)
+    groups = record_of(state, None, 1.0).summaries()
+    assert Metrics(columns).last == {summary.name: summary.latest for group in groups for summary in group}
 
 
 def test_unchanged_resources_are_sent_once(state: PanelState) -> None:
