@@ -55,17 +55,14 @@ class Metrics(Sequence[Report]):
 
     @property
     def last(self) -> dict[str, float]:
-        """The latest value of each metric, from the lowest rank that reported it.
-
-        The panel, the record and `nblaunch.compare` show means over the ranks.
-        """
+        """The latest value of each metric: the mean over the ranks that have reported it, as the panel shows it."""
         return self._reports.last
 
     def _in_words(self, lead: str) -> str:
         """Return `lead` and the latest values, or an empty string if there are none."""
         last, differing = self.last, self._reports.differing
         shown = [
-            f"{name} {number_of(name, value)}" + (f" on rank {differing[name]}" if name in differing else "")
+            f"{name} {number_of(name, value)}" + (f" (mean of {differing[name]} ranks)" if name in differing else "")
             for name, value in itertools.islice(last.items(), _MAX_SHOWN)
         ]
         return lead + ", ".join([*shown, *(["…"] if len(last) > _MAX_SHOWN else [])]) if last else ""

@@ -6,20 +6,30 @@ import base64
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from nblaunch.launch.output.metric_names import ChartPlan, Kind, Part, direction, family, formatted, number_of
+from nblaunch.launch.output.metric_names import (
+    ChartPlan,
+    Direction,
+    Kind,
+    Part,
+    direction,
+    family,
+    formatted,
+    number_of,
+)
 from nblaunch.notebook.downsampling import MAX_DRAWABLE, MAX_POINTS, Point, downsampled, is_drawable
 
 MAX_LINES = 16
 """Ranks drawn as lines; more ranks are drawn as a band."""
-COLOURS = ("#c2703d", "#2f8f6b", "#8a63c9", "#c2528b", "#7d8a2e", "#2f8aa8", "#b5555a", "#6b7fa8")
-"""Colours of the ranks' lines: mid-tones, visible on white and on black."""
-MEAN_COLOUR = "#3f7fe0"
-_PART_COLOURS: dict[Part, str] = {"training": "#8f8f8f", "epoch": "#b98a00", "valid": "#cc4fc0", "test": "#16968f"}
-"""Colours of the lines beside the training's."""
+COLOURS = ("#2f6fe4", "#d9730d", "#16913f", "#b030c8", "#0b8fa5", "#d6336c", "#7c8b00", "#6b4fd8")
+"""Colours of ranks and runs: mid-tones, visible on white and on black. The panel's style sheet has the same."""
+MEAN_COLOUR = "#7b7b7b"
+"""The mean over the ranks: neutral, because each hue is a rank's."""
+LOG_RATIO = 50
+"""A loss whose highest value is so many times its lowest one is drawn on a logarithmic scale, as in `chart.js`."""
 
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML or UTF-8 cannot hold, and invisible control characters."""
@@ -43,6 +53,13 @@ class Summary:
     """The latest value of each rank."""
     marked: Point | None = None
     """The step that is marked as the best one, and its value, which may be NaN."""
+    is_numbered: bool = False
+    """The x of its points are the numbers of the reports, because steps went back."""
+
+    @property
+    def ring(self) -> Point | None:
+        """Where the best step is marked in the chart."""
+        return None if self.is_numbered else self.marked
 
     @property
     def differs(self) -> bool:
@@ -73,6 +90,7 @@ def summarise(
     metrics: Mapping[str, Mapping[int, Sequence[Point]]],
     charts: Iterable[Sequence[str]] | None = None,
     best: Mapping[str, Point] | None = None,
+    numbered: Collection[str] = (),
 ) -> list[list[Summary]]:
     """Summarise the metrics with points, as they are drawn: a list for each chart.
 
@@ -80,15 +98,20 @@ def summarise(
         metrics: The points of each rank.
         charts: The names of each chart's metrics. Default: by their names and last steps.
         best: The points that are marked as the best ones, by metric.
+        numbered: The metrics with the numbers of their reports as x.
     """
     if charts is None:
         plan = ChartPlan(
-            (name, points[-1][0]) for name, series in metrics.items() for points in series.values() if points
+            (name, points[-1][0], rank) for name, series in metrics.items() for rank, points in series.items() if points
         )
         charts = [chart.names for chart in plan.charts]
     marks = best or {}
     groups = (
-        [_summary(name, metrics[name], marks.get(name)) for name in names if any(metrics.get(name, {}).values())]
+        [
+            _summary(name, metrics[name], marks.get(name), name in numbered)
+            for name in names
+            if any(metrics.get(name, {}).values())
+        ]
         for names in charts
     )
     return [group for group in groups if group]
@@ -106,14 +129,14 @@ def mean_of(series: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
     return tuple(sorted(sums.items()))
 
 
-def _summary(name: str, series: Mapping[int, Sequence[Point]], marked: Point | None) -> Summary:
+def _summary(name: str, series: Mapping[int, Sequence[Point]], marked: Point | None, is_numbered: bool) -> Summary:
     by_rank = {rank: points[-1][1] for rank, points in sorted(series.items()) if points}
     mean = mean_of(series)
     latest = mean[-1][1] if mean else sum(value / len(by_rank) for value in by_rank.values())
     candidates = mean or [point for points in series.values() for point in points]
     finite = [y for _, y in candidates if math.isfinite(y)]
     pick = {"up": max, "down": min}.get(direction(name))
-    return Summary(name, mean, latest, pick(finite) if pick and finite else None, by_rank, marked)
+    return Summary(name, mean, latest, pick(finite) if pick and finite else None, by_rank, marked, is_numbered)
 
 
 def has_line(metrics: Mapping[str, Mapping[int, Sequence[Point]]], group: Iterable[Summary]) -> bool:
@@ -135,14 +158,46 @@ class _Scale:
 
     x: tuple[float, float]
     y: tuple[float, float]
+    """Of a logarithmic scale: the exponents of 10."""
     width: float
     height: float
+    is_log: bool
 
     def across(self, x: float) -> float:
         return _LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.width - _LEFT - _RIGHT)
 
     def down(self, y: float) -> float:
-        return self.height - _BOTTOM - (y - self.y[0]) / (self.y[1] - self.y[0]) * (self.height - _TOP - _BOTTOM)
+        at = math.log10(y) if self.is_log else y
+        return self.height - _BOTTOM - (at - self.y[0]) / (self.y[1] - self.y[0]) * (self.height - _TOP - _BOTTOM)
+
+
+@dataclass(frozen=True, slots=True)
+class Stroke:
+    """How a line is drawn."""
+
+    colour: str
+    dashes: str = ""
+    """As in SVG's ``stroke-dasharray``; empty for a solid line."""
+
+    @property
+    def sample(self) -> str:
+        """An image of it for a legend, as HTML: the characters of fonts look alike."""
+        dashes = f' stroke-dasharray="{self.dashes}"' if self.dashes else ""
+        svg = (
+            '<svg xmlns="http://www.w3.org/2000/svg" width="26" height="8"><path d="M2 4H25" fill="none" '
+            f'stroke-linecap="round" stroke="{self.colour}" stroke-width="2"{dashes}/></svg>'
+        )
+        style = "display:inline-block;vertical-align:middle"
+        return f'<img src="{data_uri(svg)}" alt="" width="26" height="8" style="{style}">'
+
+
+PART_STROKES: dict[Part, Stroke] = {
+    "training": Stroke("#5b7c99", "3 4"),
+    "epoch": Stroke("#b98a00", "0.1 5"),
+    "valid": Stroke("#cc3fc0", "6 5"),
+    "test": Stroke("#0f9089", "9 5 0.1 5"),
+}
+"""Strokes of the lines beside the first one of a chart, as in the panel's style sheet and `chart.js`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +205,7 @@ class Line:
     """A line of a chart beside those of the ranks."""
 
     points: Sequence[Point]
-    colour: str
-    dashes: str = "5 4"
-    """As in SVG's ``stroke-dasharray``; empty for a solid line."""
+    stroke: Stroke
     marked: Point | None = None
     """The best point, drawn as a ring."""
 
@@ -165,11 +218,14 @@ def line_chart(
     lines: Sequence[Line] = (),
     marked: Point | None = None,
     kind: Kind = "",
+    way: Direction = "",
     width: int = 340,
     height: int = 150,
     most_points: int = MAX_POINTS,
 ) -> str:
-    """Draw an SVG document: a thin line for each rank and a thick one for their mean, on a transparent ground.
+    """Draw an SVG document on a transparent ground: a thin line for each rank and a thick one for their mean.
+
+    A rank alone has the thick line.
 
     Args:
         series: The points of each rank; a non-finite point leaves a gap.
@@ -178,6 +234,7 @@ def line_chart(
         lines: Further lines, such as those of the validation.
         marked: The best point of the mean, drawn as a ring.
         kind: How to write the values. The scale of a rate begins at 0.
+        way: Which way is better: "down" allows a logarithmic scale, see `LOG_RATIO`.
         width: In pixels.
         height: In pixels.
         most_points: Points of one line; see `downsampled`. Many ranks get fewer each.
@@ -187,24 +244,27 @@ def line_chart(
         for rank, points in sorted(series.items())
         if points
     }
-    rings = [(line.marked, line.colour) for line in lines] + [(marked, MEAN_COLOUR)]
+    colour = MEAN_COLOUR if len(ranks) > 1 or not ranks else colour_of(next(iter(ranks)))
+    rings = [(line.marked, line.stroke.colour) for line in lines] + [(marked, colour)]
     marks = [(point, colour) for point, colour in rings if point is not None and is_drawable(point)]
     known = [point for points in (*ranks.values(), mean, *(line.points for line in lines)) for point in points]
     across = _span(x for x, _ in known if abs(x) < MAX_DRAWABLE)  # to the last x, even if its y is NaN
     levels = [y for x, y in known if is_drawable((x, y))] + [y for (_, y), _ in marks] + [0.0] * (kind == "rate")
-    scale = _Scale(across, _span(levels), width, height)
-    parts = _axes(scale, kind)
+    is_log = way == "down" and bool(levels) and 0 < LOG_RATIO * min(levels) <= max(levels)
+    scale = _Scale(across, _span(map(math.log10, levels) if is_log else levels), width, height, is_log)
+    parts = _axes(scale, kind, is_flat=len(set(levels)) == 1)
     if len(ranks) > MAX_LINES:
         parts.append(_band(ranks, scale))
-    else:
+    elif len(ranks) > 1:
         most = max(8, most_points // max(1, len(ranks) // 4))
         for rank, points in ranks.items():
             parts.append(_line(downsampled(points, most), scale, colour_of(rank), 1.0, ' opacity=".7"'))
-    if mean:
-        parts.append(_line(downsampled(mean, most_points), scale, MEAN_COLOUR, 2.0))
+    thick = mean if len(ranks) != 1 else next(iter(ranks.values()))
+    if thick:
+        parts.append(_line(downsampled(thick, most_points), scale, colour, 2.0))
     for line in lines:
-        dashes = f' stroke-dasharray="{line.dashes}"' if line.dashes else ""
-        parts.append(_line(downsampled(line.points, most_points), scale, line.colour, 2.0, dashes))
+        dashes = f' stroke-dasharray="{line.stroke.dashes}"' if line.stroke.dashes else ""
+        parts.append(_line(downsampled(line.points, most_points), scale, line.stroke.colour, 2.0, dashes))
     parts += [_ring(point, scale, colour) for point, colour in marks if scale.x[0] <= point[0] <= scale.x[1]]
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return (
@@ -254,9 +314,9 @@ def _ring(point: Point, scale: _Scale, colour: str) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" stroke="{colour}" stroke-width="2"/>'
 
 
-def colour_beside(name: str) -> str:
-    """Return the colour of a metric's line in the chart of another one."""
-    return _PART_COLOURS[family(name)[1]]
+def stroke_beside(name: str) -> Stroke:
+    """Return the stroke of a metric's line in the chart of another one."""
+    return PART_STROKES[family(name)[1]]
 
 
 def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80) -> str:
@@ -275,25 +335,35 @@ def _band(ranks: Mapping[int, Sequence[Point]], scale: _Scale, columns: int = 80
     return f'<path d="M{"L".join(corners)}Z" fill="{COLOURS[0]}" fill-opacity=".35"/>' if corners else ""
 
 
-def _axes(scale: _Scale, kind: Kind) -> list[str]:
+def _axes(scale: _Scale, kind: Kind, *, is_flat: bool) -> list[str]:
     bottom, right = scale.height - _BOTTOM, scale.width - _RIGHT
     parts = []
-    for y in _ticks(*scale.y):
-        at = scale.down(y)
+    levels = _log_ticks(*scale.y) if scale.is_log else [sum(scale.y) / 2] if is_flat else _ticks(*scale.y)
+    plain = kind == "lr" and max(map(abs, levels)) >= 0.01  # the numbers of an axis are written alike
+    for y in levels:
+        at, text = scale.down(y), _tick(y, "" if plain else kind)
         parts.append(f'<path d="M{_LEFT:g} {at:.1f}H{right:g}" stroke="#888" stroke-opacity=".3"/>')
-        parts.append(
-            f'<text x="{_LEFT - 5:g}" y="{at + 3.5:.1f}" text-anchor="end" fill="#808080">{_tick(y, kind)}</text>'
-        )
-    for x in _ticks(*scale.x):
+        parts.append(f'<text x="{_LEFT - 5:g}" y="{at + 3.5:.1f}" text-anchor="end" fill="#808080">{text}</text>')
+    if scale.is_log:
+        parts.append(f'<text x="{right:g}" y="{_TOP + 6:g}" text-anchor="end" fill="#808080">log scale</text>')
+    for x in filter(float.is_integer, _ticks(*scale.x)):  # steps are whole numbers
         at = scale.across(x)
         anchor = "end" if at > right - 12 else "middle"
         parts.append(f'<text x="{at:.1f}" y="{bottom + 14:g}" text-anchor="{anchor}" fill="#808080">{_tick(x)}</text>')
     return parts
 
 
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return two to seven round numbers between these powers of 10."""
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    factors, every = ((1, 2, 5) if high - low < 2.2 else (1,)), math.ceil((high - low) / 6)
+    ticks = [factor * 10.0**decade for decade in decades[::every] for factor in factors]
+    return [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
+
+
 def _ticks(low: float, high: float) -> list[float]:
-    """Return two to five round numbers between these."""
-    rough = (high - low) / 4
+    """Return two to six round numbers between these."""
+    rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 0.999 * rough)
     first = math.ceil(low / step - 1e-9)

@@ -7,46 +7,39 @@ import math
 import numbers
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.output.metric_names import Chart, ChartPlan, Part, family, number_of
+from nblaunch.launch.output.metric_names import Chart, ChartPlan, family, number_of
 from nblaunch.launch.output.report_columns import Report
 from nblaunch.launch.output.saved_reports import saved_reports
 from nblaunch.launch.result import LaunchResult, Metrics
 from nblaunch.notebook.charts import (
-    COLOURS,
     MEAN_COLOUR,
     Line,
+    Stroke,
     Summary,
+    colour_of,
     data_uri,
     has_line,
     line_chart,
     line_of,
+    stroke_beside,
     summarise,
 )
 from nblaunch.notebook.downsampling import Point
-from nblaunch.notebook.record import DIM, one_line
+from nblaunch.notebook.record import DIM, card, in_rows, one_line
 
 Source: TypeAlias = "LaunchResult | Launch | Metrics | Sequence[Mapping[str, Any]] | str | os.PathLike[str]"
 _NOT_METRICS = {"rank", "time", "step", "epoch"}
 """What rows hold beside metrics."""
-_RUN_COLOURS = (MEAN_COLOUR, *COLOURS)
 _MAX_CHARTS = 12
 _MAX_NAME = 60
 _MAX_CHARTS_BYTES = 120 << 10
-_STROKES: dict[Part, tuple[str, str]] = {
-    "training": ("━", ""),
-    "epoch": ("┄┄", "1 4"),
-    "valid": ("╌╌", "5 4"),
-    "test": ("╌┄", "7 4 1 4"),
-}
-"""How the lines of a chart beside its first one are drawn, in words and in SVG: their colours are the runs'."""
-_PICTURE = "display:block;max-width:100%;height:auto"
 
 
 def compare(*runs: Source, **named: Source) -> Comparison:
@@ -82,13 +75,13 @@ class Run:
     Attributes:
         label: Its name in charts and tables.
         metrics: The points of each metric by rank.
-        order: The name and x of each value, in order of time.
+        order: The name, x and rank of each value, in order of time.
         best: The points that are marked as the best ones.
     """
 
     label: str
     metrics: Mapping[str, Mapping[int, Sequence[Point]]]
-    order: Sequence[tuple[str, float]]
+    order: Sequence[tuple[str, float, int]]
     best: Mapping[str, Point]
 
     @classmethod
@@ -101,16 +94,26 @@ class Run:
                 points = metrics.setdefault(name, {}).setdefault(report.rank, [])
                 x = float(len(points) if report.step is None else report.step)
                 points.append((x, value))
-                order.append((name, x))
+                order.append((name, x, report.rank))
         marks = {
             name: (float(best.step), math.nan if best.value is None else best.value)
             for name, best in reports.best.items()
         }
         return cls(label, metrics, order, marks)
 
-    def summaries(self, charts: Iterable[Chart]) -> dict[str, Summary]:
+    def numbered(self, names: Collection[str]) -> Run:
+        """Return it with the numbers of the reports as x of these metrics."""
+        metrics = {
+            name: {rank: [(float(at), y) for at, (_, y) in enumerate(points)] for rank, points in series.items()}
+            if name in names
+            else series
+            for name, series in self.metrics.items()
+        }
+        return replace(self, metrics=metrics)
+
+    def summaries(self, plan: ChartPlan) -> dict[str, Summary]:
         """Return its metrics in numbers, by name."""
-        groups = summarise(self.metrics, [chart.names for chart in charts], self.best)
+        groups = summarise(self.metrics, [chart.names for chart in plan.charts], self.best, plan.numbered)
         return {summary.name: summary for group in groups for summary in group}
 
 
@@ -201,9 +204,10 @@ class Comparison:
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.runs = tuple(runs)
-        self._charts = ChartPlan(point for run in self.runs for point in run.order).charts
-        self._summaries = [run.summaries(self._charts) for run in self.runs]
+        plan = ChartPlan((name, x, (at, rank)) for at, run in enumerate(runs) for name, x, rank in run.order)
+        self.runs = tuple(run.numbered(plan.numbered) for run in runs)
+        self._charts, self._numbered = plan.charts, plan.numbered
+        self._summaries = [run.summaries(plan) for run in self.runs]
 
     @property
     def last(self) -> dict[str, dict[str, float]]:
@@ -261,16 +265,12 @@ class Comparison:
 
     def _html(self) -> str:
         """Return HTML that needs no script, as a saved notebook keeps it; see `nblaunch.notebook.record_html`."""
-        names = " ".join(
-            f'<b style="color:{_colour(number)};white-space:nowrap">━ {_text(run.label)}</b>'
-            for number, run in enumerate(self.runs)
-        )
         drawn = [chart for chart in self._charts if self._has_line(chart)][:_MAX_CHARTS]
         cards = [self._card(chart, image) for chart, image in zip(drawn, self._images(drawn), strict=True)]
         style = (
             "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
         )
-        parts = [f"<div>{names}</div>", *cards, self._table()]
+        parts = [in_rows(cards), self._table()]
         return f'<div class="tex2jax_ignore mathjax_ignore" style="{style}">{"".join(parts)}</div>'
 
     def _has_line(self, chart: Chart) -> bool:
@@ -291,29 +291,35 @@ class Comparison:
 
     def _image(self, chart: Chart, most_points: int) -> str:
         lines = [
-            Line(
-                line_of(run.metrics, summaries[name]), _colour(number), _stroke(chart, name)[1], summaries[name].marked
-            )
+            Line(line_of(run.metrics, summaries[name]), _stroke(chart, name, colour_of(number)), summaries[name].ring)
             for name in chart.names
             for number, (run, summaries) in enumerate(zip(self.runs, self._summaries, strict=True))
             if name in summaries
         ]
         title = one_line(" and ".join(chart.names), _MAX_NAME)
-        return data_uri(line_chart({}, (), title, lines=lines, kind=chart.kind, most_points=most_points))
+        drawn = line_chart({}, (), title, lines=lines, kind=chart.kind, way=chart.direction, most_points=most_points)
+        return data_uri(drawn)
 
     def _card(self, chart: Chart, image: str) -> str:
-        style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
-        names = [f"{_stroke(chart, name)[0]} <b>{_text(name)}</b>" for name in chart.names]
+        names = [
+            f'<span style="white-space:nowrap">{_stroke(chart, name).sample} <b>{_text(name)}</b>'
+            f"{' by report' * (name in self._numbered)}</span>"
+            for name in chart.names
+        ]
+        runs = [
+            f'<span style="color:{colour_of(number)};white-space:nowrap">━ {_text(run.label)}</span>'
+            for number, run in enumerate(self.runs)
+            if any(name in self._summaries[number] for name in chart.names)
+        ]
         said = "; ".join(
             f"{name}: " + ", ".join(f"{label} {summary.latest_text}" for label, summary in self._of(name))
             for name in chart.names
         )
-        picture = f'<img src="{image}" alt="chart of {_text(said, 600)}" width="340" height="150" style="{_PICTURE}">'
-        return f'<div style="{style}"><div>{" ".join(names)}</div>{picture}</div>'
+        return card([" ".join(names), " ".join(runs)], image, f"chart of {_text(said, 600)}")
 
     def _table(self) -> str:
         heads = "".join(
-            f'<th style="color:{_colour(number)}">{_text(run.label)}</th>' for number, run in enumerate(self.runs)
+            f'<th style="color:{colour_of(number)}">{_text(run.label)}</th>' for number, run in enumerate(self.runs)
         )
         rows = "".join(
             f"<tr><th>{_text(name)}</th>{''.join(f'<td>{_text(cell, 120)}</td>' for cell in cells)}</tr>"
@@ -328,9 +334,10 @@ class Comparison:
         )
 
 
-def _stroke(chart: Chart, name: str) -> tuple[str, str]:
-    part = family(name)[1]
-    return _STROKES["training" if part == family(chart.names[0])[1] else part]
+def _stroke(chart: Chart, name: str, colour: str = MEAN_COLOUR) -> Stroke:
+    """Return the stroke of a metric: dashes tell metrics apart, colours runs."""
+    is_like_first = family(name)[1] == family(chart.names[0])[1]
+    return Stroke(colour, "" if is_like_first else stroke_beside(name).dashes)
 
 
 def _best(summary: Summary) -> float | None:
@@ -342,10 +349,6 @@ def _best(summary: Summary) -> float | None:
 def _signed(name: str, difference: float) -> str:
     sign = "+" if difference >= 0 else "−"
     return f"{sign}{number_of(name, float(f'{abs(difference):.3g}'))}" if math.isfinite(difference) else "–"
-
-
-def _colour(number: int) -> str:
-    return _RUN_COLOURS[number % len(_RUN_COLOURS)]
 
 
 def _text(text: str, most: int = _MAX_NAME) -> str:

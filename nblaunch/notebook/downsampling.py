@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 Point = tuple[float, float]
+_Row = TypeVar("_Row", bound=tuple[float, ...])
+"""A point, and perhaps more numbers."""
 
 MAX_POINTS = 300
 """Points of one series in the record, and of one line in a chart: about one a pixel."""
@@ -12,7 +15,7 @@ MAX_DRAWABLE = 1e300
 """The difference of larger numbers may be infinite."""
 
 
-def downsampled(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+def downsampled(points: Sequence[_Row], most: int = MAX_POINTS) -> list[_Row]:
     """Return at most `most` points: the first, the last, and of each stretch the extremes and one non-finite point.
 
     Args:
@@ -33,6 +36,6 @@ def downsampled(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     return [points[i] for i in sorted(kept)]
 
 
-def is_drawable(point: Point) -> bool:
+def is_drawable(point: tuple[float, ...]) -> bool:
     """Return True if both numbers are finite, and small enough to subtract."""
     return abs(point[0]) < MAX_DRAWABLE and abs(point[1]) < MAX_DRAWABLE  # False for NaN

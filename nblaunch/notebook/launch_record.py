@@ -38,8 +38,9 @@ def record_of(
         world_size=info.world_size if info else 0,
         device=info.device if info else "",
         ended_at=ended_at,
-        metrics={name: _thinned(ranks) for name, ranks in state.series.items()},
+        metrics={name: _thinned(ranks, numbered=name in state.plan.numbered) for name, ranks in state.series.items()},
         charts=[chart.names for chart in state.plan.charts],
+        numbered=state.plan.numbered,
         best={name: (entry.x, math.nan if entry.y is None else entry.y) for name, (_, entry) in state.best.items()},
         tails=tails,
         notes=[note.text for note in state.notes],
@@ -51,16 +52,16 @@ def record_of(
     )
 
 
-def _thinned(ranks: Mapping[int, Series]) -> dict[int, list[Point]]:
+def _thinned(ranks: Mapping[int, Series], *, numbered: bool) -> dict[int, list[Point]]:
     """Return at most `MAX_POINTS` points of each rank. All ranks keep the same x, so that their mean is exact."""
-    all_points = {rank: series.points for rank, series in ranks.items()}
+    all_points = {rank: series.points(numbered=numbered) for rank, series in ranks.items()}
     if max(map(len, all_points.values())) <= MAX_POINTS:
         return all_points
     kept = {x for x, _ in downsampled(mean_of(all_points), MAX_POINTS - 1)}
     thinned = {
         rank: [point for point in points[:-1] if point[0] in kept] + points[-1:] for rank, points in all_points.items()
     }
-    # Ranks that share no x have no mean, and steps that went backwards have the same x.
+    # Ranks that share no x have no mean.
     return {
         rank: points if 1 < len(points) <= MAX_POINTS else downsampled(all_points[rank])
         for rank, points in thinned.items()

@@ -39,19 +39,21 @@ class ProgressEntry(NamedTuple):
 
 
 class PointEntry(NamedTuple):
-    """One point of a metric; y is null if it is not finite."""
+    """One point of a metric, with the number of the report in its rank; y is null if it is not finite."""
 
     metric: str
     rank: int
     x: float
     y: float | None
+    number: int
 
 
 class ChartLine(NamedTuple):
-    """A metric in a chart, and the data that it is of."""
+    """A metric in a chart, and the data that it is of. Numbered: its x are the numbers of the reports."""
 
     metric: str
     part: Part
+    numbered: bool
 
 
 class ChartEntry(NamedTuple):

@@ -57,33 +57,49 @@ _MAX_LINE_LENGTH = 400
 _MAX_OTHERS = 16
 
 
+_Reported = tuple[float, float, int]
+"""A point (x, y), and the number of its report."""
+
+
 class Series:
     """One metric of one rank: points (x, y), downsampled once there are too many."""
 
     def __init__(self) -> None:
         self._xs = array("d")
         self._ys = array("d")
+        self._numbers = array("I")
+        """The number of each point's report, counted from 0: steps may go back, numbers do not."""
         self.count = 0
-        self.unsent: list[Point] = []
+        self.unsent: list[_Reported] = []
 
     @property
-    def points(self) -> list[Point]:
-        """The kept points, in order of arrival."""
-        return list(zip(self._xs, self._ys, strict=True))
+    def reported(self) -> list[_Reported]:
+        """The kept points, in order of arrival, each with the number of its report."""
+        return list(zip(self._xs, self._ys, self._numbers, strict=True))
+
+    def points(self, *, numbered: bool = False) -> list[Point]:
+        """Return the kept points, in order of arrival; numbered: with the number of the report as x."""
+        return list(zip(map(float, self._numbers) if numbered else self._xs, self._ys, strict=True))
 
     def add(self, x: float | None, y: float) -> float:
         """Append a point and return its x, by default the number of the report."""
-        point = (float(self.count) if x is None else x, y)
-        self._xs.append(point[0])
-        self._ys.append(point[1])
+        point = (float(self.count) if x is None else x, y, self.count)
+        self._append(point)
         self.unsent.append(point)
         self.count += 1
         if len(self._xs) > _MAX_SERIES_POINTS:
-            kept = downsampled(self.points, _MAX_SERIES_POINTS // 2)
-            self._xs, self._ys = array("d", [x for x, _ in kept]), array("d", [y for _, y in kept])
+            kept = downsampled(self.reported, _MAX_SERIES_POINTS // 2)
+            self._xs, self._ys, self._numbers = array("d"), array("d"), array("I")
+            for one in kept:
+                self._append(one)
         if len(self.unsent) > _MAX_SERIES_POINTS:
             self.unsent = downsampled(self.unsent, _MAX_SERIES_POINTS // 2)
         return point[0]
+
+    def _append(self, point: _Reported) -> None:
+        self._xs.append(point[0])
+        self._ys.append(point[1])
+        self._numbers.append(point[2])
 
 
 class PanelState:
@@ -166,7 +182,7 @@ class PanelState:
         if name in self.series or len(self.series) < _MAX_METRICS:
             x = self.series.setdefault(name, {}).setdefault(rank, Series()).add(step, value)
             self._mark("metrics", [rank])
-            if self.plan.add(name, x):
+            if self.plan.add(name, x, rank):
                 self._mark("charts")
         elif not self._has_noted_limit:
             self._has_noted_limit = True
@@ -292,7 +308,11 @@ class PanelState:
 
     def _chart_entries(self) -> list[ChartEntry]:
         return [
-            ChartEntry([ChartLine(name, family(name)[1]) for name in chart.names], chart.direction, chart.kind)
+            ChartEntry(
+                [ChartLine(name, family(name)[1], name in self.plan.numbered) for name in chart.names],
+                chart.direction,
+                chart.kind,
+            )
             for chart in self.plan.charts
         ]
 
@@ -320,13 +340,15 @@ class PanelState:
         points = []
         for name, ranks in self.series.items():
             for rank, series in ranks.items():
-                points += _point_entries(name, rank, downsampled(series.points, max(5, _MAX_SNAPSHOT_POINTS // count)))
+                points += _point_entries(
+                    name, rank, downsampled(series.reported, max(5, _MAX_SNAPSHOT_POINTS // count))
+                )
                 series.unsent = []
         return points
 
 
-def _point_entries(name: str, rank: int, points: Iterable[Point]) -> list[PointEntry]:
-    return [PointEntry(name, rank, x, _finite(y)) for x, y in points]
+def _point_entries(name: str, rank: int, points: Iterable[_Reported]) -> list[PointEntry]:
+    return [PointEntry(name, rank, x, _finite(y), number) for x, y, number in points]
 
 
 def _finite(value: float | None) -> float | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nblaunch.launch.output.terminal_lines import without_colours
 from nblaunch.launch.views.events import Failure
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH
-from nblaunch.notebook.charts import MEAN_COLOUR, Summary, clean, summarise
+from nblaunch.notebook.charts import COLOURS, Summary, clean, summarise
 from nblaunch.notebook.downsampling import Point
 from nblaunch.notebook.page_messages import OutputContent
 
@@ -17,11 +18,12 @@ FAILED_COLOUR = "#d64a3f"
 MONO = "font-family:monospace;font-size:12px;line-height:1.4"
 PRE = f"{MONO};white-space:pre-wrap;overflow-wrap:break-word;margin:4px 0;padding:0;background:transparent"
 DIM = "opacity:0.7"
+PICTURE = "display:block;max-width:100%;height:auto"
 _STATES = {
     "finished": ("✓", "#2e9457", "in"),
     "failed": ("✗", FAILED_COLOUR, "after"),
     "stopped": ("■", "#b07a1c", "after"),
-    "running": ("…", MEAN_COLOUR, "for"),
+    "running": ("…", COLOURS[0], "for"),
 }
 
 
@@ -69,6 +71,8 @@ class Record:
     log_dir: str
     charts: Sequence[Sequence[str]] | None = None
     """The metrics of each chart, in order. None: as their names say."""
+    numbered: Collection[str] = ()
+    """The metrics with the numbers of their reports as x."""
     best: Mapping[str, Point] = field(default_factory=dict)
     """The point that is marked as the best one, by metric; y may be NaN."""
     launch_id: str = ""
@@ -80,18 +84,38 @@ class Record:
 
     def heading(self) -> tuple[str, str, list[str]]:
         """Return the mark and colour of the state, and the facts that follow it."""
-        mark, colour, preposition = _STATES.get(self.state, ("", MEAN_COLOUR, "after"))
+        mark, colour, preposition = _STATES.get(self.state, ("", COLOURS[0], "after"))
         when = f"{preposition} {_duration(self.seconds)}"
         return mark, colour, [when, counted(self.world_size, "rank"), one_line(self.device, 100)]
 
     def summaries(self) -> list[list[Summary]]:
         """Return the metrics in numbers, those of each chart together."""
-        return summarise(self.metrics, self.charts, self.best)
+        return summarise(self.metrics, self.charts, self.best, self.numbered)
 
     def tails_shown(self, most: int) -> list[RankTail]:
         """Return at most `most` tails by rank, that of the failed rank first."""
         failed = self.failure.rank if self.failure else -1
         return sorted(self.tails, key=lambda tail: (tail.rank != failed, tail.rank))[:most]
+
+
+def card(lines: Iterable[str], image: str, alt: str) -> str:
+    """Return a chart below the lines that describe it, as HTML.
+
+    Args:
+        lines: As HTML.
+        image: Its source.
+        alt: Its text, as HTML.
+    """
+    style = "display:inline-block;vertical-align:bottom;width:340px;max-width:100%;margin:10px 16px 0 0"
+    picture = f'<img src="{image}" alt="{alt}" width="340" height="150" style="{PICTURE}">'
+    return f'<div style="{style}">{"".join(f"<div>{line}</div>" for line in lines)}{picture}</div>'
+
+
+def in_rows(cards: Sequence[str]) -> str:
+    """Return cards in even rows of at most three: four in two rows of two."""
+    count = -(-len(cards) // 3)
+    ends = [-(-len(cards) * number // count) for number in range(count + 1)] if count else []
+    return "".join(f"<div>{''.join(cards[begin:end])}</div>" for begin, end in itertools.pairwise(ends))
 
 
 def plain(text: str) -> str:

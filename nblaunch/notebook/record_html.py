@@ -13,23 +13,37 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from nblaunch.launch.output.metric_names import kind, number_of
+from nblaunch.launch.output.metric_names import direction, kind, number_of
 from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares
 from nblaunch.launch.views.events import Failure
 from nblaunch.notebook.ansi_html import block, coloured, cut, terminal_lines
 from nblaunch.notebook.charts import (
+    COLOURS,
     MAX_LINES,
     MEAN_COLOUR,
     Line,
+    Stroke,
     Summary,
-    colour_beside,
     colour_of,
     data_uri,
     has_line,
     line_chart,
     line_of,
+    stroke_beside,
 )
-from nblaunch.notebook.record import DIM, FAILED_COLOUR, MONO, PRE, RankTail, Record, counted, plain, rank_name
+from nblaunch.notebook.record import (
+    DIM,
+    FAILED_COLOUR,
+    MONO,
+    PRE,
+    RankTail,
+    Record,
+    card,
+    counted,
+    in_rows,
+    plain,
+    rank_name,
+)
 from nblaunch.notebook.record_outputs import outputs_html
 
 _MAX_CHARTS = 12
@@ -46,7 +60,6 @@ _MAX_LINE_LENGTH = 400
 _MAX_TAIL_LINES = 20
 _MAX_NOTES = 5
 _MAX_OTHERS = 8
-_PICTURE = "display:block;max-width:100%;height:auto"
 
 
 def as_html(record: Record) -> str:
@@ -130,7 +143,7 @@ def _metrics(record: Record, groups: Sequence[Sequence[Summary]]) -> str:
     rest = [f"<div>{_numbers(summary)}</div>" for group in shown if group not in drawn for summary in group]
     more = len(groups) - len(shown)
     note = [f"<div>and {counted(more, 'more metric')}</div>"] if more else []
-    return "".join([*cards, _legend([group[0] for group in drawn]), *rest, *note]) if shown else ""
+    return "".join([in_rows(cards), *rest, *note])
 
 
 def _charts(record: Record, groups: Sequence[Sequence[Summary]]) -> list[str]:
@@ -145,37 +158,41 @@ def _charts(record: Record, groups: Sequence[Sequence[Summary]]) -> list[str]:
 
 def _image(record: Record, group: Sequence[Summary], most_points: int) -> str:
     first, *others = group
-    lines = [Line(line_of(record.metrics, other), colour_beside(other.name), marked=other.marked) for other in others]
+    lines = [Line(line_of(record.metrics, other), stroke_beside(other.name), other.ring) for other in others]
     title = cut(" and ".join(summary.name for summary in group), 60)
     chart = line_chart(
         record.metrics[first.name],
         first.mean,
         title,
         lines=lines,
-        marked=first.marked,
+        marked=first.ring,
         kind=kind(first.name),
+        way=direction(first.name),
         most_points=most_points,
     )
     return data_uri(chart)
 
 
 def _card(group: Sequence[Summary], image: str) -> str:
-    style = "display:inline-block;vertical-align:top;width:340px;max-width:100%;margin:10px 16px 0 0"
     said = [", ".join(filter(None, (f"latest {s.latest_text}", s.best_text, _mean_of(s)))) for s in group]
     names = [_text(summary.name, 60, in_attribute=True) for summary in group]
     alt = f"chart of {'; '.join(f'{name}: {text}' for name, text in zip(names, said, strict=True))}"
-    picture = f'<img src="{image}" alt="{alt}" width="340" height="150" style="{_PICTURE}">'
-    values = [_numbers(group[0]), *(_numbers(other, colour_beside(other.name)) for other in group[1:])]
-    return f'<div style="{style}">{"".join(f"<div>{value}</div>" for value in values)}{picture}</div>'
+    legend = _legend(group[0])
+    values = [
+        _numbers(group[0], has_legend=bool(legend)),
+        *(_numbers(other, stroke_beside(other.name)) for other in group[1:]),
+    ]
+    return card(filter(None, [*values, legend]), image, alt)
 
 
-def _numbers(summary: Summary, colour: str = "") -> str:
-    """Return the values of a metric, with the line's colour if it is beside another one."""
-    facts = ", ".join(filter(None, (summary.best_text, _mean_of(summary) if summary.differs else "")))
+def _numbers(summary: Summary, stroke: Stroke | None = None, *, has_legend: bool = False) -> str:
+    """Return the values of a metric, with its stroke if it is beside another one. A legend names the mean."""
+    mean = _mean_of(summary) if summary.differs and not has_legend else ""
+    facts = ", ".join(filter(None, (summary.best_text, mean, "by report" * summary.is_numbered)))
     more = f' <span style="{DIM}">{facts}</span>' if facts else ""
     alarm = "" if math.isfinite(summary.latest) else f";color:{FAILED_COLOUR}"
-    latest = f'<span style="font-size:{13 if colour else 16}px{alarm}">{summary.latest_text}</span>'
-    line = f'<span style="color:{colour}">╌╌</span> ' if colour else ""
+    latest = f'<span style="font-size:{13 if stroke else 16}px{alarm}">{summary.latest_text}</span>'
+    line = f"{stroke.sample} " if stroke else ""
     return f"{line}<b>{_text(summary.name, 60)}</b> {latest}{more}"
 
 
@@ -183,17 +200,23 @@ def _mean_of(summary: Summary) -> str:
     return f"mean of {len(summary.by_rank)} ranks" if len(summary.by_rank) > 1 else ""
 
 
-def _legend(summaries: Sequence[Summary]) -> str:
-    ranks = sorted({rank for summary in summaries for rank in summary.by_rank})
+def _legend(summary: Summary) -> str:
+    """Return which line of a chart is which rank's; empty for a rank alone."""
+    ranks = list(summary.by_rank)
     if len(ranks) < 2:
         return ""
     mean = f'<span style="color:{MEAN_COLOUR}">━ mean</span>'
     if len(ranks) > MAX_LINES:
         rest = f'<span style="color:{colour_of(0)}">▒ lowest to highest of {len(ranks)} ranks</span>'
+    elif len(ranks) > len(COLOURS):
+        rest = f'<span style="{DIM}">─ {len(ranks)} ranks</span>'
     else:
-        style = "white-space:nowrap;color:"
-        rest = " ".join(f'<span style="{style}{colour_of(rank)}">─ rank {rank}</span>' for rank in ranks)
-    return f'<div style="font-size:12px;margin-bottom:6px">{mean} {rest}</div>'
+        names = [f"rank {ranks[0]}", *map(str, ranks[1:])]
+        rest = " ".join(
+            f'<span style="white-space:nowrap;color:{colour_of(rank)}">─ {name}</span>'
+            for rank, name in zip(ranks, names, strict=True)
+        )
+    return f'<span style="font-size:12px">{mean} {rest}</span>'
 
 
 def _table(summaries: Sequence[Summary]) -> str:

@@ -282,20 +282,59 @@ def test_eight_ranks_that_go_well_show_their_progress_and_metrics(lab: Lab) -> N
     lab.wait_for_state("finished")
     keep_picture(lab.page, "panel-finished-light.png")
     with lab.theme(DARK):
-        lab.page.wait_for_function(_MEAN_HAS_THE_THEMES_COLOUR)
+        lab.page.wait_for_function(_AXIS_HAS_THE_THEMES_COLOUR)
         keep_picture(lab.page, "panel-finished-dark.png")
-    lab.page.wait_for_function(_MEAN_HAS_THE_THEMES_COLOUR)
+    lab.page.wait_for_function(_AXIS_HAS_THE_THEMES_COLOUR)
 
 
-_MEAN_HAS_THE_THEMES_COLOUR = """() => {
+_AXIS_HAS_THE_THEMES_COLOUR = """() => {
     const canvas = document.querySelector(".nbl-canvas");
-    const mean = Object.assign(document.createElement("i"), { className: "nbl-ink-mean" });
-    canvas.parentNode.append(mean);
-    const [red] = getComputedStyle(mean).color.match(/[0-9.]+/g).map(Number);
-    mean.remove();
+    const axis = Object.assign(document.createElement("i"), { className: "nbl-ink-axis" });
+    canvas.parentNode.append(axis);
+    const probe = document.createElement("canvas").getContext("2d");
+    probe.fillStyle = getComputedStyle(axis).color;
+    axis.remove();
+    probe.fillRect(0, 0, 1, 1);
+    const wanted = probe.getImageData(0, 0, 1, 1).data;
     const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-    const isOfMean = (i) => data[i + 3] > 200 && [0, 1, 2].every((part) => Math.abs(data[i + part] - red) < 8);
-    return Array.from({ length: data.length / 4 }, (_, i) => 4 * i).some(isOfMean);
+    const isOfAxis = (i) => data[i + 3] > 200 && [0, 1, 2].every((part) => Math.abs(data[i + part] - wanted[part]) < 8);
+    return Array.from({ length: data.length / 4 }, (_, i) => 4 * i).some(isOfAxis);
+}"""
+
+
+EVEN = """
+def measure(rank, count):
+    for step in range(30):
+        report(step=step, **dict.fromkeys(["loss", "accuracy", "f1", "lr", "samples_per_second"][:count], 2.0 ** -step))
+        if count > 3 and step % 10 == 9:
+            report(step=step, valid_loss=1.0, epoch_loss=0.5 + rank)
+for count in range(1, 6):
+    notebook_launcher(measure, kwargs={"count": count}, num_processes=2)
+"""
+
+
+def test_charts_fill_even_rows_at_every_width(lab: Lab) -> None:
+    lab.run(EVEN)
+    lab.wait_for_cells()
+    for width in (600, 800, 1000, 1200, 1400):
+        lab.page.set_viewport_size({"width": width, "height": 1000})
+        lab.page.wait_for_function(_ROWS_ARE_EVEN)
+
+
+_ROWS_ARE_EVEN = """() => {
+    const panels = [...document.querySelectorAll(".nbl-charts")];
+    return panels.length === 5 && panels.every((charts, at) => {
+        const rows = {}, whole = charts.getBoundingClientRect();
+        for (const card of charts.children) {
+            const box = card.getBoundingClientRect();
+            (rows[Math.round(box.top)] ??= []).push(box);
+        }
+        const all = Object.values(rows), sizes = all.map(row => row.length);
+        return charts.children.length === at + 1 && Math.max(...sizes) - Math.min(...sizes) <= 1 && all.every(row =>
+            Math.abs(row.at(-1).right - whole.right) < 2 && row.every(box => box.width > 200 || row.length === 1)
+            && Math.max(...row.map(box => box.height)) - Math.min(...row.map(box => box.height)) < 1)
+            && [...charts.querySelectorAll(".nbl-values")].every(line => line.scrollHeight < 40)
+    })
 }"""
 
 

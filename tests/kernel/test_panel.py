@@ -102,7 +102,7 @@ launch.wait(60)
     page.take_until(lambda: page.part("metrics") and page.part("resources") and page.log(1) and page.log(1, "err"))
     assert request not in page.idle
     assert page.status == "running"
-    name, rank, _, value = page.part("metrics")[0]
+    name, rank, _, value, _ = page.part("metrics")[0]
     assert (name, rank in (0, 1), 0 <= value <= 1) == ("accuracy", True, True)
     assert page.part("progress")[0][1] == "steps"
     assert page.part("resources")[0][2] > 1 << 20  # bytes that a Python process needs at least

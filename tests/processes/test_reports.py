@@ -188,8 +188,8 @@ def test_every_report_is_in_the_metrics_with_its_rank_step_and_time(launch: Laun
         own = [(report.step, dict(report.values)) for report in metrics if report.rank == rank]
         assert own[:3] == [(s, {"loss": 1.0 / (s + 1), "accuracy": 0.5 * rank}) for s in range(3)]
         assert own[3] == (None, {"lr": 1.0})
-    assert metrics.last == {"loss": pytest.approx(1 / 3), "accuracy": 0.0, "lr": 1.0}
-    assert repr(metrics) == "Metrics(8 reports: loss 0.3333, accuracy 0 on rank 0, lr 1)"
+    assert metrics.last == {"loss": pytest.approx(1 / 3), "accuracy": 0.25, "lr": 1.0}
+    assert repr(metrics) == "Metrics(8 reports: loss 0.3333, accuracy 0.25 (mean of 2 ranks), lr 1)"
 
 
 def test_metrics_are_a_table_for_pandas(launch: Launcher) -> None:
@@ -200,7 +200,7 @@ def test_metrics_are_a_table_for_pandas(launch: Launcher) -> None:
 
 
 def test_the_result_shows_its_last_metrics(launch: Launcher) -> None:
-    assert repr(launch(report_some)).endswith(" s, loss 0.3333, accuracy 0 on rank 0, lr 1>")
+    assert repr(launch(report_some)).endswith(" s, loss 0.3333, accuracy 0.25 (mean of 2 ranks), lr 1>")
 
 
 def test_numbers_that_json_has_no_word_for_are_kept(launch: Launcher) -> None:
@@ -229,7 +229,7 @@ def test_reports_are_quick_and_none_is_lost_in_a_flood(launch: Launcher) -> None
 def test_the_best_step_comes_back_with_its_value(launch: Launcher) -> None:
     metrics = launch(report_and_mark).metrics
     assert metrics.best == {"valid_loss": Best(1, 0.25)}
-    assert metrics.last == {"valid_loss": 0.75}
+    assert metrics.last == {"valid_loss": 1.25}  # the mean over the ranks
 
 
 def test_progress_iterates_and_is_no_metric(launch: Launcher) -> None:

@@ -149,14 +149,14 @@ def test_the_axes_have_round_numbers() -> None:
 
 def test_a_point_that_is_no_number_leaves_a_gap_and_the_axis_goes_on() -> None:
     svg = chart({0: [(0, 1.0), (1, 2.0), (2, NAN), (3, 2.0), (4, 3.0), (5, INF), (10, NAN)]})
-    first, second = strokes(svg, MEAN_COLOUR)
+    first, second = strokes(svg, colour_of(0))
     assert (len(first), len(second)) == (2, 2)
     assert second[-1][0] < 200
     assert "10" in labels(svg)
 
 
 def test_a_point_alone_is_a_dot() -> None:
-    ((start, end),) = strokes(chart({0: [(3, 0.5)]}), MEAN_COLOUR)
+    ((start, end),) = strokes(chart({0: [(3, 0.5)]}), colour_of(0))
     assert start == end
 
 
@@ -172,9 +172,9 @@ def test_of_many_ranks_the_band_is_drawn_that_they_lie_in() -> None:
 @pytest.mark.parametrize("values", [(0.5, 0.5), (0.0, 5e-324), (1e16, 1e16 + 2), (1.0, 1.0 + 1e-15), (-1e299, 1e299)])
 def test_values_that_hardly_differ_or_differ_enormously_are_drawn(values: tuple[float, float]) -> None:
     svg = chart({0: [(0, values[0]), (1, values[1])]})
-    ((start, end),) = strokes(svg, MEAN_COLOUR)
+    ((start, end),) = strokes(svg, colour_of(0))
     assert start[1] >= end[1]
-    assert len(labels(svg)) >= 4
+    assert len(labels(svg)) >= 3
 
 
 def test_a_chart_of_nothing_is_an_empty_one() -> None:

@@ -21,6 +21,7 @@ from nblaunch import LaunchResult, compare
 from nblaunch.launch.handle import Launch
 from nblaunch.launch.output.report_columns import Report, ReportColumns
 from nblaunch.launch.result import Metrics
+from nblaunch.notebook.charts import COLOURS, PART_STROKES
 from nblaunch.notebook.comparison import Comparison
 
 
@@ -50,14 +51,20 @@ class Images(HTMLParser):
     def __init__(self, html: str) -> None:
         super().__init__()
         self.alts: list[str] = []
+        self.dashes: list[str] = []
+        """Of the samples in legends."""
         self.charts: list[ET.Element] = []
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "img":
             found = dict(attrs)
-            self.alts.append(found["alt"] or "")
-            self.charts.append(ET.fromstring(base64.b64decode((found["src"] or "").partition(",")[2])))
+            image = ET.fromstring(base64.b64decode((found["src"] or "").partition(",")[2]))
+            if found["alt"]:
+                self.alts.append(found["alt"])
+                self.charts.append(image)
+            else:
+                self.dashes.append(image[0].get("stroke-dasharray", ""))
 
 
 def test_the_table_has_last_and_best_values_and_differences() -> None:
@@ -77,7 +84,7 @@ def test_each_chart_has_a_line_for_each_run_and_dashes_for_validation() -> None:
     images = Images(bundle["text/html"])
     assert images.alts[0] == "chart of loss: train 1 0.55, train 2 0.3; valid_loss: train 1 0.51, train 2 0.26"
     loss = ET.tostring(images.charts[0], encoding="unicode")
-    assert loss.count('stroke-dasharray="5 4"') == 2
+    assert loss.count(f'stroke-dasharray="{PART_STROKES["valid"].dashes}"') == 2
     assert loss.count("circle ") == 1
     assert len(images.charts) == 2
     assert bundle["text/plain"].startswith(" ")
@@ -87,9 +94,33 @@ def test_each_chart_has_a_line_for_each_run_and_dashes_for_validation() -> None:
 def test_a_chart_tells_means_of_epochs_from_validation() -> None:
     more = Metrics([Report(0, 1.0, s, {"loss": s, "valid_loss": s, "epoch_loss": s, "test_loss": s}) for s in (1, 2)])
     html = compare(more, more)._repr_mimebundle_()["text/html"]
-    assert "━ <b>loss</b> ┄┄ <b>epoch_loss</b> ╌╌ <b>valid_loss</b> ╌┄ <b>test_loss</b>" in html
-    dashes = re.findall('stroke-dasharray="([^"]*)', ET.tostring(Images(html).charts[0], encoding="unicode"))
-    assert dashes == ["1 4", "1 4", "5 4", "5 4", "7 4 1 4", "7 4 1 4"]
+    assert re.findall(r"<b>(\w+)</b>", html) == ["loss", "epoch_loss", "valid_loss", "test_loss"]
+    images = Images(html)
+    assert len(set(images.dashes)) == 4
+    drawn = [path for path in images.charts[0].iter("{http://www.w3.org/2000/svg}path") if path.get("stroke-width")]
+    strokes = [(path.get("stroke"), path.get("stroke-dasharray", "")) for path in drawn]
+    assert strokes == [(colour, dashes) for dashes in images.dashes for colour in COLOURS[:2]]  # of the runs
+
+
+def test_a_loss_over_decades_has_a_logarithmic_scale() -> None:
+    def ticks(low: float) -> list[str]:
+        run = Metrics([Report(0, step, step, {"loss": value}) for step, value in enumerate((1.0, 0.5, low))])
+        chart = Images(compare(run, run)._repr_mimebundle_()["text/html"]).charts[0]
+        return [text.text or "" for text in chart.iter("{http://www.w3.org/2000/svg}text")][:-3]
+
+    assert ticks(0.02) == ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "log scale"]
+    assert ticks(0.00015) == ["0.001", "0.01", "0.1", "1", "log scale"]
+    assert ticks(0.021) == ["0.2", "0.4", "0.6", "0.8", "1"]
+    assert ticks(0.0) == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+
+
+def test_runs_whose_steps_go_back_are_laid_over_each_other_by_report() -> None:
+    straight, back = (
+        Metrics([Report(0, at, step, {"loss": at}) for at, step in enumerate(s)]) for s in ((5, 6), (5, 5))
+    )
+    points = [run.metrics["loss"][0] for run in compare(straight, back).runs]
+    assert points == [[(0.0, 0), (1.0, 1)]] * 2
+    assert "<b>loss</b> by report<" in compare(straight, back)._repr_mimebundle_()["text/html"]
 
 
 def test_runs_without_a_label_have_their_names() -> None:

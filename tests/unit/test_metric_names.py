@@ -34,11 +34,11 @@ def test_validation_joins_training_where_both_count_steps() -> None:
     plan = ChartPlan()
     for step in range(1, 301):
         for name in ("lr", "samples_per_second", "loss"):
-            plan.add(name, step)
+            plan.add(name, step, 0)
         if step % 100 == 0:
-            plan.add("valid_accuracy", step)
-            plan.add("valid_loss", step)
-            plan.add("epoch_loss", step)
+            plan.add("valid_accuracy", step, 0)
+            plan.add("valid_loss", step, 0)
+            plan.add("epoch_loss", step, 0)
     assert names_of(plan) == [
         ("loss", "epoch_loss", "valid_loss"),
         ("valid_accuracy",),
@@ -51,23 +51,34 @@ def test_validation_that_counts_epochs_has_a_chart_of_its_own() -> None:
     plan = ChartPlan()
     for epoch in range(3):
         for step in range(50):
-            plan.add("loss", 50 * epoch + step)
-        plan.add("valid_loss", epoch)
+            plan.add("loss", 50 * epoch + step, 0)
+        plan.add("valid_loss", epoch, 0)
     assert names_of(plan) == [("loss",), ("valid_loss",)]
 
 
 def test_epochs_that_both_count_share_a_chart() -> None:
-    plan = ChartPlan((name, epoch) for epoch in range(3) for name in ("val_acc", "acc"))
+    plan = ChartPlan((name, epoch, 0) for epoch in range(3) for name in ("val_acc", "acc"))
     assert names_of(plan) == [("acc", "val_acc")]
 
 
 def test_charts_change_with_new_metrics_and_new_steps_alone() -> None:
     plan = ChartPlan()
-    assert plan.add("loss", 100)
-    assert not plan.add("loss", 200)
-    assert plan.add("valid_loss", 1)
-    assert not plan.add("valid_loss", 2)
-    assert plan.add("valid_loss", 200)
+    assert plan.add("loss", 100, 0)
+    assert not plan.add("loss", 200, 0)
+    assert plan.add("valid_loss", 1, 0)
+    assert not plan.add("valid_loss", 2, 0)
+    assert plan.add("valid_loss", 200, 0)
+
+
+def test_a_metric_whose_steps_go_back_is_numbered_and_drawn_alone() -> None:
+    names = ("loss", "epoch_loss", "valid_loss")
+    plan = ChartPlan((name, step, rank) for step in (1, 2) for rank in (0, 1) for name in names)
+    assert (names_of(plan), plan.numbered) == ([names], set())
+    assert plan.add("epoch_loss", 2, 1)  # the same step again
+    assert not plan.add("epoch_loss", 1, 0)
+    assert (names_of(plan), plan.numbered) == ([("epoch_loss",), ("loss", "valid_loss")], {"epoch_loss"})
+    plan.add("loss", 1, 1)
+    assert names_of(plan) == [("epoch_loss",), ("loss",), ("valid_loss",)]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ OLDER = {"kind": "older", "request": 7, "attempt": 0, "rank": 1, "stream": "err"
 
 def test_a_message_has_the_parts_that_are_set() -> None:
     state = StateEntry("running", countdown="", attempt=0, log_dir="/logs", seconds=None, message="")
-    changes = Changes(state=state, metrics=[PointEntry("loss", 0, 1.0, None)])
+    changes = Changes(state=state, metrics=[PointEntry("loss", 0, 1.0, None, 0)])
     content = to_content(Delta(seq=3, now=1.5, changes=changes, logs=[LogPart(0, 1, "out", 5, 4, 1.25)]))
     assert json.loads(json.dumps(content)) == {
         "kind": "delta",
@@ -46,7 +46,7 @@ def test_a_message_has_the_parts_that_are_set() -> None:
                 "seconds": None,
                 "message": "",
             },
-            "metrics": [["loss", 0, 1.0, None]],
+            "metrics": [["loss", 0, 1.0, None, 0]],
         },
         "logs": [{"attempt": 0, "rank": 1, "stream": "out", "offset": 5, "size": 4, "time": 1.25}],
     }

@@ -7,12 +7,16 @@ import json
 import re
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from nblaunch.launch.output.terminal_lines import LineAssembler
 from nblaunch.machine import timeouts
+from nblaunch.notebook.charts import COLOURS, LOG_RATIO, MEAN_COLOUR, PART_STROKES
+from nblaunch.notebook.page_messages import Delta, to_content
 from nblaunch.notebook.page_script import STATIC, loader, modules, script
+from nblaunch.notebook.panel_state import PanelState
 from tests.unit import page_types
 from tests.unit.node import HERE, node, tool
 
@@ -55,6 +59,37 @@ def test_its_lines_are_those_of_the_text_view() -> None:
         assembler = LineAssembler()
         expected = [line for piece in stream for line in assembler.feed(piece)] + assembler.finish()
         assert found == expected, stream
+
+
+def test_points_whose_steps_go_back_keep_their_places_in_bursts() -> None:
+    """Messages get lost, long queues are downsampled, and pages that missed messages or were reloaded ask again."""
+    random, state = Random(3), PanelState(2)
+    names = [f"m{number}" for number in range(8)]
+    pages: list[list[dict[str, Any]]] = [[], []]
+    count = 0
+    for burst in range(60):
+        for _ in range(random.choice([1, 3, 400])):
+            record = {"step": random.randrange(30), "metrics": {name: count + at for at, name in enumerate(names)}}
+            for rank in (0, 1):
+                state.add_reports(rank, [record])
+            count += 1
+        is_reloaded = burst in (20, 59)
+        changes = state.snapshot() if is_reloaded else state.delta()
+        message = {"whole": is_reloaded, **to_content(Delta(now=0.0, changes=changes))["changes"]}
+        pages[0].append(message)
+        if is_reloaded or random.random() < 0.5:
+            pages[1].append(message)  # this one shows what has arrived meanwhile
+    done = node(HERE / "charted.mjs", text=json.dumps([page[:last] for page in pages for last in (20, 59, 60)]))
+    assert done.returncode == 0, done.stderr
+    tables: list[dict[str, Any]] = json.loads(done.stdout)
+    assert len(tables) == 6
+    for table in tables:
+        assert sorted(table) == names
+        for at, name in enumerate(names):
+            assert len(table[name]["xs"]) > 5
+            for column in [*table[name]["columns"], table[name]["mean"]]:
+                for x, y in zip(table[name]["xs"], column, strict=True):
+                    assert y in (None, x + at) or y == pytest.approx(x + at), (name, x, y)
 
 
 def test_the_page_waits_for_two_heartbeats_before_silence() -> None:
@@ -140,6 +175,19 @@ def test_the_style_sheet_touches_nothing_else_on_the_page() -> None:
         assert re.search(r"\.nbl-", selector.split()[0]), selector
         assert all(name.startswith("nbl-") for name in re.findall(r"\.([\w-]+)", selector)), selector
     assert not re.search(r"url\(|@import|https?:", source("panel.css"))
+
+
+def test_the_panel_and_the_record_draw_in_the_same_colours_and_dashes() -> None:
+    css, chart = source("panel.css"), source("chart.js")
+    assert tuple(re.findall(r"\.nbl-r\d { --nbl-e: (#\w+)", css)) == COLOURS
+    assert re.findall(r"\.nbl-ink-mean { color: (#\w+)", css) == [MEAN_COLOUR]
+    inks = dict(re.findall(r"\.nbl-ink-(\w+) {[^}]* color: (#\w+)", css))
+    dashes = re.search(r"const DASHES = {(.*)};", chart)
+    assert dashes is not None
+    drawn = {part: numbers.replace(",", "") for part, numbers in re.findall(r"(\w+): \[([^]]*)\]", dashes[1])}
+    for part, stroke in PART_STROKES.items():
+        assert (inks[part], drawn[part]) == (stroke.colour, stroke.dashes)
+    assert f"const LOG_RATIO = {LOG_RATIO};" in chart
 
 
 def test_every_class_of_the_style_sheet_is_used() -> None:

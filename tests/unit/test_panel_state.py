@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from nblaunch.launch.output.report_columns import ReportColumns
+from nblaunch.launch.result import Metrics
 from nblaunch.launch.views.events import Failure, LaunchInfo, Outcome, RankStatus, Stuck
 from nblaunch.machine.usage import Usage
 from nblaunch.notebook.launch_record import record_of
@@ -63,7 +65,11 @@ def test_metrics_are_points_by_step_or_by_their_number(state: PanelState) -> Non
     report(state, 0, step=5, loss=0.5)
     report(state, 0, loss=0.25)
     report(state, 1, loss=math.nan)
-    assert changes_of(state).metrics == [("loss", 0, 5.0, 0.5), ("loss", 0, 1.0, 0.25), ("loss", 1, 0.0, None)]
+    assert changes_of(state).metrics == [
+        ("loss", 0, 5.0, 0.5, 0),
+        ("loss", 0, 1.0, 0.25, 1),
+        ("loss", 1, 0.0, None, 0),
+    ]
 
 
 def test_a_burst_of_points_is_sent_whole(state: PanelState) -> None:
@@ -74,7 +80,7 @@ def test_a_burst_of_points_is_sent_whole(state: PanelState) -> None:
     while state.is_changed:
         points += changes_of(state).metrics
     assert len(points) == 30 * 2 * 4
-    assert [x for name, rank, x, _ in points if (name, rank) == ("c", 1)] == list(range(30))
+    assert [x for name, rank, x, *_ in points if (name, rank) == ("c", 1)] == list(range(30))
 
 
 def test_very_many_points_at_once_are_downsampled_to_their_ends(state: PanelState) -> None:
@@ -88,14 +94,14 @@ def test_very_many_points_at_once_are_downsampled_to_their_ends(state: PanelStat
     assert len(points) <= 3000
     assert points[0][3] == 1.0  # the extremes are among them
     assert points[-1][2] == 9999
-    assert [x for _, _, x, _ in points] == sorted(x for _, _, x, _ in points)
+    assert [x for _, _, x, *_ in points] == sorted(x for _, _, x, *_ in points)
 
 
 def test_a_long_series_is_thinned_and_keeps_its_ends() -> None:
     series = Series()
     for step in range(100_001):
         series.add(float(step), float(step))
-    xs = [x for x, _ in series.points]
+    xs = [x for x, _ in series.points()]
     assert 500 < len(xs) <= 2000
     assert xs[0] < 200
     assert xs[-1] == 100_000.0
@@ -120,8 +126,8 @@ def test_the_best_of_ten_thousand_is_kept(odd: int) -> None:
     series = Series()
     for step in range(10_000):
         series.add(None, 0.99 if step == odd else 0.01 if step == odd + 1 else 0.5)
-    assert max(y for _, y in series.points) == 0.99
-    assert odd == 9_999 or min(y for _, y in series.points) == 0.01
+    assert max(y for _, y in series.points()) == 0.99
+    assert odd == 9_999 or min(y for _, y in series.points()) == 0.01
 
 
 def test_a_rank_has_its_latest_bars(state: PanelState) -> None:
@@ -162,8 +168,8 @@ def test_validation_joins_training_and_has_its_best_step(state: PanelState) -> N
     state.add_reports(1, [{"best": "valid_loss", "step": 10, "value": 0.7}])  # the lowest rank's is shown
     delta = changes_of(state)
     assert delta.charts == [
-        ([("loss", "training"), ("valid_loss", "valid")], "down", ""),
-        ([("lr", "training")], "", "lr"),
+        ([("loss", "training", False), ("valid_loss", "valid", False)], "down", ""),
+        ([("lr", "training", False)], "", "lr"),
     ]
     assert delta.best == [("valid_loss", 9, 0.6)]
     report(state, 0, step=10, loss=0.4)
@@ -178,6 +184,17 @@ def test_the_record_of_a_long_run_has_the_mean_of_all_ranks(state: PanelState) -
     assert {y for _, y in loss.mean} == {1.0}
     assert (loss.latest, loss.best, loss.mean[-1][0]) == (1.0, 1.0, 1499)
     assert all(len(points) <= 300 for points in record_of(state, None, 1.0).metrics["loss"].values())
+
+
+def test_the_record_and_the_repr_of_a_result_show_the_same_means(state: PanelState) -> None:
+    columns = ReportColumns()
+    for step in range(3):
+        for rank in (0, 1):
+            values = {"loss": 1 / (step + 1) + rank} | ({"lr": 0.5} if rank == 0 else {})
+            report(state, rank, step, **values)
+            columns.add(rank, step + rank / 2, step, values)
+    groups = record_of(state, None, 1.0).summaries()
+    assert Metrics(columns).last == {summary.name: summary.latest for group in groups for summary in group}
 
 
 def test_unchanged_resources_are_sent_once(state: PanelState) -> None:
@@ -226,7 +243,7 @@ def test_a_snapshot_is_all_of_it(state: PanelState) -> None:
     state.set_stacks(2.0, {0: "in train"})
     state.delta()
     whole: Any = state.snapshot()
-    assert whole.metrics == [("loss", 0, 1.0, 1.0)]
+    assert whole.metrics == [("loss", 0, 1.0, 1.0, 0)]
     assert whole.progress == [(1, "epoch", 3, 10, 1.0, 0, 0)]
     assert whole.notes == [(1.5, "restarting")]
     assert whole.stacks.ranks == [(0, "in train")]
@@ -248,8 +265,8 @@ def test_a_reloaded_page_gets_a_bounded_number_of_points(state: PanelState) -> N
                 report(state, rank, step, **{f"m{number}": float(step == 500)})
     points = state.snapshot().metrics or []
     assert len(points) <= 2000
-    assert len({(name, rank) for name, rank, _, _ in points}) == 80
-    assert sum(y == 1.0 for _, _, _, y in points) == 80  # each series' best
+    assert len({(name, rank) for name, rank, *_ in points}) == 80
+    assert sum(y == 1.0 for _, _, _, y, _ in points) == 80  # each series' best
     assert not state.is_changed
 
 
@@ -284,3 +301,22 @@ def test_a_reason_that_comes_again_is_not_noted_again(state: PanelState) -> None
     state.set_stuck(3.0, Stuck(("rank 0 waits",), (1,), is_repeated=True))
     changes = changes_of(state)
     assert (list(changes.stuck.lines), changes.notes) == (["rank 0 waits"], None)
+
+
+def test_steps_that_go_back_are_numbered_in_the_panel_and_its_record(state: PanelState) -> None:
+    for step in (1, 2, 3):
+        report(state, 0, step, loss=float(step))
+        report(state, 0, step, valid_loss=1.0)
+    assert [[line[::2] for line in lines] for lines, *_ in changes_of(state).charts] == [
+        [("loss", False), ("valid_loss", False)]
+    ]
+    report(state, 0, 2, loss=9.0)
+    state.add_reports(0, [{"best": "loss", "step": 1, "value": 1.0}])
+    delta = changes_of(state)
+    assert [[line[::2] for line in lines] for lines, *_ in delta.charts] == [[("loss", True)], [("valid_loss", False)]]
+    assert delta.metrics == [("loss", 0, 2.0, 9.0, 3)]
+    (loss,), (valid_loss,) = record_of(state, None, 1.0).summaries()
+    assert list(loss.mean) == [(0, 1.0), (1, 2.0), (2, 3.0), (3, 9.0)]
+    assert [x for x, _ in valid_loss.mean] == [1, 2, 3]
+    assert loss.best_text == "best 1 at step 1"
+    assert loss.ring is None

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nblaunch.launch.views.events import Failure
+from nblaunch.notebook.charts import PART_STROKES
 from nblaunch.notebook.record import RankTail, Record
 from nblaunch.notebook.record_html import as_html
 from nblaunch.notebook.record_text import as_text
@@ -75,7 +76,7 @@ SURVIVES = {
     "padding": LENGTHS,
     "text-align": "right",
     "text-decoration": "underline",
-    "vertical-align": "top",
+    "vertical-align": "bottom|middle",
     "white-space": "pre-wrap|nowrap",
     "width": LENGTHS,
 }
@@ -105,6 +106,8 @@ class Page(HTMLParser):
         self.text = ""
         self.images: list[ET.Element] = []
         self.alts: list[str] = []
+        self.samples: list[ET.Element] = []
+        """The strokes that legends show."""
         self.styles: set[str] = set()
         self.open: list[str] = []
         """The text of each part that is unfolded from the start."""
@@ -132,8 +135,12 @@ class Page(HTMLParser):
     def _image(self, values: dict[str, str | None]) -> None:
         head, _, data = (values["src"] or "").partition(",")
         assert head == "data:image/svg+xml;base64"
-        self.images.append(ET.fromstring(base64.b64decode(data)))
-        self.alts.append(values["alt"] or "")
+        image = ET.fromstring(base64.b64decode(data))
+        if values["alt"]:
+            self.images.append(image)
+            self.alts.append(values["alt"])
+        else:
+            self.samples.append(image)
 
     def handle_endtag(self, tag: str) -> None:
         assert self._stack.pop() == tag
@@ -255,7 +262,7 @@ def test_a_long_traceback_keeps_its_beginning_and_its_end() -> None:
 # ------------------------------------------------------------------ what it measured
 def test_each_metric_has_its_numbers_and_a_chart_that_is_also_words() -> None:
     shown = page(FINISHED)
-    assert shown.text.index("loss 1 best 1") < shown.text.index("accuracy 0.9405 best 0.9405, mean of 2 ranks")
+    assert shown.text.index("loss 1 best 1") < shown.text.index("accuracy 0.9405 best 0.9405")
     assert [image.findtext("{http://www.w3.org/2000/svg}title") for image in shown.images] == ["loss", "accuracy"]
     assert shown.alts[1] == "chart of accuracy: latest 0.9405, best 0.9405, mean of 2 ranks"
 
@@ -277,9 +284,12 @@ def test_validation_is_a_dashed_line_with_its_best_step() -> None:
     shown = page(VALIDATED)
     assert len(shown.images) == 3
     assert shown.alts[0] == "chart of loss: latest 1, best 1; valid_loss: latest 1.4, best 1.25 at step 50"
-    assert "╌╌ valid_loss 1.4 best 1.25 at step 50" in shown.text
+    assert "valid_loss 1.4 best 1.25 at step 50" in shown.text
     svg = ET.tostring(shown.images[0], encoding="unicode")
     assert svg.count("stroke-dasharray") == 1
+    stroke = PART_STROKES["valid"]
+    ((sample,),) = shown.samples
+    assert (sample.get("stroke"), sample.get("stroke-dasharray")) == (stroke.colour, stroke.dashes)
     assert svg.count("circle ") == 1
     assert "valid_loss 1.4 (best 1.25 at step 50)" in as_text(VALIDATED)
 
@@ -290,6 +300,20 @@ def test_learning_rates_and_throughputs_have_their_own_writing() -> None:
     assert "samples_per_second 1.2k/s" in shown.text
     labels = ["".join(text.itertext()) for text in shown.images[2].iter("{http://www.w3.org/2000/svg}text")]
     assert labels[:3] == ["0", "500/s", "1k/s"]
+
+
+def test_the_legend_stands_at_the_chart_and_even_rows_hold_the_charts() -> None:
+    lines = {rank: [(x, x + rank) for x in (0, 1)] for rank in range(3)}
+    one = {0: lines[0]}
+    html = as_html(replace(FINISHED, metrics={"a": one, "b": lines, "c": one, "d": one}))
+    words = re.findall(
+        r'<img [^>]*alt="chart of (.)|(mean|rank 0|(?<=─ )[12])</span>|(<div><div style="display:inline)', html
+    )
+    assert ["".join(found) for found in words] == [
+        *('<div><div style="display:inline', "a", "mean", "rank 0", "1", "2", "b"),
+        *('<div><div style="display:inline', "c", "d"),
+    ]
+    assert "─ 9 ranks" in as_html(replace(FINISHED, metrics={"a": dict.fromkeys(range(9), lines[0])}))
 
 
 def test_differing_ranks_get_a_table() -> None:

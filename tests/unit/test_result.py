@@ -58,7 +58,11 @@ def test_logs_and_duration_stand_beside_the_values() -> None:
     [
         ([1], [], "<LaunchResult of train: 1 rank, 1.23 s>"),
         ([1, 2], REPORTS[:1], "<LaunchResult of train: 2 ranks, 1.23 s, loss 0.9, accuracy 0.1>"),
-        ([1, 2], REPORTS, "<LaunchResult of train: 2 ranks, 1.23 s, loss 0.7 on rank 0, lr 0.01, accuracy 0.1>"),
+        (
+            [1, 2],
+            REPORTS,
+            "<LaunchResult of train: 2 ranks, 1.23 s, loss 0.65 (mean of 2 ranks), accuracy 0.1, lr 0.01>",
+        ),
         (["x" * 10_000, 2], [], "<LaunchResult of train: 2 ranks, 1.23 s>"),
     ],
 )
@@ -135,14 +139,16 @@ def test_reports_that_come_out_of_order_take_few_bytes_more() -> None:
         tracemalloc.stop()
 
 
-def test_last_is_the_latest_value_of_the_lowest_rank_that_reported_it() -> None:
-    assert Metrics(REPORTS).last == {"loss": 0.7, "accuracy": 0.1, "lr": 0.01}
+def test_last_is_the_mean_over_the_ranks_that_reported_it() -> None:
+    assert Metrics(REPORTS).last == {"loss": pytest.approx(0.65), "accuracy": 0.1, "lr": 0.01}
+    alike = [Report(rank, 1.0, 1, {"loss": 0.1}) for rank in range(3)]
+    assert Metrics(alike).last == {"loss": 0.1}  # to the last bit
     assert Metrics([]).last == {}
 
 
 def test_the_repr_has_the_number_of_reports_and_the_last_values() -> None:
     assert repr(Metrics([])) == "Metrics(0 reports)"
-    assert repr(Metrics(REPORTS)) == "Metrics(4 reports: loss 0.7 on rank 0, lr 0.01, accuracy 0.1)"
+    assert repr(Metrics(REPORTS)) == "Metrics(4 reports: loss 0.65 (mean of 2 ranks), accuracy 0.1, lr 0.01)"
 
 
 def test_pandas_gets_a_row_per_report_and_a_column_per_metric() -> None:

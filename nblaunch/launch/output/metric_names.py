@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -114,28 +114,44 @@ class ChartPlan:
     """Which metrics are drawn in one chart: those of one family, if their steps count the same.
 
     The steps of a metric count the same as those of its family's first metric if it is reported at about the step where
-    that one is: not if one counts batches and the other one epochs.
+    that one is: not if one counts batches and the other one epochs. A metric whose steps go back, or stand, is drawn
+    alone, over the numbers of its reports.
 
     Args:
-        points: The name and x of each reported value, in order of time.
+        points: The name, x and source of each reported value, in order of time.
     """
 
-    def __init__(self, points: Iterable[tuple[str, float]] = ()) -> None:
+    def __init__(self, points: Iterable[tuple[str, float, Hashable]] = ()) -> None:
+        self.numbered: set[str] = set()
+        """The metrics that are drawn over the numbers of their reports."""
         self._latest: dict[str, float] = {}
+        self._ends: dict[tuple[str, Hashable], float] = {}
+        """The latest x of each metric and source."""
         self._families: dict[str, list[str]] = {}
         """The metrics of each family, training first."""
         self._leaders: dict[str, str] = {}
         """For each metric that is not the first of its family, that first one."""
         self._apart: set[str] = set()
-        for name, x in points:
-            self.add(name, x)
+        for name, x, source in points:
+            self.add(name, x, source)
 
-    def add(self, name: str, x: float) -> bool:
-        """Add a reported value. Return True if the charts have changed."""
+    def add(self, name: str, x: float, source: Hashable) -> bool:
+        """Add a reported value. Return True if the charts have changed.
+
+        Args:
+            name: The metric.
+            x: Its step.
+            source: What reports it in order, such as a rank.
+        """
         is_new = name not in self._latest
         self._latest[name] = x
         if is_new:
             self._join(name)
+        end = self._ends.get((name, source))
+        self._ends[name, source] = x
+        if end is not None and x <= end and name not in self.numbered:
+            self.numbered.add(name)
+            is_new = True
         leader = self._leaders.get(name)
         if leader is None:
             return is_new
@@ -162,8 +178,9 @@ class ChartPlan:
         """The charts: losses first, then other metrics by name, learning rates and throughputs last."""
         charts = []
         for first, *others in self._families.values():
-            charts.append(Chart((first, *(name for name in others if name not in self._apart))))
-            charts += [Chart((name,)) for name in others if name in self._apart]
+            apart = set(others) if first in self.numbered else self._apart | self.numbered
+            charts.append(Chart((first, *(name for name in others if name not in apart))))
+            charts += [Chart((name,)) for name in others if name in apart]
         return sorted(charts, key=_place)
 
 

@@ -113,22 +113,24 @@ class ReportColumns(Sequence[Report]):
 
     @property
     def last(self) -> dict[str, float]:
-        """Return the latest value of each metric, from the lowest rank that reported it."""
-        values: dict[str, float] = {}
-        for rank in sorted(self._latest, reverse=True):
-            values.update((name, value) for name, (_, value) in self._latest[rank].items())
-        return values
+        """Return the latest value of each metric: the mean over the ranks that have reported it."""
+        return {
+            name: values[0] if len(set(values)) == 1 else sum(value / len(values) for value in values)
+            for name, values in self._by_name().items()
+        }
 
     @property
     def differing(self) -> dict[str, int]:
-        """Return the metrics whose latest values differ between ranks, with the rank that `last` is of."""
-        values: dict[str, set[str]] = {}
-        origins: dict[str, int] = {}
+        """Return the metrics whose latest values differ between ranks, with the number of ranks that have them."""
+        return {name: len(values) for name, values in self._by_name().items() if len({*map(repr, values)}) > 1}
+
+    def _by_name(self) -> dict[str, list[float]]:
+        """Return the latest values of each metric, by rank."""
+        found: dict[str, list[float]] = {}
         for rank in sorted(self._latest):
             for name, (_, value) in self._latest[rank].items():
-                values.setdefault(name, set()).add(repr(value))
-                origins.setdefault(name, rank)
-        return {name: rank for name, rank in origins.items() if len(values[name]) > 1}
+                found.setdefault(name, []).append(value)
+        return found
 
     @property
     def best(self) -> dict[str, Best]:

@@ -1,7 +1,10 @@
 // Metrics over their steps on a canvas: a thin line for each rank, a thick one for their mean, dashed ones beside them.
 import { el, numberText, rankClass, valueText } from "./format.js";
 
-const CHART_HEIGHT = 140;
+const MIN_HEIGHT = 140;
+const LOG_RATIO = 50; // a loss over a wider range has a logarithmic scale, as in charts.py
+/** The lines beside the first one, as in charts.py. @type {Record<string, number[]>} */
+const DASHES = { training: [3, 4], epoch: [0.1, 5], valid: [6, 5], test: [9, 5, 0.1, 5] };
 const PADDING = { top: 8, right: 10, bottom: 19 };
 const MAX_DOTS = 40; // on a dashed line
 const RING_RADIUS = 4.5;
@@ -21,8 +24,17 @@ export function niceTicks(low, high, count) {
   return ticks;
 }
 
-/** Return the range of all values, with a margin. @param {(number | null)[][]} columns */
-export function valueRange(columns) {
+/** Return two to seven round numbers between two powers of 10. @param {number} low @param {number} high */
+export function logTicks(low, high) {
+  const every = Math.ceil((high - low) / 6);
+  const ticks = [];
+  for (let decade = Math.floor(low); decade <= high; decade += every)
+    for (const factor of high - low < 2.2 ? [1, 2, 5] : [1]) ticks.push(Number(`${factor}e${decade}`));
+  return ticks.filter((tick) => Math.log10(tick) >= low - 1e-9 && Math.log10(tick) <= high + 1e-9);
+}
+
+/** Return the lowest and the highest value. @param {(number | null)[][]} columns */
+function extremes(columns) {
   let [low, high] = [Infinity, -Infinity];
   for (const column of columns) {
     for (const value of column) {
@@ -31,6 +43,18 @@ export function valueRange(columns) {
       if (value > high) high = value;
     }
   }
+  return [low, high];
+}
+
+/** Return true if a loss needs a logarithmic scale. @param {(number | null)[][]} columns */
+export function spansDecades(columns) {
+  const [low, high] = extremes(columns);
+  return low > 0 && high >= LOG_RATIO * low && high < Infinity;
+}
+
+/** Return the range of all values, with a margin. @param {(number | null)[][]} columns */
+export function valueRange(columns) {
+  const [low, high] = extremes(columns);
   if (low > high) return [0, 1];
   const air = high > low ? 0.06 * (high - low) : Math.abs(high) * 0.1 || 1;
   return [low - air, high + air];
@@ -43,6 +67,7 @@ export class MetricChart {
     this.onPoint = onPoint;
     /** @type {Table} */ this.table = { xs: [], ranks: [], columns: [], mean: [], beside: [], marks: [] };
     this.kind = "";
+    this.mayBeLog = false;
     /** @type {number | null} */ this.pointed = null;
     /** @type {Plot | null} */ this.plot = null;
     this.canvas = el("canvas", { class: "nbl-canvas", "aria-hidden": "true" });
@@ -61,10 +86,9 @@ export class MetricChart {
     this.observer.observe(host);
   }
 
-  /** @param {Table} table @param {string} kind how to write the values */
-  update(table, kind) {
-    this.table = table;
-    this.kind = kind;
+  /** @param {Table} table @param {string} kind how to write the values @param {boolean} mayBeLog as for losses */
+  update(table, kind, mayBeLog) {
+    Object.assign(this, { table, kind, mayBeLog });
     this.draw();
   }
 
@@ -74,37 +98,43 @@ export class MetricChart {
   }
 
   draw() {
-    const width = this.host.clientWidth;
+    const [width, height] = [this.host.clientWidth, Math.max(MIN_HEIGHT, this.host.clientHeight || 0)];
     const context = this.canvas.getContext("2d");
     if (!width || !context || this.table.xs.length < 2) return;
     const scale = globalThis.devicePixelRatio || 1;
-    const [w, h] = [Math.round(width * scale), Math.round(CHART_HEIGHT * scale)];
+    const [w, h] = [Math.round(width * scale), Math.round(height * scale)];
     if (this.canvas.width !== w || this.canvas.height !== h) Object.assign(this.canvas, { width: w, height: h });
     context.setTransform(scale, 0, 0, scale, 0, 0);
-    context.clearRect(0, 0, width, CHART_HEIGHT);
+    context.clearRect(0, 0, width, height);
     const { color } = getComputedStyle(this.theme);
     if (color !== this.themeColour) this.colours.clear();
     this.themeColour = color;
     context.font = `10px ${getComputedStyle(this.host).fontFamily}`;
-    this.#axes(context, width);
+    this.#axes(context, width, height);
     this.#lines(context);
   }
 
-  /** @param {CanvasRenderingContext2D} context @param {number} width */
-  #axes(context, width) {
+  /** @param {CanvasRenderingContext2D} context @param {number} width @param {number} whole height */
+  #axes(context, width, whole) {
     const { xs, columns, beside, marks } = this.table;
     const more = [...beside.map((line) => line.values), marks.map((mark) => mark.y), this.kind === "rate" ? [0] : []];
-    const [low, high] = valueRange([...columns, ...more]);
+    const values = [...columns, ...more];
+    const isLog = this.mayBeLog && spansDecades(values);
+    const place = isLog ? Math.log10 : (/** @type {number} */ value) => value;
+    const [low, high] = valueRange(isLog ? values.map((line) => line.map((y) => y && Math.log10(y))) : values);
     const [first, last] = [xs[0], xs[xs.length - 1]];
-    const height = CHART_HEIGHT - PADDING.top - PADDING.bottom;
-    const levels = niceTicks(low, high, height / 22);
-    const left = Math.ceil(Math.max(22, ...levels.map((level) => context.measureText(this.#label(level)).width))) + 6;
+    const height = whole - PADDING.top - PADDING.bottom;
+    const [lowest, highest] = extremes(values);
+    const flat = lowest === highest ? [lowest] : niceTicks(low, high, height / 22);
+    const levels = isLog ? logTicks(low, high) : flat;
+    const labels = levels.map((level) => this.#label(level, Math.max(...levels)));
+    const left = Math.ceil(Math.max(22, ...labels.map((label) => context.measureText(label).width))) + 6;
     const plot = {
       left,
       width: width - left - PADDING.right,
       height,
       x: (/** @type {number} */ value) => left + ((value - first) / (last - first)) * (width - left - PADDING.right),
-      y: (/** @type {number} */ value) => PADDING.top + ((high - value) / (high - low)) * height,
+      y: (/** @type {number} */ value) => PADDING.top + ((high - place(value)) / (high - low)) * height,
     };
     this.plot = plot;
     context.strokeStyle = this.#colour("nbl-ink-grid");
@@ -113,38 +143,40 @@ export class MetricChart {
     context.beginPath();
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (const level of levels) {
+    levels.forEach((level, i) => {
       const y = Math.round(plot.y(level)) + 0.5;
       context.moveTo(left, y);
       context.lineTo(width - PADDING.right, y);
-      context.fillText(this.#label(level), left - 6, y);
-    }
+      context.fillText(labels[i], left - 6, y);
+    });
     context.stroke();
     context.textBaseline = "alphabetic";
-    for (const value of niceTicks(first, last, plot.width / 48)) {
+    if (isLog) context.fillText("log scale", width - PADDING.right, PADDING.top + 8);
+    for (const value of niceTicks(first, last, plot.width / 48).filter(Number.isInteger)) {
       const x = plot.x(value);
       context.textAlign = x > width - 24 ? "right" : "center";
-      context.fillText(numberText(value), x > width - 24 ? width - 2 : x, CHART_HEIGHT - 5);
+      context.fillText(numberText(value), x > width - 24 ? width - 2 : x, whole - 5);
     }
   }
 
-  /** @param {number} level */
-  #label(level) {
-    return level ? valueText(level, this.kind) : "0";
+  /** Write the numbers of an axis alike. @param {number} level @param {number} highest */
+  #label(level, highest) {
+    return level ? valueText(level, this.kind === "lr" && highest >= 0.01 ? "" : this.kind) : "0";
   }
 
   /** @param {CanvasRenderingContext2D} context */
   #lines(context) {
     const { ranks, columns, mean, beside, marks, xs } = this.table;
     const several = ranks.length > 1;
-    context.lineJoin = "round";
+    context.lineJoin = context.lineCap = "round";
     context.globalAlpha = ranks.length >= 8 ? FAINT[8] : several ? FAINT[2] : FAINT[1];
     ranks.forEach((rank, i) =>
       this.#line(context, columns[i], this.#colour(`nbl-ink ${rankClass(rank)}`), several ? 1 : 2),
     );
     context.globalAlpha = 1;
     if (several) this.#line(context, mean, this.#colour("nbl-ink-mean"), 2);
-    for (const { part, values } of beside) this.#line(context, values, this.#colour(`nbl-ink-${part}`), 2, [5, 4]);
+    for (const { part, values } of beside)
+      this.#line(context, values, this.#colour(`nbl-ink-${part}`), 2, DASHES[part]);
     const plot = /** @type {Plot} */ (this.plot);
     context.lineWidth = 2;
     for (const { part, x, y } of marks) {

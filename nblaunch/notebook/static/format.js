@@ -72,6 +72,15 @@ export function valueText(given, kind = "") {
   return `${three(value / factor)}${unit}/s`;
 }
 
+/** Format a value that changes, always as wide. @param {unknown} given @param {string} [kind] as for `valueText` */
+export function steadyText(given, kind = "") {
+  const text = valueText(given, kind);
+  const [, digits, rest] = /^(-?[\d.]+)(|[kM]?\/s)$/.exec(text) ?? [];
+  if (digits === undefined || kind === "lr") return text;
+  const isWhole = !kind && Number.isInteger(numberOf(given));
+  return isWhole || Math.abs(Number(digits)) >= 1000 ? text : Number(digits).toPrecision(kind ? 3 : 4) + rest;
+}
+
 /** @param {number} rank */
 export function rankClass(rank) {
   return rank < 0 ? "nbl-own" : `nbl-r${rank % 8}`;

@@ -1,13 +1,16 @@
 // A card for each chart: the latest and best values of its metrics, and the lines.
 import { MetricChart } from "./chart.js";
-import { el, numberText, setAttribute, setText, valueText } from "./format.js";
+import { el, numberText, rankClass, setAttribute, setText, steadyText, valueText } from "./format.js";
 
 const REDRAW_PAUSE_MS = 250;
+const MIN_WIDTH = 250; // of a card with a chart, in pixels
+const GAP = 8;
+const MAX_KEYS = 8; // ranks that a legend names: as many as there are colours
 
 /** @typedef {import("./series.js").Metric} Metric */
 /** @typedef {import("./series.js").MetricGroup} MetricGroup */
 /** @typedef {{latest: any, best: any, box: any}} Values of one metric */
-/** @typedef {{group: MetricGroup, box: any, values: Map<string, Values>, rows: any, detail: any, host: any,
+/** @typedef {{group: MetricGroup, box: any, values: Map<string, Values>, rows: any, detail: any, legend: any, named: string, host: any,
  *   chart: MetricChart | null, version: string, pointed: number | null}} MetricCard */
 
 export class MetricsView {
@@ -21,6 +24,8 @@ export class MetricsView {
     this.order = "";
     this.due = 0;
     /** @type {any} */ this.timer = null;
+    this.observer = new ResizeObserver(() => this.#share());
+    this.observer.observe(this.charts);
   }
 
   /** Draw at most four times a second. */
@@ -36,6 +41,7 @@ export class MetricsView {
 
   dispose() {
     clearTimeout(this.timer);
+    this.observer.disconnect();
     for (const card of this.cards.values()) card.chart?.destroy();
   }
 
@@ -56,8 +62,16 @@ export class MetricsView {
         node.replaceChildren(...boxes);
         node.hidden = !boxes.length;
       }
+      this.#share();
     }
     for (const card of cards) this.#drawCard(card);
+  }
+
+  /** Divide the width among the cards with charts, so that they fill every row. */
+  #share() {
+    const boxes = [...this.charts.children];
+    const sizes = rowSizes(boxes.length, this.charts.clientWidth);
+    boxes.forEach((box, i) => (box.style.flexBasis = `calc((100% - ${GAP * (sizes[i] - 1)}px) / ${sizes[i]} - 0.1px)`));
   }
 
   /** @param {Set<string>} names */
@@ -74,6 +88,7 @@ export class MetricsView {
     let card = this.cards.get(group.name);
     if (!card) {
       const [detail, rows] = [el("span", { class: "nbl-point", "aria-live": "off" }), el("div")];
+      const legend = el("div", { class: "nbl-legend", "aria-hidden": "true" });
       const host = el("div", {
         class: "nbl-chart",
         role: "img",
@@ -94,9 +109,22 @@ export class MetricsView {
           detail,
         ),
         rows,
+        legend,
         host,
       );
-      card = { group, box, values: new Map(), rows, detail, host, chart: null, version: "", pointed: null };
+      card = {
+        group,
+        box,
+        values: new Map(),
+        rows,
+        detail,
+        legend,
+        named: "",
+        host,
+        chart: null,
+        version: "",
+        pointed: null,
+      };
       this.cards.set(group.name, card);
     }
     card.group = group;
@@ -114,12 +142,23 @@ export class MetricsView {
       card.values.delete(name);
     }
     const said = group.metrics.map((metric) => this.#drawValues(card, metric));
-    card.host.hidden = card.detail.hidden = !group.hasChart;
+    card.host.hidden = card.detail.hidden = card.legend.hidden = !group.hasChart;
     if (!group.hasChart) return;
     setAttribute(card.host, "aria-label", `Chart of ${said.join("; ")}. Arrow keys read its steps`);
     card.chart ??= new MetricChart(card.host, (i) => this.#describe(card, (card.pointed = i)));
-    card.chart.update(group.table(), group.kind);
+    card.chart.update(group.table(), group.kind, group.first.direction < 0);
+    this.#drawLegend(card);
     this.#describe(card, card.pointed);
+  }
+
+  /** Show which line is which rank's. @param {MetricCard} card */
+  #drawLegend(card) {
+    const { ranks } = card.group.table();
+    if (card.named === ranks.join()) return;
+    card.named = ranks.join();
+    const keys = ranks.map((rank, i) => key(`nbl-ink ${rankClass(rank)}`, i ? String(rank) : `rank ${rank}`));
+    const shown = ranks.length > MAX_KEYS ? [el("span", {}, `${ranks.length} ranks`)] : keys;
+    card.legend.replaceChildren(...(ranks.length > 1 ? [key("nbl-ink-mean", "mean"), ...shown] : []));
   }
 
   /** Show the numbers of a metric, and return them as a text. @param {MetricCard} card @param {Metric} metric */
@@ -142,8 +181,10 @@ export class MetricsView {
     const { kind } = card.group;
     const latest = metric.diverged ? "NaN" : valueText(metric.latest, kind);
     const facts = [bestText(metric, kind), metric.differs ? `mean of ${metric.ranks.size} ranks` : ""].filter(Boolean);
-    setText(values.latest, latest);
-    setText(values.best, facts.join(" · "));
+    setText(values.latest, metric.diverged ? latest : steadyText(metric.latest, kind));
+    const shown = isFirst && card.group.hasChart ? facts.slice(0, 1) : facts; // its legend names the mean
+    setText(values.best, shown.join(" · ").replace(" at step ", " at "));
+    setAttribute(values.best, "title", facts.join(" · ") || null);
     return [`${metric.name} ${latest}`, ...facts].join(", ");
   }
 
@@ -168,6 +209,20 @@ export class MetricsView {
     const own = value === undefined && others.length ? [] : [`${text(value ?? null)}${spread}`];
     setText(card.detail, `${step} ${numberText(xs[i])}: ${[...own, ...others].join(", ")}`);
   }
+}
+
+/** Return how many cards stand in each row, at most one more in a row than in the one before.
+ * @param {number} count @param {number} width of a row in pixels @returns {number[]} the size of each card's row */
+export function rowSizes(count, width) {
+  const most = Math.max(1, Math.floor((width + GAP) / (MIN_WIDTH + GAP)));
+  const rows = Math.ceil(count / most);
+  const ends = Array.from({ length: rows + 1 }, (_, row) => Math.floor((count * row) / rows));
+  return ends.slice(1).flatMap((end, row) => new Array(end - ends[row]).fill(end - ends[row]));
+}
+
+/** @param {string} ink @param {string} text */
+function key(ink, text) {
+  return el("span", { class: "nbl-key" }, el("i", { class: `nbl-dashes ${ink}` }), text);
 }
 
 /** @param {Metric} metric @param {string} kind */

@@ -5,10 +5,10 @@
  * @typedef {[rank: number, state: "starting" | "running" | "stopping" | "returned" | "failed" | "ended"]} RankEntry */
 /** One progress bar of a rank. The steps after `first` took `seconds`; a bar within another has a higher level.
  * @typedef {[rank: number, name: string, done: number | null, total: number | null, seconds: number | null, first: number, level: number]} ProgressEntry */
-/** One point of a metric; y is null if it is not finite.
- * @typedef {[metric: string, rank: number, x: number, y: number | null]} PointEntry */
-/** A metric in a chart, and the data that it is of.
- * @typedef {[metric: string, part: "training" | "epoch" | "valid" | "test"]} ChartLine */
+/** One point of a metric, with the number of the report in its rank; y is null if it is not finite.
+ * @typedef {[metric: string, rank: number, x: number, y: number | null, number: number]} PointEntry */
+/** A metric in a chart, and the data that it is of. Numbered: its x are the numbers of the reports.
+ * @typedef {[metric: string, part: "training" | "epoch" | "valid" | "test", numbered: boolean]} ChartLine */
 /** What is drawn in one chart: metrics, training first, with the better direction and how to write their values.
  * @typedef {[lines: ChartLine[], direction: "up" | "down" | "", kind: "" | "rate" | "lr"]} ChartEntry */
 /** The point that a rank has marked as the best one of a metric; y is null if it is not known.

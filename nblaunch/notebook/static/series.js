@@ -24,17 +24,18 @@ class RankSeries {
   constructor() {
     /** @type {number[]} */ this.xs = [];
     /** @type {(number | null)[]} */ this.ys = [];
-    /** @type {number[]} */ this.reports = []; // which report each point was
+    /** @type {number[]} */ this.reports = []; // the kernel's number of each point: messages may leave points out
     this.count = 0;
     this.loose = false; // the next point replaces the last one
   }
 
-  /** @param {number} x @param {number | null} y @param {boolean} stays */
-  push(x, y, stays) {
+  /** @param {number} x @param {number | null} y @param {number} report @param {boolean} stays */
+  push(x, y, report, stays) {
     if (this.loose) for (const list of [this.xs, this.ys, this.reports]) list.pop();
     this.xs.push(x);
     this.ys.push(y);
-    this.reports.push(this.count++);
+    this.reports.push(report);
+    this.count = report + 1;
     this.loose = !stays;
   }
 
@@ -58,7 +59,7 @@ export class Metric {
     this.part = "training";
     /** @type {{x: number, y: number | null} | null} the best step, if one is marked */ this.marked = null;
     /** @type {Map<number, RankSeries>} */ this.ranks = new Map();
-    this.byIndex = false; // steps went backwards: number the points instead
+    this.byIndex = false; // steps went back: the numbers of the reports take their place
     this.block = 4; // two reports are kept of each block of this size ...
     this.thinned = 0; // ... among reports before this one
     /** @type {Set<number>} */ this.kept = new Set();
@@ -69,12 +70,11 @@ export class Metric {
     this.cached = { xs: [], ranks: [], columns: [], mean: [] };
   }
 
-  /** @param {number} rank @param {number} x @param {number | null} y */
-  push(rank, x, y) {
+  /** @param {number} rank @param {number} x @param {number | null} y @param {number} report */
+  push(rank, x, y, report) {
     let series = this.ranks.get(rank);
     if (!series) this.ranks.set(rank, (series = new RankSeries()));
-    if (!this.byIndex && series.xs.length && x <= series.xs[series.xs.length - 1]) this.#numberPoints();
-    series.push(this.byIndex ? series.count : x, numberOf(y), this.#stays(series.count));
+    series.push(x, numberOf(y), report, this.#stays(report));
     this.version++;
   }
 
@@ -115,11 +115,6 @@ export class Metric {
     return report >= this.thinned || this.kept.has(report);
   }
 
-  #numberPoints() {
-    this.byIndex = true;
-    for (const series of this.ranks.values()) series.xs = series.reports.slice();
-  }
-
   /** The last row of the table with a mean; -1 if there is none. */
   get end() {
     return this.table().mean.findLastIndex((y) => y !== null);
@@ -149,12 +144,13 @@ export class Metric {
     this.drawn = this.version;
     const ranks = [...this.ranks.keys()].sort((x, y) => x - y);
     const all = ranks.map((rank) => /** @type {RankSeries} */ (this.ranks.get(rank)));
-    const xs = [...new Set(all.flatMap((series) => series.xs))].sort((x, y) => x - y);
+    const xsOf = (/** @type {RankSeries} */ series) => (this.byIndex ? series.reports : series.xs);
+    const xs = [...new Set(all.flatMap(xsOf))].sort((x, y) => x - y);
     const row = new Map(xs.map((x, i) => [x, i]));
     const columns = all.map((series) => {
       /** @type {(number | null)[]} */
       const column = new Array(xs.length).fill(null);
-      series.xs.forEach((x, i) => (column[/** @type {number} */ (row.get(x))] = series.ys[i]));
+      xsOf(series).forEach((x, i) => (column[/** @type {number} */ (row.get(x))] = series.ys[i]));
       return column;
     });
     const filled = columns.map((column) => bridged(xs, column));
@@ -282,8 +278,11 @@ export class MetricBook {
   arrange(charts) {
     this.charts = charts;
     for (const [lines, direction] of charts) {
-      for (const [name, part] of lines)
-        Object.assign(this.#metric(name), { part, direction: direction ? (direction === "up" ? 1 : -1) : 0 });
+      for (const [name, part, byIndex] of lines) {
+        const metric = this.#metric(name);
+        if (metric.byIndex !== byIndex) metric.version++;
+        Object.assign(metric, { part, byIndex, direction: direction ? (direction === "up" ? 1 : -1) : 0 });
+      }
     }
   }
 
@@ -299,9 +298,9 @@ export class MetricBook {
   /** @param {import("./page_messages.js").PointEntry[]} points */
   add(points) {
     const touched = new Set();
-    for (const [name, rank, x, y] of points) {
+    for (const [name, rank, x, y, report] of points) {
       const metric = this.#metric(String(name));
-      metric.push(rank, x, y);
+      metric.push(rank, x, y, report);
       touched.add(metric);
     }
     for (const metric of touched) metric.thin();
@@ -314,16 +313,11 @@ export class MetricBook {
     return metric;
   }
 
-  /** Return the metrics with points, in charts. Points that are numbered share no steps with others.
-   * @returns {MetricGroup[]} */
+  /** Return the metrics with points, in charts. @returns {MetricGroup[]} */
   groups() {
     return this.charts.flatMap(([lines, , kind]) => {
-      const known = lines.map(([name]) => this.#metric(name)).filter((metric) => metric.ranks.size);
-      const together = known.filter((metric, i) => !i || (!metric.byIndex && !known[0].byIndex));
-      const apart = known.filter((metric) => !together.includes(metric));
-      return [together, ...apart.map((metric) => [metric])].flatMap((metrics) =>
-        metrics.length ? [new MetricGroup(metrics, kind)] : [],
-      );
+      const metrics = lines.map(([name]) => this.#metric(name)).filter((metric) => metric.ranks.size);
+      return metrics.length ? [new MetricGroup(metrics, kind)] : [];
     });
   }
 }

@@ -1,15 +1,32 @@
 import assert from "node:assert/strict";
 import test from "node:test";
-import { niceTicks, valueRange } from "../../../nblaunch/notebook/static/chart.js";
-import { bytesText, clockText, durationText, numberText, valueText } from "../../../nblaunch/notebook/static/format.js";
+import { logTicks, niceTicks, spansDecades, valueRange } from "../../../nblaunch/notebook/static/chart.js";
+import {
+  bytesText,
+  clockText,
+  durationText,
+  numberText,
+  steadyText,
+  valueText,
+} from "../../../nblaunch/notebook/static/format.js";
+import { rowSizes } from "../../../nblaunch/notebook/static/metrics.js";
 import { Metric, MetricBook } from "../../../nblaunch/notebook/static/series.js";
 
 const DIRECTIONS = { accuracy: 1, loss: -1 };
 
 function metric(name, points) {
   const made = new Metric(name, DIRECTIONS[name]);
-  for (const [rank, x, y] of points) made.push(rank, x, y);
+  for (const [, rank, x, y, number] of numbered(points.map((point) => [name, ...point]))) made.push(rank, x, y, number);
   return made;
+}
+
+/** Number the points of each metric and rank, as the kernel does. */
+function numbered(points) {
+  const counts = {};
+  return points.map((point) => [
+    ...point,
+    (counts[`${point[0]} ${point[1]}`] = (counts[`${point[0]} ${point[1]}`] ?? -1) + 1),
+  ]);
 }
 
 test("the mean goes up to where the slowest rank is, and over what a rank left out", () => {
@@ -79,7 +96,7 @@ test("non-finite values are left out, and reported if no others follow", () => {
   ]);
   assert.equal(made.latest, 2);
   assert.equal(made.diverged, false);
-  made.push(1, 2, NaN);
+  made.push(1, 2, NaN, 1);
   assert.equal(made.latest, 2);
   assert.equal(made.diverged, true);
   assert.equal(metric("x", [[0, 1, null]]).latest, null);
@@ -102,7 +119,7 @@ test("best goes by the name", () => {
 test("best survives thinning", () => {
   const made = new Metric("accuracy", 1);
   for (let i = 0; i < 10_000; i++) {
-    made.push(0, i, i === 3 ? 1 : 0.5);
+    made.push(0, i, i === 3 ? 1 : 0.5, i);
     if (i % 50 === 0) made.table();
   }
   assert.equal(made.best, 1);
@@ -124,13 +141,15 @@ test("charts stand as the kernel says, once their metrics have points", () => {
     [["lr", "training"]],
   ]);
   assert.deepEqual(book.groups(), []);
-  book.add([
-    ["lr", 0, 1, 1e-3],
-    ["valid_loss", 0, 1, 2],
-  ]);
+  book.add(
+    numbered([
+      ["lr", 0, 1, 1e-3],
+      ["valid_loss", 0, 1, 2],
+    ]),
+  );
   const names = () => book.groups().map((group) => group.metrics.map((made) => made.name));
   assert.deepEqual(names(), [["valid_loss"], ["lr"]]);
-  book.add([["loss", 0, 1, 3]]);
+  book.add(numbered([["loss", 0, 1, 3]]));
   assert.deepEqual(names(), [["loss", "valid_loss"], ["lr"]]);
 });
 
@@ -141,12 +160,14 @@ test("a chart has the steps of all its metrics, and their best points", () => {
       ["valid_loss", "valid"],
     ],
   ]);
-  book.add([1, 2, 3, 4].map((x) => ["loss", 0, x, 1 / x]));
-  book.add([
-    ["valid_loss", 0, 2, 0.9],
-    ["valid_loss", 0, 5, 0.7],
-    ["valid_loss", 1, 5, 0.9],
-  ]);
+  book.add(numbered([1, 2, 3, 4].map((x) => ["loss", 0, x, 1 / x])));
+  book.add(
+    numbered([
+      ["valid_loss", 0, 2, 0.9],
+      ["valid_loss", 0, 5, 0.7],
+      ["valid_loss", 1, 5, 0.9],
+    ]),
+  );
   book.mark([
     ["valid_loss", 2, 0.9],
     ["loss", 9, null],
@@ -166,21 +187,16 @@ test("a chart has the steps of all its metrics, and their best points", () => {
   );
 });
 
-test("a metric whose steps went backwards is drawn alone", () => {
-  const book = arranged([
-    [
-      ["loss", "training"],
-      ["valid_loss", "valid"],
-    ],
-  ]);
-  book.add([3, 1, 2].map((x) => ["loss", 0, x, x]));
-  book.add([["valid_loss", 0, 3, 1]]);
+test("a metric whose x are the numbers of reports has no best step", () => {
+  const book = arranged([[["loss", "training", true]], [["valid_loss", "valid", false]]]);
+  book.add(numbered([3, 1, 2].map((x) => ["loss", 0, x, x])));
+  book.add(numbered([["valid_loss", 0, 3, 1]]));
   book.mark([
     ["loss", 1, 1],
     ["valid_loss", 3, 1],
   ]);
   assert.deepEqual(
-    book.groups().map((group) => [group.name, group.table().marks.length]), // points without steps have no best step
+    book.groups().map((group) => [group.name, group.table().marks.length]),
     [
       ["loss", 0],
       ["valid_loss", 1],
@@ -203,11 +219,13 @@ test("rates and learning rates have their own writing", () => {
 
 test("names of a hostile kind are names", () => {
   const book = arranged(["<b>", "__proto__", "constructor"].map((name) => [[name, "training"]]));
-  book.add([
-    ["__proto__", 0, 1, 1],
-    ["constructor", 0, 1, 2],
-    ["<b>", 0, 1, 3],
-  ]);
+  book.add(
+    numbered([
+      ["__proto__", 0, 1, 1],
+      ["constructor", 0, 1, 2],
+      ["<b>", 0, 1, 3],
+    ]),
+  );
   assert.deepEqual(
     book.groups().map(({ name, first }) => [name, first.latest]),
     [
@@ -226,7 +244,7 @@ test("a long series keeps its peaks: one odd point among 10,000 is the best", ()
     for (const at of [0, 1, 2, 3, 6001, 9998, 9999]) {
       const made = new Metric(name, DIRECTIONS[name]);
       for (let i = 0; i < 10_000; i++)
-        for (const rank of [0, 1]) made.push(rank, i, i === at ? odd : i % 7 ? 0.5 + (i % 3) / 100 : NaN);
+        for (const rank of [0, 1]) made.push(rank, i, i === at ? odd : i % 7 ? 0.5 + (i % 3) / 100 : NaN, i);
       const { xs, mean } = made.table();
       assert.ok(xs.length <= 2000 && xs.length > 700, String(xs.length));
       assert.deepEqual([made.best, mean[xs.indexOf(at)]], [odd, odd], `${name} ${at}`);
@@ -237,7 +255,8 @@ test("a long series keeps its peaks: one odd point among 10,000 is the best", ()
 test("peaks stay through every thinning, and all ranks keep the same steps", () => {
   const made = new Metric("accuracy", 1);
   for (let i = 0; i < 300_000; i++) {
-    for (let rank = 0; rank < 2; rank++) made.push(rank, i, i === 70_001 ? 1 : ((i * 7919 + rank * 31) % 1000) / 2000);
+    for (let rank = 0; rank < 2; rank++)
+      made.push(rank, i, i === 70_001 ? 1 : ((i * 7919 + rank * 31) % 1000) / 2000, i);
     if (i % 1500 === 0) made.thin();
   }
   const { xs, columns } = made.table();
@@ -248,14 +267,14 @@ test("peaks stay through every thinning, and all ranks keep the same steps", () 
 
 test("a series that never has a number is thinned too", () => {
   const made = new Metric("loss");
-  for (let i = 0; i < 10_000; i++) made.push(0, i, null);
+  for (let i = 0; i < 10_000; i++) made.push(0, i, null, i);
   assert.ok(made.table().xs.length <= 2000);
   assert.deepEqual([made.latest, made.best, made.diverged], [null, null, true]);
 });
 
 test("points are thinned as they come, before anyone draws them", () => {
   const book = arranged([[["loss", "training"]]]);
-  book.add(Array.from({ length: 9000 }, (_, i) => ["loss", 0, i, i === 4321 ? -1 : 1]));
+  book.add(numbered(Array.from({ length: 9000 }, (_, i) => ["loss", 0, i, i === 4321 ? -1 : 1])));
   const made = book.groups()[0].first;
   assert.ok(made.ranks.get(0).xs.length <= 2000);
   made.table();
@@ -265,8 +284,8 @@ test("points are thinned as they come, before anyone draws them", () => {
 test("a long series keeps at most 2,000 points, evenly, the first and the last among them", () => {
   const made = new Metric("loss");
   for (let i = 0; i < 50_000; i++) {
-    made.push(0, i, i);
-    made.push(1, i, i + 2);
+    made.push(0, i, i, i);
+    made.push(1, i, i + 2, i);
   }
   const { xs, columns, mean } = made.table();
   assert.ok(xs.length <= 2001 && xs.length > 700, String(xs.length));
@@ -276,20 +295,28 @@ test("a long series keeps at most 2,000 points, evenly, the first and the last a
   assert.ok(Math.max(...xs.slice(1).map((x, i) => x - xs[i])) < 128);
 });
 
-test("where steps go backwards points are numbered", () => {
-  const made = metric("loss", [
-    [0, 10, 1],
-    [0, 20, 2],
-    [1, 10, 5],
-    [0, 10, 3],
-    [0, 20, 4],
+test("where steps went back the kernel's numbers are the steps, also of points that have come", () => {
+  const book = arranged([[["loss", "training", false]]]);
+  book.add([
+    ["loss", 0, 10, 1, 0],
+    ["loss", 0, 20, 2, 1],
+    ["loss", 1, 10, 5, 0],
   ]);
-  assert.ok(made.byIndex);
-  assert.deepEqual(made.table().xs, [0, 1, 2, 3]);
-  assert.deepEqual(made.table().columns, [
-    [1, 2, 3, 4],
-    [5, null, null, null],
+  const { first } = book.groups()[0];
+  assert.deepEqual(first.table().xs, [10, 20]);
+  book.arrange([[[["loss", "training", true]], "down", ""]]);
+  assert.deepEqual(first.table().xs, [0, 1]);
+  book.add([
+    ["loss", 0, 10, 3, 4], // the message with the points between did not come
+    ["loss", 1, 10, 7, 4],
   ]);
+  const { xs, columns, mean } = first.table();
+  assert.deepEqual(xs, [0, 1, 4]);
+  assert.deepEqual(columns, [
+    [1, 2, 3],
+    [5, null, 7],
+  ]);
+  assert.deepEqual(mean, [3, 3.75, 5]);
 });
 
 test("ticks are round", () => {
@@ -300,11 +327,50 @@ test("ticks are round", () => {
   assert.ok(niceTicks(0, 1e300, 5).length < 12);
 });
 
+test("a loss over decades has a logarithmic scale with round numbers", () => {
+  assert.deepEqual([[[1, null], [0.02]], [[1, 0.021]], [[1, 0]], [[1, -1]], [[null]]].map(spansDecades), [
+    true,
+    false,
+    false,
+    false,
+    false,
+  ]);
+  assert.deepEqual(logTicks(-1.7, 0), [0.02, 0.05, 0.1, 0.2, 0.5, 1]);
+  assert.deepEqual(logTicks(-3.8, 0), [0.001, 0.01, 0.1, 1]);
+  assert.deepEqual(logTicks(-12, 0), [1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 0.01, 1]);
+});
+
 test("a range has air, also around one value", () => {
   assert.deepEqual(valueRange([[1, null], [2]]), [0.94, 2.06]);
   assert.deepEqual(valueRange([[5]]), [4.5, 5.5]);
   assert.deepEqual(valueRange([[0]]), [-1, 1]);
   assert.deepEqual(valueRange([[null]]), [0, 1]);
+});
+
+test("cards fill every row, and rows differ by one card at most", () => {
+  assert.deepEqual(rowSizes(0, 900), []);
+  assert.deepEqual(rowSizes(1, 900), [1]);
+  assert.deepEqual(rowSizes(3, 900), [3, 3, 3]);
+  assert.deepEqual(rowSizes(4, 900), [2, 2, 2, 2]);
+  assert.deepEqual(rowSizes(5, 900), [2, 2, 3, 3, 3]);
+  assert.deepEqual(rowSizes(5, 600), [1, 2, 2, 2, 2]);
+  assert.deepEqual(rowSizes(2, 100), [1, 1]);
+  assert.deepEqual(rowSizes(4, 1400), [4, 4, 4, 4]);
+});
+
+test("a value that changes is always as wide", () => {
+  assert.deepEqual(
+    [0.362, 0.3619, 1.5, -0.25, 3, 12345.6, 1.5e-7, null].map((value) => steadyText(value)),
+    ["0.3620", "0.3619", "1.500", "-0.2500", "3", "12346", "1.5e-7", "–"],
+  );
+  assert.deepEqual(
+    [1100, 1130, 850, 99.97].map((value) => steadyText(value, "rate")),
+    ["1.10k/s", "1.13k/s", "850/s", "100/s"],
+  );
+  assert.deepEqual(
+    [3e-4, 0.01].map((value) => steadyText(value, "lr")),
+    ["3e-4", "0.01"],
+  );
 });
 
 test("what is no number is a dash, and never an error", () => {

@@ -80,8 +80,8 @@ test("a hole in the numbers asks once, and what came is shown meanwhile", () => 
 
 test("a message that comes twice counts once", () => {
   const { model, panel } = opened();
-  delta(model, 1, { metrics: [["loss", 0, 1, 2]] });
-  delta(model, 1, { metrics: [["loss", 0, 1, 2]] });
+  delta(model, 1, { metrics: [["loss", 0, 1, 2, 0]] });
+  delta(model, 1, { metrics: [["loss", 0, 1, 2, 0]] });
   assert.equal(panel.metrics.metrics.get("loss").ranks.get(0).count, 1);
 });
 
@@ -91,7 +91,7 @@ test("a snapshot replaces everything but the logs", () => {
     model,
     1,
     {
-      metrics: [["loss", 0, 1, 2]],
+      metrics: [["loss", 0, 1, 2, 0]],
       progress: [[0, "epoch", 1, 10, 1]],
       resources: [[0, 1, 1000, null, null]],
       notes: [[0, "note"]],
@@ -100,7 +100,7 @@ test("a snapshot replaces everything but the logs", () => {
     },
     "a\n",
   );
-  model.deliver(snapshotOf(2, { now: 2, metrics: [["accuracy", 0, 1, 0.5]], notes: [[0, "note"]] }));
+  model.deliver(snapshotOf(2, { now: 2, metrics: [["accuracy", 0, 1, 0.5, 0]], notes: [[0, "note"]] }));
   assert.deepEqual([...panel.metrics.metrics.keys()], ["accuracy"]);
   assert.deepEqual([panel.progress.size, panel.resources.size, panel.stacks], [0, 0, null]);
   assert.deepEqual(logged(panel), ["note", "a"]);

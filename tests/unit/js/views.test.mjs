@@ -196,8 +196,8 @@ test("a second click on a session's cell says what it costs", (t) => {
 test("metrics with one value stand below those with a chart", (t) => {
   const { delta, view } = opened(t);
   delta({
-    charts: ["loss", "accuracy"].map((name) => [[[name, "training"]], "", ""]),
-    metrics: [0, 1, 2].map((x) => [x ? "loss" : "accuracy", 0, x, 1]),
+    charts: ["loss", "accuracy"].map((name) => [[[name, "training", false]], "", ""]),
+    metrics: [0, 1, 2].map((x) => [x ? "loss" : "accuracy", 0, x, 1, Math.max(0, x - 1)]),
   });
   const { host } = view();
   const names = (part) =>
@@ -211,12 +211,15 @@ test("metrics with one value stand below those with a chart", (t) => {
 test("validation stands beside training, and the arrow keys read both", (t) => {
   const { delta, view } = opened(t);
   const lines = [
-    ["loss", "training"],
-    ["valid_loss", "valid"],
+    ["loss", "training", false],
+    ["valid_loss", "valid", false],
   ];
   delta({
     charts: [[lines, "down", ""]],
-    metrics: [...[1, 2, 3].map((x) => ["loss", 0, x, 1 / x]), ...[2, 3].map((x) => ["valid_loss", 0, x, x / 4])],
+    metrics: [
+      ...[1, 2, 3].map((x) => ["loss", 0, x, 1 / x, x - 1]),
+      ...[2, 3].map((x) => ["valid_loss", 0, x, x / 4, x - 2]),
+    ],
     best: [["valid_loss", 2, 0.5]],
   });
   const { host } = view();
@@ -232,6 +235,20 @@ test("validation stands beside training, and the arrow keys read both", (t) => {
   assert.equal(press("Home"), "step 1: 1");
   assert.equal(press("ArrowLeft"), "step 1: 1");
   assert.equal(press("Escape"), "step 3");
+});
+
+test("the legend of ranks stands in the card of their chart", (t) => {
+  const { delta, view } = opened(t);
+  const points = (name, ranks) => ranks.flatMap((rank) => [1, 2].map((x) => [name, rank, x, rank, x - 1]));
+  delta({
+    charts: ["a", "b", "c"].map((name) => [[[name, "training", false]], "", ""]),
+    metrics: [...points("a", [0, 3]), ...points("b", [0]), ...points("c", [0, 1, 2, 3, 4, 5, 6, 7, 8])],
+  });
+  const { host } = view();
+  assert.deepEqual(
+    host.all("nbl-legend").map((node) => node.textContent),
+    ["meanrank 03", "", "mean9 ranks"],
+  );
 });
 
 test("the time left goes by the steps of this run", (t) => {
