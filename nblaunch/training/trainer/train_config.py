@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
+from nblaunch.machine.argument_names import named_arguments
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.distribute import check_gpu
 from nblaunch.training.parallel.parallelism import Parallelism
@@ -39,6 +40,7 @@ _LEAST = {
 """The whole-number settings, each with its minimum."""
 
 
+@named_arguments
 @dataclass(frozen=True)
 class TrainConfig:
     """The settings of a training run.

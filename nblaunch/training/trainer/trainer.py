@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError
+from nblaunch.machine.argument_names import named_arguments
 from nblaunch.training.distribute import distributed, is_rank, runs_in_place
 from nblaunch.training.evaluation import OutputMetric, evaluate, forward, named, split
 from nblaunch.training.exchange import exchange
@@ -42,6 +43,7 @@ class Best(NamedTuple):
     """Its checkpoint, if one is kept."""
 
 
+@named_arguments
 class Trainer:
     """Trains a module over several ranks.
 
