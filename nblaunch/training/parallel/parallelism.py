@@ -93,9 +93,7 @@ class Parallelism:
         if given and self.tensor == 1:
             raise ArgumentError("plan: there is nothing to divide with tensor=1: give tensor=2 or more")
         if self.tensor > 1 and not given:
-            raise ArgumentError(
-                f'tensor={self.tensor}, plan={given!r}: name what is divided: {{"up": "colwise"}}'
-            )
+            raise ArgumentError(f'tensor={self.tensor}, plan={given!r}: name what is divided: {{"up": "colwise"}}')
         for name, style in (given or {}).items():
             if isinstance(style, str):
                 one_of(f"plan[{name!r}]", style, STYLES)

@@ -176,6 +176,13 @@ class TrainConfig:
         """Return True if the best checkpoint is kept."""
         return self.checkpoint_dir is not None and bool(self.monitor or self.early_stop or self.restore_best)
 
+    def count_steps(self, batches: int | None) -> int | None:
+        """Return the optimizer steps of a run whose epochs have so many batches; None if they are unknown."""
+        ends = [] if self.max_steps is None else [self.max_steps]
+        if batches is not None and self.epochs is not None:
+            ends.append(math.ceil(batches / self.accumulation) * self.epochs)
+        return min(ends) if ends else None
+
     def make_accelerator(self) -> Accelerator:
         """Return an Accelerator for one run with these settings."""
         return Accelerator(
