@@ -64,7 +64,8 @@ class Trainer:
         callbacks: Objects with any of the methods ``on_fit_begin(trainer)``, ``on_epoch_begin(trainer)``,
             ``on_step_end(trainer, loss)``, ``on_validation_end(trainer, results)``, ``on_epoch_end(trainer, results)``
             and ``on_fit_end(trainer)``. They run in every rank. Setting ``trainer.should_stop`` on any rank ends
-            training with the epoch, or with the next validation.
+            training with the epoch, or with the next validation. Checkpoints hold rank 0's states of those that have
+            ``state_dict`` and ``load_state_dict``.
 
     For callbacks and afterwards: `epoch`, `step` (optimizer steps done), `history`, `validations`, `best` and
     `accelerator`, current during training. `result` is the `LaunchResult` of the last `fit` that launched ranks, with
