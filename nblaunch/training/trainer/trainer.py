@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 _ADVICE = (
-    "let the data of fit (train, valid) have such samples, or override compute_loss(self, model, batch), which for "
-    "metrics returns (loss, output, target)"
+    "let the data of fit (train, valid) have such samples, or override compute_loss(self, model, batch); for metrics "
+    "let it return (loss, output, target)"
 )
 
 
