@@ -4,6 +4,7 @@ An exception of the user's function is not wrapped: it is raised in the notebook
 
     NblaunchError
     ├── ArgumentError (ValueError)        an argument is wrong; nothing was started
+    │   └── UnknownArgumentError (TypeError)  a function has no argument of this name
     ├── PayloadError (TypeError)          an object cannot be sent, rebuilt there, or exported; nothing has run
     ├── AbsentNameError (AttributeError)  accelerate's Accelerator has this name, and ours does not
     ├── NestedLaunchError (RuntimeError)  a rank, or one of several Slurm tasks, tried to launch
@@ -55,6 +56,10 @@ class NblaunchError(Exception):
 
 class ArgumentError(NblaunchError, ValueError):
     """An argument is wrong; nothing was started. The message names the argument and its value."""
+
+
+class UnknownArgumentError(ArgumentError, TypeError):
+    """A function has no argument of this name. The message has the nearest one."""
 
 
 class PayloadError(NblaunchError, TypeError):

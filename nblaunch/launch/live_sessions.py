@@ -16,6 +16,7 @@ from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
 from nblaunch.launch.views.base import NullView
 from nblaunch.machine import argument_checks
+from nblaunch.machine.argument_names import unknown_argument
 
 OPTIONS = {
     "engine",
@@ -72,7 +73,7 @@ def session(
         )
     unknown = set(options) - OPTIONS
     if unknown:
-        raise ArgumentError(f"{min(unknown)}={options[min(unknown)]!r}: a session has no such option")
+        raise unknown_argument("session", min(unknown), ["num_processes", "name", "idle_timeout", *sorted(OPTIONS)])
     timeout = None if idle_timeout is None else argument_checks.seconds("idle_timeout", idle_timeout)
     engine = current.chosen(options.pop("engine", "auto"), options.pop("num_nodes", None))
     if not engine.is_local:

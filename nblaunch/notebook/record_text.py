@@ -16,7 +16,13 @@ _MAX_TRACEBACK_BYTES = 2000
 _MAX_DEBUGGING_BYTES = 900
 _MAX_METRICS_BYTES = 1300
 _MAX_TAILS_BYTES = 1700
-"""All parts together stay below 8 KB."""
+"""Less, if the parts would exceed `_MAX_BYTES`."""
+_MAX_BYTES = 8 << 10
+"""Of all parts together, without outputs."""
+_MAX_TAIL_LINE_BYTES = 500
+"""A warning is one line, with its remedy at the end."""
+_PREFIX_BYTES = 12
+"""At least as long as ``[rank 15]`` with a space and the line's end."""
 _MAX_RANKS = 16
 _MAX_OTHERS = 8
 
@@ -26,16 +32,18 @@ def as_text(record: Record) -> str:
     summaries = [summary for group in record.summaries() for summary in group]
     _, _, facts = record.heading()
     first = f"{one_line(record.name, 200)}: {one_line(record.state, 40)} {' · '.join(filter(None, facts))}"
+    outputs = outputs_text(record.outputs)
     parts = [
         first,
         _failure_text(record.failure) if record.failure else within(plain(record.message), 500),
-        "\n".join(one_line(note, 150) for note in record.notes[-3:]),
+        "\n".join(one_line(note, 300) for note in record.notes[-3:]),
         _debugging_text(record.debugging),
-        outputs_text(record.outputs),
+        outputs,
         _metrics_text(summaries),
-        _tails_text(record),
         f"logs: {one_line(record.log_dir, 300)}" if record.log_dir else "",
     ]
+    left = _MAX_BYTES + len(outputs.encode()) - sum(len(part.encode()) + 1 for part in parts)
+    parts.insert(-1, _tails_text(record, min(_MAX_TAILS_BYTES, left)))
     return "\n".join(part for part in parts if part)
 
 
@@ -76,14 +84,15 @@ def _metrics_text(summaries: Sequence[Summary]) -> str:
     return excerpt.text(f"and {excerpt.left_lines} more metrics").rstrip()
 
 
-def _tails_text(record: Record) -> str:
+def _tails_text(record: Record, max_bytes: int) -> str:
     shown = record.tails_shown(_MAX_RANKS)
     most = 5 if len(shown) <= 4 else 2
-    excerpts = [Excerpt(0, _MAX_TAILS_BYTES, prefix=f"[rank {tail.rank}] ") for tail in shown]
+    size = min(_MAX_TAIL_LINE_BYTES, max_bytes // max(1, len(shown)) - _PREFIX_BYTES)
+    excerpts = [Excerpt(0, max_bytes, prefix=f"[rank {tail.rank}] ") for tail in shown]
     for tail, excerpt in zip(shown, excerpts, strict=True):
         for line in terminal_lines([line for line in tail.lines if line.strip()][-most:]):
-            excerpt.add(within(clean(without_colours(line)), 100))
-    shares = fair_shares([excerpt.size for excerpt in excerpts], _MAX_TAILS_BYTES)
+            excerpt.add(within(clean(without_colours(line)), size))
+    shares = fair_shares([excerpt.size for excerpt in excerpts], max_bytes)
     for excerpt, share in zip(excerpts, shares, strict=True):
         excerpt.cut(share)
     return "".join(excerpt.text("") for excerpt in excerpts).rstrip()

@@ -11,11 +11,14 @@ import traceback
 from typing import Any, Literal
 
 from nblaunch.errors import PayloadError, text_of
-from nblaunch.machine.own_code import is_rank_runtime
+from nblaunch.machine.own_code import PACKAGE, is_rank_runtime, is_users
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed, GpuMemory
 
 _COLLECTIVE_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "pair closure", "NCCL")
+_PLACES_ABOVE_C = ("torch/autograd/", "torch/nn/parallel", "torch/_ops.py", "torch/_library/")
+"""Where the last frame is of a collective that C++ code calls."""
+_TOOLKIT = f"{PACKAGE}training/"
 _MAX_TEXT_CHARS = 100_000
 _FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 """In torch's message; a rank may use several GPUs."""
@@ -103,24 +106,24 @@ def _gpu_memory(error: BaseException) -> GpuMemory | None:
 
 
 def _collective(error: BaseException) -> str:
-    """Return the torch.distributed call that raised `error`; empty if none did.
+    """Return the call that every rank had to make; empty if the error is not a collective's.
 
-    Decided by the frames: the last one must be torch.distributed's. In ``backward``, DDP's all_reduce runs in C++ and
-    leaves no frame, so there the message must also look like a transport error.
+    That is the toolkit's function which the user has called, else the one of torch.distributed. Decided by the frames:
+    the last one must be torch.distributed's. Where collectives run in C++ and leave no frame (DDP's in ``backward``,
+    those of divided tensors), the message must also look like a transport error.
     """
-    name = ""
-    last = ""
+    name = own = last = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        last = frame.f_code.co_filename.replace("\\", "/")
+        caller, last = last, frame.f_code.co_filename.replace("\\", "/")
         function = frame.f_code.co_name
         if "torch/distributed/" in last and function not in ("wrapper", "inner") and not name:
             name = function
+        elif last.startswith(_TOOLKIT) and not function.startswith("_") and is_users(caller):
+            own = function
     if not isinstance(error, RuntimeError):
         return ""
     if "torch/distributed/" in last:
-        return name or "a collective"
-    if ("torch/autograd/" in last or "torch/nn/parallel" in last) and any(
-        w in text_of(error) for w in _COLLECTIVE_WORDS
-    ):
-        return "backward"
+        return own or name or "a collective"
+    if any(place in last for place in _PLACES_ABOVE_C) and any(word in text_of(error) for word in _COLLECTIVE_WORDS):
+        return own or name or "backward"
     return ""

@@ -92,11 +92,15 @@ def evaluate(
     return results
 
 
-def split(batch: Any) -> tuple[Any, Any]:
+_ADVICE = "give evaluate a step, such as step=lambda model, batch: (model(batch[0]), batch[1])"
+
+
+def split(batch: Any, advice: str = _ADVICE) -> tuple[Any, Any]:
     """Split a batch into inputs and target.
 
     Args:
         batch: ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
+        advice: What to do about a batch of another form.
 
     Returns:
         For a dict with one other entry, that entry's value as the inputs; with several, a dict of them.
@@ -115,15 +119,13 @@ def split(batch: Any) -> tuple[Any, Any]:
     else:
         found = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
     raise ArgumentError(
-        f"the batch is {found}, neither (inputs, target) nor a dict with one of {', '.join(TARGETS)}: "
-        "give evaluate a step, such as step=lambda model, batch: (model(batch[0]), batch[1]); for a Trainer override "
-        "compute_loss(self, model, batch), and for its metrics return (loss, output, target)"
+        f"the batch is {found}, neither (inputs, target) nor a dict with one of {', '.join(TARGETS)}: {advice}"
     )
 
 
-def forward(module: nn.Module, batch: Any) -> tuple[Any, Any]:
+def forward(module: nn.Module, batch: Any, advice: str = _ADVICE) -> tuple[Any, Any]:
     """Return the module's output for a batch, and the batch's target; named inputs become keyword arguments."""
-    inputs, target = split(batch)
+    inputs, target = split(batch, advice)
     return (module(**inputs) if isinstance(inputs, Mapping) else module(inputs)), target
 
 

@@ -35,7 +35,8 @@ def test_finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found
     assert found[0][0] == found[0][1]
     assert accuracy >= 0.3  # one in five by chance; mostly 0.4 to 0.5
-    assert printed.count("--- predicted") == 4
+    predicted = re.findall(r"^--- predicted (\S+) ", printed, flags=re.MULTILINE)
+    assert len({*predicted}) == len(predicted) >= 4  # mistakes of different kinds
 
 
 def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

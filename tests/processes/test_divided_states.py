@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, CollectiveError
 from nblaunch.training import Accelerator, Accuracy, Parallelism, TrainConfig, Trainer
 from nblaunch.training.parallel.sharded_models import is_sharded
 from nblaunch.training.parallel.sharded_states import full_state, load_sharded_state
@@ -220,6 +220,18 @@ def test_gradients_of_a_step_that_broke_off_are_dropped(launch: Launcher, tmp_pa
         return run("no") + run("bf16")
 
     assert all(launch(both, device="cpu")[0])
+
+
+@pytest.mark.parametrize("call", ["get_state_dict", "full_state"])
+def test_a_rank_that_gathers_alone_names_the_call(launch: Launcher, call: str) -> None:
+    def check(rank: int) -> None:
+        accelerator = Accelerator(compute_setup="cpu", parallelism=SHARDED)
+        net = accelerator.prepare(nn.Linear(4, 4))
+        if rank == 0:
+            (accelerator.get_state_dict if call == "get_state_dict" else full_state)(net)
+
+    with pytest.raises(CollectiveError, match=f"rank 1 finished while rank 0 waited in {call}: every rank must make"):
+        launch(check, device="cpu")
 
 
 def test_an_optimizer_of_two_models_is_saved_with_both(launch: Launcher, tmp_path: Path) -> None:

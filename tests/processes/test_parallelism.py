@@ -671,7 +671,6 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
         for call in (
             lambda: prepare(Parallelism(), torch.optim.SGD(layer.parameters(), lr=0.1)),
             lambda: prepare(Parallelism(shard=3), layer),
-            lambda: prepare(Parallelism(tensor=2), layer),
             lambda: prepare(Parallelism(tensor=2, plan={"0": "colwise"}), nn.Sequential(layer)),
             lambda: prepare(Parallelism(tensor=2, plan={"layers.*.no": "colwise"}), Model()),
             lambda: prepare(Parallelism(tensor=2, plan={"tokens": "rowwise"}), tied),
@@ -704,7 +703,6 @@ def test_what_cannot_be_divided_says_why(launch: Launcher) -> None:
             (
                 "the SGD has a parameter of shape [3, 4] that belongs to no module that the ranks have divided",
                 "replicate=1, shard=3, tensor=1: their product must be the number of ranks, which is 2",
-                "plan=None, tensor=2: name what is divided",
                 "plan: 0 has out_features=3, which tensor=2 does not divide",
                 "plan['layers.*.no']: the Model has no such module: it has tokens, layers, layers.*, layers.*.first",
                 "plan: tokens.weight and head.weight are one parameter, and the plan divides them differently",

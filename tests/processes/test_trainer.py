@@ -132,7 +132,7 @@ def test_batches_of_any_kind_are_trained_on_and_validated() -> None:
     assert fitted(encoder(), TensorDataset(at), TensorDataset(at))[0]["valid_loss"] > 0
     threes = TensorDataset(at, labels + 2, torch.ones(40))
     assert 0 < fitted(encoder(metrics={"accuracy": Accuracy()}), threes, threes)[0]["valid_accuracy"] < 1
-    with pytest.raises(ValueError, match=r"a list of 1, neither .*return \(loss, output, target\)"):
+    with pytest.raises(ValueError, match=r"a list of 1, neither .*for metrics let it return \(loss, output, target\)"):
         encoder(metrics={"accuracy": Accuracy()}).fit(TensorDataset(at), TensorDataset(at))
 
 

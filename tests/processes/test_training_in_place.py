@@ -108,6 +108,21 @@ def test_an_interrupted_run_leaves_whole_steps() -> None:
     assert_same(broken, whole)
 
 
+def test_an_interrupts_traceback_has_the_users_frames_only() -> None:
+    """And the one of fit, which IPython leaves out."""
+    given = trainer(nprocs=1, accumulation=2)
+    broken = Interrupted(given.model, given.optimizer, given.config, loss_fn=given.loss_fn)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        broken.fit(points(160))
+    frames = [(frame.path.name, frame.name) for frame in caught.traceback]  # type: ignore[union-attr]  # of files
+    own = "test_training_in_place.py"
+    test = (own, "test_an_interrupts_traceback_has_the_users_frames_only")
+    assert frames == [test, ("trainer.py", "fit"), (own, "compute_loss")]
+    assert "__tracebackhide__" in caught.traceback[1].locals
+    assert caught.value.__suppress_context__
+    assert [row["epoch"] for row in broken.history] == [0]
+
+
 def test_an_interrupted_run_of_a_loaded_checkpoint_goes_on(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"nprocs": 1, "checkpoint_every": 1, "keep": 99}
     whole = trainer(checkpoint_dir=tmp_path / "whole", **settings)
@@ -190,8 +205,9 @@ def test_rates_are_reported_once_and_losses_by_each_rank() -> None:
     for report in one.result.metrics:
         for name in report.values:
             by_name.setdefault(name, []).append((report.rank, report.step))
-    assert sorted(by_name["loss"]) == [(0, 2), (0, 4), (1, 2), (1, 4)]
-    assert by_name["lr"] == by_name["samples_per_second"] == [(0, 2), (0, 4)]
+    assert sorted(by_name["loss"]) == [(rank, step) for rank in (0, 1) for step in (1, 2, 4, 5)]
+    assert by_name["lr"] == [(0, 1), (0, 2), (0, 4), (0, 5)]
+    assert by_name["samples_per_second"] == [(0, 2), (0, 4)]
     assert by_name["valid_loss"] == by_name["epoch_loss"] == [(0, 5)]
     assert one.result.name == "Trainer.fit"
 

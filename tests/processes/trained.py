@@ -100,8 +100,9 @@ def fitted(one: Trainer, *data: Any) -> Figures:
     return one.history
 
 
-def timeless(history: Figures) -> Figures:
-    return [{name: value for name, value in figures.items() if name != "seconds"} for figures in history]
+def timeless(history: Figures) -> list[dict[str, str]]:
+    """The rows without times, as text: a NaN equals itself."""
+    return [{name: repr(value) for name, value in figures.items() if name != "seconds"} for figures in history]
 
 
 def assert_same(one: Trainer, other: Trainer) -> None:

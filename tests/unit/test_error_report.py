@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nblaunch.errors import text_of
-from nblaunch.machine.own_code import RANK_WORKER
+from nblaunch.machine.own_code import PACKAGE, RANK_WORKER
 from nblaunch.ranks.error_report import describe, unsendable_result
 from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed
@@ -190,6 +190,9 @@ CELL = ("<cell>", "train")
 COLLECTIVES = "/site-packages/torch/distributed/distributed_c10d.py"
 LOGGER = "/site-packages/torch/distributed/c10d_logger.py"
 AUTOGRAD = "/site-packages/torch/autograd/graph.py"
+DIVIDED = ("/site-packages/torch/distributed/tensor/_api.py", "full_tensor")
+TYPED = ("<ipython-input-1>", "train")
+OURS = f"{PACKAGE}training/collectives.py"
 CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection closed by peer [127.0.0.1]:1"
 
 
@@ -211,6 +214,10 @@ CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection 
         (ValueError("wrong op"), [CELL, (COLLECTIVES, "all_reduce")], ""),
         (RuntimeError("x"), [CELL, (r"C:\torch\distributed\distributed_c10d.py", "broadcast")], "broadcast"),
         (RuntimeError("x"), [CELL, (LOGGER, "wrapper")], "a collective"),
+        (RuntimeError(CLOSED), [CELL, DIVIDED, ("/site-packages/torch/_ops.py", "__call__")], "full_tensor"),
+        (RuntimeError("shapes"), [CELL, DIVIDED, ("/site-packages/torch/_ops.py", "__call__")], ""),
+        (RuntimeError("x"), [TYPED, (OURS, "gather"), (OURS, "_gather"), (COLLECTIVES, "all_gather")], "gather"),
+        (RuntimeError("x"), [CELL, (OURS, "run"), (COLLECTIVES, "all_gather")], "all_gather"),
     ],
 )
 def test_a_collectives_error_is_recognized_by_its_frames(

@@ -78,6 +78,8 @@ def test_ranks_that_do_not_fit_are_refused(options: Any, ranks: int, message: st
         ({"replicate": 1.5}, "replicate=1.5"),
         ({"tensor": True}, "tensor=True"),
         ({"plan": PLAN}, "plan: there is nothing to divide with tensor=1"),
+        ({"tensor": 2}, r"tensor=2, plan=None: name what is divided: \{\"up\": \"colwise\"\}"),
+        ({"tensor": 2, "plan": {}}, r"tensor=2, plan=\{\}: name what is divided"),
         ({"tensor": 2, "plan": ["up"]}, r"plan=\['up'\]: must be a dict"),
         ({"tensor": 2, "plan": {"up": "columns"}}, r"plan\['up'\]='columns': must be one of 'colwise'"),
         ({"tensor": 2, "plan": {"up": 3}}, r"plan\['up'\]=3: must be one of colwise.* or a ParallelStyle"),
@@ -173,6 +175,7 @@ def test_real_objects_of_accelerate_are_taken() -> None:
         (Plugin(activation_checkpointing=True), None, "activation_checkpointing=True: is not supported"),
         (Plugin(min_num_params=100), None, "min_num_params: name the classes"),
         (None, Config(cp_size=2), "cp_size=2: nblaunch divides no sequences"),
+        (None, Config(tp_size=2), r"tp_size=2: needs a plan: give parallelism=Parallelism\(tensor=2, plan=...\)"),
     ],
 )
 def test_what_accelerate_alone_has_is_refused(plugin: Any, config: Any, message: str) -> None:

@@ -353,6 +353,17 @@ def test_the_last_lines_are_kept_and_where_the_others_are() -> None:
     assert "line 9\n" not in shown
 
 
+@pytest.mark.parametrize(("ranks", "is_whole"), [(1, True), (2, True), (4, True), (16, False)])
+def test_the_text_keeps_a_warnings_remedy(ranks: int, is_whole: bool) -> None:
+    """With many ranks the beginning of its line."""
+    line = f"/lib/python3.11/site-packages/run.py:12: UserWarning: {'the loss is nan, ' * 12}: set clip=1.0"
+    tails = [RankTail(rank, (line,), False, "") for rank in range(ranks)]
+    text = as_text(replace(FINISHED, world_size=ranks, tails=tails, notes=[f"{'a note ' * 30}: restart the session"]))
+    assert text.count("set clip=1.0\n") == ranks * is_whole
+    assert text.count("run.py:12: UserWarning: the loss is nan") == ranks
+    assert ": restart the session\n" in text
+
+
 def test_lines_that_are_folded_away_show_the_last_of_them() -> None:
     assert "rank 0 bye\nhello from 0\nbye\n" in page(FINISHED).text
 

@@ -168,6 +168,15 @@ def test_data_that_does_not_fit_is_refused_before_anything_starts() -> None:
         trainer().fit(TensorDataset(torch.ones(4, 1), torch.ones(4, 1)), TensorDataset(torch.ones(0, 1)))
 
 
+@pytest.mark.parametrize("samples", [[1, 2, 3], [{"x": 1.0}], [(1.0, 2.0, 3.0)]])
+def test_batches_of_another_form_name_the_data_of_fit(samples: list[Any]) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"the batch is .*: let the data of fit \(train, valid\) have such"
+    ) as caught:
+        trainer(nprocs=1, compute_setup="cpu").fit(samples)  # type: ignore[arg-type]  # it is wrong
+    assert "evaluate" not in str(caught.value)
+
+
 def test_a_loader_of_the_users_own_restarts_and_keeps_its_seed() -> None:
     own = shard(DataLoader(TensorDataset(torch.arange(8)), 2), seed=7)
     own.load_state_dict({"epoch": 3, "batches": 2, "seed": 7})
@@ -393,6 +402,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_named(tmp_path: Path) -> 
 def test_a_run_without_numbers_has_no_best_step(tmp_path: Path) -> None:
     data = TensorDataset(torch.full((4, 1), torch.nan), torch.ones(4, 1))
     one = of_width(2, tmp_path, monitor="valid_loss")
-    one.fit(data, data)
+    with pytest.warns(UserWarning, match="the loss is nan at step 1 on rank 0"):
+        one.fit(data, data)
     with pytest.raises(ArgumentError, match="no validation has had a number as the monitored result, so none is the b"):
         one.restore_best()

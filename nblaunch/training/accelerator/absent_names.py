@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nblaunch.errors import AbsentNameError, ArgumentError
+from nblaunch.machine.argument_names import unknown_argument
 
 _ITSELF = "accelerate's own Accelerator, which runs unchanged in a launch"
 _FP8 = f'mixed_precision="bf16", or for FP8 {_ITSELF}'
@@ -56,16 +57,16 @@ def refuse_attribute(name: str) -> AttributeError:
     return AttributeError(f"'Accelerator' object has no attribute {name!r}", name=name)
 
 
-def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that the Accelerator lacks, unless they are None.
+def refuse_arguments(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse arguments that the Accelerator lacks, unless they are None. `known` are those that it has.
 
     Raises:
         ArgumentError: accelerate has the argument; the message says what to use.
-        TypeError: It is unknown to both.
+        UnknownArgumentError: It is unknown to both.
     """
     for name, value in given.items():
         if name not in ABSENT_ARGUMENTS:
-            raise TypeError(f"Accelerator() got an unexpected keyword argument {name!r}")
+            raise unknown_argument("Accelerator", name, known)
         if value is not None:
             shown = repr(value) if isinstance(value, (str, int)) else f"{type(value).__name__}(...)"
             raise ArgumentError(

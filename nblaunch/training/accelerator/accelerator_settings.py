@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -58,7 +59,8 @@ class AcceleratorSettings:
         project_config: Any = None,
         **absent: Any,
     ) -> None:
-        refuse_arguments(absent)
+        if absent:
+            refuse_arguments(absent, [*inspect.signature(AcceleratorSettings).parameters][:-1])
         given: Any = dtype
         if given is not None and not (isinstance(given, torch.dtype) and (given.is_floating_point or given.is_complex)):
             raise ArgumentError(f"dtype={given!r}: must be a floating-point or complex type, such as torch.float32")

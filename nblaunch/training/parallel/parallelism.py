@@ -12,6 +12,7 @@ from torch import nn
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
+from nblaunch.machine.argument_names import named_arguments
 
 STYLES = ("colwise", "colwise_gather", "rowwise", "sequence")
 """Names of styles of tensor parallelism in a plan."""
@@ -32,6 +33,7 @@ class MeshSizes(NamedTuple):
         return self.replicate * self.shard > 1
 
 
+@named_arguments
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Divides a model among the ranks: ``Accelerator(parallelism=Parallelism())``.
@@ -90,6 +92,8 @@ class Parallelism:
             raise ArgumentError(f"plan={given!r:.80}: must be a dict from names of modules to styles")
         if given and self.tensor == 1:
             raise ArgumentError("plan: there is nothing to divide with tensor=1: give tensor=2 or more")
+        if self.tensor > 1 and not given:
+            raise ArgumentError(f'tensor={self.tensor}, plan={given!r}: name what is divided: {{"up": "colwise"}}')
         for name, style in (given or {}).items():
             if isinstance(style, str):
                 one_of(f"plan[{name!r}]", style, STYLES)
@@ -140,13 +144,11 @@ class Parallelism:
         """Return the style of each module that the plan names.
 
         Raises:
-            ArgumentError: There is no plan, or a name in it is no module's.
+            ArgumentError: A name in the plan is no module's.
         """
-        if not self.plan:
-            raise ArgumentError(f'plan={self.plan!r}, tensor={self.tensor}: name what is divided: {{"up": "colwise"}}')
         names = [name for name, _ in module.named_modules() if name]
         styles: dict[str, Any] = {}
-        for pattern, style in self.plan.items():
+        for pattern, style in (self.plan or {}).items():
             found = [name for name in names if matches(name, pattern)]
             if not found:
                 raise ArgumentError(f"plan[{pattern!r}]: the {type(module).__name__} has no such module{_like(names)}")
@@ -233,7 +235,7 @@ def from_accelerate(
     Args:
         fsdp_plugin: A ``FullyShardedDataParallelPlugin(fsdp_version=2)``, or None.
         parallelism_config: A ``ParallelismConfig``, or None.
-        plan: For its ``tp_size``, which takes the plan from the model.
+        plan: For its ``tp_size``: accelerate takes the plan from the model.
 
     Raises:
         ArgumentError: An object asks for something that a Parallelism does not have.
@@ -246,6 +248,11 @@ def from_accelerate(
                     f"parallelism_config: {name}={getattr(parallelism_config, name)}: nblaunch divides no sequences: "
                     "use accelerate's own Accelerator, which runs in a launch"
                 )
+        if parallelism_config.tp_size > 1 and not plan:
+            raise ArgumentError(
+                f"parallelism_config: tp_size={parallelism_config.tp_size}: needs a plan: give "
+                f"parallelism=Parallelism(tensor={parallelism_config.tp_size}, plan=...) instead"
+            )
         shard = parallelism_config.dp_shard_size
         options |= {
             "shard": shard if shard > 1 else fsdp_plugin is not None and parallelism_config.dp_replicate_size == 1,

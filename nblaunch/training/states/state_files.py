@@ -333,8 +333,8 @@ class StateFiles(RankRoles):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the module's ``state_dict``: of the user's own module, or with `unwrap` False of the prepared one.
 
-        Where ranks divide the module this is a collective, and gives the whole state on rank 0's CPU; on other ranks
-        an empty dict.
+        Where ranks divide the module this is a collective: every rank must call it. It gives the whole state on rank
+        0's CPU; on other ranks an empty dict.
         """
         is_divided = model_states.are_divided([model])
         return model_states.whole_state(model) if unwrap or is_divided else model.state_dict()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 import uuid
 from collections.abc import Generator, Iterable
 from typing import Any
 
+from nblaunch.errors import warn
 from nblaunch.machine import timeouts
 from nblaunch.ranks.report import Progress, current, mark_best, progress, report
 from nblaunch.training.topology import world
@@ -25,11 +27,16 @@ class FitDisplay:
     Args:
         total: Optimizer steps of the whole run; None if unknown.
         done: Optimizer steps that were done before.
+
+    Attributes:
+        first_step: The first step of this run.
     """
 
     def __init__(self, total: int | None, done: int) -> None:
         self._total, self._done, self._desc = total, done, ""
         self._values: dict[str, float] = {}
+        self.first_step, self._best = done + 1, ""
+        self._has_warned = False
         self._begin = self._shown = time.monotonic()
         self._line = None if current() is not None else _Line.in_notebook()
         self._bar = Progress(total, "fit", done)
@@ -59,9 +66,20 @@ class FitDisplay:
         if current() is None and world().rank == 0:
             _logger.info("step %d: %s", step, _in_words(values))
 
+    def checked_loss(self, step: int, loss: float) -> float:
+        """Return this rank's loss of a step; warn about the first one that is not finite."""
+        if not (math.isfinite(loss) or self._has_warned):
+            self._has_warned = True
+            warn(
+                f"the loss is {loss} at step {step} on rank {world().rank}, and training goes on: check that batch, "
+                "lower the learning rate, or set TrainConfig(clip=1.0)",
+                each_time=True,
+            )
+        return loss
+
     def mark_best(self, metric: str, step: int, value: float) -> None:
         """Show that this step is the best one so far."""
-        self._values["best step"] = step
+        self._best = f"best {_in_words({metric: value})} at step {step}"
         if world().rank == 0:
             mark_best("epoch_loss" if metric == "loss" else metric, step, value)
 
@@ -75,8 +93,14 @@ class FitDisplay:
             return
         self._shown = now
         steps = f"step {self._done}" + (f" of {self._total}" if self._total else "")
-        parts = [self._desc, steps, _in_words(self._values), f"{now - self._begin:.0f} s"]
+        parts = [self._desc, steps, _in_words(self._values), self._best, self._time(now - self._begin)]
         self._line.show(" · ".join(part for part in parts if part))
+
+    def _time(self, seconds: float) -> str:
+        """Return the time that this run has taken, and how much is left by the steps that it has done."""
+        done, total = self._done + 1 - self.first_step, self._total or 0
+        left = f", {_duration(seconds * (total - self._done) / done)} left" if done and total > self._done else ""
+        return _duration(seconds) + left
 
 
 class _Line:
@@ -101,3 +125,10 @@ class _Line:
 
 def _in_words(values: dict[str, float]) -> str:
     return " · ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items())
+
+
+def _duration(seconds: float) -> str:
+    """Return the time in the unit that fits."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

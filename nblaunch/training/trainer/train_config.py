@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
+from nblaunch.machine.argument_names import named_arguments
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.distribute import check_gpu, check_options, is_elsewhere
 from nblaunch.training.parallel.parallelism import Parallelism
@@ -48,6 +49,7 @@ _OWN_OPTIONS = {
 """The arguments of a launch that a Trainer sets itself, each with what to do instead."""
 
 
+@named_arguments
 @dataclass(frozen=True)
 class TrainConfig:
     """The settings of a training run.
@@ -202,6 +204,13 @@ class TrainConfig:
     def keeps_best(self) -> bool:
         """Return True if the best checkpoint is kept."""
         return self.checkpoint_dir is not None and bool(self.monitor or self.early_stop or self.restore_best)
+
+    def count_steps(self, batches: int | None) -> int | None:
+        """Return the optimizer steps of a run whose epochs have so many batches; None if they are unknown."""
+        ends = [] if self.max_steps is None else [self.max_steps]
+        if batches is not None and self.epochs is not None:
+            ends.append(math.ceil(batches / self.accumulation) * self.epochs)
+        return min(ends) if ends else None
 
     def make_accelerator(self) -> Accelerator:
         """Return an Accelerator for one run with these settings."""

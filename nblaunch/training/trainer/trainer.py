@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError
+from nblaunch.machine.argument_names import named_arguments
+from nblaunch.machine.own_code import users_part
 from nblaunch.training.distribute import distributed, is_rank, runs_in_place
 from nblaunch.training.evaluation import OutputMetric, evaluate, forward, named, split
 from nblaunch.training.exchange import exchange
@@ -30,6 +32,12 @@ if TYPE_CHECKING:
     from nblaunch import LaunchResult
 
 
+_ADVICE = (
+    "let the data of fit (train, valid) have such samples, or override compute_loss(self, model, batch); for metrics "
+    "let it return (loss, output, target)"
+)
+
+
 class Best(NamedTuple):
     """The best step of a training run, by the monitored result."""
 
@@ -42,6 +50,7 @@ class Best(NamedTuple):
     """Its checkpoint, if one is kept."""
 
 
+@named_arguments
 class Trainer:
     """Trains a module over several ranks.
 
@@ -55,7 +64,8 @@ class Trainer:
         callbacks: Objects with any of the methods ``on_fit_begin(trainer)``, ``on_epoch_begin(trainer)``,
             ``on_step_end(trainer, loss)``, ``on_validation_end(trainer, results)``, ``on_epoch_end(trainer, results)``
             and ``on_fit_end(trainer)``. They run in every rank. Setting ``trainer.should_stop`` on any rank ends
-            training with the epoch, or with the next validation.
+            training with the epoch, or with the next validation. Checkpoints hold rank 0's states of those that have
+            ``state_dict`` and ``load_state_dict``.
 
     For callbacks and afterwards: `epoch`, `step` (optimizer steps done), `history`, `validations`, `best` and
     `accelerator`, current during training. `result` is the `LaunchResult` of the last `fit` that launched ranks, with
@@ -109,9 +119,11 @@ class Trainer:
         """The results of each finished epoch.
 
         Each is ``{"epoch", "step", "loss", "seconds"}``, with validation also ``"valid_loss"`` and
-        ``"valid_<metric>"``. `step` counts the optimizer steps so far; `loss` is the mean over the epoch's samples. A
-        run that ends within an epoch has an entry for that part. After ranks were stopped or have failed these are the
-        epochs up to the latest checkpoint; if the run wrote none, they are the former run's, as the weights are.
+        ``"valid_<metric>"``: NaN in an epoch that has ended without one, so that every row has them, and
+        ``pandas.DataFrame(trainer.history)`` is a whole table. `step` counts the optimizer steps so far; `loss` is the
+        mean over the epoch's samples. A run that ends within an epoch has an entry for that part. After ranks were
+        stopped or have failed these are the epochs up to the latest checkpoint; if the run wrote none, they are the
+        former run's, as the weights are.
         """
         return self.progress.history
 
@@ -137,7 +149,7 @@ class Trainer:
         Metrics need more: return ``(loss, output)``, or ``(loss, output, target)`` for batches of another form than
         the default: ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
         """
-        output, target = forward(model, batch)
+        output, target = forward(model, batch, _ADVICE)
         return (self.loss_fn or _mean_squared_error)(output, target), output, target
 
     def predict_batch(self, model: nn.Module, batch: Any) -> Any:
@@ -172,15 +184,19 @@ class Trainer:
             ArgumentError: ``config.monitor`` is not among the results, or the latest checkpoint is of another run.
             Exception: A rank's exception, as from `notebook_launcher`.
         """
+        __tracebackhide__ = True  # IPython leaves this frame out
         check_training_data(train, valid, self.config)
         if not self.callbacks.have("on_epoch_end", "on_validation_end"):  # which may add results
-            of_valid = [] if valid is None else ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
+            of_valid = [] if valid is None else self.validation_names()
             self.config.check_monitor(["step", "loss", "seconds", *of_valid])
         if is_rank():
             self._fit(train, valid)
         elif runs_in_place(self.accelerator, self.config.launch_options):
-            with kept_process_state(self.model, self.optimizer):
-                self._fit(train, valid)
+            try:
+                with kept_process_state(self.model, self.optimizer):
+                    self._fit(train, valid)
+            except KeyboardInterrupt as error:
+                raise error.with_traceback(users_part(error.__traceback__)) from None
         else:
             before, self.result = self._checkpoints(), None
             try:
@@ -221,12 +237,16 @@ class Trainer:
     def _validate_part(self, data: Data) -> Results:
         return self.validate_prepared(self._placed_model(), data)
 
+    def validation_names(self) -> list[str]:
+        """Return the names of the results of a validation, without those that callbacks add."""
+        return ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
+
     def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results:
         """Validate a prepared model in this rank; `at` is the step of the report. A collective."""
 
         def step(model: nn.Module, batch: Any) -> tuple[tuple[Tensor, Any], Any]:
             loss, output, target = self.checked_loss(model, batch)
-            return (loss, output), split(batch)[1] if self.metrics and target is None else target
+            return (loss, output), split(batch, _ADVICE)[1] if self.metrics and target is None else target
 
         return evaluate(
             model,

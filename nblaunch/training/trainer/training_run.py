@@ -46,6 +46,7 @@ class Trained(Protocol):
 
     def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]: ...
     def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results: ...
+    def validation_names(self) -> list[str]: ...
     def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None: ...
     def restore_best(self) -> Any: ...
 
@@ -76,13 +77,14 @@ class TrainingRun:
         loader = loader_of(train, config, shuffle=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(trainer.model, trainer.optimizer, loader)
         self._mean_loss = Mean()
-        self._pending: list[tuple[Tensor, int]] = []
-        """Losses that are not yet in the mean; reading one waits for the GPU."""
+        self._pending: list[tuple[Tensor, int, int]] = []
+        """Losses that are not yet in the mean, with samples and step; reading one waits for the GPU."""
+        self._unreported: Tensor | None = None  # the loss of the last step, until it is reported
         self._folder = trainer.checkpoint_folder()
         self._weights = SampleWeights(config.weigh, self.accelerator)
         self._is_best = False
         """Whether this step is the best so far, and not saved as such yet."""
-        self._steps = self._count_steps()
+        self._steps = config.count_steps(length_of(self.loader))
         self.progress.schedule_end = self._steps or 0
         self._make_scheduler()
         self._resume()
@@ -99,14 +101,6 @@ class TrainingRun:
         if self.config.restore_best and self.progress.best_step:
             trainer.restore_best()
         trainer.callbacks.call("on_fit_end", trainer)
-
-    def _count_steps(self) -> int | None:
-        """Return the optimizer steps of the whole run; None if unknown."""
-        config, batches = self.config, length_of(self.loader)
-        ends = [] if config.max_steps is None else [config.max_steps]
-        if batches is not None and config.epochs is not None:
-            ends.append(math.ceil(batches / config.accumulation) * config.epochs)
-        return min(ends) if ends else None
 
     def _make_scheduler(self) -> None:
         begin, end = self.progress.schedule_begin, self.progress.schedule_end
@@ -152,7 +146,7 @@ class TrainingRun:
         loss, *_ = self.trainer.checked_loss(self.model, batch)
         own, of_all = self._weights.begin_batch(self.loader, batch)
         self._samples += of_all
-        self._pending.append((loss.detach(), own))
+        self._pending.append((loss.detach(), own, self.progress.step + 1))
         self.accelerator.backward(self._weights.weighted(loss))
         if self.accelerator.sync_gradients:
             self._weights.end_step(self.trainer.optimizer)
@@ -170,7 +164,8 @@ class TrainingRun:
         progress.step += 1
         trainer.callbacks.call("on_step_end", trainer, loss)
         self._display.step(progress.step)
-        if progress.step % config.log_every == 0:
+        self._unreported = loss
+        if progress.step % config.log_every == 0 or progress.step == self._display.first_step:
             self._report(loss)
         if self.loader.is_last or self._has_steps():
             return
@@ -186,17 +181,19 @@ class TrainingRun:
         values = {"loss": float(loss)}
         if self.accelerator.is_main_process:  # the same on every rank
             values["lr"] = self.trainer.optimizer.param_groups[0]["lr"]
-            values["samples_per_second"] = self._samples / max(1e-9, time.monotonic() - self._clock)
+            if self._samples and self.progress.step != self._display.first_step:  # the first one also starts workers
+                values["samples_per_second"] = self._samples / max(1e-9, time.monotonic() - self._clock)
         self._display.report(self.progress.step, **values)
         self._add_losses()
+        self._unreported = None
         self._restart_clock()
 
     def _restart_clock(self) -> None:
         self._clock, self._samples = time.monotonic(), 0
 
     def _add_losses(self) -> None:
-        for loss, size in self._pending:
-            self._mean_loss.update(loss, size)
+        for loss, size, step in self._pending:
+            self._mean_loss.update(self._display.checked_loss(step, float(loss)), size)
         self._pending.clear()
 
     def _end_epoch(self, is_whole: bool) -> None:
@@ -223,6 +220,8 @@ class TrainingRun:
         if is_whole:
             progress.epoch, progress.seconds = progress.epoch + 1, 0.0
             self._mean_loss.reset()
+        if self._unreported is not None and self._is_done():
+            self._report(self._unreported)
         self._write_checkpoint()
 
     # ------------------------------------------------------------------ validation
@@ -234,7 +233,8 @@ class TrainingRun:
         is_end = not is_whole or self._has_steps() or progress.epoch + 1 == config.epochs
         if is_end or config.validate_every is None or progress.step % config.validate_every == 0:
             return self._validate(valid)
-        return {}
+        names = [*progress.validations[-1]][2:] if progress.validations else self.trainer.validation_names()
+        return dict.fromkeys(names, math.nan)  # every epoch has the same results
 
     def _validate(self, valid: Data) -> Results:
         """Return the results of validation, record them, and judge them."""
@@ -294,7 +294,7 @@ class TrainingRun:
         """Return the objects that have a state."""
         trainer, scaler = self.trainer, self.accelerator.scaler
         parts = {"model": trainer.model, "optimizer": trainer.optimizer, "schedule": self._scheduler, "scaler": scaler}
-        return {name: part for name, part in parts.items() if part is not None}
+        return {name: part for name, part in {**parts, "callbacks": trainer.callbacks}.items() if part is not None}
 
     def _setup(self) -> dict[str, Any]:
         """Return what must be the same to resume a run: it determines the samples of each step."""
@@ -306,7 +306,7 @@ class TrainingRun:
             **self.config.fixed_on_resume(),
             "samples": self.loader.total,
             "batches": length_of(self.loader),
-            "parts": sorted(self._parts()),
+            "parts": sorted(self._parts().keys() - {"callbacks"}),
         }
 
     def _find_checkpoint(self) -> tuple[Path | None, int]:
@@ -355,6 +355,7 @@ class TrainingRun:
             progress.schedule_begin = progress.step
         if progress.schedule_begin:
             self._make_scheduler()
+        state["parts"].setdefault("callbacks", {})  # earlier versions saved none
         for name, part in self._parts().items():
             with checkpoint.loading(path, name, remedy):
                 load_full_state(part, state["parts"][name])

@@ -1,0 +1,44 @@
+"""Names of keyword arguments: an error for an unknown one, with the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from nblaunch.errors import UnknownArgumentError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def named_arguments(target: F) -> F:
+    """Decorate a function or class, so that an unknown keyword raises an UnknownArgumentError.
+
+    Its signature and docstring stay as they are. A class is decorated outside of ``@dataclass``, which makes the
+    ``__init__``.
+    """
+    function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]  # this class's own
+    known = [*inspect.signature(function).parameters][isinstance(target, type) :]  # without self
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True  # IPython leaves this frame out
+        for name in kwargs:
+            if name not in known:
+                raise unknown_argument(target.__name__, name, known)
+        return function(*args, **kwargs)
+
+    if isinstance(target, type):
+        target.__init__ = call  # type: ignore[misc]  # of this class
+        return target
+    return call  # type: ignore[return-value]  # it takes and returns the same
+
+
+def unknown_argument(callee: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
+    """Return the error for a keyword argument that a function does not have."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(names)}"
+    return UnknownArgumentError(f"{callee}() got an unexpected keyword argument {name!r}: {advice}")

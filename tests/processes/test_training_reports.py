@@ -1,0 +1,140 @@
+"""What a training run reports: its first and last step, losses that are no numbers, and rows of one form."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nblaunch
+from nblaunch.errors import warn
+from nblaunch.training import Trainer
+from tests.processes.trained import points, trainer
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
+    monkeypatch.setenv("NBLAUNCH_VIEW", "none")
+
+
+class Stops:
+    """Ends training after the first epoch."""
+
+    def on_epoch_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+        trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("config", "callbacks", "loss_at", "rate_at"),
+    [
+        ({"epochs": 1, "log_every": 10}, (), [1, 5], []),
+        ({"epochs": 1, "log_every": 2}, (), [1, 2, 4, 5], [2, 4]),
+        ({"max_steps": 3, "epochs": None, "log_every": 3}, (), [1, 3], [3]),
+        ({"epochs": 3, "log_every": 100}, (Stops(),), [1, 5], []),
+        ({"max_steps": 1, "epochs": None}, (), [1], []),
+    ],
+)
+def test_the_first_and_the_last_step_are_reported(
+    config: dict[str, Any], callbacks: tuple[object, ...], loss_at: list[int], rate_at: list[int]
+) -> None:
+    one = trainer(callbacks, nprocs=1, **config)
+    result: Any = nblaunch.notebook_launcher(one.fit, (points(80), points(20)), 1, device="cpu")
+    steps = {name: [r.step for r in result.metrics if name in r.values] for name in ("loss", "lr")}
+    assert steps == {"loss": loss_at, "lr": loss_at}
+    assert [r.step for r in result.metrics if "samples_per_second" in r.values] == rate_at
+
+
+def test_a_run_without_validation_reports_its_last_throughput() -> None:
+    result: Any = nblaunch.notebook_launcher(trainer(nprocs=1, epochs=1).fit, (points(80),), 1, device="cpu")
+    assert [r.step for r in result.metrics if "samples_per_second" in r.values] == [5]
+
+
+def test_a_resumed_run_reports_its_own_first_step(tmp_path: Path) -> None:
+    def steps(max_steps: int) -> list[int]:
+        one = trainer(nprocs=1, max_steps=max_steps, epochs=None, checkpoint_dir=tmp_path)
+        result: Any = nblaunch.notebook_launcher(one.fit, (points(80),), 1, device="cpu")
+        return [report.step for report in result.metrics if "loss" in report.values]
+
+    assert (steps(3), steps(7)) == ([1, 3], [4, 7])
+
+
+# ------------------------------------------------------------------ losses that are no numbers
+class Broken(Trainer):
+    """The third step's loss is not finite on the last rank."""
+
+    value = math.nan
+
+    def compute_loss(self, model: nn.Module, batch: Any) -> Any:
+        loss, *rest = super().compute_loss(model, batch)
+        is_broken = self.step == 2 and self.accelerator.rank == self.accelerator.world_size - 1 and model.training
+        return loss * torch.tensor(self.value if is_broken else 1.0), *rest
+
+
+def broken(**config: Any) -> Broken:
+    given = trainer(**config)
+    return Broken(given.model, given.optimizer, given.config, loss_fn=given.loss_fn)
+
+
+def test_a_loss_that_is_no_number_is_a_warning_once() -> None:
+    one = broken(nprocs=1, log_every=2)
+    with pytest.warns(UserWarning, match=r"the loss is nan at step 3 on rank 0, and training goes on: check") as caught:
+        one.fit(points(100))
+    assert len(caught) == 1
+    assert math.isnan(one.history[-1]["loss"])
+
+
+@pytest.mark.filterwarnings("default:the loss is nan")
+def test_each_rank_names_its_first_such_loss() -> None:
+    one = broken(log_every=100, epochs=1)
+    one.fit(points(160))
+    assert one.result is not None
+    for rank, step in ((0, 4), (1, 3)):
+        log = one.result.logs[rank].err.read_text()
+        assert log.count("the loss is nan") == 1
+        assert f"the loss is nan at step {step} on rank {rank}, and training goes on: check that batch" in log
+
+
+def test_finite_losses_warn_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    trainer(nprocs=1, epochs=1).fit(points(40))
+    assert not recwarn.list
+    warn("this recorder sees warnings")
+    assert len(recwarn.list) == 1
+
+
+# ------------------------------------------------------------------ rows
+class Adds:
+    """A result of the user's own in each validation."""
+
+    def on_validation_end(self, trainer: Trainer, results: dict[str, float]) -> None:
+        results["valid_own"] = 1.0
+
+
+@pytest.mark.parametrize("config", [{}, {"early_stop": 2}])
+def test_every_epoch_has_the_same_results(config: dict[str, Any]) -> None:
+    one = trainer(nprocs=1, epochs=4, validate_every=7, **config)
+    one.fit(points(64), points(20))  # four steps an epoch: validation within the second and fourth, and at the end
+    names = ["epoch", "step", "loss", "valid_accuracy", "valid_loss", "seconds"]
+    assert [sorted(row) for row in one.history] == [sorted(names)] * 4
+    assert [math.isnan(row["valid_loss"]) for row in one.history] == [True, True, True, False]
+    assert [row["step"] for row in one.validations] == [7, 14, 16]
+    assert not any(math.isnan(value) for row in one.validations for value in row.values())
+    assert one.best is not None
+    assert one.best.step in (7, 14, 16)
+
+
+def test_rows_after_a_validation_have_what_callbacks_add() -> None:
+    one = trainer((Adds(),), nprocs=1, epochs=3, validate_every=3, max_steps=11)
+    one.fit(points(64), points(20))
+    assert ["valid_own" in row for row in one.history] == [True] * 3
+
+
+def test_histories_with_gaps_can_be_compared() -> None:
+    one = trainer(nprocs=1, epochs=2, validate_every=7)
+    one.fit(points(64), points(20))
+    table = repr(nblaunch.compare(run=one.history, again=one.history))
+    assert "valid_loss" in table
+    assert "nan" not in table
