@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from nblaunch.errors import ArgumentError, warn
+from nblaunch.machine.argument_names import unknown_argument
 from nblaunch.machine.inventory import this_machine
 from nblaunch.ranks.report import current
 from nblaunch.training.accelerator.accelerator_settings import AcceleratorSettings
@@ -92,7 +93,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     known = inspect.signature(notebook_launcher).parameters
     for option in options:
         if option not in known:
-            raise ArgumentError(f"{name}: notebook_launcher has no argument {option!r}: {', '.join(known)}")
+            raise ArgumentError(f"{name}: {unknown_argument('notebook_launcher', option, known)}")
 
 
 def is_elsewhere(options: Mapping[str, Any]) -> bool:

@@ -58,10 +58,10 @@ from nblaunch.training.trainer.trainer_data import loader_of
         ),
         (
             {"ddp_kwargs": {"unused": True}},
-            r"ddp_kwargs: DistributedDataParallel has no argument 'unused': device_ids, ",
+            r"ddp_kwargs: DistributedDataParallel\(\) got an unexpected keyword argument 'unused': ",
         ),
         ({"launch": "slurm"}, r"launch='slurm': give a dict of arguments for notebook_launcher"),
-        ({"launch": {"nodes": 2}}, r"launch: notebook_launcher has no argument 'nodes': function, "),
+        ({"launch": {"nodes": 2}}, r"launch: notebook_launcher\(\) .* argument 'nodes': did you mean 'num_nodes'"),
         ({"launch": {"block": False}}, r"launch=\{'block': False\}: fit waits for its ranks"),
         ({"launch": {"device": "cuda"}}, r"launch=\{'device': 'cuda'\}: give compute_setup"),
     ],

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nblaunch.errors import ArgumentError
 from nblaunch.machine.argument_checks import one_of, whole_number
-from nblaunch.machine.argument_names import named_arguments
+from nblaunch.machine.argument_names import named_arguments, unknown_argument
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.distribute import check_gpu, check_options, is_elsewhere
 from nblaunch.training.parallel.parallelism import Parallelism
@@ -184,7 +184,7 @@ class TrainConfig:
         known = [*inspect.signature(DistributedDataParallel).parameters][1:]  # the module is the Trainer's own
         for name in self.ddp_kwargs or ():
             if name not in known:
-                raise ArgumentError(f"ddp_kwargs: DistributedDataParallel has no argument {name!r}: {', '.join(known)}")
+                raise ArgumentError(f"ddp_kwargs: {unknown_argument('DistributedDataParallel', name, known)}")
 
     def _check_launch(self) -> None:
         given: object = self.launch
