@@ -209,7 +209,10 @@ class AcceleratorSettings:
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders have ``state_dict`` and ``load_state_dict`` in a single process too."""
+        """Whether the order of a single process is drawn from a seed too, so that other numbers of ranks continue it.
+
+        With ``semantics="accelerate"``: whether `load_state` moves loaders to where they were.
+        """
         return self.dataloader_config.use_stateful_dataloader
 
 
