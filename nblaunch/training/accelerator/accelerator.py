@@ -330,13 +330,14 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
             self.dtype,
             self.mixed_precision,
             self._gradients,
-            self.seed,
-            self.ddp_kwargs,
-            self._counted_steps,
-            self.dataloader_config,
-            tuple(self.rng_types),
-            self.device_placement if places is None else places,
-            self.parallelism,
+            seed=self.seed,
+            ddp_kwargs=self.ddp_kwargs,
+            schedule_steps=self._counted_steps,
+            loaders=self.dataloader_config,
+            rng_types=tuple(self.rng_types),
+            places=self.device_placement if places is None else places,
+            parallelism=self.parallelism,
+            copies=self.copies,
         )
 
 

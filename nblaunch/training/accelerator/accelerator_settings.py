@@ -94,7 +94,7 @@ class AcceleratorSettings:
         self.project_dir = project_dir if configured is None else configured
         self.project_configuration = project_config
         self.log_with = requested(log_with, self.logging_dir)
-        """The trackers that were requested: names, and objects of the user's."""
+        """The trackers that were requested: names, and the user's objects."""
         self._handlers = handlers
         self._accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         of_accelerate = [split_batches, dataloader_config, rng_types, gradient_accumulation_plugin, kwargs_handlers]

@@ -104,7 +104,7 @@ def _compact(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Leave out torch's advice on how to gather a tensor that is divided along two dimensions of a mesh."""
+    """Suppress torch's advice on how to gather a tensor that is divided along two dimensions of a mesh."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -297,7 +297,7 @@ def _plain_errors() -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leave out DCP's warnings: that a process reads alone, and of its own code."""
+    """Suppress DCP's warnings about reading in a single process, and about its own code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)  # torch 2.8

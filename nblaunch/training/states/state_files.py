@@ -1,4 +1,4 @@
-"""`StateFiles`: an Accelerator's saved states, to resume a loop of the user's own exactly."""
+"""`StateFiles`: an Accelerator's saved states, to resume a user's own loop exactly."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StateFiles(RankRoles):
         Args:
             output_dir: The folder. A state that is there is replaced. With ``automatic_checkpoint_naming`` it is
                 ignored, as in accelerate: the folder is ``project_dir/checkpoints/checkpoint_<iteration>``.
-            safe_serialization: Accepted for accelerate's sake: the files need no code to load either way.
+            safe_serialization: Accepted as in accelerate: the files need no code to load either way.
             save_model_func_kwargs: Not supported.
 
         Returns:
@@ -196,7 +196,7 @@ class StateFiles(RankRoles):
         load_kwargs: Mapping[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Continue at a state that `save_state` wrote: everything is as it was there. A collective.
+        """Restore a state that `save_state` wrote. A collective.
 
         Prepare the same objects in the same order first, and register the same objects. Everything is checked before
         anything changes.
@@ -284,7 +284,7 @@ class StateFiles(RankRoles):
         now = self._kinds()
         for kind, names in now.items():
             before = manifest.kinds[kind]
-            compared = kind in ("optimizer", "scheduler")  # a class of the user's own may have another name now
+            compared = kind in ("optimizer", "scheduler")  # the user may have renamed a class of a model
             if len(before) != len(names) or (compared and before != names):
                 verb = "registered" if kind == "object" else "prepared"
                 raise ArgumentError(

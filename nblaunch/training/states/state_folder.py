@@ -60,7 +60,7 @@ class Manifest:
             raise ArgumentError(f"{name}: there is no such folder{rest}")
         path = folder / MANIFEST
         if not path.is_file():
-            _refuse_accelerates(folder)
+            _refuse_accelerate_state(folder)
             raise ArgumentError(f"{name}: it has no {MANIFEST}, so save_state did not write it, or not to its end")
         try:
             content: dict[str, Any] = json.loads(path.read_text())
@@ -92,7 +92,7 @@ class Manifest:
             raise ArgumentError(f"input_dir={str(folder)!r}: its file {file} is {state}. Load another folder")
 
 
-def _refuse_accelerates(folder: Path) -> None:
+def _refuse_accelerate_state(folder: Path) -> None:
     """Refuse a folder that accelerate's ``save_state`` wrote.
 
     Raises:
