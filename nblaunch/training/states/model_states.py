@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.parallel.sharded_models import has_sharded_parameters, is_sharded
-from nblaunch.training.parallel.sharded_states import ReadState, check_weights, full_state, sharded_state
+from nblaunch.training.parallel.sharded_states import ReadState, check_weights, full_state
 from nblaunch.training.pytree import tree_map
 from nblaunch.training.states import checkpoint
 from nblaunch.training.topology import world
@@ -104,20 +104,6 @@ def are_divided(models: Sequence[nn.Module]) -> bool:
     return any(map(has_sharded_parameters, models))
 
 
-def divided_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], without: Sequence[nn.Module]) -> State:
-    """Return this rank's part of all states, for `sharded_states.write_sharded_state`.
-
-    Args:
-        models: All models.
-        optimizers: All optimizers, of the models' parameters.
-        without: Models whose weights are left out.
-
-    Raises:
-        ArgumentError: An optimizer has a parameter of another model.
-    """
-    return sharded_state(_together(models), optimizers, without=without)
-
-
 def read_divided(
     models: Sequence[nn.Module],
     optimizers: Sequence[Optimizer],
@@ -131,14 +117,15 @@ def read_divided(
         ArgumentError: The state is of other models or optimizers, or cannot be read.
     """
     try:
-        return ReadState(folder / SHARDED, _together(models), optimizers, without=without, strict=strict)
+        return ReadState(folder / SHARDED, together(models), optimizers, without=without, strict=strict)
     except (OSError, RuntimeError) as error:
         raise ArgumentError(
             f"input_dir={str(folder)!r}: its folder {SHARDED} cannot be read ({error}). Load another folder"
         ) from error
 
 
-def _together(models: Sequence[nn.Module]) -> nn.Module:
+def together(models: Sequence[nn.Module]) -> nn.Module:
+    """Return one module that holds all of these."""
     return models[0] if len(models) == 1 else nn.ModuleList(models)
 
 

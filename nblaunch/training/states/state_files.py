@@ -13,7 +13,7 @@ from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.accelerator.rank_roles import RankRoles
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
 from nblaunch.training.exchange import exchange, exchange_results
-from nblaunch.training.parallel.sharded_states import write_sharded_state
+from nblaunch.training.parallel.sharded_states import sharded_state, write_sharded_state
 from nblaunch.training.states import gradient_order, model_states, state_folder
 from nblaunch.training.states.checkpoint import random_states
 from nblaunch.training.states.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
@@ -169,7 +169,7 @@ class StateFiles(RankRoles):
         divided = []
         if model_states.are_divided(record.models):
             left_out = [model for model, state in named if not any(state is other for other in weights)]
-            divided.append(model_states.divided_state(record.models, record.optimizers, left_out))
+            divided.append(sharded_state(model_states.together(record.models), record.optimizers, without=left_out))
         if self._gradients.step_progress[0]:
             gradients = [gradients_of(model) for model in record.models]
             model_states.write_file(gradients, gradient_path(folder, world().rank))
