@@ -222,8 +222,8 @@ class StateFiles(RankRoles):
             load_model_func_kwargs: Arguments for the modules' ``load_state_dict``, such as ``strict=False``.
 
         Raises:
-            ArgumentError: On every rank: there is no such folder, it is incomplete or damaged, or it is of another
-                model or of other objects; the message says what differs.
+            ArgumentError: On every rank: there is no such folder; it is incomplete, damaged or accelerate's; or it is
+                of another model, other objects or other `semantics`. The message says which.
         """
         self._join()
         options = {key: value for key, value in load_model_func_kwargs.items() if key != "map_location"}
