@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from nblaunch import Accelerator
+from nblaunch.errors import ArgumentError
 from nblaunch.training import DistributedType
 from nblaunch.training.accelerator.absent_names import ABSENT_ARGUMENTS, ABSENT_NAMES
 from nblaunch.training.accelerator.plugin_settings import LoaderSettings
@@ -89,6 +93,30 @@ def test_repeated_samples_are_accelerates(monkeypatch: pytest.MonkeyPatch, split
     assert compared > 100
     AcceleratorState._reset_state()
     PartialState._reset_state()
+
+
+# ------------------------------------------------------------------ saved states
+def test_a_state_that_accelerate_saved_is_recognised(tmp_path: Path) -> None:
+    import accelerate
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    theirs = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    theirs.prepare(model, torch.optim.Adam(model.parameters()), DataLoader(data_of(4)))
+    for safe, file in ((True, "model.safetensors"), (False, "pytorch_model.bin")):
+        folder = tmp_path / file
+        theirs.save_state(str(folder), safe_serialization=safe)
+        ours = Accelerator(compute_setup="cpu")
+        own = ours.prepare(nn.Linear(3, 2))
+        files = ", ".join(sorted([file, "optimizer.bin", "random_states_0.pkl"]))
+        with pytest.raises(ArgumentError, match=rf"accelerate's save_state wrote it \({files}\)") as caught:
+            ours.load_state(folder)
+        advice = re.search(r"before prepare, by (.*), or continue with accelerate's own", str(caught.value))
+        assert advice is not None
+        exec(f"import safetensors.torch, torch; {advice[1]}", {"model": own})
+        assert torch.equal(own.weight, model.weight)
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
 
 
 # ------------------------------------------------------------------ loops
@@ -216,6 +244,61 @@ def augmented(kind: Callable[..., Any]) -> dict[str, Any]:
     return trained(accelerator, DataLoader(Noisy(data_of(30)), 4, shuffle=True))
 
 
+def resumed(kind: Callable[..., Any], num_workers: int = 0, **config: Any) -> dict[str, Any]:
+    """A script that saves within its second epoch, and its second start, which loads the state and skips batches."""
+    import tempfile
+
+    from accelerate import DataLoaderConfiguration
+
+    def script(save: str = "", load: str = "") -> dict[str, Any]:
+        torch.manual_seed(2)
+        accelerator = kind(cpu=True, dataloader_config=DataLoaderConfiguration(**config), kwargs_handlers=unused())
+        model = Net()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+        schedule: Any = LambdaLR(optimizer, lambda step: 0.9**step)
+        model, optimizer, schedule, loader = accelerator.prepare(
+            model, optimizer, schedule, DataLoader(Noisy(data_of(37)), 4, shuffle=True, num_workers=num_workers)
+        )
+        found: dict[str, Any] = {"losses": [], "rates": [], "results": []}
+        if load:
+            accelerator.load_state(load)
+        for epoch in range(1 if load else 0, 3):
+            if config:
+                loader.set_epoch(epoch)
+            skipped = 2 if load and epoch == 1 else 0
+            for number, (x, y) in enumerate(accelerator.skip_first_batches(loader, skipped) if skipped else loader):
+                loss = functional.cross_entropy(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                found["losses"].append(loss.item())
+                found["rates"].append(schedule.get_last_lr()[0])
+                if save and (epoch, number) == (1, 1):
+                    accelerator.save_state(save)
+        parameters = accelerator.unwrap_model(model).parameters()
+        return found | {"weights": torch.cat([p.detach().flatten() for p in parameters]).tolist()}
+
+    with tempfile.TemporaryDirectory() as own:
+        shared = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared, 0)
+        script(save=f"{shared[0]}/state")
+        found = script(load=f"{shared[0]}/state")
+        if dist.is_initialized():
+            dist.barrier()
+        return found
+
+
+def resumed_seedable(kind: Callable[..., Any]) -> dict[str, Any]:
+    """With epochs that the script sets: accelerate's pass after a skipped one has the same order again."""
+    return resumed(kind, use_seedable_sampler=True)
+
+
+def resumed_by_workers(kind: Callable[..., Any]) -> dict[str, Any]:
+    return resumed(kind, num_workers=1)
+
+
 def both(loop: Callable[..., Any], semantics: str | None) -> tuple[Any, Any]:
     import accelerate
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -239,13 +322,16 @@ def check_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert len(set(mine["losses"])) > 5
 
 
-@pytest.mark.parametrize("loop", [plain, accumulating, late, split, mixed, augmented])
+LOOPS = [plain, accumulating, late, split, mixed, augmented, resumed, resumed_seedable]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_on_two_ranks_a_loop_ends_as_accelerates(launch: Launcher, loop: Callable[..., Any]) -> None:
     for mine, theirs in launch(both, (loop, "accelerate")):
         check_same(mine, theirs)
 
 
-@pytest.mark.parametrize("loop", [plain, accumulating, late, split, mixed, augmented])
+@pytest.mark.parametrize("loop", [*LOOPS, resumed_by_workers])
 def test_alone_a_loop_ends_as_accelerates(loop: Callable[..., Any]) -> None:
     check_same(*both(loop, "accelerate"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
+from nblaunch import errors
 from nblaunch.errors import ArgumentError
 from nblaunch.machine import timeouts
 from nblaunch.training import Accelerator, Parallelism, find_executable_batch_size, get_logger
@@ -166,7 +168,9 @@ class Noisy(Dataset[torch.Tensor]):
 def test_accelerates_order_resumes_within_an_epoch(launch: Launcher, tmp_path: Path, is_seedable: bool) -> None:
     def train(place: tuple[int, int] | None, folder: Path, workers: int) -> list[list[float]]:
         accelerator = Accelerator(
-            cpu=True, semantics="accelerate", dataloader_config={"use_seedable_sampler": is_seedable}
+            cpu=True,
+            semantics="accelerate",
+            dataloader_config={"use_seedable_sampler": is_seedable, "use_stateful_dataloader": True},
         )
         torch.manual_seed(4 if place else 5)
         loader = accelerator.prepare(DataLoader(Noisy(), 3, shuffle=True, num_workers=workers))
@@ -196,21 +200,64 @@ def test_accelerates_order_resumes_within_an_epoch(launch: Launcher, tmp_path: P
         assert one != two
 
 
-def test_an_order_of_other_semantics_is_not_continued(tmp_path: Path) -> None:
-    def prepared(semantics: str) -> tuple[Accelerator, Any]:
-        accelerator = Accelerator(cpu=True, semantics=semantics, seed=1)
+def test_a_state_of_other_semantics_is_refused(tmp_path: Path) -> None:
+    def prepared(**options: Any) -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(seed=1, **options)
         return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), 2, shuffle=True))
 
     for wrote, reads in (("accelerate", "exact"), ("exact", "accelerate")):
-        accelerator, loader = prepared(wrote)
-        for batch in loader:
-            accelerator.backward(batch[0].requires_grad_().sum())
+        accelerator, loader = prepared(semantics=wrote)
+        for _ in loader:
             accelerator.save_state(tmp_path / wrote)
-            break
-        accelerator, loader = prepared(reads)
-        with pytest.warns(UserWarning, match="is not restored: it was saved with the order of samples of other"):
+        accelerator, loader = prepared(semantics=reads)
+        with pytest.raises(
+            ArgumentError,
+            match=rf'saved with semantics="{wrote}", and this Accelerator has semantics="{reads}".*'
+            rf'Use Accelerator\(semantics="{wrote}"\), or load only the weights, by torch.load from model.pt',
+        ):
             accelerator.load_state(tmp_path / wrote)
         assert len(list(loader)) == 4
+    accelerator, loader = prepared()  # the default is exact
+    accelerator.load_state(tmp_path / "exact")
+    assert loader.epoch == 1
+
+
+def test_continued_passes_warn_once_in_a_loop_of_accelerate(tmp_path: Path) -> None:
+    def said(loads: int = 2, **options: Any) -> list[str]:
+        accelerator = Accelerator(**options)
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), 2))
+        accelerator.save_state(tmp_path / "state")
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(loads):
+                accelerator.load_state(tmp_path / "state")
+        assert len(loader) == 4
+        return [str(each.message) for each in found]
+
+    errors._said.clear()
+    stateful = {"use_stateful_dataloader": True}
+    for options in ({}, {"semantics": "exact"}, {"semantics": "accelerate"}, {"dataloader_config": stateful}):
+        errors._said.add("order of samples")  # another difference
+        assert said(**options) == []
+    (text,) = said(cpu=True)
+    assert text.startswith("load_state: prepared loaders continue after the last batch of the saved state")
+
+
+def test_accelerates_semantics_begin_passes_again(tmp_path: Path) -> None:
+    """accelerate's states hold nothing of loaders, except stateful ones."""
+    for is_stateful, left in ((False, 4), (True, 3)):
+        options = {"semantics": "accelerate", "dataloader_config": {"use_stateful_dataloader": is_stateful}}
+        for loads in (False, True):
+            accelerator = Accelerator(cpu=True, **options)  # type: ignore[arg-type]  # both kinds of values
+            loader: Any = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), 2, shuffle=True))
+            if loads:
+                accelerator.load_state(tmp_path / "state")
+                assert len(list(loader)) == left
+            else:
+                for (batch,) in loader:
+                    accelerator.backward(batch.requires_grad_().sum())
+                    break
+                accelerator.save_state(tmp_path / "state")
 
 
 def test_generators_begin_passes_alike_on_request(launch: Launcher) -> None:

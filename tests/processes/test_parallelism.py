@@ -509,8 +509,8 @@ def test_a_state_of_another_model_is_refused(launch: Launcher, tmp_path: Path) -
         assert "parameter of shape [2, 2] that the FSDPLinear does not have: prepare both" in foreign
         assert f"folder={str(tmp_path / 'none')!r}: holds no complete state" in absent
         assert f"folder={str(tmp_path)!r}: holds a state already: give a new folder" in again
-        assert "holds another model: weight has shape [2, 2] there and [2, 3] in the model" in wider
-        assert "holds another model: without nothing, and with model.bias" in other
+        assert "than this Linear: weight has shape [2, 2] there and [2, 3] in the model" in wider
+        assert "is the state of another model than this Linear: bias is not in the model" in other
         assert "optimizers: 0 given, but" in fewer
         assert "the parameter groups of number 0 differ" in groups
 

@@ -436,6 +436,25 @@ def test_float16_scales_clips_unscaled_and_skips_infinite_steps() -> None:
     assert accelerator.scaler.get_scale() == scale / 2
 
 
+def test_gradients_are_unscaled_once_and_only_those_that_are_named() -> None:
+    accelerator: Any = Accelerator(compute_setup="cpu", mixed_precision="fp16")
+    nets = [accelerator.prepare_model(nn.Linear(1, 1, bias=False)) for _ in range(3)]
+    one, two, three = (accelerator.prepare_optimizer(torch.optim.SGD(net.parameters(), lr=1.0)) for net in nets)
+    large = accelerator.scaler.get_scale() / 4
+    accelerator.backward(sum(net(torch.ones(1, 1)) for net in nets).sum() / 4)
+    found = []
+    for given in (one, [one, two], None, None):
+        accelerator.unscale_gradients(given)
+        found.append([net.weight.grad.item() for net in nets])
+    assert found == [[0.25, large, large], [0.25, 0.25, large], [0.25] * 3, [0.25] * 3]
+    schedule = accelerator.prepare_scheduler(StepLR(three.optimizer, 1, gamma=0.5))
+    three.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]
+    assert [len(each) for each in (accelerator._prepared.models, accelerator._prepared.optimizers)] == [3, 3]
+    assert accelerator._prepared.schedulers == [schedule.scheduler]
+
+
 def test_two_optimizers_of_one_loss_are_unscaled_alike() -> None:
     accelerator: Any = Accelerator(compute_setup="cpu", mixed_precision="fp16")
     first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)

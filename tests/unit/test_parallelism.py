@@ -156,8 +156,6 @@ def test_accelerates_objects_mean_the_same() -> None:
     assert list(pickle.loads(pickle.dumps(parallelism)).units_of(model())) == ["layers.0", "layers.2"]
     both = from_accelerate(Plugin(), Config(dp_replicate_size=2, dp_shard_size=2))
     assert both == Parallelism(shard=2, replicate=2, reshard_after_forward=False)
-    divided = from_accelerate(None, Config(tp_size=2, dp_shard_size=2), plan=PLAN)
-    assert divided == Parallelism(shard=2, replicate=1, tensor=2, plan=PLAN)
 
 
 def test_real_objects_of_accelerate_are_taken() -> None:
@@ -174,8 +172,12 @@ def test_real_objects_of_accelerate_are_taken() -> None:
         (Plugin(fsdp_version=1), None, "fsdp_version=1: only FSDP2 is supported"),
         (Plugin(activation_checkpointing=True), None, "activation_checkpointing=True: is not supported"),
         (Plugin(min_num_params=100), None, "min_num_params: name the classes"),
+        (
+            None,
+            Config(tp_size=2),
+            r"tp_size=2: it names no plan: give parallelism=Parallelism\(tensor=2, plan=\.\.\.\)",
+        ),
         (None, Config(cp_size=2), "cp_size=2: nblaunch divides no sequences"),
-        (None, Config(tp_size=2), r"tp_size=2: needs a plan: give parallelism=Parallelism\(tensor=2, plan=...\)"),
     ],
 )
 def test_what_accelerate_alone_has_is_refused(plugin: Any, config: Any, message: str) -> None:

@@ -571,14 +571,14 @@ def test_a_project_names_its_states_and_keeps_the_latest(tmp_path: Path) -> None
         assert run.accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
         assert run.accelerator.save_iteration == number + 1
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_10", "checkpoint_11"]
-    resumed = Run(project_config=project(tmp_path))
+    resumed = Run(project_config=project(tmp_path), semantics="exact")
     with pytest.raises(ArgumentError, match="no saved state"):
         Run(project_config=project(tmp_path / "empty")).accelerator.load_state()
     resumed.accelerator.load_state()
     assert resumed.model[0].weight.unique().tolist() == [11.0]
     assert resumed.accelerator.save_state().name == "checkpoint_12"
     shutil.copytree(tmp_path / "checkpoints" / "checkpoint_11", tmp_path / "best")
-    other = Run(project_config=project(tmp_path))
+    other = Run(project_config=project(tmp_path), semantics="exact")
     other.accelerator.load_state(tmp_path / "best")
     assert other.accelerator.save_state().name == "checkpoint_13"
 

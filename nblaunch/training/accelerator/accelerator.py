@@ -54,8 +54,9 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
         seed: Seed of the order of prepared loaders. Default: that of `seed_everything`, else 0.
         semantics: ``"exact"``: as described here. ``"accelerate"``: as accelerate where the two differ: schedules
             count steps of each rank, loaders take their order from torch's generators and repeat samples so that all
-            batches are whole, and every optimizer step divides by `gradient_accumulation_steps`. Default: like
-            ``"exact"``; if accelerate's arguments are given, a process warns once about each difference.
+            batches are whole, every optimizer step divides by `gradient_accumulation_steps`, and `load_state` does not
+            move loaders. Default: like ``"exact"``; if accelerate's arguments are given, a process warns once about
+            each difference.
         schedule_steps: What one ``step`` of a prepared scheduler counts. ``"optimizer"``: an optimizer step, so the
             schedule is the same for any number of ranks. ``"rank"``: an optimizer step of each rank, so N ranks take
             N steps at once, as accelerate does unless it is given ``split_batches=True``. Default: like
@@ -329,13 +330,14 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
             self.dtype,
             self.mixed_precision,
             self._gradients,
-            self.seed,
-            self.ddp_kwargs,
-            self._counted_steps,
-            self.dataloader_config,
-            tuple(self.rng_types),
-            self.device_placement if places is None else places,
-            self.parallelism,
+            seed=self.seed,
+            ddp_kwargs=self.ddp_kwargs,
+            schedule_steps=self._counted_steps,
+            loaders=self.dataloader_config,
+            rng_types=tuple(self.rng_types),
+            places=self.device_placement if places is None else places,
+            parallelism=self.parallelism,
+            copies=self.copies,
         )
 
 

@@ -96,7 +96,7 @@ class AcceleratorSettings:
         self.project_dir = project_dir if configured is None else configured
         self.project_configuration = project_config
         self.log_with = requested(log_with, self.logging_dir)
-        """The trackers that were requested: names, and objects of the user's."""
+        """The trackers that were requested: names, and the user's objects."""
         self._handlers = handlers
         self._accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         of_accelerate = [split_batches, dataloader_config, rng_types, gradient_accumulation_plugin, kwargs_handlers]
@@ -211,7 +211,10 @@ class AcceleratorSettings:
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether prepared loaders have ``state_dict`` and ``load_state_dict`` in a single process too."""
+        """Whether the order of a single process is drawn from a seed too, so that other numbers of ranks continue it.
+
+        With ``semantics="accelerate"``: whether `load_state` moves loaders to where they were.
+        """
         return self.dataloader_config.use_stateful_dataloader
 
 

@@ -19,7 +19,7 @@ from nblaunch.training.topology import ensure_group, world
 _TEXTS = (
     " out of memory.",  # CUDA, ROCm, XPU
     "MPS backend out of memory",
-    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's way to say so
+    "CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN
     "DefaultCPUAllocator: can't allocate memory",
 )
 
@@ -32,9 +32,8 @@ def find_executable_batch_size(
     """Decorate ``function(batch_size, ...)``: it is called again with a smaller batch size while memory runs out.
 
     The ranks agree: if memory ran out on any of them, all try the next size together, so every rank must call the
-    result. They compare over the group's store and not by a collective, which the others' collectives could be taken
-    for. If memory runs out on one rank alone, while the others wait for it in a collective, it raises: a rank cannot be
-    called back from there.
+    result. They agree over the group's store: a collective could be mistaken for one of the training. If memory runs
+    out on one rank while the others wait for it in a collective, it raises, because they cannot leave that.
 
     Args:
         function: Makes everything that depends on the batch size, and trains. It takes the batch size first.
@@ -47,9 +46,9 @@ def find_executable_batch_size(
 
     Raises:
         ArgumentError: `starting_batch_size` is not a whole number of at least 1.
-        RuntimeError: Called: no size fitted, or memory ran out on this rank alone. Other exceptions of the function are
-            raised as they are.
-        TypeError: Called: with too many arguments, such as a batch size.
+        RuntimeError: From the decorated function: no size fits, or memory ran out on this rank alone. Its other
+            exceptions are raised as they are.
+        TypeError: From the decorated function: it got too many arguments, such as a batch size.
     """
     if function is None:
         return functools.partial(
@@ -103,7 +102,7 @@ def _any_failed(failed: bool) -> bool:
     number = store.add(f"tries of {place.rank}", 1)  # in the store: a session's new group begins with none
     store = dist.PrefixStore(str(number), store)
     store.set(str(place.rank), str(int(failed)))
-    # A rank that is through may have to wait for the others' whole training; one that failed is in their way.
+    # A rank that has succeeded may wait for the others' whole training. One that failed keeps the others waiting.
     limit = timeouts.BATCH_SIZE_PEERS_S if failed else timeouts.BATCH_SIZE_TRAINING_S
     ranks = [str(rank) for rank in range(place.size)]
     try:

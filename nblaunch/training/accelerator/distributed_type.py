@@ -20,7 +20,7 @@ class DistributedType(str, Enum):
     """Several ranks that compute on GPUs."""
     FSDP = "FSDP"
     """Several ranks, each with a part of every parameter."""
-    # Never so here. Loops compare with them.
+    # Never the type here, but loops compare with them.
     MULTI_NPU = "MULTI_NPU"
     MULTI_MLU = "MULTI_MLU"
     MULTI_SDAA = "MULTI_SDAA"

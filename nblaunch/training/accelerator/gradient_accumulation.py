@@ -27,7 +27,7 @@ class GradientState:
     Attributes:
         settings: How gradients accumulate.
         sync: Whether this batch ends a step: gradients are exchanged, and optimizers step.
-        semantics: Whose semantics hold.
+        semantics: Which semantics apply.
         rng_types: The global generators that take rank 0's state with the first batch of each pass.
     """
 
@@ -47,7 +47,7 @@ class GradientState:
         self._size = settings.num_steps
         self._passes: list[weakref.ref[Any]] = []
         self._beside: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Loaders whose passes went on when a loader outside of them had advanced, as in ``zip``."""
+        """Loaders that continued after an outer loader had advanced: they are iterated side by side, as in ``zip``."""
         self._trained: weakref.WeakSet[Any] = weakref.WeakSet()
         """Loaders with a backward pass in the present pass over them."""
         self._untrained: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -92,7 +92,7 @@ class GradientState:
 
     # ------------------------------------------------------------------ active loaders
     def begin_batch(self, loader: Any) -> None:
-        """Note that a prepared loader yields a batch. Passes inside its own count again when they go on."""
+        """Note that a prepared loader yields a batch. Passes inside its own are dropped until they yield again."""
         loaders = self._loaders()
         place = next((i for i, other in enumerate(loaders) if other is loader), len(loaders))
         if place == len(loaders) and loader not in self._beside:

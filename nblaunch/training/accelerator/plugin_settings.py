@@ -1,6 +1,6 @@
 """Settings of loaders, accumulation, DDP, autocast and profiles, read from accelerate's own objects or from mappings.
 
-Objects are told apart by their attributes: accelerate is never imported, and their copies here hold plain values.
+Objects are recognised by their attributes: accelerate is never imported, and their copies here hold plain values.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from nblaunch.machine.argument_checks import one_of
 S = TypeVar("S")
 
 Semantics = Literal["own", "moved", "exact", "accelerate"]
-"""Whose semantics hold. All but the last are ours: ``"moved"``, of a loop that was written for accelerate and chose
-none, warns once about each difference. With any but ``"own"`` all optimizers and schedulers are wrapped."""
+"""Which semantics apply: ours, except for ``"accelerate"``. ``"moved"``: the loop was written for accelerate and chose
+none, so each difference warns once. With any but ``"own"`` all optimizers and schedulers are wrapped."""
 
 
 # ------------------------------------------------------------------ plugins
@@ -106,7 +106,9 @@ def read_handlers(given: Iterable[Any]) -> Handlers:
     if not isinstance(given, Iterable):
         raise ArgumentError(f"kwargs_handlers={given!r:.80}: must be a list of handlers")
     for handler in given:
-        kind = next((kind for kind, (marks, _) in _KINDS.items() if _has(handler, marks)), None)
+        kind = next(
+            (kind for kind, (marks, _) in _KINDS.items() if all(hasattr(handler, mark) for mark in marks)), None
+        )
         name = type(handler).__name__
         if kind is None:
             raise ArgumentError(
@@ -118,10 +120,6 @@ def read_handlers(given: Iterable[Any]) -> Handlers:
             raise ArgumentError(f"kwargs_handlers: two handlers are like {name}: give one")
         found[kind] = _KINDS[kind][1](handler)
     return Handlers(**found)
-
-
-def _has(handler: Any, marks: tuple[str, ...]) -> bool:
-    return all(hasattr(handler, mark) for mark in marks)
 
 
 def _ddp(handler: Any) -> dict[str, Any]:
@@ -146,7 +144,7 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any], Any]]] = {
     "profile": (("profile_memory", "with_flops"), lambda handler: handler),
     "autocast": (("cache_enabled",), _chosen(("enabled", "cache_enabled"))),
 }
-"""The attributes that tell each kind of handler, and what is read from it."""
+"""For each kind of handler the attributes that identify it, and the function that reads it."""
 
 
 def _plain(value: Any) -> Any:
@@ -197,17 +195,18 @@ def _register(module: DistributedDataParallel, hook: str, wrapper: str, options:
 
 
 # ------------------------------------------------------------------ profiles
-def make_profile(handler: Any) -> torch.profiler.profile:
-    """Return torch's profiler with a handler's settings; ``output_trace_dir`` is not among them."""
-    known = ("activities", "schedule_option", "on_trace_ready", *_PROFILE)
+def make_profile(handler: Any) -> tuple[torch.profiler.profile, Any]:
+    """Return torch's profiler with a handler's settings, and the folder for its traces or None."""
+    known = ("activities", "schedule_option", "on_trace_ready", "output_trace_dir", *_PROFILE)
     is_mapping = isinstance(handler, Mapping)
     given = {name: handler.get(name) if is_mapping else getattr(handler, name, None) for name in known}
+    folder = given.pop("output_trace_dir")
     names, schedule = given.pop("activities"), given.pop("schedule_option")
     profiler: Any = torch.profiler
-    made: torch.profiler.profile = profiler.profile(
+    made = profiler.profile(
         activities=None if names is None else [getattr(profiler.ProfilerActivity, name.upper()) for name in names],
         schedule=None if schedule is None else profiler.schedule(**schedule),
         on_trace_ready=given.pop("on_trace_ready"),
         **{name: bool(value) for name, value in given.items()},
     )
-    return made
+    return made, folder

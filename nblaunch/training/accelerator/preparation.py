@@ -57,6 +57,8 @@ class Preparation:
     places: bool = True
     """Whether modules, the states of optimizers, and batches move to the device."""
     parallelism: Parallelism | None = None
+    copies: int = 1
+    """Ranks that compute on the same samples."""
 
     def all(self, objects: tuple[Any, ...], placement: Sequence[bool | None] | None = None) -> tuple[Any, ...]:
         """Return the objects, prepared; `placement` says which of them move to the device. A collective."""
@@ -105,7 +107,7 @@ class Preparation:
             self._check_divided(module)
             if is_fully_sharded(module):
                 self.gradient_state.add_module(module)
-            elif self._divides and data_world(self._copies).is_shared:
+            elif self._divides and data_world(self.copies).is_shared:
                 raise ArgumentError(
                     f"prepare: the layers of the {type(module).__name__} are divided already, and parallelism would "
                     "not exchange its gradients: give the module undivided, and a plan to Parallelism(plan=...)"
@@ -121,11 +123,6 @@ class Preparation:
             self.gradient_state.add_module(module)
             gradient_order.follow(module)
         return module
-
-    @property
-    def _copies(self) -> int:
-        """Ranks that compute on the same samples."""
-        return 1 if self.parallelism is None else self.parallelism.copies(world().size)
 
     @property
     def _divides(self) -> bool:
@@ -208,12 +205,12 @@ class Preparation:
         per_rank = self.schedule_steps == "rank"
         if self.schedule_steps == "call" or not (per_rank or self.gradient_state.needs_wrappers):
             return scheduler
-        return SteppedScheduler(scheduler, self.gradient_state, per_rank, self._copies)
+        return SteppedScheduler(scheduler, self.gradient_state, per_rank, self.copies)
 
     def _warn_about_schedulers(self, leaves: Any) -> None:
         """Warn that a scheduler's steps differ from accelerate's, unless the user has chosen."""
         if any(isinstance(leaf, LRScheduler) and not isinstance(leaf, SteppedScheduler) for leaf in leaves):
-            ranks = data_world(self._copies).size
+            ranks = data_world(self.copies).size
             if ranks == 1:
                 return
             warn(
@@ -236,10 +233,10 @@ class Preparation:
         device = self.device if self.places else None
         move = functools.partial(move_batch, device=device, dtype=self.dtype) if moves else None
         if self.loaders.split_batches and world().is_shared and not isinstance(loader, ShardedLoader):
-            loader = divide_batches(loader, data_world(self._copies).size)
+            loader = divide_batches(loader, data_world(self.copies).size)
         if repeats and not isinstance(loader, ShardedLoader) and not isinstance(loader.dataset, IterableDataset):
             loader = RepeatingLoader(loader, self.loaders, self.rng_types)
-        prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move, copies=self._copies)
+        prepared = shard(loader, seed=seed, dispatch=self.loaders.dispatch_batches, move=move, copies=self.copies)
         prepared.observer = self.gradient_state
         if self.gradient_state.semantics == "moved" and world().rank == 0:
             warn(
@@ -252,7 +249,7 @@ class Preparation:
         return prepared
 
     def _counted(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return the loader with a position for saved states; one of a class of the user's own comes back itself."""
+        """Return the loader with a position for saved states; one of the user's own class unchanged."""
         if type(loader) is DataLoader:
             loader = CountedLoader(loader)
         if isinstance(loader, (CountedLoader, ShardedLoader)):

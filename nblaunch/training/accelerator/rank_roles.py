@@ -238,9 +238,10 @@ class RankRoles(AcceleratorSettings):
     # ------------------------------------------------------------------ data among ranks
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """A context in which ranks may have different numbers of batches: those that are through shadow the others.
+        """A context in which ranks may have different numbers of batches.
 
-        Prepared loaders have equally many on every rank, and need none. It joins if `even_batches` (default: as in
+        Ranks that have finished repeat the others' collectives. Prepared loaders have equally many batches on every
+        rank, and need no such context. It joins if `even_batches` (default: as in
         ``dataloader_config``) is False, for loaders of your own.
 
         Args:
@@ -256,7 +257,7 @@ class RankRoles(AcceleratorSettings):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """A context whose value is this rank's contiguous part of `inputs`; the first ranks take what is over.
+        """A context whose value is this rank's contiguous part of `inputs`; the first ranks take the remainder.
 
         Args:
             inputs: A list, tuple, tensor, dataset with a method ``select``, or a dict of them, all equally long. Dicts

@@ -1,4 +1,4 @@
-"""What an Accelerator logs to besides the panel: TensorBoard, Weights & Biases, and trackers of the user's."""
+"""What an Accelerator logs to besides the panel: TensorBoard, Weights & Biases, and the user's own trackers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from nblaunch.errors import ArgumentError
 
 _INTERFACE = ("name", "store_init_configuration", "log", "finish")
-"""What a tracker of the user's must have, as accelerate's ``GeneralTracker`` has."""
+"""What a user's tracker must have, as accelerate's ``GeneralTracker`` has."""
 
 
 def requested(log_with: Any, logging_dir: Any) -> list[Any]:

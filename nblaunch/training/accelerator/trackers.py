@@ -107,13 +107,9 @@ class Trackers(RankRoles):
                 ``profile_<rank>.json``, and the end is a collective.
         """
         handler = profile_handler or self._handlers.profile or {}
-        with plugin_settings.make_profile(handler) as profiler:
+        made, folder = plugin_settings.make_profile(handler)
+        with made as profiler:
             yield profiler
-        folder = (
-            handler.get("output_trace_dir")
-            if isinstance(handler, Mapping)
-            else getattr(handler, "output_trace_dir", None)
-        )
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(Path(folder) / f"profile_{self.rank}.json"))

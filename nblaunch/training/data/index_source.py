@@ -13,7 +13,14 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from nblaunch.errors import ArgumentError
-from nblaunch.training.data.batch_partition import Share, partition_batches, partition_samples, round_count, with_last
+from nblaunch.training.data.batch_partition import (
+    Division,
+    Share,
+    partition_batches,
+    partition_samples,
+    round_count,
+    with_last,
+)
 from nblaunch.training.seeding import Seeded, derived_seed, seeded
 from nblaunch.training.topology import World, data_world
 
@@ -61,6 +68,14 @@ class IndexSource:
         if self.yields == "own part":
             return len(self.sampler)
         return round_count(len(self.sampler), self.batch_size, ranks, drop_last=self.drop_last)
+
+    def obstacle(self, before: Division, now: Division, samples: int) -> str:
+        """Return why a pass cannot be continued under another division, after `samples`; empty if it can."""
+        if self.is_own_part or not samples:  # samples are counted in all other cases
+            return "its sampler divides the data among the ranks itself"
+        if self.yields == "batches" and before.batch_size != now.batch_size:
+            return "its batch sampler makes the batches itself"
+        return ""
 
     def total(self, ranks: int) -> int | None:
         """Return how many samples all ranks get together, each counted once; None if unknown."""
@@ -161,9 +176,9 @@ def length_of(thing: Any) -> int | None:
 class BatchNote(NamedTuple):
     """Properties of a batch besides its content."""
 
-    is_padding: bool
-    is_last: bool
-    end: int
+    is_padding: bool = False
+    is_last: bool = False
+    end: int = 0
     """As in `Share`."""
     own: int = 0
     """Samples of this rank that no other rank has; 0 if `of_all` is."""

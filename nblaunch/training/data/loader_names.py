@@ -8,7 +8,7 @@ from nblaunch.training.topology import World, world
 
 
 class LoaderNames:
-    """What a `ShardedLoader` tells under accelerate's names."""
+    """What loaders have under accelerate's names."""
 
     dataset: Any
     batch_size: int | None

@@ -8,7 +8,7 @@ from typing import Any
 
 from nblaunch.errors import warn
 from nblaunch.machine.argument_checks import whole_number
-from nblaunch.training.data.counted_loader import CountedLoader, begin_at
+from nblaunch.training.data.counted_loader import CountedLoader
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.data.prefetch import Prefetcher, reader_of
 from nblaunch.training.data.repeating_loader import RepeatingLoader
@@ -40,11 +40,11 @@ def restore_position(loader: Any, number: int, position: dict[str, Any]) -> None
     state, samples = position["state"], length_of(getattr(loader, "dataset", None))
     if state is None or not hasattr(loader, "load_state_dict"):
         return
+    if isinstance(loader, RepeatingLoader) and not loader.is_stateful:
+        return  # accelerate saves nothing of it
     reason = ""
     if samples != position["samples"]:
         reason = f"its dataset had {position['samples']} samples, and has {samples}"
-    elif state["batches"] and isinstance(loader, RepeatingLoader) != ("order" in state):
-        reason = "it was saved with the order of samples of other semantics: use the same Accelerator(semantics=...)"
     elif "seed" in state:
         pass  # a sharded loader counts samples
     elif isinstance(loader, CountedLoader):
@@ -97,12 +97,9 @@ class SkippedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         inner = self.loader.loader if isinstance(self.loader, Prefetcher) else self.loader
-        if isinstance(inner, CountedLoader):
-            inner.begin_at(self.skipped)
-        elif isinstance(inner, ShardedLoader):
-            begin_at(inner, self.skipped)
-        else:
+        if not isinstance(inner, (CountedLoader, ShardedLoader)):
             return islice(iter(self.loader), self.skipped, None)
+        inner.begin_at(self.skipped)
         return iter(self.loader)
 
     def __getattr__(self, name: str) -> Any:

@@ -35,7 +35,7 @@ class RepeatingLoader(ShardedLoader[T_co]):
 
     Args:
         loader: The loader. If its sampler has no generator, it gets one, seeded from torch's global generator.
-        settings: ``use_seedable_sampler`` and ``data_seed`` are used.
+        settings: ``use_seedable_sampler``, ``data_seed`` and ``use_stateful_dataloader`` are used.
         rng_types: The generators whose states every pass takes from rank 0.
         move: As for `shard`.
     """
@@ -45,6 +45,8 @@ class RepeatingLoader(ShardedLoader[T_co]):
     ) -> None:
         super().__init__(loader, move=move)
         self._rng_types = tuple(rng_types)
+        self.is_stateful = settings.use_stateful_dataloader
+        """Whether saved states restore the position; accelerate's otherwise hold nothing of loaders."""
         outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         sampler: Any = getattr(outer, "sampler", None)
         self._drawn_by: torch.Generator | None = None
@@ -76,14 +78,13 @@ class RepeatingLoader(ShardedLoader[T_co]):
         elif self._drawn_by is not None:
             self._drawn_by.set_state(broadcast(self._drawn_by.get_state(), 0, torch.device("cpu")))
         loads_here, shares = self.num_workers == 0, self._shares(self.place)
-        if not (loads_here or resumed):  # workers read indices at once
-            deque(islice(shares, start), maxlen=0)
+        if not resumed:  # skipped when torch reads the first index: it seeds the workers before
+            shares = islice(shares, start, None)
         self._indices.current = current = IndexPass(shares, count(), loads_here=loads_here, seeds_batches=False)
         batches, ahead = DataLoader.__iter__(self), []
-        if loads_here:
-            deque(islice(shares, start), maxlen=0)
         if resumed:
             if loads_here:
+                deque(islice(shares, start), maxlen=0)
                 restore_random_states(resumed["ahead"])
             else:
                 for _ in islice(batches, start):

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -31,9 +31,7 @@ from nblaunch.training.seeding import checked_seed, default_seed, derived_genera
 from nblaunch.training.topology import World, data_world, world
 
 T_co = TypeVar("T_co", covariant=True)
-
 _END: Any = object()
-_NO_BATCH = BatchNote(is_padding=False, is_last=False, end=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,19 +43,12 @@ class _Pass:
     """Batches up to the latest one, including those before a resume."""
     size: int | None
     taken: int = 0
-    note: BatchNote = _NO_BATCH
+    note: BatchNote = field(default_factory=BatchNote)
     states: dict[str, Any] = field(default_factory=dict)
     """Random states to resume from, if the order comes from torch's generators."""
 
     def take(self, note: BatchNote) -> None:
         self.done, self.taken, self.note = self.done + 1, self.taken + 1, note
-
-
-class _Plan(NamedTuple):
-    """One epoch of one rank, cached so that a peek and the pass after it run the user's sampler once."""
-
-    key: tuple[World, int, int, int]
-    shares: list[Share]
 
 
 class ShardedLoader(LoaderNames, DataLoader[T_co]):
@@ -129,7 +120,8 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         self._move: Callable[[Any], Any] | None = None
         self._progress = EpochProgress()
         self._passes: list[_Pass] = []
-        self._plan: _Plan | None = None
+        self._planned_for: tuple[World, int, int, int] | None = None
+        self._plan: list[Share] = []  # cached: a peek and the pass after it run the user's sampler once
         self._reader: StreamReader | None = None
         self._indices = IndexFeed()
         self._loaded: Division | None = None  # of the latest loaded state
@@ -238,10 +230,10 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
 
     def _planned(self) -> list[Share]:
         key = (self.place, self.seed, self.epoch, self._progress.start_samples)
-        if self._plan is None or self._plan.key != key:
-            self._plan = _Plan(key, source_of(self).planned(*key))
+        if self._planned_for != key:
+            self._planned_for, self._plan = key, source_of(self).planned(*key)
             self._set_sampler_epochs()  # our samplers have completed a pass
-        return self._plan.shares
+        return self._plan
 
     def own_sampler_size(self) -> int | None:
         """Return how many samples a sampler that shards gives this rank in the next pass, including repeated ones.
@@ -345,6 +337,22 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         self._loaded = self._division._replace(**given) if "world_size" in given else None
         self._set_sampler_epochs()
 
+    def begin_at(self, batches: int) -> None:
+        """Begin the next pass after this many batches of this rank.
+
+        If a loaded state stands there, it stays: with another number of ranks its samples are counted right.
+        """
+        state: dict[str, Any] = self.state_dict()
+        if state["batches"] != batches:
+            if state["batches"] and state["world_size"] != world().size and world().rank == 0:
+                warn(
+                    f"skip_first_batches(num_batches={batches}): the loaded state stands at batch {state['batches']} "
+                    f"of {state['world_size']} ranks, and there are {world().size} now: leave skip_first_batches out, "
+                    "and the pass continues where the state was saved"
+                )
+            state = {"epoch": state["epoch"], "batches": batches, "seed": state["seed"]}
+        self.load_state_dict(state)
+
     @property
     def _division(self) -> Division:
         """The division of the next pass."""
@@ -361,14 +369,9 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
         before, now = self._loaded, self._division
         if not start or before is None or before == now:
             return
-        if self._is_stream:
-            reason = "workers read this stream" if before.num_workers or now.num_workers else ""
-        elif source_of(self).is_own_part or not self._progress.start_samples:  # samples are counted in all other cases
-            reason = "its sampler divides the data among the ranks itself"
-        elif source_of(self).yields == "batches" and before.batch_size != now.batch_size:
-            reason = "its batch sampler makes the batches itself"
-        else:
-            reason = ""
+        reason = "workers read this stream" if before.num_workers or now.num_workers else ""
+        if not self._is_stream:
+            reason = source_of(self).obstacle(before, now, self._progress.start_samples)
         if reason:
             raise ArgumentError(
                 f"the loader's state was taken with {before}, and this is {now}: as {reason}, the orders differ, and "
@@ -393,5 +396,5 @@ class ShardedLoader(LoaderNames, DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return everything except what belongs to this process."""
-        own = {"_iterator": None, "_reader": None, "_plan": None, "_indices": IndexFeed(), "observer": None}
-        return {**vars(self), **own, "_passes": [], "_progress": copy.copy(self._progress)}
+        own = {"_iterator": None, "_reader": None, "_planned_for": None, "_indices": IndexFeed(), "observer": None}
+        return {**vars(self), **own, "_plan": [], "_passes": [], "_progress": copy.copy(self._progress)}

@@ -62,7 +62,7 @@ class Parallelism:
         cpu_offload: Whether parameters, gradients and optimizer states stay in the CPU's memory; for GPUs.
 
     Raises:
-        ArgumentError: An argument is wrong, or torch is older than 2.8.
+        ArgumentError: An argument is wrong.
     """
 
     shard: bool | int = True
@@ -227,15 +227,12 @@ class _OfClasses:
         return type(module).__name__ in self.names
 
 
-def from_accelerate(
-    fsdp_plugin: Any = None, parallelism_config: Any = None, *, plan: Mapping[str, Any] | None = None
-) -> Parallelism:
+def from_accelerate(fsdp_plugin: Any = None, parallelism_config: Any = None) -> Parallelism:
     """Return the Parallelism that means the same as accelerate's objects.
 
     Args:
         fsdp_plugin: A ``FullyShardedDataParallelPlugin(fsdp_version=2)``, or None.
         parallelism_config: A ``ParallelismConfig``, or None.
-        plan: For its ``tp_size``: accelerate takes the plan from the model.
 
     Raises:
         ArgumentError: An object asks for something that a Parallelism does not have.
@@ -248,17 +245,15 @@ def from_accelerate(
                     f"parallelism_config: {name}={getattr(parallelism_config, name)}: nblaunch divides no sequences: "
                     "use accelerate's own Accelerator, which runs in a launch"
                 )
-        if parallelism_config.tp_size > 1 and not plan:
+        if parallelism_config.tp_size > 1:
             raise ArgumentError(
-                f"parallelism_config: tp_size={parallelism_config.tp_size}: needs a plan: give "
+                f"parallelism_config: tp_size={parallelism_config.tp_size}: it names no plan: give "
                 f"parallelism=Parallelism(tensor={parallelism_config.tp_size}, plan=...) instead"
             )
         shard = parallelism_config.dp_shard_size
         options |= {
             "shard": shard if shard > 1 else fsdp_plugin is not None and parallelism_config.dp_replicate_size == 1,
             "replicate": parallelism_config.dp_replicate_size,
-            "tensor": parallelism_config.tp_size,
-            "plan": plan if parallelism_config.tp_size > 1 else None,
         }
     if fsdp_plugin is not None:
         options |= _from_plugin(fsdp_plugin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from nblaunch.training.topology import ensure_group, has_group, world
 Optimizers = Optimizer | Sequence[Optimizer]
 _GROUPS = "groups"
 """The key of the optimizers' hyperparameters."""
+_SHOWN = 3
+"""Weights that a message names."""
 _FLAT = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 """DCP need not flatten a state that is flat; it would take the hyperparameters apart."""
 
@@ -102,7 +104,7 @@ def _compact(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Leave out torch's advice on how to gather a tensor that is divided along two dimensions of a mesh."""
+    """Suppress torch's advice on how to gather a tensor that is divided along two dimensions of a mesh."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -127,7 +129,7 @@ def sharded_state(
         ArgumentError: An optimizer has a parameter that is not the model's.
     """
     module = unwrapped(model)
-    state = _weights(module, without)
+    state = {f"model.{name}": value for name, value in _weights(module, without).items()}
     groups = []
     for number, optimizer in enumerate(_as_list(optimizers)):
         names = _names(module, optimizer)
@@ -145,7 +147,7 @@ def sharded_state(
 
 def _weights(module: nn.Module, without: Collection[nn.Module] = ()) -> dict[str, Any]:
     skipped = _prefixes(module, without)
-    return {f"model.{name}": value for name, value in module.state_dict().items() if not name.startswith(skipped)}
+    return {name: value for name, value in module.state_dict().items() if not name.startswith(skipped)}
 
 
 def _prefixes(module: nn.Module, parts: Collection[nn.Module]) -> tuple[str, ...]:
@@ -245,31 +247,30 @@ class ReadState:
         self, folder: str | os.PathLike[str], saved: Mapping[str, Any], without: Collection[nn.Module], strict: bool
     ) -> dict[str, Any]:
         """Return tensors for the module's weights, divided as these are."""
-        own = _weights(self._module, without)
-        skipped = tuple(f"model.{prefix}" for prefix in _prefixes(self._module, without))
-        if strict:
-            others = [key for key in saved if key.startswith("model.") and not key.startswith(skipped)]
-            _compare(folder, own, others)
-        empty = {}
-        for key, value in own.items():
-            if key not in saved:
-                continue
-            size = getattr(saved[key], "size", None)
-            if isinstance(value, Tensor) and size is not None and size != value.shape:
-                raise ArgumentError(
-                    f"folder={os.fspath(folder)!r} holds another model: {key.removeprefix('model.')} has shape "
-                    f"{list(size)} there and {list(value.shape)} in the model"
-                )
-            empty[key] = torch.empty_like(value) if isinstance(value, Tensor) else value
-        return empty
+        own, skipped = _weights(self._module, without), _prefixes(self._module, without)
+        there = {key.removeprefix("model."): entry for key, entry in saved.items() if key.startswith("model.")}
+        there = {name: entry for name, entry in there.items() if not name.startswith(skipped)}
+        check_weights(f"folder={os.fspath(folder)!r}", self._module, own, there, strict)
+        return {
+            f"model.{name}": torch.empty_like(value) if isinstance(value, Tensor) else value
+            for name, value in own.items()
+            if name in there
+        }
 
     def apply(self) -> None:
         """Load the state into the module and the optimizers."""
         weights = {key.removeprefix("model."): value for key, value in self._state.items() if key.startswith("model.")}
         self._module.load_state_dict(weights, strict=self._is_whole)
         for number, optimizer in enumerate(self._optimizers):
-            names = _names(self._module, optimizer)
-            _set_state(optimizer, self._groups[number], f"optimizer.{number}.", self._state, names)
+            for group, saved in zip(optimizer.param_groups, self._groups[number], strict=True):
+                group.update({key: value for key, value in saved.items() if key != "params"})
+            optimizer.state.clear()
+            names = _names(self._module, optimizer).items()
+            parameters = {f"optimizer.{number}.{name}": parameter for parameter, name in names}
+            for key, value in self._state.items():
+                owner, _, entry = key.rpartition(".")
+                if owner in parameters:
+                    optimizer.state[parameters[owner]][entry] = value
 
 
 def _read(state: dict[str, Any], reader: Any) -> None:
@@ -296,7 +297,7 @@ def _plain_errors() -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leave out DCP's warnings: that a process reads alone, and of its own code."""
+    """Suppress DCP's warnings about reading in a single process, and about its own code."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated", category=UserWarning)  # torch 2.8
@@ -321,29 +322,40 @@ def _empty_state(saved: Mapping[str, Any], prefix: str, module: nn.Module, optim
     return state
 
 
-def _set_state(
-    optimizer: Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    prefix: str,
-    state: Mapping[str, Any],
-    names: Mapping[Tensor, str],
+def check_weights(
+    source: str, model: nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any], strict: bool
 ) -> None:
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
-    optimizer.state.clear()
-    parameters = {prefix + name: parameter for parameter, name in names.items()}
-    for key, value in state.items():
-        owner, _, entry = key.rpartition(".")
-        if owner in parameters:
-            optimizer.state[parameters[owner]][entry] = value
+    """Check that saved weights fit a module.
 
+    Args:
+        source: What holds the saved weights, for the message.
+        model: The module.
+        own: Its state.
+        saved: By name, the saved tensors, or what DCP's metadata says of them.
+        strict: Whether the names must be the same.
 
-def _compare(folder: str | os.PathLike[str], own: Iterable[str], saved: Iterable[str]) -> None:
-    missing, unknown = sorted(set(own) - set(saved)), sorted(set(saved) - set(own))
-    if missing or unknown:
+    Raises:
+        ArgumentError: They do not fit; the message names keys and shapes.
+    """
+    complaints = []
+    if strict:
+        complaints = [f"{name} is missing" for name in own if name not in saved]
+        complaints += [f"{name} is not in the model" for name in saved if name not in own]
+    for name in own:
+        before, now = _shape(saved.get(name)), _shape(own[name])
+        if before is not None and now is not None and before != now:
+            complaints.append(f"{name} has shape {list(before)} there and {list(now)} in the model")
+    if complaints:
+        rest = f" (and {len(complaints) - _SHOWN} more)" if len(complaints) > _SHOWN else ""
         raise ArgumentError(
-            f"folder={os.fspath(folder)!r} holds another model: without {_some(missing)}, and with {_some(unknown)}"
+            f"{source} is the state of another model than this {type(model).__name__}: "
+            f"{'; '.join(complaints[:_SHOWN])}{rest}"
         )
+
+
+def _shape(value: Any) -> torch.Size | None:
+    """Return the shape of a tensor, or of what DCP's metadata says of one; None for anything else."""
+    return value.shape if isinstance(value, Tensor) else getattr(value, "size", None)
 
 
 def _compare_groups(
@@ -361,10 +373,6 @@ def _compare_groups(
                 f"optimizers: the parameter groups of number {number} differ from those in {os.fspath(folder)!r}: "
                 "make it of the same parameters, in the same order"
             )
-
-
-def _some(names: Sequence[str]) -> str:
-    return (", ".join(names[:3]) + (" …" if len(names) > 3 else "")) or "nothing"
 
 
 def _names(module: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:

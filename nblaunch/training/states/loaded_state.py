@@ -13,7 +13,7 @@ from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.accelerator.gradient_accumulation import GradientState
 from nblaunch.training.data.loader_positions import restore_position
 from nblaunch.training.parallel.sharded_models import drop_unshared_gradients
-from nblaunch.training.parallel.sharded_states import ReadState
+from nblaunch.training.parallel.sharded_states import ReadState, load_full_state, parts_of
 from nblaunch.training.states import model_states
 from nblaunch.training.states.checkpoint import restore_random_states, seed_from_random_states
 from nblaunch.training.states.gradient_order import repeat_order
@@ -63,10 +63,29 @@ class LoadedState:
         ]
         self.scaler = read_file(folder / SCALER) if SCALER in manifest.sizes else None
         self.ranks = read_file(folder / RANKS)
+        self._check_semantics(folder)
         if (self.scaler is None) != (self.gradients.scaler is None) and world().rank == 0:
             which = "without" if self.scaler is None else "with"
             warn(f"load_state: {folder} was saved {which} a gradient scaler: use the same mixed_precision")
         self.saved_gradients = self._read_gradients(folder) if manifest.has_gradients else None
+
+    def _check_semantics(self, folder: Path) -> None:
+        """Refuse a state that counts samples and steps in another way.
+
+        Raises:
+            ArgumentError: Only one of the two Accelerators has accelerate's semantics.
+        """
+        wrote, now = (
+            "accelerate" if semantics == "accelerate" else "exact"
+            for semantics in (self.ranks[0].get("semantics", self.gradients.semantics), self.gradients.semantics)
+        )
+        if wrote != now:
+            raise ArgumentError(
+                f'input_dir={str(folder)!r}: it was saved with semantics="{wrote}", and this Accelerator has '
+                f'semantics="{now}": the order of samples and the steps of schedules differ. Use '
+                f'Accelerator(semantics="{wrote}"), or load only the weights, '
+                + ("by load_sharded_state" if self.divided is not None else "by torch.load from model.pt")
+            )
 
     def _read_gradients(self, folder: Path) -> list[list[torch.Tensor | None]]:
         """Return each module's gradients: this rank's own, or with another number of ranks their mean.
@@ -98,9 +117,9 @@ class LoadedState:
             self.divided.apply()
         else:
             for model, weights in zip(self.models, self.weights, strict=True):
-                model_states.load_model(model, weights, self.model_options)
+                model.load_state_dict(parts_of(model, weights), **self.model_options)
             for optimizer, state in zip(self.record.optimizers, self.optimizers, strict=True):
-                model_states.load_optimizer(optimizer, state)
+                load_full_state(optimizer, state)
         for scheduler, state in zip(self.record.schedulers, self.schedulers, strict=True):
             scheduler.load_state_dict(state)
         if self.scaler is not None and (scaler := self.gradients.scaler) is not None:

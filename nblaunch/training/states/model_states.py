@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.parallel.sharded_models import has_sharded_parameters, is_sharded
-from nblaunch.training.parallel.sharded_states import ReadState, full_state, load_full_state, parts_of, sharded_state
+from nblaunch.training.parallel.sharded_states import ReadState, check_weights, full_state
 from nblaunch.training.pytree import tree_map
 from nblaunch.training.states import checkpoint
 from nblaunch.training.topology import world
@@ -29,8 +29,6 @@ from nblaunch.training.topology import world
 State = dict[str, Any]
 SHARDED = "sharded"
 """The folder of divided models and their optimizers, within that of a saved state."""
-_SHOWN = 3
-"""Keys that a message names."""
 
 
 def path_of(folder: Path, kind: str, number: int) -> Path:
@@ -50,12 +48,6 @@ def whole_state(model: nn.Module) -> State:
     return full_state(model) if has_sharded_parameters(model) else model_state(model)
 
 
-def write_model(state: State, folder: Path, number: int) -> None:
-    """Write one module's state."""
-    if world().rank == 0:
-        write_file(state, path_of(folder, "model", number))
-
-
 def read_model(model: nn.Module, folder: Path, number: int, strict: bool) -> State:
     """Read one module's state, and check that it fits.
 
@@ -64,28 +56,8 @@ def read_model(model: nn.Module, folder: Path, number: int, strict: bool) -> Sta
     """
     path = path_of(folder, "model", number)
     state: State = read_file(path, {"mmap": has_sharded_parameters(model)})  # then each rank copies its part only
-    own = model_state(model)
-    complaints = []
-    if strict:
-        complaints = [f"{key} is missing" for key in own if key not in state]
-        complaints += [f"{key} is not in the model" for key in state if key not in own]
-    for key in own:
-        before, now = state.get(key), own[key]
-        if isinstance(before, Tensor) and isinstance(now, Tensor) and before.shape != now.shape:
-            complaints.append(f"{key} has shape {list(before.shape)} there and {list(now.shape)} in the model")
-    if complaints:
-        rest = f" (and {len(complaints) - _SHOWN} more)" if len(complaints) > _SHOWN else ""
-        raise ArgumentError(
-            f"input_dir={str(folder)!r}: {path.name} is the state of another model than this "
-            f"{type(unwrapped(model)).__name__}: {'; '.join(complaints[:_SHOWN])}{rest}"
-        )
+    check_weights(f"input_dir={str(folder)!r}: {path.name}", unwrapped(model), model_state(model), state, strict)
     return state
-
-
-def load_model(model: nn.Module, state: State, options: Mapping[str, Any]) -> None:
-    """Load a state that `read_model` returned; `options` are for ``load_state_dict``."""
-    own = unwrapped(model)
-    own.load_state_dict(parts_of(own, state), **options)
 
 
 def export(state: State, folder: Path, as_safetensors: bool) -> None:
@@ -107,12 +79,6 @@ def export(state: State, folder: Path, as_safetensors: bool) -> None:
 
 
 # ------------------------------------------------------------------ optimizers
-def write_optimizer(optimizer: Optimizer, folder: Path, number: int) -> None:
-    """Write one optimizer's state."""
-    if world().rank == 0:
-        write_file(optimizer.state_dict(), path_of(folder, "optimizer", number))
-
-
 def read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: Mapping[str, Any]) -> State:
     """Read one optimizer's state, and check that its parameter groups fit; `options` are for ``torch.load``.
 
@@ -132,29 +98,10 @@ def read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: Map
     return state
 
 
-def load_optimizer(optimizer: Optimizer, state: State) -> None:
-    """Load a state that `read_optimizer` returned, to the devices of the parameters."""
-    load_full_state(optimizer, state)
-
-
 # ------------------------------------------------------------------ divided models
 def are_divided(models: Sequence[nn.Module]) -> bool:
     """Return True if ranks divide any of these: then all are written by their parts."""
     return any(map(has_sharded_parameters, models))
-
-
-def divided_state(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], without: Sequence[nn.Module]) -> State:
-    """Return this rank's part of all states, for `sharded_states.write_sharded_state`.
-
-    Args:
-        models: All models.
-        optimizers: All optimizers, of the models' parameters.
-        without: Models whose weights are left out.
-
-    Raises:
-        ArgumentError: An optimizer has a parameter of another model.
-    """
-    return sharded_state(_together(models), optimizers, without=without)
 
 
 def read_divided(
@@ -170,14 +117,15 @@ def read_divided(
         ArgumentError: The state is of other models or optimizers, or cannot be read.
     """
     try:
-        return ReadState(folder / SHARDED, _together(models), optimizers, without=without, strict=strict)
+        return ReadState(folder / SHARDED, together(models), optimizers, without=without, strict=strict)
     except (OSError, RuntimeError) as error:
         raise ArgumentError(
             f"input_dir={str(folder)!r}: its folder {SHARDED} cannot be read ({error}). Load another folder"
         ) from error
 
 
-def _together(models: Sequence[nn.Module]) -> nn.Module:
+def together(models: Sequence[nn.Module]) -> nn.Module:
+    """Return one module that holds all of these."""
     return models[0] if len(models) == 1 else nn.ModuleList(models)
 
 

@@ -1,4 +1,4 @@
-"""`StateFiles`: an Accelerator's saved states, to resume a loop of the user's own exactly."""
+"""`StateFiles`: an Accelerator's saved states, to resume a user's own loop exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nblaunch.machine.argument_checks import whole_number
 from nblaunch.training.accelerator.rank_roles import RankRoles
 from nblaunch.training.data.loader_positions import position_of, skip_first_batches
 from nblaunch.training.exchange import exchange, exchange_results
-from nblaunch.training.parallel.sharded_states import write_sharded_state
+from nblaunch.training.parallel.sharded_states import sharded_state, write_sharded_state
 from nblaunch.training.states import gradient_order, model_states, state_folder
 from nblaunch.training.states.checkpoint import random_states
 from nblaunch.training.states.loaded_state import RANKS, SCALER, LoadedState, gradient_path, gradients_of
@@ -52,7 +52,7 @@ class StateFiles(RankRoles):
         Args:
             output_dir: The folder. A state that is there is replaced. With ``automatic_checkpoint_naming`` it is
                 ignored, as in accelerate: the folder is ``project_dir/checkpoints/checkpoint_<iteration>``.
-            safe_serialization: Accepted for accelerate's sake: the files need no code to load either way.
+            safe_serialization: Accepted as in accelerate: the files need no code to load either way.
             save_model_func_kwargs: Not supported.
 
         Returns:
@@ -138,6 +138,7 @@ class StateFiles(RankRoles):
             )
         return {
             "copies": self.copies,
+            "semantics": self.semantics,
             "random": random_states(),
             "loaders": [
                 position_of(loader, self._gradients.continues(getattr(loader, "sharded", None) or loader))
@@ -160,7 +161,7 @@ class StateFiles(RankRoles):
     def _write(self, folder: Path, by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Write the files. Every rank calls it, and writes what it returns by `write_sharded_state`."""
         record, registered, scaler = self._prepared, self._registered, self._gradients.scaler
-        models, optimizers = record.models, record.optimizers
+        models = record.models
         weights = [model_states.model_state(model) for model in models]
         named = list(zip(models, weights, strict=True))
         for hook in list(registered.save_hooks.values()):
@@ -168,17 +169,16 @@ class StateFiles(RankRoles):
         divided = []
         if model_states.are_divided(record.models):
             left_out = [model for model, state in named if not any(state is other for other in weights)]
-            divided.append(model_states.divided_state(record.models, optimizers, left_out))
-        else:
-            for number, state in enumerate(weights):
-                model_states.write_model(state, folder, number)
-            for number, optimizer in enumerate(optimizers):
-                model_states.write_optimizer(optimizer, folder, number)
+            divided.append(sharded_state(model_states.together(record.models), record.optimizers, without=left_out))
         if self._gradients.step_progress[0]:
             gradients = [gradients_of(model) for model in record.models]
             model_states.write_file(gradients, gradient_path(folder, world().rank))
         if world().rank != 0:
             return divided
+        for number, state in enumerate(weights if not divided else ()):
+            model_states.write_file(state, path_of(folder, "model", number))
+        for number, optimizer in enumerate(record.optimizers if not divided else ()):
+            model_states.write_file(optimizer.state_dict(), path_of(folder, "optimizer", number))
         for number, scheduler in enumerate(record.schedulers):
             model_states.write_file(scheduler.state_dict(), path_of(folder, "scheduler", number))
         if scaler is not None:
@@ -196,14 +196,14 @@ class StateFiles(RankRoles):
         load_kwargs: Mapping[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Continue at a state that `save_state` wrote: everything is as it was there. A collective.
+        """Restore a state that `save_state` wrote. A collective.
 
         Prepare the same objects in the same order first, and register the same objects. Everything is checked before
         anything changes.
 
-        Break off a loop over a prepared loader before you load: a pass in progress does not move.
-        Prepared loaders continue at their batch: the next pass yields the batches that were left, and later passes are
-        whole. `skip_first_batches` with a script's own count does not skip twice, see there.
+        Break off a loop over a prepared loader before you load: a pass in progress does not move. Prepared loaders
+        continue at their batch: the next pass yields those that were left. (In accelerate's semantics only loaders of
+        ``use_stateful_dataloader`` do.) `skip_first_batches` with a script's own count does not skip twice, see there.
 
         On the CPU a run that continues reaches bit-equal weights, with the same number of ranks. (Two exceptions:
         DDP's ``static_graph`` with three ranks or more; and persistent workers in a single process without a seed,
@@ -222,13 +222,14 @@ class StateFiles(RankRoles):
             load_model_func_kwargs: Arguments for the modules' ``load_state_dict``, such as ``strict=False``.
 
         Raises:
-            ArgumentError: On every rank: there is no such folder, it is incomplete or damaged, or it is of another
-                model or of other objects; the message says what differs.
+            ArgumentError: On every rank: there is no such folder; it is incomplete, damaged or accelerate's; or it is
+                of another model, other objects or other `semantics`. The message says which.
         """
         self._join()
         options = {key: value for key, value in load_model_func_kwargs.items() if key != "map_location"}
         self._prepared.collect()
-        paths = exchange_results(lambda: self._source(input_dir) if world().rank == 0 else None)
+        is_main = world().rank == 0
+        paths = exchange_results(lambda: self._source(input_dir) if is_main else None)
         folder = paths[0]
         assert folder is not None
         manifest = exchange_results(lambda: self._checked_manifest(folder))[world().rank]
@@ -240,16 +241,21 @@ class StateFiles(RankRoles):
 
         exchange_results(call_hooks)  # all at once: ranks may have different numbers of hooks
         saved: list[LoadedState] = []
-        exchange_results(lambda: saved.append(self._read(models, folder, manifest, load_kwargs or {}, options)))
+        given = self._prepared, self._registered, self._gradients, models, self.copies, folder, manifest
+        exchange_results(lambda: saved.append(LoadedState(*given, load_kwargs or {}, options)))
         saved[0].repeat_gradient_orders()
         exchange_results(saved[0].apply)
+        if self.semantics == "moved" and not self.use_stateful_dataloader and self._prepared.loaders and is_main:
+            warn(
+                "load_state: prepared loaders continue after the last batch of the saved state, in its order. "
+                "accelerate's load_state leaves them where they are, and does not restore the generators of their "
+                'order. Use Accelerator(semantics="exact") to accept this, or semantics="accelerate" to do as it does',
+                once="resumed passes",
+            )
         configuration = self._automatic_naming()
         if configuration is not None:
             latest = max(state_folder.all_numbered(self._checkpoints()), default=-1)
             configuration.iteration = exchange(max(latest + 1, configuration.iteration))[0]
-
-    def _read(self, models: list[nn.Module], folder: Path, *args: Any) -> LoadedState:
-        return LoadedState(self._prepared, self._registered, self._gradients, models, self.copies, folder, *args)
 
     def _source(self, input_dir: str | Path | None) -> Path:
         if input_dir is not None:
@@ -278,7 +284,7 @@ class StateFiles(RankRoles):
         now = self._kinds()
         for kind, names in now.items():
             before = manifest.kinds[kind]
-            compared = kind in ("optimizer", "scheduler")  # a class of the user's own may have another name now
+            compared = kind in ("optimizer", "scheduler")  # the user may have renamed a class of a model
             if len(before) != len(names) or (compared and before != names):
                 verb = "registered" if kind == "object" else "prepared"
                 raise ArgumentError(

@@ -21,6 +21,10 @@ from nblaunch.training.states.checkpoint import flush
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Of the folder; a later version reads this one too."""
+_ACCELERATES = re.compile(
+    r"((model|pytorch_model|optimizer|scheduler|sampler)(_\w+)?(\.safetensors|\.bin)?|random_states_\d+\.pkl)"
+)
+"""Names of what accelerate's ``save_state`` writes."""
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _UNFINISHED = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.(?P<pid>\d+)\.(?P<kind>partial|old)")
 
@@ -56,6 +60,7 @@ class Manifest:
             raise ArgumentError(f"{name}: there is no such folder{rest}")
         path = folder / MANIFEST
         if not path.is_file():
+            _refuse_accelerate_state(folder)
             raise ArgumentError(f"{name}: it has no {MANIFEST}, so save_state did not write it, or not to its end")
         try:
             content: dict[str, Any] = json.loads(path.read_text())
@@ -85,6 +90,27 @@ class Manifest:
             else:
                 continue
             raise ArgumentError(f"input_dir={str(folder)!r}: its file {file} is {state}. Load another folder")
+
+
+def _refuse_accelerate_state(folder: Path) -> None:
+    """Refuse a folder that accelerate's ``save_state`` wrote.
+
+    Raises:
+        ArgumentError: It did; the message says how to load its weights.
+    """
+    found = sorted(path.name for path in folder.iterdir() if _ACCELERATES.fullmatch(path.name))
+    if not any(name.startswith("random_states_") for name in found):  # each of its ranks writes one
+        return
+    advice = {
+        "model.safetensors": f"safetensors.torch.load_model(model, {str(folder / 'model.safetensors')!r})",
+        "pytorch_model.bin": f"model.load_state_dict(torch.load({str(folder / 'pytorch_model.bin')!r}))",
+    }
+    weights = [f"load the weights alone before prepare, by {own}" for name, own in advice.items() if name in found]
+    advised = ", or ".join([*weights, "continue with accelerate's own Accelerator, which runs unchanged in a launch"])
+    raise ArgumentError(
+        f"input_dir={str(folder)!r}: accelerate's save_state wrote it ({', '.join(found)}), and load_state reads only "
+        f"what nblaunch's save_state writes: {advised}"
+    )
 
 
 def _is_intact(path: Path) -> bool:
