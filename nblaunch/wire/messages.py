@@ -259,6 +259,8 @@ class Done:
     time_ns: int
     changed: tuple[str, ...] = ()
     """Names of arguments and globals that the function changed but did not return."""
+    was_stopped: bool = False
+    """Whether an interrupt has ended the function early."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nblaunch.errors import ArgumentError
-from nblaunch.training.distribute import distributed, is_rank, runs_in_place
+from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutError, add_note
+from nblaunch.training.distribute import StoppedTogether, distributed, is_rank, runs_in_place
 from nblaunch.training.evaluation import OutputMetric, evaluate, forward, named, split
 from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Metric
@@ -22,12 +22,15 @@ from nblaunch.training.states import checkpoint
 from nblaunch.training.trainer.callbacks import Callbacks
 from nblaunch.training.trainer.own_process import kept_process_state
 from nblaunch.training.trainer.prediction import Part, in_order, inputs_of, predict_part
+from nblaunch.training.trainer.run_checkpoints import Results
 from nblaunch.training.trainer.train_config import TrainConfig
 from nblaunch.training.trainer.trainer_data import Data, check_order, check_training_data, loader_of
-from nblaunch.training.trainer.training_run import Results, TrainingRun, parameters_of
+from nblaunch.training.trainer.training_run import TrainingRun, parameters_of
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult
+
+_NO_CHECKPOINT = ": with a checkpoint_dir, the next fit continues from the latest checkpoint"
 
 
 class Best(NamedTuple):
@@ -179,19 +182,44 @@ class Trainer:
         if is_rank():
             self._fit(train, valid)
         elif runs_in_place(self.accelerator, {}):
-            with kept_process_state(self.model, self.optimizer):
-                self._fit(train, valid)
+            try:
+                with kept_process_state(self.model, self.optimizer):
+                    self._fit(train, valid)
+            except StoppedTogether:
+                raise KeyboardInterrupt from None
         else:
             before, self.result = self._checkpoints(), None
             try:
                 self.result = distributed(self.accelerator, self._fit, {}, name="Trainer.fit")(train, valid)
-            except BaseException:
-                if self._checkpoints() != before:  # it is what the next `fit` continues
-                    self.progress, self.loaded = checkpoint.read_progress(self._checkpoints()[-1][0]), None
+            except BaseException as error:
+                self._take_what_is_left(error, before)
                 raise
             self.progress = self.result[0]
         self.loaded = None
         return self.model, self.optimizer
+
+    def _take_what_is_left(self, error: BaseException, before: list[tuple[Path, int]]) -> None:
+        """Take the progress of a stopped or failed run, and say what the next `fit` begins with.
+
+        Args:
+            error: Of the launch.
+            before: The checkpoints before it.
+        """
+        now = self._checkpoints()
+        trained = getattr(error, "results", {}).get(0)
+        if now != before:  # it is what the next `fit` continues
+            self.progress, self.loaded = checkpoint.read_progress(now[-1][0]), None
+            note = f"{now[-1][0]} has its first {self.step} steps, and the next fit continues there"
+        elif isinstance(trained, checkpoint.TrainingProgress):
+            self.progress = trained
+            note = (
+                f"the model, the optimizer and history have its first {self.step} steps; the next fit begins a new run "
+                "with them. With a checkpoint_dir it would continue"
+            )
+        else:
+            note = "what it has trained is lost" + _NO_CHECKPOINT * (self.config.checkpoint_dir is None)
+        if isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
+            add_note(error, note)
 
     def _fit(self, train: Data, valid: Data | None) -> checkpoint.TrainingProgress:
         """Train in this process."""
@@ -221,16 +249,29 @@ class Trainer:
     def _validate_part(self, data: Data) -> Results:
         return self.validate_prepared(self._placed_model(), data)
 
-    def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results:
-        """Validate a prepared model in this rank; `at` is the step of the report. A collective."""
+    def validate_prepared(
+        self, model: nn.Module, data: Data, at: int | None = None, on_batch: Callable[[], None] | None = None
+    ) -> Results:
+        """Validate a prepared model in this rank. A collective.
+
+        Args:
+            model: The prepared model.
+            data: As for `validate`.
+            at: The step of the report.
+            on_batch: Called before each batch if all ranks have equally many.
+        """
+        loader = loader_of(data, self.config, shuffle=False, accelerator=self.accelerator)
+        is_called = on_batch is not None and (has_sharded_parameters(model) or loader.own_sampler_size() is None)
 
         def step(model: nn.Module, batch: Any) -> tuple[tuple[Tensor, Any], Any]:
+            if on_batch is not None and is_called:
+                on_batch()
             loss, output, target = self.checked_loss(model, batch)
             return (loss, output), split(batch)[1] if self.metrics and target is None else target
 
         return evaluate(
             model,
-            loader_of(data, self.config, shuffle=False, accelerator=self.accelerator),
+            loader,
             step=step,
             loss_fn=lambda computed, target: computed[0],
             metrics={name: OutputMetric(metric) for name, metric in self.metrics.items()},
