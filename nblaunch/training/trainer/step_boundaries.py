@@ -93,7 +93,7 @@ class StepBoundaries:
             AgreedStop: On every rank at this boundary, after an interrupt.
             KeyboardInterrupt: The ranks could not agree.
         """
-        self._position += 1  # before the flag is read: `_agree` reads them in the other order
+        self._position += 1  # before the flag is read
         now = time.monotonic()
         self._longest, self._begun = max(self._longest, now - self._begun), now
         if not self.is_asked:
@@ -115,7 +115,12 @@ class StepBoundaries:
         if self._first_asking.acquire(blocking=False):
             self._asked_at = time.monotonic()
             self.is_asked = True
-            _thread.start_new_thread(self._follow, ())  # `threading` must list the user's threads only
+            own = self._position  # after the flag is set: `reach` reads them in the other order
+            try:
+                _thread.start_new_thread(self._follow, (own,))  # `threading` must list the user's threads only
+            except RuntimeError:  # ulimit -u
+                self._is_over = True
+                self._settled.set()
 
     def may_wait(self) -> bool:
         """See `Deferral`."""
@@ -132,11 +137,11 @@ class StepBoundaries:
             before(number, frame)
 
     # ------------------------------------------------------------------ the thread of an interrupted run
-    def _follow(self) -> None:
+    def _follow(self, own: int) -> None:
         """Settle the last step, and interrupt the rank if that step takes too long."""
         processes.leave_signals_to_main_thread()
         with contextlib.suppress(Exception):  # the store's, once the process that serves it has ended
-            self._last = self._agree()
+            self._last = self._agree(own)
         self._settled.set()
         limit = min(max(timeouts.STOP_STEP_S, 2 * self._longest), timeouts.MAX_STOP_STEP_S)
         while self._last is not None and not self._ended.wait(10 * timeouts.STOP_POLL_S):
@@ -148,9 +153,8 @@ class StepBoundaries:
             signal.pthread_kill(self._main, signal.SIGINT)
             self._ended.wait(timeouts.STOP_SIGNAL_INTERVAL_S)
 
-    def _agree(self) -> int | None:
+    def _agree(self, own: int) -> int | None:
         """Return the latest step that a rank is in; None if a rank does not post its own."""
-        own = self._position
         if not world().is_shared:
             return own
         if not has_group():

@@ -30,8 +30,6 @@ from nblaunch.training.trainer.training_run import TrainingRun, parameters_of
 if TYPE_CHECKING:
     from nblaunch import LaunchResult
 
-_NO_CHECKPOINT = ": with a checkpoint_dir, the next fit continues from the latest checkpoint"
-
 
 class Best(NamedTuple):
     """The best step of a training run, by the monitored result."""
@@ -205,19 +203,20 @@ class Trainer:
             error: Of the launch.
             before: The checkpoints before it.
         """
-        now = self._checkpoints()
-        trained = getattr(error, "results", {}).get(0)
-        if now != before:  # it is what the next `fit` continues
+        now, trained = self._checkpoints(), getattr(error, "results", {}).get(0)
+        if now != before:
             self.progress, self.loaded = checkpoint.read_progress(now[-1][0]), None
-            note = f"{now[-1][0]} has its first {self.step} steps, and the next fit continues there"
         elif isinstance(trained, checkpoint.TrainingProgress):
             self.progress = trained
+        if now:
+            note = f"the next fit continues after step {checkpoint.step_of(now[-1][0])}, from {now[-1][0]}"
+        elif isinstance(trained, checkpoint.TrainingProgress):
             note = (
-                f"the model, the optimizer and history have its first {self.step} steps; the next fit begins a new run "
-                "with them. With a checkpoint_dir it would continue"
+                f"the model, the optimizer and history have what was trained, {self.step} steps. The next fit begins a "
+                "new run with them; with a checkpoint_dir it would continue this one"
             )
         else:
-            note = "what it has trained is lost" + _NO_CHECKPOINT * (self.config.checkpoint_dir is None)
+            note = "what was trained is lost; with a checkpoint_dir the next fit would continue this run"
         if isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
             add_note(error, note)
 
