@@ -42,7 +42,7 @@ def describe(rank: int, task: int, error: BaseException, *, was_interrupted: boo
         type_name=_type_name(type(error)),
         text=text_of(error)[:_MAX_TEXT_CHARS],
         traceback=_traceback(error),
-        pickled=_pickled(error) if isinstance(error, Exception) else b"",  # others would end more than the launch
+        pickled=_pickled(error) if kind == "exception" and not isinstance(error, KeyboardInterrupt) else b"",
         collective=_collective(error),
         status=status,
         gpu=_gpu_memory(error),

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,6 +25,18 @@ from nblaunch.training.trainer.train_config import TrainConfig
 from nblaunch.training.trainer.trainer_data import Data
 
 Results = dict[str, float]
+
+
+class Best(NamedTuple):
+    """The best step of a training run, by the monitored result."""
+
+    step: int
+    """Optimizer steps done."""
+    epoch: int
+    """From 0."""
+    value: float
+    path: Path | None
+    """Its checkpoint, if one is kept."""
 
 
 class Trained(Protocol):
@@ -225,3 +237,23 @@ def extend_schedule(path: Path, scheduler: Any, optimizer: Optimizer, config: Tr
             f"learning rate of {before:.3g}; over {end} steps it jumps to {now:.3g}. Choose "
             'extend_schedule="stretch" if that is intended, or "restart" to begin the schedule again for the rest'
         )
+
+
+def what_is_next(latest: Path | None, trained: Any, config: TrainConfig) -> str:
+    """Return what the next `fit` begins with after a stop.
+
+    Args:
+        latest: The latest checkpoint.
+        trained: The progress that the stopped ranks have returned; anything else if they could not.
+        config: The settings.
+    """
+    if latest is not None:
+        return f"the next fit continues after step {checkpoint.step_of(latest)}, from {latest}"
+    if isinstance(trained, checkpoint.TrainingProgress):
+        return (
+            f"the model, the optimizer and history have what was trained, {trained.step} steps. The next fit begins a "
+            "new run with them; with a checkpoint_dir it would continue this one"
+        )
+    if config.checkpoint_dir is not None:
+        return "the ranks were stopped before their first checkpoint, and the next fit begins at step 0"
+    return "what was trained is lost; with a checkpoint_dir the next fit would continue this run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,25 +22,13 @@ from nblaunch.training.states import checkpoint
 from nblaunch.training.trainer.callbacks import Callbacks
 from nblaunch.training.trainer.own_process import kept_process_state
 from nblaunch.training.trainer.prediction import Part, in_order, inputs_of, predict_part
-from nblaunch.training.trainer.run_checkpoints import Results
+from nblaunch.training.trainer.run_checkpoints import Best, Results, what_is_next
 from nblaunch.training.trainer.train_config import TrainConfig
 from nblaunch.training.trainer.trainer_data import Data, check_order, check_training_data, loader_of
 from nblaunch.training.trainer.training_run import TrainingRun, parameters_of
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult
-
-
-class Best(NamedTuple):
-    """The best step of a training run, by the monitored result."""
-
-    step: int
-    """Optimizer steps done."""
-    epoch: int
-    """From 0."""
-    value: float
-    path: Path | None
-    """Its checkpoint, if one is kept."""
 
 
 class Trainer:
@@ -208,17 +196,8 @@ class Trainer:
             self.progress, self.loaded = checkpoint.read_progress(now[-1][0]), None
         elif isinstance(trained, checkpoint.TrainingProgress):
             self.progress = trained
-        if now:
-            note = f"the next fit continues after step {checkpoint.step_of(now[-1][0])}, from {now[-1][0]}"
-        elif isinstance(trained, checkpoint.TrainingProgress):
-            note = (
-                f"the model, the optimizer and history have what was trained, {self.step} steps. The next fit begins a "
-                "new run with them; with a checkpoint_dir it would continue this one"
-            )
-        else:
-            note = "what was trained is lost; with a checkpoint_dir the next fit would continue this run"
         if isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
-            add_note(error, note)
+            add_note(error, what_is_next(now[-1][0] if now else None, trained, self.config))
 
     def _fit(self, train: Data, valid: Data | None) -> checkpoint.TrainingProgress:
         """Train in this process."""

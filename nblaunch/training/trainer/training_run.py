@@ -139,11 +139,11 @@ class TrainingRun:
     def _end_what_is_due(self) -> None:
         """Do what an interrupted run has left undone after the step that this one continues from."""
         due, self._epoch_begin = self.progress.due, time.monotonic() - self.progress.seconds
-        self._drop_part_of_epoch()
         if due == "step":
             self._settle_step()
             due = "run"
         if due == "epoch" or (due == "run" and self._is_done()):
+            self._drop_part_of_epoch()
             self._end_epoch(is_whole=due == "epoch")
         self.progress.due = ""
 
