@@ -99,8 +99,9 @@ class Trainer:
 
         Each is ``{"epoch", "step", "loss", "seconds"}``, with validation also ``"valid_loss"`` and
         ``"valid_<metric>"``. `step` counts the optimizer steps so far; `loss` is the mean over the epoch's samples. A
-        run that ends within an epoch has an entry for that part. After ranks were stopped or have failed these are the
-        epochs up to the latest checkpoint; if the run wrote none, they are the former run's, as the weights are.
+        run that ends within an epoch has an entry for that part. A resumed run has the epochs before, too. After ranks
+        have failed these are the epochs up to the latest checkpoint; if the run wrote none, they are the former run's,
+        as the weights are.
         """
         return self.progress.history
 
@@ -142,9 +143,9 @@ class Trainer:
     def fit(self, train: Data, valid: Data | None = None) -> tuple[nn.Module, Optimizer]:
         """Train, and return the model and the optimizer, which hold the trained states; `history` has the results.
 
-        In a notebook this launches ``config.nprocs`` ranks. With ``nprocs=1`` it trains in the notebook's own process,
-        and an interrupt (KeyboardInterrupt) leaves the weights as trained so far. In a rank, or under torchrun or
-        srun, it trains as one of the ranks.
+        In a notebook this launches ``config.nprocs`` ranks. With ``nprocs=1`` it trains in the notebook's own process.
+        In a rank, or under torchrun or srun, it trains as one of the ranks.
+        After a stop the model, the optimizer and `history` have what was trained, in whole steps.
         With a ``checkpoint_dir`` an unfinished run resumes: after a stop or a failure, call `fit` again with the same
         arguments, and it takes the same steps as an uninterrupted run (on the CPU bit for bit; random generators of
         the dataset's own are not resumed).
@@ -159,6 +160,8 @@ class Trainer:
 
         Raises:
             ArgumentError: ``config.monitor`` is not among the results, or the latest checkpoint is of another run.
+            KeyboardInterrupt: The run was interrupted; `LaunchStoppedError` if it was stopped otherwise. A note on the
+                error says what the next `fit` begins with.
             Exception: A rank's exception, as from `notebook_launcher`.
         """
         check_training_data(train, valid, self.config)
