@@ -244,7 +244,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Rank -> kernel: SIGINT has arrived, and the rank raises KeyboardInterrupt, once for each task."""
+    """Rank -> kernel: SIGINT has arrived, and the rank raises KeyboardInterrupt, once for each task, now or soon."""
 
     rank: int
     task: int

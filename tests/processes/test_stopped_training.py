@@ -146,6 +146,23 @@ def test_a_run_stopped_in_validation_validates_again(tmp_path: Path, nprocs: int
     assert again.best[:3] == whole.best[:3]
 
 
+def test_a_run_stopped_in_its_last_validation_ends_with_it(tmp_path: Path) -> None:
+    """Its steps are done, but a warning that nothing is left would be wrong."""
+    settings: dict[str, Any] = {"nprocs": 1, "epochs": None, "max_steps": 3, "batch_size": 6}
+    whole = run(**settings)
+    whole.fit(points(60), points(30))
+    one = run(checkpoint_dir=tmp_path / "c", **settings)
+    with interrupts(tmp_path / "mark"), pytest.raises(KeyboardInterrupt):
+        one.fit(points(60), Lingering(30, tmp_path / "mark"))
+    assert (one.step, one.progress.due, one.history) == (3, "run", [])
+    again = run(checkpoint_dir=tmp_path / "c", **settings)
+    again.fit(points(60), points(30))
+    assert timeless(again.history) == timeless(whole.history)
+    more = run(checkpoint_dir=tmp_path / "c", **settings | {"max_steps": 5})
+    more.fit(points(60), points(30))
+    assert [results["step"] for results in more.history] == [5.0]
+
+
 class Lingering(Dataset[Any]):
     """Its samples take a while, and make a file."""
 

@@ -85,7 +85,7 @@ class TrainingRun:
 
         Raises:
             StoppedTogether: The run was interrupted, and all ranks have ended after the same step.
-            KeyboardInterrupt: The same without other ranks; or they could not.
+            KeyboardInterrupt: The same, but ranks could not end together.
         """
         trainer = self.trainer
         trainer.callbacks.call("on_fit_begin", trainer)
@@ -346,7 +346,7 @@ class TrainingRun:
         progress.monitored = self._monitored
         if self.accelerator.is_main_process:
             checkpoint.compare_rates(path, progress.rates, trainer.optimizer)
-            if self._is_done():
+            if self._is_done() and not progress.due:
                 warn_that_nothing_is_left(path, config, progress)
         if len(state["ranks"]) == world().size:
             gradient_order.repeat_order(trainer.model, state.get("gradient_order"))
