@@ -31,6 +31,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nblaunch.machine.own_code import PACKAGE, users_part
 
@@ -144,6 +145,14 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as trouble:  # noqa: BLE001  # a user's __str__
         return f"<its __str__ raised {type(trouble).__name__}>"
+
+
+def add_note(error: Any, note: str) -> None:
+    """Add a note to an exception, as Python 3.11's ``add_note`` does."""
+    if isinstance(getattr(error, "__notes__", None), list):
+        error.__notes__.append(note)
+    else:
+        error.__notes__ = [note]
 
 
 _said: set[str] = set()

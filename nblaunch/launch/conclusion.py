@@ -128,7 +128,8 @@ def interruption(message: str, results: Mapping[int, Any]) -> KeyboardInterrupt:
     """Return a KeyboardInterrupt that IPython shows as one line, with what the ranks had returned."""
     interrupt: Any = KeyboardInterrupt(message)
     attach_results(results, interrupt)
-    failures.show_as(interrupt, [f"KeyboardInterrupt: {message}"])
+    interrupt.__notes__ = []
+    failures.show_as(interrupt, [f"KeyboardInterrupt: {message}"], interrupt.__notes__)
     return interrupt  # type: ignore[no-any-return]  # Any, to give it attributes
 
 

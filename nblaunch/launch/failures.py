@@ -22,6 +22,7 @@ from nblaunch.errors import (
     RankLostError,
     RankRaisedError,
     ResultError,
+    add_note,
     text_of,
 )
 from nblaunch.launch.frontend import host
@@ -106,7 +107,7 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     error.rank = cause.rank
     _add_memory_notes(error, failed)
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
-        _add_note(error, account.hint)
+        add_note(error, account.hint)
     text = _labelled(failed.traceback, account.sources)
     error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")
     _render_in_notebook(error, text, cause.rank, account)
@@ -350,7 +351,7 @@ def _add_memory_notes(error: BaseException, failed: Failed) -> None:
     """Add to a CUDA out-of-memory error what its rank and the notebook itself held on the GPUs."""
     if failed.gpu is not None:
         gpu = failed.gpu
-        _add_note(
+        add_note(
             error,
             f"Rank {failed.rank} held {_gigabytes(gpu.reserved)} on {gpu.device}, {_gigabytes(gpu.tensors)} of it in "
             f"tensors. Of the GPU's {_gigabytes(gpu.total)}, {_gigabytes(gpu.free)} were free",
@@ -361,7 +362,7 @@ def _add_memory_notes(error: BaseException, failed: Failed) -> None:
     with contextlib.suppress(Exception):  # CUDA's errors; best effort: must never replace the rank's exception
         held = _held_by_notebook()
     if held:
-        _add_note(
+        add_note(
             error,
             f"The notebook itself holds {' and '.join(held)}: delete tensors there, then call torch.cuda.empty_cache()",
         )
@@ -377,7 +378,3 @@ def _held_by_notebook() -> list[str]:
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    error.__notes__ = [*getattr(error, "__notes__", []), note]  # Python 3.10 has no add_note

@@ -49,8 +49,8 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     """Return the verdict on a task.
 
     Success is a `Done` message of every rank: a crash of its process afterwards does not cost the result. Ranks that
-    return after the timeout has interrupted them have timed out. The earliest *primary* failure is the cause. An error
-    raised by a collective is secondary if anything else explains it.
+    return after the timeout has interrupted them have timed out, and those whose function says so were stopped. The
+    earliest *primary* failure is the cause. An error raised by a collective is secondary if anything else explains it.
 
     Args:
         ends: How each rank ended.
@@ -60,6 +60,8 @@ def judge(ends: Sequence[RankEnd], ladder: Ladder | None, lost: bool) -> Verdict
     returned = [end.done.time_ns for end in ends if end.done is not None]
     if len(returned) == len(ends):
         if ladder is not None and ladder.reason == "timeout" and max(returned, default=0) > ladder.begun * 1e9:
+            return Verdict("stopped")
+        if any(end.done.was_stopped for end in ends if end.done is not None):
             return Verdict("stopped")
         return Verdict("finished", crashed=tuple(end for end in ends if _crashed(end, ladder)))
     primary = [cause for cause in (_primary(end, ladder) for end in ends) if cause is not None]

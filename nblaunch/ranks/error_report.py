@@ -25,9 +25,18 @@ _FULL_GPU = re.compile(r"\bGPU (\d+) has a total capacity")
 _log = logging.getLogger(__name__)
 
 
-def describe(rank: int, task: int, error: BaseException) -> Failed:
-    """Return the message for an exception that user code raised."""
+def describe(rank: int, task: int, error: BaseException, *, was_interrupted: bool = True) -> Failed:
+    """Return the message for an exception that user code raised.
+
+    Args:
+        rank: The rank.
+        task: The task's number.
+        error: The exception.
+        was_interrupted: Whether the rank was interrupted: else a KeyboardInterrupt is an exception like any other.
+    """
     kind, status = _kind(error)
+    if kind == "interrupt" and not was_interrupted:
+        kind = "exception"
     return Failed(
         rank=rank,
         task=task,
@@ -36,7 +45,7 @@ def describe(rank: int, task: int, error: BaseException) -> Failed:
         type_name=_type_name(type(error)),
         text=text_of(error)[:_MAX_TEXT_CHARS],
         traceback=_traceback(error),
-        pickled=_pickled(error) if kind == "exception" else b"",
+        pickled=_pickled(error) if kind == "exception" and not isinstance(error, KeyboardInterrupt) else b"",
         collective=_collective(error),
         status=status,
         gpu=_gpu_memory(error),

@@ -13,6 +13,7 @@ from types import FrameType
 
 from nblaunch.machine import processes, timeouts
 from nblaunch.ranks import group_sockets
+from nblaunch.ranks.report import Deferral
 from nblaunch.wire.channel import Channel, LostDescriptorsError
 from nblaunch.wire.debug_messages import Complete, Look, ToDebugger, Typed
 from nblaunch.wire.messages import Free, Interrupt, Interrupted, Task
@@ -48,6 +49,9 @@ class KernelChannel:
         """The last task whose SIGINT was acknowledged."""
         self._overtaken = 0
         """The later task whose interrupt has ended the running one."""
+        self._deferral: Deferral | None = None
+        self._waits = False
+        """The interrupt was acknowledged, and its KeyboardInterrupt waits."""
         self._speaking = False
         """The main thread sends a message."""
         self._turn = threading.Lock()
@@ -84,10 +88,15 @@ class KernelChannel:
             received = self._arriving.get()
         if received is not None:
             signal.signal(signal.SIGINT, self._on_interrupt)  # a cell may have replaced it
+            self._deferral, self._waits = None, False
             self.task = received[0].task
             if self._asked == self.task:  # interrupted while it was queued
                 self._seen = self.task
         return received
+
+    def defer(self, deferral: Deferral | None) -> None:
+        """Set what decides when an interrupt of this task takes effect. None: at once, if it has not come yet."""
+        self._deferral = deferral
 
     def send(self, message: object, *fds: int) -> None:
         """Send a message. An interrupt meanwhile takes effect right after it: a handler cannot send in its middle.
@@ -128,6 +137,9 @@ class KernelChannel:
                         group_sockets.hush()
                     signal.pthread_kill(self._main, signal.SIGINT)
                     self.on_interrupt()
+                    deferral = self._deferral
+                    if deferral is not None and message.task == self.task:  # the main thread may wait in C
+                        deferral.ask()
                 elif isinstance(message, Free) and message.task >= self.task:  # a later one waits for this one
                     with contextlib.suppress(Exception):  # it is asked again, and then killed
                         group_sockets.cut()  # before the next task is read
@@ -159,10 +171,20 @@ class KernelChannel:
         self._seen = max(self._seen, self.task)
         if self._answered < self._seen == self.task and not self._speaking:
             self._answer()
+        elif self._waits and not self._speaking:
+            self._take_effect()
 
     def _answer(self) -> None:
         """Acknowledge the interrupt, and let it take effect."""
         self._answered = self._seen
         self.send(Interrupted(self.rank, self._seen))
-        if self.armed:
+        self._take_effect()
+
+    def _take_effect(self) -> None:
+        """Raise KeyboardInterrupt, unless it may wait."""
+        deferral = self._deferral if os.getpid() == self.owner else None  # not in a child, such as a loader's worker
+        if deferral is not None:
+            deferral.ask()
+        self._waits = deferral is not None and deferral.may_wait()
+        if self.armed and not self._waits:
             raise KeyboardInterrupt

@@ -14,14 +14,28 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any, Generic, SupportsFloat, TypeVar
+from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
 from nblaunch.machine import timeouts
 from nblaunch.wire.drops import Counter
 
 T = TypeVar("T")
+
+
+class Interrupted:
+    """What a function returns that an interrupt has ended early: the launch counts as stopped, and keeps the value."""
+
+
+class Deferral(Protocol):
+    """Lets the interrupt of a task take effect later."""
+
+    def ask(self) -> None:
+        """Note that the rank is interrupted. Called by the thread that reads the channel, and by the main thread."""
+
+    def may_wait(self) -> bool:
+        """Return False if KeyboardInterrupt must be raised now. Called at each SIGINT by the main thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,8 @@ class Context:
     log_dir: str
     drops: Counter | None = None
     """Counts the reports that do not fit on the disk."""
+    defer: Callable[[Deferral | None], None] | None = None
+    """Sets what decides when an interrupt takes effect; with None it does at once."""
 
 
 _current: Context | None = None

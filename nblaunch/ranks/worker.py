@@ -43,7 +43,7 @@ from nblaunch.ranks.collective_log import collective_log
 from nblaunch.ranks.kernel_channel import KernelChannel
 from nblaunch.ranks.keyboard import Keyboard
 from nblaunch.ranks.namespace import Namespace, without_unbuilt
-from nblaunch.ranks.report import Context, enter
+from nblaunch.ranks.report import Context, Interrupted, enter
 from nblaunch.transfer import definitions
 from nblaunch.transfer.parcel import UncachedStore, pack, unpack
 from nblaunch.transfer.salvage import Salvaged
@@ -167,7 +167,7 @@ def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
         if task.log_dir not in ("", spec.log_dir):
             spec = _turn_to(task.log_dir, spec, spool)
         place = (spec.rank, spec.local_rank, spec.world_size)
-        enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops))
+        enter(Context(*place, task.world.device, spool, spec.log_dir, environment.drops, link.defer))
         code = _run(spec, task, functools.partial(load, fds), link, breakpoints, home)
         for fd in fds:  # the task has ended before it was loaded
             os.close(fd)
@@ -202,7 +202,7 @@ def _run(
     try:
         result, changed = _work(spec, task, load, link, breakpoints, home)
     except BaseException as error:  # noqa: BLE001  # the notebook raises whatever user code raised
-        failed = error_report.describe(spec.rank, task.task, error)
+        failed = error_report.describe(spec.rank, task.task, error, was_interrupted=link.is_stopping)
         breakpoints.end_task()
         if home is not None and isinstance(error, Exception):
             home.keep_error(error)
@@ -295,7 +295,7 @@ def _send(result: Any, changed: tuple[str, ...], spec: RankSpec, link: KernelCha
             raise
         link.send(error_report.unsendable_result(spec.rank, link.task, result, error))
         return 1
-    link.send(Done(spec.rank, link.task, ended, changed), *parcel.fds)
+    link.send(Done(spec.rank, link.task, ended, changed, isinstance(result, Interrupted)), *parcel.fds)
     parcel.close()
     return 0
 

@@ -20,10 +20,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from nblaunch.errors import ArgumentError, warn
+from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutError, warn
 from nblaunch.machine.argument_names import unknown_argument
 from nblaunch.machine.inventory import this_machine
-from nblaunch.ranks.report import current
+from nblaunch.ranks.report import Interrupted, current
 from nblaunch.training.accelerator.accelerator_settings import AcceleratorSettings
 from nblaunch.training.parallel.sharded_states import gathered
 from nblaunch.training.pytree import children, is_container
@@ -162,10 +162,23 @@ def _launch(settings: AcceleratorSettings, call: _Call, options: Mapping[str, An
         "mixed_precision": settings.mixed_precision,
         **options,
     }
-    result: Any = notebook_launcher(call, **arguments)
+    try:
+        result: Any = notebook_launcher(call, **arguments)
+    except (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError) as stopped:
+        _take_states(own, stopped)
+        raise
     _load_states(own, result[0].states)
     values = [returned.value for returned in result]
     return LaunchResult(result.name, values, result.metrics, result.logs, result.duration, result.payload)
+
+
+def _take_states(own: Mapping[Path, Any], stopped: Any) -> None:
+    """Load rank 0's states from the error of a stopped launch, if it has them."""
+    returned = getattr(stopped, "results", {})
+    for rank, part in returned.items():
+        if isinstance(part, _Returned):
+            returned[rank] = part.value
+            _load_states(own, part.states)  # only rank 0 has any
 
 
 def _load_states(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
@@ -183,12 +196,28 @@ def _load_states(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:
 
 
 # ------------------------------------------------------------------ in the ranks
+class StoppedTogether(KeyboardInterrupt):
+    """An interrupt that every rank raises at the same point, where no rank waits for another.
+
+    Args:
+        value: What the function has done so far. With the trained states it is what the launch returns.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
 class _Returned:
     """A rank's return value, and on rank 0 the trained states."""
 
     def __init__(self, value: Any, states: dict[Path, Any]) -> None:
         self.value = value
         self.states = states  # on the CPU
+
+
+class _Unfinished(_Returned, Interrupted):
+    """The same of a call that was stopped."""
 
 
 class _Call:
@@ -219,9 +248,13 @@ class _Call:
 
     def __call__(self, **filled: Any) -> _Returned:
         parts = dict(self.find_trainable())  # before the function moves anything
-        value = self.function(*self.args, **self.kwargs, **filled)
+        kind = _Returned
+        try:
+            value = self.function(*self.args, **self.kwargs, **filled)
+        except StoppedTogether as stopped:
+            value, kind = stopped.value, _Unfinished
         states = {path: gathered(part.state_dict()) for path, part in parts.items()}
-        return _Returned(value, states if world().rank == 0 else {})
+        return kind(value, states if world().rank == 0 else {})
 
 
 def _name_of(function: Callable[..., Any]) -> str:

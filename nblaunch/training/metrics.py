@@ -96,8 +96,15 @@ class Mean:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        self.reset()
+        self.add_state_dict(state)
+
+    def add_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Add the values of another rank's `state_dict`."""
         nonfinite = state["nonfinite"] if "nonfinite" in state else state["beyond"]  # checkpoints of version 0.1.0
-        self._sum, self._nonfinite, self._count = int(state["sum"], 16), nonfinite, state["count"]
+        self._sum += int(state["sum"], 16)
+        self._nonfinite += nonfinite
+        self._count += state["count"]
 
 
 class Accuracy:

@@ -244,7 +244,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Rank -> kernel: SIGINT has arrived, and the rank raises KeyboardInterrupt, once for each task."""
+    """Rank -> kernel: SIGINT has arrived, and the rank raises KeyboardInterrupt, once for each task, now or soon."""
 
     rank: int
     task: int
@@ -259,6 +259,8 @@ class Done:
     time_ns: int
     changed: tuple[str, ...] = ()
     """Names of arguments and globals that the function changed but did not return."""
+    was_stopped: bool = False
+    """Whether an interrupt has ended the function early."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,20 @@ def test_an_interrupt_of_one_rank_keeps_weights_and_history(cells: Kernel, folde
     assert cells.ask("torch.equal(broken.model.weight, whole.model.weight)")
 
 
+def test_an_interrupt_brings_back_weights_and_says_what_is_next(cells: Kernel, folder: Path) -> None:
+    define = IN_PLACE.replace("nprocs=1", "nprocs=2").replace("threading.Event().wait()", "threading.Event().wait(1.0)")
+    cells.run(define + "wait_at = 6\nbroken = new_trainer()").check()
+    request = cells.start_cell("broken.fit(data)")
+    cells.follow_cell(request, "waiting")
+    cells.interrupt()
+    cell = cells.finish_cell(request)
+    assert cell.error.startswith("KeyboardInterrupt: Trainer.fit was stopped after")
+    assert "have what was trained, 6 steps. The next fit begins" in cell.traceback
+    assert cells.ask("broken.step, len(broken.history)") == (6, 2)
+    cells.run("wait_at = None\nwhole = new_trainer(max_steps=6)\nwhole.fit(data)").check()
+    assert cells.ask("torch.equal(broken.model.weight, whole.model.weight)")
+
+
 def test_a_method_of_a_cells_class_trains_its_object(cells: Kernel) -> None:
     cells.run(
         "from nblaunch import Accelerator\n"

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from nblaunch import Launch, notebook_launcher
 from nblaunch.errors import LaunchStoppedError, RankDiedError
-from nblaunch.training import Accuracy, TrainConfig, Trainer, evaluate
+from nblaunch.training import Accuracy, Parallelism, TrainConfig, Trainer, evaluate
 from nblaunch.training.exchange import exchange
 from tests.conftest import eventually
 from tests.processes.trained import (
@@ -312,11 +312,35 @@ def test_a_finished_run_warns_that_nothing_is_left(tmp_path: Path) -> None:
     assert re.search(said, result.logs[0].err.read_text())
 
 
-def test_another_number_of_ranks_cannot_go_on(tmp_path: Path) -> None:
+def test_steps_of_another_number_of_samples_cannot_go_on(tmp_path: Path) -> None:
     trainer(epochs=1, nprocs=1, checkpoint_dir=tmp_path).fit(points(20))
-    said = r"step-2\.pt was written with nprocs=1, and this run has nprocs=2: use the same"
+    said = r"step-2\.pt was written with nprocs=1, and this run has nprocs=2: use the same, or batch_size=8, for"
     with pytest.raises(ValueError, match=said):
         trainer(epochs=2, checkpoint_dir=tmp_path).fit(points(20))
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("parallelism", [None, Parallelism()])
+def test_another_number_of_ranks_goes_on_with_the_same_steps(
+    tmp_path: Path, before: int, after: int, parallelism: Parallelism | None
+) -> None:
+    """Within an epoch, whose loss and validations are the same too; with dropout ranks would draw other numbers."""
+
+    def run(nprocs: int, **config: Any) -> Trainer:
+        one = trainer(nprocs=nprocs, batch_size=30 // nprocs, parallelism=parallelism, clip=1.0, **config)
+        without_dropout(one)
+        return one
+
+    whole = run(before)
+    whole.fit(points(100), points(50))
+    run(before, max_steps=6, checkpoint_dir=tmp_path).fit(points(100), points(50))
+    again = run(after, checkpoint_dir=tmp_path)
+    again.fit(points(100), points(50))
+    for own, others in zip(weights(again), weights(whole), strict=True):
+        torch.testing.assert_close(own, others, rtol=1e-5, atol=1e-6)
+    assert [results["step"] for results in again.history] == [4.0, 8.0, 12.0]
+    for mine, theirs in zip(again.history, whole.history, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
 
 
 def test_resume_false_replaces_the_checkpoints(tmp_path: Path) -> None:

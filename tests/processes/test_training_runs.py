@@ -295,6 +295,28 @@ def test_checkpoints_without_the_new_keys_are_continued(tmp_path: Path) -> None:
     assert_same(old, whole)
 
 
+def test_a_resumed_run_reports_what_came_before(tmp_path: Path) -> None:
+    """So its charts, and the metrics of its result, have the whole run."""
+    settings: dict[str, Any] = {"nprocs": 2, "validate_every": 2, "checkpoint_dir": tmp_path, "monitor": "valid_loss"}
+    run(epochs=1, **settings).fit(points(150), points(50))
+    more = run(epochs=2, **settings)
+    more.fit(points(150), points(50))
+
+    def reported(one: Trainer, name: str) -> list[Any]:
+        assert one.result is not None
+        rows = [(row.rank, row.step, row.values[name]) for row in one.result.metrics if name in row.values]
+        return sorted(rows)
+
+    assert [step for _, step, _ in reported(more, "epoch_loss")] == [7, 14]
+    assert len(reported(more, "epoch_loss")) == len(more.history) == 2
+    assert [(step, value) for _, step, value in reported(more, "valid_loss")] == [
+        (results["step"], results["valid_loss"]) for results in more.validations
+    ]
+    assert more.result is not None
+    assert more.best is not None
+    assert more.result.metrics.best["valid_loss"].step == more.best.step
+
+
 def test_after_a_failure_the_history_is_the_checkpoints(tmp_path: Path) -> None:
     whole = run(epochs=1)
     whole.fit(points(150))

@@ -62,6 +62,14 @@ def stopping(
     return Ladder(reason, at, 30.0, interrupted=set(interrupted), killed=set(killed))
 
 
+def test_ranks_that_an_interrupt_made_return_were_stopped() -> None:
+    ends = ranks(
+        *(replace(end, done=replace(end.done, was_stopped=True)) for end in (returned(), returned()) if end.done)
+    )
+    assert judge(ends, stopping(0.5), lost=False).state == "stopped"
+    assert judge(ranks(returned(), returned()), stopping(0.5), lost=False).state == "finished"
+
+
 def headline(verdict: Verdict) -> tuple[str, str, int]:
     cause = verdict.cause
     return verdict.state, "" if cause is None else cause.kind, -1 if cause is None else cause.rank

@@ -63,3 +63,44 @@ def test_an_interrupt_before_the_first_line_of_a_task_takes_effect(kernel: tuple
     os.kill(os.getpid(), signal.SIGINT)  # a second one, outside the task
     assert not link.armed
     assert sent_to(channel) == []
+
+
+class Patience:
+    """Lets an interrupt wait, until it no longer does."""
+
+    def __init__(self) -> None:
+        self.asked, self.is_over = 0, False
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def may_wait(self) -> bool:
+        return not self.is_over
+
+
+def test_an_interrupt_that_may_wait_is_acknowledged_and_raised_once(kernel: tuple[Channel, Any]) -> None:
+    channel, link = kernel
+    patience = Patience()
+    channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
+    link.next_task(list)
+    link.armed = True
+    link.defer(patience)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert patience.asked
+    assert sent_to(channel) == [Interrupted(0, 1)]
+    os.kill(os.getpid(), signal.SIGINT)
+    patience.is_over = True
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert sent_to(channel) == []
+
+
+def test_the_next_task_does_not_defer_its_interrupt(kernel: tuple[Channel, Any]) -> None:
+    channel, link = kernel
+    link.defer(Patience())
+    channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
+    link.next_task(list)
+    link.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)

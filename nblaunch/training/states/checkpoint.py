@@ -49,6 +49,11 @@ class TrainingProgress:
     """The optimizer step at which it ends; 0 in checkpoints of earlier versions."""
     seconds: float = 0.0
     """Time that the current epoch took before it was interrupted."""
+    due: str = ""
+    """What an interrupted run had left undone after its last step: the end of the ``"step"``, ``"epoch"`` or ``"run"``.
+
+    That is validation and what follows it. Empty: nothing.
+    """
     history: list[dict[str, float]] = field(default_factory=list)
     validations: list[dict[str, float]] = field(default_factory=list)
 

@@ -77,6 +77,15 @@ class FitDisplay:
             )
         return loss
 
+    def report_again(self, history: list[dict[str, float]], validations: list[dict[str, float]]) -> None:
+        """Report the epochs and validations before a resume, so that charts have the whole run."""
+        if world().rank == 0:
+            for results in validations:
+                values = {name: value for name, value in results.items() if name not in ("epoch", "step")}
+                report(int(results["step"]), **values)
+            for results in history:
+                report(int(results["step"]), epoch_loss=results["loss"])
+
     def mark_best(self, metric: str, step: int, value: float) -> None:
         """Show that this step is the best one so far."""
         self._best = f"best {_in_words({metric: value})} at step {step}"

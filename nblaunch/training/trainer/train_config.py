@@ -73,10 +73,10 @@ class TrainConfig:
             ``"restart"``: the schedule begins again, with its warm-up, over the remaining steps. Default: as
             ``"stretch"``, with a warning that names both learning rates.
         checkpoint_dir: Folder for checkpoints. Default: none are written.
-        checkpoint_every: Optimizer steps between checkpoints, besides the one after each epoch.
+        checkpoint_every: Optimizer steps between checkpoints, besides those after each epoch and at a stop.
         keep: Number of latest checkpoints to keep; the best one is kept besides.
-        resume: True: resume from the latest checkpoint in the folder. False: train from the start, and replace the
-            checkpoints there.
+        resume: True: resume from the latest checkpoint in the folder, also with another number of ranks if all of them
+            together have as many samples in each step. False: train from the start, and replace the checkpoints there.
         seed: Seed of the order of samples and all random numbers in the ranks.
         log_every: Optimizer steps between two reports of the loss, the learning rate and the samples per second.
         validate_every: Optimizer steps between validations, and one at the end of training. Default: validation after

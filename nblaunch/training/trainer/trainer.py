@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, LaunchStoppedError, LaunchTimeoutError, add_note
 from nblaunch.machine.argument_names import named_arguments
 from nblaunch.machine.own_code import users_part
-from nblaunch.training.distribute import distributed, is_rank, runs_in_place
+from nblaunch.training.distribute import StoppedTogether, distributed, is_rank, runs_in_place
 from nblaunch.training.evaluation import OutputMetric, evaluate, forward, named, split
 from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Metric
@@ -22,11 +21,13 @@ from nblaunch.training.parallel.sharded_models import has_sharded_parameters
 from nblaunch.training.parallel.sharded_states import load_full_state
 from nblaunch.training.states import checkpoint
 from nblaunch.training.trainer.callbacks import Callbacks
+from nblaunch.training.trainer.losses import loss_parts, mean_squared_error
 from nblaunch.training.trainer.own_process import kept_process_state
 from nblaunch.training.trainer.prediction import Part, in_order, inputs_of, predict_part
+from nblaunch.training.trainer.run_checkpoints import Best, Results, what_is_next
 from nblaunch.training.trainer.train_config import TrainConfig
 from nblaunch.training.trainer.trainer_data import Data, check_order, check_training_data, loader_of
-from nblaunch.training.trainer.training_run import Results, TrainingRun, parameters_of
+from nblaunch.training.trainer.training_run import TrainingRun, parameters_of
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult
@@ -36,18 +37,6 @@ _ADVICE = (
     "let the data of fit (train, valid) have such samples, or override compute_loss(self, model, batch); for metrics "
     "let it return (loss, output, target)"
 )
-
-
-class Best(NamedTuple):
-    """The best step of a training run, by the monitored result."""
-
-    step: int
-    """Optimizer steps done."""
-    epoch: int
-    """From 0."""
-    value: float
-    path: Path | None
-    """Its checkpoint, if one is kept."""
 
 
 @named_arguments
@@ -121,9 +110,9 @@ class Trainer:
         Each is ``{"epoch", "step", "loss", "seconds"}``, with validation also ``"valid_loss"`` and
         ``"valid_<metric>"``: NaN in an epoch that has ended without one, so that every row has them, and
         ``pandas.DataFrame(trainer.history)`` is a whole table. `step` counts the optimizer steps so far; `loss` is the
-        mean over the epoch's samples. A run that ends within an epoch has an entry for that part. After ranks were
-        stopped or have failed these are the epochs up to the latest checkpoint; if the run wrote none, they are the
-        former run's, as the weights are.
+        mean over the epoch's samples. A run that ends within an epoch has an entry for that part. A resumed run has the
+        epochs before, too. After ranks have failed these are the epochs up to the latest checkpoint; if the run wrote
+        none, they are the former run's, as the weights are.
         """
         return self.progress.history
 
@@ -150,7 +139,7 @@ class Trainer:
         the default: ``(inputs, target)``, or a dict with the target under ``labels``, ``label`` or ``target``.
         """
         output, target = forward(model, batch, _ADVICE)
-        return (self.loss_fn or _mean_squared_error)(output, target), output, target
+        return (self.loss_fn or mean_squared_error)(output, target), output, target
 
     def predict_batch(self, model: nn.Module, batch: Any) -> Any:
         """Return the outputs for a batch: a pytree of tensors whose first dimension is the samples.
@@ -165,9 +154,9 @@ class Trainer:
     def fit(self, train: Data, valid: Data | None = None) -> tuple[nn.Module, Optimizer]:
         """Train, and return the model and the optimizer, which hold the trained states; `history` has the results.
 
-        In a notebook this launches ``config.nprocs`` ranks. With ``nprocs=1`` it trains in the notebook's own process,
-        and an interrupt (KeyboardInterrupt) leaves the weights as trained so far. In a rank, or under torchrun or
-        srun, it trains as one of the ranks.
+        In a notebook this launches ``config.nprocs`` ranks. With ``nprocs=1`` it trains in the notebook's own process.
+        In a rank, or under torchrun or srun, it trains as one of the ranks.
+        After a stop the model, the optimizer and `history` have what was trained, in whole steps.
         With a ``checkpoint_dir`` an unfinished run resumes: after a stop or a failure, call `fit` again with the same
         arguments, and it takes the same steps as an uninterrupted run (on the CPU bit for bit; random generators of
         the dataset's own are not resumed).
@@ -182,6 +171,8 @@ class Trainer:
 
         Raises:
             ArgumentError: ``config.monitor`` is not among the results, or the latest checkpoint is of another run.
+            KeyboardInterrupt: The run was interrupted; `LaunchStoppedError` if it was stopped otherwise. A note on the
+                error says what the next `fit` begins with.
             Exception: A rank's exception, as from `notebook_launcher`.
         """
         __tracebackhide__ = True  # IPython leaves this frame out
@@ -195,19 +186,35 @@ class Trainer:
             try:
                 with kept_process_state(self.model, self.optimizer):
                     self._fit(train, valid)
+            except StoppedTogether:
+                raise KeyboardInterrupt from None
             except KeyboardInterrupt as error:
                 raise error.with_traceback(users_part(error.__traceback__)) from None
         else:
             before, self.result = self._checkpoints(), None
             try:
                 self.result = self._distributed(self._fit, "Trainer.fit")(train, valid)
-            except BaseException:
-                if self._checkpoints() != before:  # it is what the next `fit` continues
-                    self.progress, self.loaded = checkpoint.read_progress(self._checkpoints()[-1][0]), None
+            except BaseException as error:
+                self._take_what_is_left(error, before)
                 raise
             self.progress = self.result[0]
         self.loaded = None
         return self.model, self.optimizer
+
+    def _take_what_is_left(self, error: BaseException, before: list[tuple[Path, int]]) -> None:
+        """Take the progress of a stopped or failed run, and say what the next `fit` begins with.
+
+        Args:
+            error: Of the launch.
+            before: The checkpoints before it.
+        """
+        now, trained = self._checkpoints(), getattr(error, "results", {}).get(0)
+        if now != before:
+            self.progress, self.loaded = checkpoint.read_progress(now[-1][0]), None
+        elif isinstance(trained, checkpoint.TrainingProgress):
+            self.progress = trained
+        if isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
+            add_note(error, what_is_next(now[-1][0] if now else None, trained, self.config))
 
     def _fit(self, train: Data, valid: Data | None) -> checkpoint.TrainingProgress:
         """Train in this process."""
@@ -216,13 +223,7 @@ class Trainer:
 
     def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]:
         """Return (loss, output, target) by `compute_loss`, with None for what it leaves out."""
-        computed = self.compute_loss(model, batch)
-        loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ArgumentError(
-                f"compute_loss returned {_kind(loss)}: return a tensor with one element, or (loss, output)"
-            )
-        return loss, output, target
+        return loss_parts(self.compute_loss(model, batch))
 
     # ------------------------------------------------------------------ validation and prediction
     def validate(self, data: Data) -> Results:
@@ -241,16 +242,29 @@ class Trainer:
         """Return the names of the results of a validation, without those that callbacks add."""
         return ["valid_loss", *(f"valid_{name}" for name in self.metrics)]
 
-    def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results:
-        """Validate a prepared model in this rank; `at` is the step of the report. A collective."""
+    def validate_prepared(
+        self, model: nn.Module, data: Data, at: int | None = None, on_batch: Callable[[], None] | None = None
+    ) -> Results:
+        """Validate a prepared model in this rank. A collective.
+
+        Args:
+            model: The prepared model.
+            data: As for `validate`.
+            at: The step of the report.
+            on_batch: Called before each batch if all ranks have equally many.
+        """
+        loader = loader_of(data, self.config, shuffle=False, accelerator=self.accelerator)
+        is_called = on_batch is not None and (has_sharded_parameters(model) or loader.own_sampler_size() is None)
 
         def step(model: nn.Module, batch: Any) -> tuple[tuple[Tensor, Any], Any]:
+            if on_batch is not None and is_called:
+                on_batch()
             loss, output, target = self.checked_loss(model, batch)
             return (loss, output), split(batch, _ADVICE)[1] if self.metrics and target is None else target
 
         return evaluate(
             model,
-            loader_of(data, self.config, shuffle=False, accelerator=self.accelerator),
+            loader,
             step=step,
             loss_fn=lambda computed, target: computed[0],
             metrics={name: OutputMetric(metric) for name, metric in self.metrics.items()},
@@ -370,23 +384,3 @@ class Trainer:
         """Return the latest checkpoints, each with its time of change."""
         folder = self.checkpoint_folder()
         return [] if folder is None else [(path, path.stat().st_mtime_ns) for path in checkpoint.find(folder.path)]
-
-
-def _mean_squared_error(output: Any, target: Any) -> Tensor:
-    """Return the default loss.
-
-    Raises:
-        ArgumentError: The target is no tensor of floats in the output's shape.
-    """
-    is_float = isinstance(target, Tensor) and isinstance(output, Tensor) and target.is_floating_point()
-    if not is_float or output.shape != target.shape:
-        raise ArgumentError(
-            "loss_fn=None is the mean squared error, which needs outputs and targets of floats in the same shape, and "
-            f"the output is {_kind(output)}, the target {_kind(target)}: give loss_fn, such as "
-            "torch.nn.functional.cross_entropy for classes, or override compute_loss(self, model, batch)"
-        )
-    return F.mse_loss(output, target)
-
-
-def _kind(value: Any) -> str:
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

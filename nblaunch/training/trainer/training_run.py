@@ -4,51 +4,37 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 from contextlib import closing
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from nblaunch.errors import ArgumentError, warn
-from nblaunch.training.accelerator.accelerator import Accelerator
+from nblaunch.errors import ArgumentError
 from nblaunch.training.data.index_source import length_of
+from nblaunch.training.distribute import StoppedTogether
 from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Mean
 from nblaunch.training.parallel.sharded_models import drop_unshared_gradients, has_sharded_parameters
-from nblaunch.training.parallel.sharded_states import gathered, load_full_state
+from nblaunch.training.parallel.sharded_states import load_full_state
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.states import checkpoint, gradient_order
 from nblaunch.training.topology import world
-from nblaunch.training.trainer.callbacks import Callbacks
 from nblaunch.training.trainer.fit_display import FitDisplay
-from nblaunch.training.trainer.sample_weights import SampleWeights
-from nblaunch.training.trainer.train_config import TrainConfig
+from nblaunch.training.trainer.losses import SampleWeights
+from nblaunch.training.trainer.run_checkpoints import (
+    Results,
+    RunCheckpoints,
+    Trained,
+    check_setup,
+    extend_schedule,
+    restore_position,
+    warn_that_nothing_is_left,
+)
+from nblaunch.training.trainer.step_boundaries import AgreedStop, StepBoundaries
 from nblaunch.training.trainer.trainer_data import Data, loader_of
-
-Results = dict[str, float]
-
-
-class Trained(Protocol):
-    """What a run takes from its `Trainer`, and sets there."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    config: TrainConfig
-    callbacks: Callbacks
-    accelerator: Accelerator
-    progress: checkpoint.TrainingProgress
-    should_stop: bool
-    loaded: checkpoint.Loaded | None
-
-    def checked_loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any, Any]: ...
-    def validate_prepared(self, model: nn.Module, data: Data, at: int | None = None) -> Results: ...
-    def validation_names(self) -> list[str]: ...
-    def checkpoint_folder(self) -> checkpoint.CheckpointFolder | None: ...
-    def restore_best(self) -> Any: ...
 
 
 class TrainingRun:
@@ -77,34 +63,58 @@ class TrainingRun:
         loader = loader_of(train, config, shuffle=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(trainer.model, trainer.optimizer, loader)
         self._mean_loss = Mean()
+        self._checkpoints = RunCheckpoints(trainer, self.loader, self._mean_loss)
         self._pending: list[tuple[Tensor, int, int]] = []
         """Losses that are not yet in the mean, with samples and step; reading one waits for the GPU."""
         self._unreported: Tensor | None = None  # the loss of the last step, until it is reported
-        self._folder = trainer.checkpoint_folder()
         self._weights = SampleWeights(config.weigh, self.accelerator)
-        self._is_best = False
-        """Whether this step is the best so far, and not saved as such yet."""
+        self._is_whole, self._taken = True, 0
+        """Whether no step is half done; and the batches of the pass that were trained on."""
+        self._boundaries = StepBoundaries(exchange(uuid.uuid4().hex)[0])
         self._steps = config.count_steps(length_of(self.loader))
         self.progress.schedule_end = self._steps or 0
         self._make_scheduler()
         self._resume()
         self._display = FitDisplay(self._steps, self.progress.step)
+        self._display.report_again(self.progress.history, self.progress.validations)
+        if self.progress.best_step:
+            self._mark_best()
         self._restart_clock()
 
     def run(self) -> None:
-        """Train to the end."""
+        """Train to the end.
+
+        Raises:
+            StoppedTogether: The run was interrupted, and all ranks have ended after the same step.
+            KeyboardInterrupt: The same, but ranks could not end together.
+        """
         trainer = self.trainer
         trainer.callbacks.call("on_fit_begin", trainer)
-        with closing(self._display):
-            while not self._is_done():
-                self._train_epoch()
+        with closing(self._display), self._boundaries:
+            try:
+                self._end_what_is_due()
+                while not self._is_done():
+                    self._train_epoch()
+                    self._boundaries.reach()
+            except AgreedStop:
+                self._write_stopped()
+                raise StoppedTogether(self.progress) from None
+            except BaseException as error:
+                if self._boundaries.is_asked and self._is_between_steps() and not world().is_shared:
+                    self._write_stopped()
+                    if isinstance(error, Exception):  # a worker that loads has got the interrupt too
+                        raise KeyboardInterrupt from error
+                raise
         if self.config.restore_best and self.progress.best_step:
             trainer.restore_best()
         trainer.callbacks.call("on_fit_end", trainer)
+        if self._boundaries.is_asked:  # too late to end anything
+            raise StoppedTogether(self.progress)
 
     def _make_scheduler(self) -> None:
         begin, end = self.progress.schedule_begin, self.progress.schedule_end
-        self._scheduler = self.accelerator.prepare(self.config.make_scheduler(self.trainer.optimizer, end, begin))
+        made = self.config.make_scheduler(self.trainer.optimizer, end, begin)
+        self._scheduler = self._checkpoints.scheduler = self.accelerator.prepare(made)
 
     def _is_done(self) -> bool:
         config, progress = self.config, self.progress
@@ -115,11 +125,26 @@ class TrainingRun:
         return self.config.max_steps is not None and self.progress.step >= self.config.max_steps
 
     # ------------------------------------------------------------------ an epoch
+    def _is_between_steps(self) -> bool:
+        """Return True if all batches that were loaded were trained on, in whole steps."""
+        return self._is_whole and (self.progress.due == "epoch" or self.loader.state_dict()["batches"] == self._taken)
+
+    def _end_what_is_due(self) -> None:
+        """Do what an interrupted run has left undone after the step that this one continues from."""
+        due, self._epoch_begin = self.progress.due, time.monotonic() - self.progress.seconds
+        if due == "step":
+            self._settle_step()
+            due = "run"
+        if due == "epoch" or (due == "run" and self._is_done()):
+            self._drop_part_of_epoch()
+            self._end_epoch(is_whole=due == "epoch")
+        self.progress.due = ""
+
     def _train_epoch(self) -> None:
         """Train until the end of the epoch, or of the run."""
         trainer, progress = self.trainer, self.progress
-        if progress.history and progress.history[-1]["epoch"] == progress.epoch:
-            progress.history.pop()  # of the part of this epoch that an earlier end of the run has left
+        self._drop_part_of_epoch()
+        self._taken = self.loader.state_dict()["batches"]
         self._epoch_begin = time.monotonic() - progress.seconds
         trainer.callbacks.call("on_epoch_begin", trainer)
         self.model.train()
@@ -132,6 +157,8 @@ class TrainingRun:
                     loss = self._train_batch(batch)
                 if self.accelerator.sync_gradients:
                     self._end_step(loss)
+                    if not (self.loader.is_last or self._is_done()):
+                        self._boundaries.reach()
                 if self._is_done() and not self.loader.is_last:  # else the pass ends by itself
                     is_broken_off = True
                     break
@@ -142,7 +169,15 @@ class TrainingRun:
             )
         self._end_epoch(is_whole=not is_broken_off)
 
+    def _drop_part_of_epoch(self) -> None:
+        """Remove the results of the part of this epoch that an earlier end of the run has left."""
+        progress = self.progress
+        if progress.history and progress.history[-1]["epoch"] == progress.epoch:
+            progress.history.pop()
+
     def _train_batch(self, batch: Any) -> Tensor:
+        self._is_whole = False
+        self._taken += 1
         loss, *_ = self.trainer.checked_loss(self.model, batch)
         own, of_all = self._weights.begin_batch(self.loader, batch)
         self._samples += of_all
@@ -159,20 +194,27 @@ class TrainingRun:
         return loss.detach()
 
     def _end_step(self, loss: Tensor) -> None:
-        """Report, validate and save, as the step requires; the last step of an epoch or run is left to its end."""
+        """Count and report the step; the last one of an epoch or run is left to its end."""
         trainer, config, progress = self.trainer, self.config, self.progress
         progress.step += 1
+        is_last = self.loader.is_last
+        progress.due, self._is_whole = "epoch" if is_last else "run" if self._has_steps() else "step", True
         trainer.callbacks.call("on_step_end", trainer, loss)
         self._display.step(progress.step)
         self._unreported = loss
         if progress.step % config.log_every == 0 or progress.step == self._display.first_step:
             self._report(loss)
-        if self.loader.is_last or self._has_steps():
-            return
+        if progress.due == "step":
+            self._settle_step()
+
+    def _settle_step(self) -> None:
+        """Validate and save, as the step requires."""
+        config, progress = self.config, self.progress
         if self.valid is not None and config.validate_every is not None and progress.step % config.validate_every == 0:
             self._validate(self.valid)
         is_latest = config.checkpoint_every is not None and progress.step % config.checkpoint_every == 0
-        if (is_latest or self._is_best) and not (progress.ended or self._is_stopped):
+        progress.due = "run" if progress.ended or self._is_stopped else ""
+        if (is_latest or self._checkpoints.is_best) and not progress.due:
             self._add_losses()
             progress.seconds = time.monotonic() - self._epoch_begin
             self._write_checkpoint(is_latest)
@@ -216,9 +258,9 @@ class TrainingRun:
         if self.valid is None or config.validate_every is None or progress.validations:
             config.check_monitor([*results, *(progress.validations[-1] if progress.validations else ())])
         self._judge({name: value for name, value in results.items() if name not in validation})
-        progress.seconds = results["seconds"]
+        progress.seconds, progress.due = results["seconds"], ""
         if is_whole:
-            progress.epoch, progress.seconds = progress.epoch + 1, 0.0
+            progress.epoch, progress.seconds, self._taken = progress.epoch + 1, 0.0, 0
             self._mean_loss.reset()
         if self._unreported is not None and self._is_done():
             self._report(self._unreported)
@@ -239,7 +281,7 @@ class TrainingRun:
     def _validate(self, valid: Data) -> Results:
         """Return the results of validation, record them, and judge them."""
         trainer, progress = self.trainer, self.progress
-        results = trainer.validate_prepared(self.model, valid, at=progress.step)
+        results = trainer.validate_prepared(self.model, valid, progress.step, self._boundaries.reach)
         self._display.note(progress.step, results)
         trainer.callbacks.call("on_validation_end", trainer, results)
         results = checkpoint.as_numbers(results)
@@ -261,76 +303,35 @@ class TrainingRun:
         progress.ended |= is_stale
         self._is_stopped |= any(stops for stops, _ in by_rank)  # this run only: `fit` may continue
         if is_best:
-            self._is_best = True
-            self._display.mark_best(name, progress.step, results.get(name, math.nan))
+            self._checkpoints.is_best = True
+            self._mark_best()
+
+    def _mark_best(self) -> None:
+        progress = self.progress
+        value = -progress.best if self.config.higher_is_better else progress.best
+        self._display.mark_best(self._monitor, progress.best_step, value)
 
     # ------------------------------------------------------------------ checkpoints
     def _write_checkpoint(self, is_latest: bool = True) -> None:
-        """Save on the main process what every rank needs to resume here. All ranks call it."""
-        is_best, self._is_best = self._is_best and self.config.keeps_best, False
-        if self._folder is None or not (is_latest or is_best):
-            return
-        loader, loss = self.loader.state_dict(), self._mean_loss.state_dict()
-        ranks = exchange({"random": checkpoint.random_states(), "loader": loader, "loss": loss})
-        if has_sharded_parameters(self.trainer.model):
-            parts = {name: gathered(part.state_dict()) for name, part in self._parts().items()}  # a collective
-        elif self.accelerator.is_main_process:
-            parts = {name: part.state_dict() for name, part in self._parts().items()}
-        if self.accelerator.is_main_process:
-            state = {
-                "setup": self._setup(),
-                "progress": asdict(self.progress),
-                "parts": parts,
-                "ranks": ranks,
-                "gradient_order": gradient_order.order_of(self.trainer.model),
-            }
-            self._folder.write(state, self.progress.step, is_latest=is_latest, is_best=is_best)
-        self.accelerator.wait_for_everyone()
-        if is_latest:
-            self.trainer.loaded = None  # after an interrupt the next run continues this checkpoint
-        self._restart_clock()
+        """Save what every rank needs to resume here. All ranks call it."""
+        self._boundaries.is_saving = True
+        if self._checkpoints.write(is_latest):
+            self._restart_clock()
+        self._boundaries.is_saving = False
 
-    def _parts(self) -> dict[str, Any]:
-        """Return the objects that have a state."""
-        trainer, scaler = self.trainer, self.accelerator.scaler
-        parts = {"model": trainer.model, "optimizer": trainer.optimizer, "schedule": self._scheduler, "scaler": scaler}
-        return {name: part for name, part in {**parts, "callbacks": trainer.callbacks}.items() if part is not None}
-
-    def _setup(self) -> dict[str, Any]:
-        """Return what must be the same to resume a run: it determines the samples of each step."""
-        return {
-            "nprocs": world().size,
-            "batch_size": self.loader.batch_size,
-            "optimizer": type(self.trainer.optimizer).__name__,
-            "tensor": self.accelerator.copies,
-            **self.config.fixed_on_resume(),
-            "samples": self.loader.total,
-            "batches": length_of(self.loader),
-            "parts": sorted(self._parts().keys() - {"callbacks"}),
-        }
-
-    def _find_checkpoint(self) -> tuple[Path | None, int]:
-        """Return the checkpoint to resume from, and the step of this run's best one, 0 for none. A collective."""
-        folder, loaded = self._folder, self.trainer.loaded
-        found, best = None, 0
-        if folder is not None and self.accelerator.is_main_process:
-            resumes, until = self.config.resume, math.inf
-            if loaded is not None and loaded.is_continued:
-                resumes, until = loaded.path.parent == folder.path.absolute(), loaded.step
-            found = folder.begin(resumes, until)
-            if resumes and folder.best.exists():
-                best = checkpoint.read_progress(folder.best).best_step
-        found, best = exchange((found, best))[0]
-        if found is not None and loaded is not None and not loaded.is_continued:
-            raise ArgumentError(
-                f"checkpoint_dir={str(found.parent)!r} has checkpoints, which would be continued, instead of the "
-                f"weights of {loaded.path}: use resume=False to replace them, or another checkpoint_dir"
-            )
-        return (loaded.path if loaded is not None and loaded.is_continued else found), best
+    def _write_stopped(self) -> None:
+        """Save where an interrupted run has ended, unless that was done already."""
+        progress = self.progress
+        if progress.step and (progress.step, progress.due) != self._checkpoints.written:
+            self._add_losses()
+            if self._unreported is not None:
+                self._report(self._unreported)
+            progress.seconds = time.monotonic() - self._epoch_begin
+            self._write_checkpoint()
 
     def _resume(self) -> None:
         """Resume from the checkpoint that was loaded, else from the latest one if the config says so."""
-        path, best = self._find_checkpoint()
+        path, best = self._checkpoints.find()
         if path is None:
             return
         config, trainer, steps = self.config, self.trainer, self.progress.schedule_end
@@ -338,7 +339,7 @@ class TrainingRun:
         remedy = "another checkpoint_dir or resume=False to train from the start"
         if trainer.loaded is not None:
             remedy = "trainer.load(path, progress=False) to begin a new run with its weights"
-        checkpoint.check_setup(path, state["setup"], self._setup(), remedy)
+        check_setup(path, state["setup"], self._checkpoints.setup(), remedy)
         progress = self.progress = trainer.progress = checkpoint.TrainingProgress.of(state)
         is_kept = not config.keeps_best or 0 < best == progress.best_step  # else the file is another run's, or missing
         if not is_kept or progress.monitored not in ("", self._monitored):
@@ -346,9 +347,10 @@ class TrainingRun:
         progress.monitored = self._monitored
         if self.accelerator.is_main_process:
             checkpoint.compare_rates(path, progress.rates, trainer.optimizer)
-            if self._is_done():
-                self._warn_that_nothing_is_left(path)
-        gradient_order.repeat_order(trainer.model, state.get("gradient_order"))
+            if self._is_done() and not progress.due:
+                warn_that_nothing_is_left(path, config, progress)
+        if len(state["ranks"]) == world().size:
+            gradient_order.repeat_order(trainer.model, state.get("gradient_order"))
         before, progress.schedule_end = progress.schedule_end, steps
         is_extended = isinstance(config.schedule, str) and 0 < before < steps
         if is_extended and config.extend_schedule == "restart":
@@ -356,43 +358,12 @@ class TrainingRun:
         if progress.schedule_begin:
             self._make_scheduler()
         state["parts"].setdefault("callbacks", {})  # earlier versions saved none
-        for name, part in self._parts().items():
+        for name, part in self._checkpoints.parts().items():
             with checkpoint.loading(path, name, remedy):
                 load_full_state(part, state["parts"][name])
-        own = state["ranks"][world().rank]
-        self.loader.load_state_dict(own["loader"])
-        self._mean_loss.load_state_dict(own["loss"])
-        checkpoint.restore_random_states(own["random"])
+        restore_position(state["ranks"], self.loader, self._mean_loss, self.accelerator.copies)
         if is_extended:
-            self._extend_schedule(path)
-
-    def _warn_that_nothing_is_left(self, path: Path) -> None:
-        config, progress = self.config, self.progress
-        if progress.ended:
-            how = "it ended early"
-        elif self._has_steps():
-            how = f"give a higher max_steps: it has {progress.step} of {config.max_steps} steps"
-        else:
-            how = f"give more epochs: it has {progress.epoch} of {config.epochs} epochs"
-        warn(
-            f"nothing is left to train from {path}: {how}. Use resume=False to train from the start, or another "
-            "checkpoint_dir"
-        )
-
-    def _extend_schedule(self, path: Path) -> None:
-        """Set the learning rates of the longer schedule; warn if they jump and the user has not chosen."""
-        scheduler: Any = self._scheduler
-        groups = self.trainer.optimizer.param_groups
-        before = groups[0]["lr"]
-        for group, rate, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = rate * factor(scheduler.last_epoch)
-        now = groups[0]["lr"]
-        if self.config.extend_schedule is None and now != before and self.accelerator.is_main_process:
-            warn(
-                f"{path} was written by a run of fewer steps, whose {self.config.schedule} schedule had reached a "
-                f"learning rate of {before:.3g}; over {self.progress.schedule_end} steps it jumps to {now:.3g}. Choose "
-                'extend_schedule="stretch" if that is intended, or "restart" to begin the schedule again for the rest'
-            )
+            extend_schedule(path, self._scheduler, trainer.optimizer, config, steps)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -1,13 +1,14 @@
-"""Weights of batches: every sample of an optimizer step counts the same, however ranks and batches divide it."""
+"""Losses of training: the default one, the parts that `compute_loss` returns, and the weight of each batch."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nblaunch.errors import warn
+from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.accelerator.accelerator import Accelerator
 from nblaunch.training.pytree import batch_size_of
 from nblaunch.training.topology import data_world
@@ -72,3 +73,31 @@ class SampleWeights:
                 "the dataset, or a DataLoader without a distributed sampler"
             )
             self._usual = 0
+
+
+def mean_squared_error(output: Any, target: Any) -> Tensor:
+    """Return the default loss.
+
+    Raises:
+        ArgumentError: The target is no tensor of floats in the output's shape.
+    """
+    is_float = isinstance(target, Tensor) and isinstance(output, Tensor) and target.is_floating_point()
+    if not is_float or output.shape != target.shape:
+        raise ArgumentError(
+            "loss_fn=None is the mean squared error, which needs outputs and targets of floats in the same shape, and "
+            f"the output is {_kind(output)}, the target {_kind(target)}: give loss_fn, such as "
+            "torch.nn.functional.cross_entropy for classes, or override compute_loss(self, model, batch)"
+        )
+    return F.mse_loss(output, target)
+
+
+def loss_parts(computed: Any) -> tuple[Tensor, Any, Any]:
+    """Return (loss, output, target) of what `Trainer.compute_loss` returned, with None for what it left out."""
+    loss, output, target = (*computed, None, None)[:3] if isinstance(computed, tuple) else (computed, None, None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        raise ArgumentError(f"compute_loss returned {_kind(loss)}: return a tensor with one element, or (loss, output)")
+    return loss, output, target
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,0 +1,184 @@
+"""Where an interrupted training run ends: between two steps, the same ones on all ranks."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from nblaunch.machine import processes, timeouts
+from nblaunch.ranks.report import current
+from nblaunch.training.topology import has_group, world
+
+
+class AgreedStop(BaseException):
+    """Ends a training run at a boundary, on every rank at the same one."""
+
+
+class StepBoundaries:
+    """The boundaries between a run's steps, which all ranks reach in the same order. A context manager.
+
+    Within the context an interrupt takes effect at a boundary. It may arrive in different steps of the ranks, and while
+    a rank waits in a collective for another one. So a thread of each rank posts the step that its rank is in to the
+    store that the ranks share, and all ranks end after the latest of these: none has begun a later one, because a rank
+    that reaches a boundary first waits for all posts. That takes milliseconds, as no thread waits for its rank.
+
+    KeyboardInterrupt is raised at once, wherever the rank is, if the step takes too long, if another rank has left the
+    run, and at the second interrupt: in a launch the kernel kills the ranks then.
+
+    In a rank of torchrun or srun, and in another thread than the main one, interrupts are not deferred.
+
+    Args:
+        key: The run's name in the store.
+
+    Attributes:
+        is_asked: Whether the run was interrupted.
+        is_saving: Whether the rank writes a checkpoint, which may take longer than a step.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.is_asked = self.is_saving = False
+        self._key = key
+        self._position = 0
+        """Boundaries reached, and so the number of the step that was begun last."""
+        self._last: int | None = None
+        """The last step, once it is settled; None if the ranks could not agree."""
+        self._is_over = False
+        """Whether KeyboardInterrupt is to be raised at once."""
+        self._settled, self._ended = threading.Event(), threading.Event()
+        self._first_asking = threading.Lock()
+        self._asked_at = 0.0
+        self._begun, self._longest = time.monotonic(), 0.0
+        self._main = threading.get_ident()
+        self._undo: Callable[[], object] | None = None
+        self._store: Any = None
+
+    def __enter__(self) -> StepBoundaries:
+        context = current()
+        self._begun = time.monotonic()
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        if context is not None and context.defer is not None:
+            defer = context.defer
+            defer(self)
+            self._undo = lambda: defer(None)
+        elif context is None and not world().is_shared:
+            before = signal.getsignal(signal.SIGINT)
+            if callable(before):
+                signal.signal(signal.SIGINT, lambda number, frame: self._on_interrupt(before, number, frame))
+                self._undo = lambda: signal.signal(signal.SIGINT, before)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._undo is not None:
+            self._undo()
+            if kind is not None and not self._has_ended_together:
+                self._post_that_it_left()
+        self._ended.set()
+
+    # ------------------------------------------------------------------ in the loop
+    def reach(self) -> None:
+        """Note a boundary. All ranks call it alike.
+
+        Raises:
+            AgreedStop: On every rank at this boundary, after an interrupt.
+            KeyboardInterrupt: The ranks could not agree.
+        """
+        self._position += 1  # before the flag is read
+        now = time.monotonic()
+        self._longest, self._begun = max(self._longest, now - self._begun), now
+        if not self.is_asked:
+            return
+        if not self._settled.wait(2 * timeouts.STOP_AGREEMENT_S) or self._last is None:
+            self._ended.set()
+            raise KeyboardInterrupt
+        if self._position > self._last:
+            self._ended.set()
+            raise AgreedStop
+
+    @property
+    def _has_ended_together(self) -> bool:
+        return self._last is not None and self._position > self._last
+
+    # ------------------------------------------------------------------ the interrupt
+    def ask(self) -> None:
+        """See `Deferral`."""
+        if self._first_asking.acquire(blocking=False):
+            self._asked_at = time.monotonic()
+            self.is_asked = True
+            own = self._position  # after the flag is set: `reach` reads them in the other order
+            try:
+                _thread.start_new_thread(self._follow, (own,))  # `threading` must list the user's threads only
+            except RuntimeError:  # ulimit -u
+                self._is_over = True
+                self._settled.set()
+
+    def may_wait(self) -> bool:
+        """See `Deferral`."""
+        if self._is_over:
+            self._ended.set()
+        return not self._is_over
+
+    def _on_interrupt(self, before: Callable[..., object], number: int, frame: FrameType | None) -> None:
+        """Handle SIGINT in the notebook's own process."""
+        is_second = self.is_asked and time.monotonic() - self._asked_at > timeouts.STOP_SIGNAL_INTERVAL_S
+        self.ask()
+        if not self.may_wait() or is_second:
+            self._ended.set()
+            before(number, frame)
+
+    # ------------------------------------------------------------------ the thread of an interrupted run
+    def _follow(self, own: int) -> None:
+        """Settle the last step, and interrupt the rank if that step takes too long."""
+        processes.leave_signals_to_main_thread()
+        with contextlib.suppress(Exception):  # the store's, once the process that serves it has ended
+            self._last = self._agree(own)
+        self._settled.set()
+        limit = min(max(timeouts.STOP_STEP_S, 2 * self._longest), timeouts.MAX_STOP_STEP_S)
+        while self._last is not None and not self._ended.wait(10 * timeouts.STOP_POLL_S):
+            is_late = time.monotonic() > self._asked_at + limit and not self.is_saving
+            if is_late or self._has_lost_a_rank():
+                break
+        self._is_over = True
+        while not self._ended.is_set():
+            signal.pthread_kill(self._main, signal.SIGINT)
+            self._ended.wait(timeouts.STOP_SIGNAL_INTERVAL_S)
+
+    def _agree(self, own: int) -> int | None:
+        """Return the latest step that a rank is in; None if a rank does not post its own."""
+        if not world().is_shared:
+            return own
+        if not has_group():
+            return None
+        shared: Any = dist.distributed_c10d._get_default_store()
+        store = shared.clone()  # the main thread may wait in the other one
+        keys = [f"{self._key}/{rank}" for rank in range(world().size)]
+        store.set(keys[world().rank], str(own))
+        self._store = store
+        while not store.check(keys):
+            if time.monotonic() > self._asked_at + timeouts.STOP_AGREEMENT_S or self._has_lost_a_rank():
+                return None
+            self._ended.wait(timeouts.STOP_POLL_S)
+        return max(int(store.get(key)) for key in keys)
+
+    def _has_lost_a_rank(self) -> bool:
+        try:
+            return self._store is not None and bool(self._store.check([f"{self._key}/left"]))
+        except Exception:  # noqa: BLE001  # the store's process has ended
+            return True
+
+    def _post_that_it_left(self) -> None:
+        """Tell the other ranks, which may be interrupted now, that this one reaches no further boundary."""
+        if world().is_shared and has_group():
+            with contextlib.suppress(Exception):  # best effort: must never hide the error that ends the run
+                store: Any = dist.distributed_c10d._get_default_store()
+                store.set(f"{self._key}/left", "1")

@@ -1,0 +1,68 @@
+"""Where an interrupted training run ends, in the notebook's own process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from nblaunch.machine import timeouts
+from nblaunch.training.trainer.step_boundaries import AgreedStop, StepBoundaries
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupt_ends_the_run_at_the_next_boundary() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with StepBoundaries("run") as boundaries:
+        boundaries.reach()
+        interrupt()
+        assert boundaries.is_asked
+        with pytest.raises(AgreedStop):
+            boundaries.reach()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_takes_effect_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STOP_SIGNAL_INTERVAL_S", 3600.0)
+    with StepBoundaries("run"):
+        interrupt()
+        interrupt()  # that of the kernel, after that of an editor
+        monkeypatch.setattr(timeouts, "STOP_SIGNAL_INTERVAL_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt()
+
+
+def test_a_step_that_takes_too_long_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STOP_STEP_S", 0.1)
+    with StepBoundaries("run"):
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            threading.Event().wait(60.0)
+
+
+def test_a_checkpoint_that_takes_long_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STOP_STEP_S", 0.1)
+    with StepBoundaries("run") as boundaries:
+        boundaries.is_saving = True
+        interrupt()
+        threading.Event().wait(0.5)
+        with pytest.raises(AgreedStop):
+            boundaries.reach()
+
+
+def test_in_another_thread_nothing_is_deferred() -> None:
+    before, during = signal.getsignal(signal.SIGINT), []
+
+    def run() -> None:
+        with StepBoundaries("run"):
+            during.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert during == [before]
