@@ -2,6 +2,8 @@
 
 The tests run in several pytest-xdist workers at once. A worker has its own mark, temporary folder, cache and fork
 server, and the check counts only what this worker has started.
+
+Each rank whose function a test file defines imports this file: it must import nothing that takes long.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from nblaunch.engines import generations
@@ -39,8 +40,6 @@ LONG = 180.0
 MARK = "NBLAUNCH_TEST_RUN"
 """Environment variable of this worker's own: identifies every process that its tests start, however detached."""
 _LEFT_WITHIN = 20.0
-hypothesis.settings.register_profile("untimed", deadline=None)  # a test's time is the machine's
-hypothesis.settings.load_profile("untimed")
 _START_METHODS: dict[str, Any] = {
     "forkserver": "forkserver",
     "spawn": "spawn",
