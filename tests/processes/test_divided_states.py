@@ -21,6 +21,8 @@ from nblaunch.training.parallel.sharded_states import full_state, load_sharded_s
 from tests.processes.conftest import Launcher
 from tests.processes.test_parallelism import TIED_PLAN, Model, loss_of, sentences
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 SHARDED = Parallelism()
 LAYERS = Parallelism(tensor=2, plan=TIED_PLAN)
 BATCHES = 5

@@ -32,6 +32,8 @@ from nblaunch.training.parallel.sharded_models import is_sharded
 from nblaunch.training.parallel.sharded_states import full_state, load_sharded_state, save_sharded_state
 from tests.processes.conftest import Launcher
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 PLAN = {
     **{f"layers.*.{name}": "colwise" for name in ("query", "key", "value", "up")},
     **{f"layers.*.{name}": "rowwise" for name in ("out", "down")},
