@@ -11,6 +11,7 @@ from tests.benchmarks import cells, data, gpu, nodes, scale, sessions, toolkit
 from tests.benchmarks.__main__ import PARTS, README, _parts, chosen, measure, replaced, table
 from tests.benchmarks.contenders import CONTENDERS, Contender
 from tests.gpu import gpus
+from tests.processes.conftest import _libuv_met, _warm  # noqa: F401  # fixtures that pytest finds by name
 
 HANGS = Contender("hangs", "def launch(function, ranks):\n    time.sleep(600)\n")
 

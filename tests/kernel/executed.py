@@ -27,8 +27,8 @@ NARROWER = {
     "validate_every=50": "validate_every=20",
     "valid, _ = dataset(files[::6], per_kind=120)": "valid, _ = dataset(files[::6], per_kind=40)",
 }
-"""Layers that learn the digits as well in a fraction of the time (the quickstart is executed with its own ones), a shorter
-pretraining, and fewer samples to validate with.
+"""Layers that learn the digits as well in a fraction of the time (the quickstart is executed with its own ones), a
+shorter pretraining, and fewer samples to validate with.
 """
 _executed: dict[tuple[str, str], NotebookNode] = {}
 """By engine and name."""
