@@ -2,6 +2,8 @@
 
 The tests run in several pytest-xdist workers at once. A worker has its own mark, temporary folder, cache and fork
 server, and the check counts only what this worker has started.
+
+Each rank whose function a test file defines imports this file: it must import nothing that takes long.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ import gc
 import json
 import multiprocessing.util
 import os
+import re
 import signal
+import sys
 import tempfile
 import time
 import uuid
@@ -20,7 +24,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 from nblaunch.engines import generations
@@ -36,11 +39,12 @@ from nblaunch.wire import launch_files
 
 LONG = 180.0
 """Timeout in seconds for what must come true. Only a failing test waits that long, so a slow machine may take it."""
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]  # jsonschema does without; it takes 2 s
 MARK = "NBLAUNCH_TEST_RUN"
 """Environment variable of this worker's own: identifies every process that its tests start, however detached."""
 _LEFT_WITHIN = 20.0
-hypothesis.settings.register_profile("untimed", deadline=None)  # a test's time is the machine's
-hypothesis.settings.load_profile("untimed")
+_NAMELESS = re.compile(r"^/.*/#\d+ \(deleted\)$")
+"""A temporary file without a name is shown by its number."""
 _START_METHODS: dict[str, Any] = {
     "forkserver": "forkserver",
     "spawn": "spawn",
@@ -51,6 +55,13 @@ _START_METHODS: dict[str, Any] = {
 def conformance(*methods: str) -> pytest.MarkDecorator:
     """Run a test over these start methods. Other tests run once, over the fork server."""
     return pytest.mark.parametrize("start_method", [_START_METHODS[each] for each in methods], indirect=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that have no test for ``-m alone``: importing all files takes 15 s."""
+    if config.option.markexpr == "alone" and collection_path.match("test_*.py"):
+        return True if "mark.alone" not in collection_path.read_text() else None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -243,7 +254,7 @@ def _descriptors() -> dict[str, int]:
             continue
         if is_log_lock(target):
             continue
-        kind = target.partition(":[")[0] if ":[" in target else target
+        kind = target.partition(":[")[0] if ":[" in target else _NAMELESS.sub("a nameless file", target)
         kinds[kind] = kinds.get(kind, 0) + 1
     for server in servers.all():
         kinds["socket"] = kinds.get("socket", 0) - (server.channel.fileno() >= 0)

@@ -50,6 +50,7 @@ fi
 
 install_programs
 use_venv test
+unset PYTHONDONTWRITEBYTECODE  # every kernel, server and rank would compile what it imports
 cd "$root"
 check ruff check .
 check ruff format --check .

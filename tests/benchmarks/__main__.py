@@ -1,8 +1,8 @@
 """Everything that is said to be fast, side by side with what else a user would take, in one run.
 
-Launches, cells of sessions, data and results, printed lines, growth with the number of ranks, training, and one day in
-a notebook; each way in a real kernel of its own. Medians, with ratios; of many printed lines and of the day one run
-each.
+Launches, cells of sessions, data and results, printed lines, growth with the number of ranks, training, the training
+toolkit, and one day in a notebook; each way in a real kernel of its own. Medians, with ratios; of many printed lines
+and of the day one run each.
 
 Usage: python -m tests.benchmarks [--only launch,data,...] [--rounds 11] [--quick] [--write] [--json FILE]
                                   [--plots FOLDER]
@@ -35,7 +35,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks import cells, data, gpu, nodes, plots, scale, scenario, sessions, streaming, training, two_nodes
+from tests.benchmarks import (
+    cells,
+    data,
+    gpu,
+    nodes,
+    plots,
+    scale,
+    scenario,
+    sessions,
+    streaming,
+    toolkit,
+    training,
+    two_nodes,
+)
 from tests.benchmarks.contenders import BASELINE, CONTENDERS, Contender
 from tests.benchmarks.patience import seconds_of, shown
 from tests.conftest import LONG
@@ -165,6 +178,11 @@ def _training(options: argparse.Namespace) -> Part:
     return {"training": figures.as_json()}, training.table(figures)
 
 
+def _toolkit(options: argparse.Namespace) -> Part:
+    figures = toolkit.measure(1, 1, 4) if options.quick else toolkit.measure(options.rounds, 50, 200)
+    return {"toolkit": figures.as_json()}, toolkit.table(figures)
+
+
 def _sessions(options: argparse.Namespace) -> Part:
     if options.quick:
         figures = sessions.measure(1, 1 << 20, 10)
@@ -197,6 +215,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], Part]] = {
     "day": _day,
     "lines": _lines,
     "training": _training,
+    "toolkit": _toolkit,
     "nodes": _nodes,
     "two_nodes": _two_nodes,
     "gpu": _gpu,

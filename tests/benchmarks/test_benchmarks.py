@@ -7,10 +7,11 @@ import math
 
 import pytest
 
-from tests.benchmarks import cells, data, gpu, nodes, scale, sessions
+from tests.benchmarks import cells, data, gpu, nodes, scale, sessions, toolkit
 from tests.benchmarks.__main__ import PARTS, README, _parts, chosen, measure, replaced, table
 from tests.benchmarks.contenders import CONTENDERS, Contender
 from tests.gpu import gpus
+from tests.processes.conftest import _libuv_met, _warm  # noqa: F401  # fixtures that pytest finds by name
 
 HANGS = Contender("hangs", "def launch(function, ranks):\n    time.sleep(600)\n")
 
@@ -62,6 +63,13 @@ def test_growth_with_simulated_agents_is_measured() -> None:
     rows = nodes.table(nodes.measure((1, 2), 1.0)).splitlines()
     assert rows[0] == "| the links alone: agents of 8 ranks | 1 | 2 | each more |"
     assert "| a whole launch: agents of 8 ranks | 1 | 2 | each more |" in rows
+
+
+def test_the_toolkit_is_measured_beside_accelerate() -> None:
+    found = toolkit.measure(1, 1, 4)
+    assert all(0 < seconds < math.inf for by_name in found.seconds.values() for (seconds,) in by_name.values())
+    rows = toolkit.table(found).splitlines()
+    assert [row.rpartition(" | ")[2] for row in rows if "accelerate.Accelerator" in row] == ["1.000 |"] * 4
 
 
 def captured_row(found: data.Captured) -> str:

@@ -17,6 +17,14 @@ from nblaunch.wire.link_messages import Boot
 from tests.conftest import MARK, eventually
 from tests.engines.machines import KnownMachine
 
+AGENT = """
+from nblaunch.engines import generations
+generations._PRELOAD += ("pytest",)  # each rank imports a test file
+generations._SOON = ()  # and has no optimizer
+from nblaunch.engines.agent import main
+main()
+"""
+
 
 class MachineStarter(CommandStarter):
     """A `node_engine.Starter` over these machines."""
@@ -37,7 +45,7 @@ class MachineStarter(CommandStarter):
         env = ["env", "-u", MARK, "TMPDIR=/tmp"]
         self.run(
             [
-                Command(n, machine.name, machine.inside(*env, sys.executable, "-m", "nblaunch.engines.agent"))
+                Command(n, machine.name, [*env, *machine.inside(sys.executable, "-c", AGENT)])
                 for n, machine in enumerate(self._machines)
             ],
             boot,

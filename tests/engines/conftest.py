@@ -67,15 +67,25 @@ def weak_cluster() -> Iterator[Cluster]:
     made.close()
 
 
-@pytest.fixture
-def alone(weak_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """The arguments that choose them, with agents of the test's own."""
+@pytest.fixture(scope="module")
+def weak_engine(weak_cluster: Cluster) -> Iterator[NodeEngine]:
+    """The machines of `weak_cluster` as an engine, whose agents stay as `held`'s do."""
     engine = NodeEngine(MachineStarter(weak_cluster.machines))
-    monkeypatch.setattr(current, "KINDS", (*current.KINDS, NODES[0]))
-    monkeypatch.setitem(current._held, NODES, engine)
-    yield {"engine": NODES[0], "num_nodes": NODES[1]}
+    engine.machines(print)
+    yield engine
     engine.stop()
     weak_cluster.settle()
+
+
+@pytest.fixture
+def alone(weak_engine: NodeEngine, weak_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The arguments that choose them. No rank is left there, and lost agents are started again for the next test."""
+    monkeypatch.setattr(current, "KINDS", (*current.KINDS, NODES[0]))
+    monkeypatch.setitem(current._held, NODES, weak_engine)
+    yield {"engine": NODES[0], "num_nodes": NODES[1]}
+    eventually(lambda: not any(machine.ranks() for machine in weak_cluster.machines), 30, weak_cluster.left)
+    if weak_engine.size:
+        weak_engine.machines(print)
 
 
 @pytest.fixture

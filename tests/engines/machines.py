@@ -103,6 +103,10 @@ class Machine(KnownMachine):
             if not state.startswith("Z"):
                 yield int(pid), name, command
 
+    def ranks(self) -> list[int]:
+        """Return the pids of the ranks here, and of their reapers, but not of spare ones."""
+        return [pid for pid, name, _ in self._listed() if name in ("nblaunch-rank", "nblaunch-reaper")]
+
     def kill(self, *pids: int) -> None:
         """SIGKILL."""
         self.run("kill", "-9", *map(str, pids))
@@ -141,9 +145,10 @@ class Cluster:
 
     def settle(self) -> None:
         """Wait until no machine has a Python process."""
-        eventually(lambda: not any(machine.python() for machine in self.machines), 30, self._left)
+        eventually(lambda: not any(machine.python() for machine in self.machines), 30, self.left)
 
-    def _left(self) -> str:
+    def left(self) -> str:
+        """Return the processes of each machine that has a Python process."""
         return "; ".join(f"{machine.name}: {machine.run('ps', '-ef')}" for machine in self.machines if machine.python())
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What happens if a machine, its cable or its agent goes away: each test has agents of its own."""
+"""What happens if a machine, its cable or its agent goes away. The last tests end the agents."""
 
 from __future__ import annotations
 
@@ -100,42 +100,6 @@ def test_a_cut_cable_is_a_lost_node_and_nothing_is_left_there(launch_alone: Laun
     finally:
         weak_cluster[1].restore()
     assert list(launch_alone(hosts)) == ["n1", "n2"]
-
-
-NOTEBOOK = """
-import sys, time
-import nblaunch
-from nblaunch.engines import current
-from nblaunch.engines.node_engine import NodeEngine
-from tests.engines.agents import MachineStarter
-from tests.engines.machines import KnownMachine
-
-machines = [KnownMachine(*words.split()) for words in sys.argv[1:]]
-current.KINDS = (*current.KINDS, "machines")
-current._held["machines", 2] = NodeEngine(MachineStarter(machines))
-
-def work():
-    print("begun", flush=True)
-    time.sleep(600)
-
-nblaunch.notebook_launcher(work, engine="machines", num_nodes=2, view="none")
-"""
-
-
-def test_a_killed_kernel_leaves_nothing_on_any_node(weak_cluster: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "notebook.py").write_text(NOTEBOOK)
-    known = [f"{machine.name} {machine.address} {machine.init}" for machine in weak_cluster.machines]
-    command = [sys.executable, str(tmp_path / "notebook.py"), *known]
-    kernel = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
-    try:
-        eventually(have_begun)
-        assert all(machine.python() for machine in weak_cluster.machines)
-    finally:
-        kernel.kill()
-        kernel.wait()
-    begin = time.monotonic()
-    weak_cluster.settle()
-    assert time.monotonic() - begin < 20
 
 
 def test_a_kernel_that_is_busy_loses_no_node(launch_alone: Launcher) -> None:
@@ -256,3 +220,43 @@ def test_a_release_ends_a_launch_that_runs(launch_alone: Launcher) -> None:
     current._held["machines", 2].stop()
     with pytest.raises(NodeLostError, match=r"^rank \d is lost with node n\d: its nodes were released"):
         running.result()
+
+
+NOTEBOOK = """
+import sys, time
+import nblaunch
+from nblaunch.engines import current
+from nblaunch.engines.node_engine import NodeEngine
+from tests.engines.agents import MachineStarter
+from tests.engines.machines import KnownMachine
+
+machines = [KnownMachine(*words.split()) for words in sys.argv[1:]]
+current.KINDS = (*current.KINDS, "machines")
+current._held["machines", 2] = NodeEngine(MachineStarter(machines))
+
+def work():
+    print("begun", flush=True)
+    time.sleep(600)
+
+nblaunch.notebook_launcher(work, engine="machines", num_nodes=2, view="none")
+"""
+
+
+def test_a_killed_kernel_leaves_nothing_on_any_node(
+    weak_engine: NodeEngine, weak_cluster: Cluster, tmp_path: Path
+) -> None:
+    weak_engine.stop()
+    weak_cluster.settle()
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    known = [f"{machine.name} {machine.address} {machine.init}" for machine in weak_cluster.machines]
+    command = [sys.executable, str(tmp_path / "notebook.py"), *known]
+    kernel = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    try:
+        eventually(have_begun)
+        assert all(machine.python() for machine in weak_cluster.machines)
+    finally:
+        kernel.kill()
+        kernel.wait()
+    begin = time.monotonic()
+    weak_cluster.settle()
+    assert time.monotonic() - begin < 20

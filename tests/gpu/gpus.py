@@ -22,7 +22,6 @@ PACKAGES = {
     "torch": "torch",
     "pytest": "pytest",
     "pytest_timeout": "pytest-timeout",
-    "hypothesis": "hypothesis",
     "ipykernel": "ipykernel",
     "jupyter_client": "jupyter-client",
     "cloudpickle": "cloudpickle",

@@ -15,6 +15,7 @@ import pytest
 from nblaunch import notebook_launcher
 from nblaunch.engines.generations import servers
 from nblaunch.engines.rendezvous import Rendezvous
+from tests.conftest import settled_server
 
 Launcher = Callable[..., Any]
 
@@ -24,6 +25,16 @@ def _libuv_met() -> None:
     """From its first loop on libuv keeps a pipe in this process, which is no leak of the test that comes first."""
     with Rendezvous(1):
         pass
+
+
+@pytest.fixture(scope="module")
+def imported_ahead(_marked: None) -> None:
+    """Wait for the fork server that has what an optimizer imports, for files whose ranks train.
+
+    It is built once no launch has started for a while, and that is never where one test follows another. Each rank
+    would import for itself what takes it a second.
+    """
+    settled_server()
 
 
 @pytest.fixture

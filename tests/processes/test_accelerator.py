@@ -20,6 +20,8 @@ from nblaunch import errors
 from nblaunch.training.accelerator.accelerator import Accelerator
 from tests.processes.conftest import Launcher
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 WORLD = 3
 
 

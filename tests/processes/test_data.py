@@ -17,6 +17,8 @@ from nblaunch.training.exchange import exchange
 from nblaunch.training.seeding import seed_everything
 from tests.processes.conftest import Launcher
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 DATA: Any = list(range(67))
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from nblaunch import Launch, LaunchResult, notebook_launcher
+from nblaunch.engines import generations as all_servers
 from nblaunch.engines.generations import servers
 from nblaunch.errors import RankDiedError, RankLostError
 from tests.conftest import LONG, conformance, eventually, settled_server
@@ -109,6 +110,12 @@ class Family:
 
     def living(self) -> list[str]:
         return [name for name, pid in self.pids().items() if alive(pid)]
+
+
+@pytest.fixture(autouse=True)
+def _no_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Import nothing ahead for them: nearly each test starts a fork server, and waits until none is being built."""
+    monkeypatch.setattr(all_servers, "_SOON", ())
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from nblaunch.training.data import ShardedLoader
 from tests.conftest import LONG
 from tests.torchrun import torchrun
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 
 @pytest.fixture
 def options(start_method: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from nblaunch.training.parallel.sharded_states import full_state, load_sharded_s
 from tests.processes.conftest import Launcher
 from tests.processes.test_parallelism import TIED_PLAN, Model, loss_of, sentences
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 SHARDED = Parallelism()
 LAYERS = Parallelism(tensor=2, plan=TIED_PLAN)
 BATCHES = 5
@@ -31,7 +33,7 @@ class Dropping(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.inner = Model(seed, tied=True)
+        self.inner = Model(seed, tied=True, layers=1)
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -295,7 +297,7 @@ class Raises:
 
 
 def trainer(how: Parallelism | None, ranks: int, callbacks: tuple[object, ...] = (), **config: Any) -> Trainer:
-    model = Model(0, tied=True)
+    model = Model(0, tied=True, layers=1)
     parts = ranks if how is None else ranks // how.tensor
     given = {"epochs": 2, "batch_size": 8 // parts, "log_every": 2, "clip": 1.0, "schedule": "cosine", **config}
     return Trainer(

@@ -47,10 +47,10 @@ def exit_late(held: str, file: str, rank: int) -> int:
     return os.getpid()
 
 
-@pytest.mark.parametrize(
-    "held", ["nothing", "a child", "an orphan", "a thread", "a port", "much memory", "much shared memory"]
-)
-@conformance("forkserver", "spawn", "fork")
+HELD = ("nothing", "a child", "an orphan", "a thread", "a port", "much memory", "much shared memory")
+
+
+@pytest.mark.parametrize("held", HELD)
 def test_a_launch_waits_only_for_exits_that_matter(held: str, launch: Launcher, tmp_path: Path) -> None:
     file = tmp_path / "exited"
     ranks = launch(exit_late, (held, str(file)))
@@ -58,3 +58,9 @@ def test_a_launch_waits_only_for_exits_that_matter(held: str, launch: Launcher, 
     assert waited == [held != "nothing"] * 2
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
     assert [Path(f"{file}{rank}").exists() for rank in range(2)] == waited  # the reaper has killed them
+
+
+@pytest.mark.parametrize("held", ["nothing", "an orphan"])
+@conformance("spawn", "fork")
+def test_other_start_methods_wait_for_the_same(held: str, launch: Launcher, tmp_path: Path) -> None:
+    test_a_launch_waits_only_for_exits_that_matter(held, launch, tmp_path)

@@ -16,6 +16,8 @@ from nblaunch.training import Accuracy, Mean, evaluate
 from nblaunch.training.data import ExactDistributedSampler, Prefetcher, shard
 from tests.processes.conftest import Launcher
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 TEST_SET = 10_000
 """As many as MNIST has. 3 does not divide it, so DistributedSampler would count more."""
 FEW = (0, 1, 2, 7)

@@ -21,6 +21,8 @@ from nblaunch.machine import timeouts
 from nblaunch.training import Accelerator, Parallelism, find_executable_batch_size, get_logger
 from tests.processes.conftest import Launcher
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 WORLD = 3
 
 

@@ -32,6 +32,8 @@ from nblaunch.training.parallel.sharded_models import is_sharded
 from nblaunch.training.parallel.sharded_states import full_state, load_sharded_state, save_sharded_state
 from tests.processes.conftest import Launcher
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 PLAN = {
     **{f"layers.*.{name}": "colwise" for name in ("query", "key", "value", "up")},
     **{f"layers.*.{name}": "rowwise" for name in ("out", "down")},
@@ -63,11 +65,13 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A small transformer that says the next of `ENCODINGS` tokens."""
 
-    def __init__(self, seed: int = 0, *, tied: bool = False, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, seed: int = 0, *, tied: bool = False, dtype: torch.dtype = torch.float64, layers: int = 2
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.tokens = nn.Embedding(ENCODINGS, 8)
-        self.layers: Any = nn.ModuleList([Block(8, 4), Block(8, 4)])
+        self.layers: Any = nn.ModuleList(Block(8, 4) for _ in range(layers))
         self.scale: Tensor
         self.head = nn.Linear(8, ENCODINGS, bias=False)
         if tied:
@@ -418,7 +422,7 @@ def _steps(net: Any, optimizer: Any, numbers: range, parts: int, part: int) -> N
 
 
 def _made(parallelism: Parallelism, seed: int) -> tuple[Any, Any]:
-    model = Model(seed, tied=True)
+    model = Model(seed, tied=True, layers=1)  # torch derives how each parameter is divided, in every rank
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     prepared = Accelerator(compute_setup="cpu", parallelism=parallelism).prepare(model, optimizer)
     return prepared[0], prepared[1]

@@ -27,6 +27,8 @@ from nblaunch.training import ExactDistributedSampler, TrainConfig, Trainer, sha
 from tests.processes.trained import points, trainer
 from tests.torchrun import torchrun
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from nblaunch import notebook_launcher
 from nblaunch.training import ExactDistributedSampler, TrainConfig, Trainer, shard
 from tests.processes.trained import fitted
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,8 @@ from tests.conftest import eventually
 from tests.processes.trained import Augmented
 from tests.torchrun import torchrun
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 SAMPLES, BATCH = 48, 2
 
 

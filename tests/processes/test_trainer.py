@@ -34,6 +34,8 @@ from tests.processes.trained import (
     without_dropout,
 )
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training import Accelerator, TrainConfig, Trainer
 from tests.processes.trained import assert_same, fitted, points, timeless, trainer, weights
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:

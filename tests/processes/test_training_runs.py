@@ -17,6 +17,8 @@ from nblaunch.training import TrainConfig, Trainer
 from nblaunch.training.states import checkpoint
 from tests.processes.trained import Breaks, assert_same, fitted, points, timeless, trainer, weights
 
+pytestmark = pytest.mark.usefixtures("imported_ahead")
+
 SIZES = pytest.mark.parametrize("nprocs", [1, 2, 3])
 
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("untimed", deadline=None)  # a test's time is the machine's
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture
