@@ -28,8 +28,8 @@ from nblaunch.ranks import environment, worker
 from nblaunch.wire.channel import Channel
 from nblaunch.wire.messages import Hello, Importing, LeftOut, Succeed
 
-_EXEMPT = frozenset({"sympy", "torch"})
-"""Packages of the first optimizer's imports whose exit functions ranks can do without: triton reports leaks."""
+_EXEMPT = frozenset({"nblaunch", "sympy", "torch"})
+"""Packages that every server imports, whose exit functions ranks can do without: triton, torch's, reports leaks."""
 
 
 def build(message: Succeed, channel: Channel, predecessor: Hello) -> Hello:

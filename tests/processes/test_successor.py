@@ -113,8 +113,8 @@ def test_the_first_optimizers_imports_are_preloaded_soon(own: Servers) -> None:
     assert own._warm is not first
     assert first is not None
     eventually(lambda: not first.alive())
-    there = [there for _, there in launched(reaper_and_modules, "torch", "torch._dynamo")]
-    assert there == [["torch", "torch._dynamo"]] * 2
+    names = ["torch", "torch._dynamo", "nblaunch.training"]
+    assert [there for _, there in launched(reaper_and_modules, *names)] == [names] * 2
 
 
 def test_its_imports_read_the_environment_of_the_launch(own: Servers) -> None:
