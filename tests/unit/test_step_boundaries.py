@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -66,3 +67,18 @@ def test_in_another_thread_nothing_is_deferred() -> None:
     thread.start()
     thread.join()
     assert during == [before]
+
+
+def test_a_forked_child_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step needs the workers of its DataLoader, which a terminal interrupts too."""
+    monkeypatch.setattr(timeouts, "STOP_STEP_S", 0.1)
+    with StepBoundaries("run"):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupt()
+                threading.Event().wait(0.5)
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0

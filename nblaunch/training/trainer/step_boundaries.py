@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -56,7 +57,7 @@ class StepBoundaries:
         self._first_asking = threading.Lock()
         self._asked_at = 0.0
         self._begun, self._longest = time.monotonic(), 0.0
-        self._main = threading.get_ident()
+        self._owner, self._main = os.getpid(), threading.get_ident()
         self._undo: Callable[[], object] | None = None
         self._store: Any = None
 
@@ -130,6 +131,8 @@ class StepBoundaries:
 
     def _on_interrupt(self, before: Callable[..., object], number: int, frame: FrameType | None) -> None:
         """Handle SIGINT in the notebook's own process."""
+        if os.getpid() != self._owner:
+            return  # a DataLoader's worker, which the last step may need
         is_second = self.is_asked and time.monotonic() - self._asked_at > timeouts.STOP_SIGNAL_INTERVAL_S
         self.ask()
         if not self.may_wait() or is_second:
