@@ -179,6 +179,7 @@ def _take_states(own: Mapping[Path, Any], stopped: Any) -> None:
         if isinstance(part, _Returned):
             returned[rank] = part.value
             _load_states(own, part.states)  # only rank 0 has any
+            part.states.clear()  # the notebook keeps the error, and its traceback the launch
 
 
 def _load_states(own: Mapping[Path, Any], states: Mapping[Path, Any]) -> None:

@@ -240,21 +240,22 @@ def extend_schedule(path: Path, scheduler: Any, optimizer: Optimizer, config: Tr
         )
 
 
-def what_is_next(latest: Path | None, trained: Any, config: TrainConfig) -> str:
+def what_is_next(latest: checkpoint.Loaded | None, trained: Any, config: TrainConfig) -> str:
     """Return what the next `fit` begins with after a stop.
 
     Args:
-        latest: The latest checkpoint.
+        latest: The checkpoint that the next `fit` continues; None if there is none, and with ``resume=False``.
         trained: The progress that the stopped ranks have returned; anything else if they could not.
         config: The settings.
     """
+    remedy = "a checkpoint_dir" if config.checkpoint_dir is None else "resume=True"
     if latest is not None:
-        return f"the next fit continues after step {checkpoint.step_of(latest)}, from {latest}"
+        return f"the next fit continues after step {latest.step}, from {latest.path}"
     if isinstance(trained, checkpoint.TrainingProgress):
         return (
             f"the model, the optimizer and history have what was trained, {trained.step} steps. The next fit begins a "
-            "new run with them; with a checkpoint_dir it would continue this one"
+            f"new run with them; with {remedy} it would continue this one"
         )
-    if config.checkpoint_dir is not None:
+    if config.checkpoint_dir is not None and config.resume:
         return "the ranks were stopped before their first checkpoint, and the next fit begins at step 0"
-    return "what was trained is lost; with a checkpoint_dir the next fit would continue this run"
+    return f"what was trained is lost; with {remedy} the next fit would continue this run"

@@ -186,10 +186,11 @@ class Trainer:
             try:
                 with kept_process_state(self.model, self.optimizer):
                     self._fit(train, valid)
-            except StoppedTogether:
-                raise KeyboardInterrupt from None
             except KeyboardInterrupt as error:
-                raise error.with_traceback(users_part(error.__traceback__)) from None
+                is_whole = isinstance(error, StoppedTogether)
+                stopped = KeyboardInterrupt() if is_whole else error.with_traceback(users_part(error.__traceback__))
+                add_note(stopped, self._what_is_next(self.progress))
+                raise stopped from None
         else:
             before, self.result = self._checkpoints(), None
             try:
@@ -214,7 +215,14 @@ class Trainer:
         elif isinstance(trained, checkpoint.TrainingProgress):
             self.progress = trained
         if isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
-            add_note(error, what_is_next(now[-1][0] if now else None, trained, self.config))
+            add_note(error, self._what_is_next(trained))
+
+    def _what_is_next(self, trained: Any) -> str:
+        """Return what the next `fit` begins with after a stop. Ranks that could not return it have no progress."""
+        found = [checkpoint.Loaded(path, checkpoint.step_of(path), True) for path, _ in self._checkpoints()]
+        latest = found[-1] if found and self.config.resume else None
+        is_loaded = self.loaded is not None and self.loaded.is_continued
+        return what_is_next(self.loaded if is_loaded else latest, trained, self.config)
 
     def _fit(self, train: Data, valid: Data | None) -> checkpoint.TrainingProgress:
         """Train in this process."""
