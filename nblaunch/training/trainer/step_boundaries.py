@@ -80,11 +80,11 @@ class StepBoundaries:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()  # first: no late signal
         if self._undo is not None:
             self._undo()
             if kind is not None and not self._has_ended_together:
                 self._post_that_it_left()
-        self._ended.set()
 
     # ------------------------------------------------------------------ in the loop
     def reach(self) -> None:
@@ -168,9 +168,9 @@ class StepBoundaries:
         store.set(keys[world().rank], str(own))
         self._store = store
         while not store.check(keys):
-            if time.monotonic() > self._asked_at + timeouts.STOP_AGREEMENT_S or self._has_lost_a_rank():
+            is_late = time.monotonic() > self._asked_at + timeouts.STOP_AGREEMENT_S
+            if self._ended.wait(timeouts.STOP_POLL_S) or is_late or self._has_lost_a_rank():
                 return None
-            self._ended.wait(timeouts.STOP_POLL_S)
         return max(int(store.get(key)) for key in keys)
 
     def _has_lost_a_rank(self) -> bool:
