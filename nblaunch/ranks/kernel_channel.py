@@ -95,8 +95,11 @@ class KernelChannel:
         return received
 
     def defer(self, deferral: Deferral | None) -> None:
-        """Set what decides when an interrupt of this task takes effect. None: at once, if it has not come yet."""
-        self._deferral = deferral
+        """Set what decides when an interrupt of this task takes effect.
+
+        None: at once. If it has come already, who deferred it raises KeyboardInterrupt, and a later SIGINT does not.
+        """
+        self._deferral, self._waits = deferral, False
 
     def send(self, message: object, *fds: int) -> None:
         """Send a message. An interrupt meanwhile takes effect right after it: a handler cannot send in its middle.
@@ -182,7 +185,9 @@ class KernelChannel:
 
     def _take_effect(self) -> None:
         """Raise KeyboardInterrupt, unless it may wait."""
-        deferral = self._deferral if os.getpid() == self.owner else None  # not in a child, such as a loader's worker
+        deferral = self._deferral
+        if deferral is not None and os.getpid() != self.owner:
+            return  # a forked child, such as a DataLoader worker, whose rank needs it until its own interrupt
         if deferral is not None:
             deferral.ask()
         self._waits = deferral is not None and deferral.may_wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -280,3 +281,35 @@ def raise_it(rank: int) -> None:
 def test_a_keyboard_interrupt_of_the_users_own_is_not_called_one() -> None:
     with pytest.raises(RankRaisedError, match=r"^rank 1 raised KeyboardInterrupt: enough$"):
         notebook_launcher(raise_it, num_processes=2)
+
+
+# ------------------------------------------------------------------ what is said of the next fit
+@SIZES
+def test_a_stop_without_resume_says_that_nothing_continues(tmp_path: Path, nprocs: int) -> None:
+    one = run((Marks(3, tmp_path / "mark"),), nprocs=nprocs, checkpoint_dir=tmp_path / "c", resume=False)
+    with interrupts(tmp_path / "mark"), pytest.raises(KeyboardInterrupt) as caught:
+        one.fit(points(150))
+    (note,) = caught.value.__notes__
+    assert note.endswith("The next fit begins a new run with them; with resume=True it would continue this one")
+
+
+@SIZES
+def test_a_stop_names_the_checkpoint_that_was_loaded(tmp_path: Path, nprocs: int) -> None:
+    """Without a folder the next fit begins there again."""
+    first = run(nprocs=nprocs, epochs=1, checkpoint_dir=tmp_path / "c")
+    first.fit(points(150))
+    path = (tmp_path / "c" / "step-5.pt").rename(tmp_path / "kept.pt")
+    one = run((Marks(7, tmp_path / "mark"),), nprocs=nprocs)
+    one.load(path)
+    with interrupts(tmp_path / "mark"), pytest.raises(KeyboardInterrupt) as caught:
+        one.fit(points(150))
+    assert caught.value.__notes__ == [f"the next fit continues after step 5, from {path}"]
+
+
+def test_the_error_of_a_stop_does_not_hold_the_states(tmp_path: Path) -> None:
+    one, mark = run((Marks(3, tmp_path / "mark"),)), tmp_path / "mark"
+    with interrupts(mark), pytest.raises(KeyboardInterrupt) as caught:
+        one.fit(points(150))
+    assert caught.value.results[0] is one.progress  # type: ignore[attr-defined]  # of a stopped launch
+    held = [part for part in gc.get_objects() if type(part).__name__ == "_Unfinished" and part.states]
+    assert not held

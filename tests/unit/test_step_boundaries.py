@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from nblaunch.machine import timeouts
+from nblaunch.training.topology import World
+from nblaunch.training.trainer import step_boundaries
 from nblaunch.training.trainer.step_boundaries import AgreedStop, StepBoundaries
 
 
@@ -55,6 +59,29 @@ def test_a_checkpoint_that_takes_long_is_not(monkeypatch: pytest.MonkeyPatch) ->
             boundaries.reach()
 
 
+class Unanswered:
+    """A store in which no other rank posts its step."""
+
+    def clone(self) -> Unanswered:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_the_thread_of_a_run_that_has_ended_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeouts, "STOP_AGREEMENT_S", 3600.0)
+    monkeypatch.setattr(step_boundaries, "world", lambda: World(0, 0, 2))
+    monkeypatch.setattr(step_boundaries, "has_group", lambda: True)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", Unanswered)
+    with StepBoundaries("run") as boundaries:
+        boundaries.ask()
+    assert boundaries._settled.wait(20.0)
+
+
 def test_in_another_thread_nothing_is_deferred() -> None:
     before, during = signal.getsignal(signal.SIGINT), []
 
@@ -66,3 +93,18 @@ def test_in_another_thread_nothing_is_deferred() -> None:
     thread.start()
     thread.join()
     assert during == [before]
+
+
+def test_a_forked_child_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step needs the workers of its DataLoader, which a terminal interrupts too."""
+    monkeypatch.setattr(timeouts, "STOP_STEP_S", 0.1)
+    with StepBoundaries("run"):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(KeyboardInterrupt):
+                interrupt()
+                threading.Event().wait(0.5)
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0

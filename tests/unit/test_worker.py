@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -94,6 +95,39 @@ def test_an_interrupt_that_may_wait_is_acknowledged_and_raised_once(kernel: tupl
         os.kill(os.getpid(), signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
     assert sent_to(channel) == []
+
+
+def test_an_interrupt_that_has_waited_is_not_raised_twice(kernel: tuple[Channel, Any]) -> None:
+    """An editor's SIGINT has ended the run, which raises KeyboardInterrupt itself, when the kernel's arrives."""
+    channel, link = kernel
+    channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
+    link.next_task(list)
+    link.armed = True
+    link.defer(Patience())
+    os.kill(os.getpid(), signal.SIGINT)
+    link.defer(None)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pytest.fail("it was raised again")
+    assert sent_to(channel) == [Interrupted(0, 1)]
+
+
+def test_a_forked_child_goes_on_while_the_interrupt_waits(kernel: tuple[Channel, Any]) -> None:
+    """A rank's last step needs the workers of its DataLoader."""
+    channel, link = kernel
+    channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
+    link.next_task(list)
+    link.armed = True
+    link.defer(Patience())
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            status = 0
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_next_task_does_not_defer_its_interrupt(kernel: tuple[Channel, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -56,7 +57,7 @@ class StepBoundaries:
         self._first_asking = threading.Lock()
         self._asked_at = 0.0
         self._begun, self._longest = time.monotonic(), 0.0
-        self._main = threading.get_ident()
+        self._owner, self._main = os.getpid(), threading.get_ident()
         self._undo: Callable[[], object] | None = None
         self._store: Any = None
 
@@ -79,11 +80,11 @@ class StepBoundaries:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()  # first: no late signal
         if self._undo is not None:
             self._undo()
             if kind is not None and not self._has_ended_together:
                 self._post_that_it_left()
-        self._ended.set()
 
     # ------------------------------------------------------------------ in the loop
     def reach(self) -> None:
@@ -130,6 +131,8 @@ class StepBoundaries:
 
     def _on_interrupt(self, before: Callable[..., object], number: int, frame: FrameType | None) -> None:
         """Handle SIGINT in the notebook's own process."""
+        if os.getpid() != self._owner:
+            return  # a DataLoader's worker, which the last step may need
         is_second = self.is_asked and time.monotonic() - self._asked_at > timeouts.STOP_SIGNAL_INTERVAL_S
         self.ask()
         if not self.may_wait() or is_second:
@@ -165,9 +168,9 @@ class StepBoundaries:
         store.set(keys[world().rank], str(own))
         self._store = store
         while not store.check(keys):
-            if time.monotonic() > self._asked_at + timeouts.STOP_AGREEMENT_S or self._has_lost_a_rank():
+            is_late = time.monotonic() > self._asked_at + timeouts.STOP_AGREEMENT_S
+            if self._ended.wait(timeouts.STOP_POLL_S) or is_late or self._has_lost_a_rank():
                 return None
-            self._ended.wait(timeouts.STOP_POLL_S)
         return max(int(store.get(key)) for key in keys)
 
     def _has_lost_a_rank(self) -> bool:
