@@ -55,7 +55,10 @@ class Metrics(Sequence[Report]):
 
     @property
     def last(self) -> dict[str, float]:
-        """The latest value of each metric: the mean over the ranks that have reported it, as the panel shows it."""
+        """The latest value of each metric: the mean over the ranks that have reported it, each at its own last step.
+
+        Where ranks end at different steps, the panel and `nblaunch.compare` show the mean of a step that most have.
+        """
         return self._reports.last
 
     def _in_words(self, lead: str) -> str:

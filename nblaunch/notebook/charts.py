@@ -355,7 +355,7 @@ def _axes(scale: _Scale, kind: Kind, *, is_flat: bool) -> list[str]:
 
 def _log_ticks(low: float, high: float) -> list[float]:
     """Return two to seven round numbers between these powers of 10."""
-    decades = range(math.floor(low), math.ceil(high) + 1)
+    decades = range(max(-307, math.floor(low)), math.ceil(high) + 1)  # 10.0**-324 is 0
     factors, every = ((1, 2, 5) if high - low < 2.2 else (1,)), math.ceil((high - low) / 6)
     ticks = [factor * 10.0**decade for decade in decades[::every] for factor in factors]
     return [tick for tick in ticks if low - 1e-9 <= math.log10(tick) <= high + 1e-9]

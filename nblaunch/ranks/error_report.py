@@ -117,16 +117,18 @@ def _gpu_memory(error: BaseException) -> GpuMemory | None:
 def _collective(error: BaseException) -> str:
     """Return the call that every rank had to make; empty if the error is not a collective's.
 
-    That is the toolkit's function which the user has called, else the one of torch.distributed. Decided by the frames:
-    the last one must be torch.distributed's. Where collectives run in C++ and leave no frame (DDP's in ``backward``,
-    those of divided tensors), the message must also look like a transport error.
+    That is the toolkit's function that the user's innermost frame calls, else the one of torch.distributed. Decided by
+    the frames: the last one must be torch.distributed's. Where collectives run in C++ and leave no frame (DDP's in
+    ``backward``, those of divided tensors), the message must also look like a transport error.
     """
     name = own = last = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         caller, last = last, frame.f_code.co_filename.replace("\\", "/")
         function = frame.f_code.co_name
-        if "torch/distributed/" in last and function not in ("wrapper", "inner") and not name:
-            name = function
+        if "torch/distributed/" in last:
+            name = name or (function if function not in ("wrapper", "inner") else "")
+        elif is_users(last):  # called back, as a Trainer's compute_loss is
+            own = name = ""
         elif last.startswith(_TOOLKIT) and not function.startswith("_") and is_users(caller):
             own = function
     if not isinstance(error, RuntimeError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -299,6 +300,37 @@ def resumed_by_workers(kind: Callable[..., Any]) -> dict[str, Any]:
     return resumed(kind, num_workers=1)
 
 
+def begun_again(kind: Callable[..., Any], **config: Any) -> dict[str, Any]:
+    """A pass that is left, and another one from the same batch on: its order is new, also after `load_state`."""
+    import tempfile
+
+    from accelerate import DataLoaderConfiguration
+
+    torch.manual_seed(2)
+    accelerator = kind(cpu=True, dataloader_config=DataLoaderConfiguration(**config), kwargs_handlers=unused())
+    given = torch.Generator().manual_seed(5) if config else None
+    _, loader = accelerator.prepare(Net(), DataLoader(Noisy(data_of(37)), 4, shuffle=True, generator=given))
+    rows = [x.tolist() for x, _ in islice(loader, 2)]
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(folder, 0)
+        accelerator.save_state(f"{folder[0]}/state")
+        accelerator.wait_for_everyone()
+        accelerator.load_state(f"{folder[0]}/state")
+        accelerator.wait_for_everyone()
+    for epoch in range(2):
+        if config:
+            loader.set_epoch(epoch)
+        rows += [x.tolist() for x, _ in accelerator.skip_first_batches(loader, 2)]
+    return {"rows": rows}
+
+
+def begun_again_by_seed(kind: Callable[..., Any]) -> dict[str, Any]:
+    """With a seedable sampler, and a generator from which torch's loader draws too."""
+    return begun_again(kind, use_seedable_sampler=True)
+
+
 def both(loop: Callable[..., Any], semantics: str | None) -> tuple[Any, Any]:
     import accelerate
     from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -320,6 +352,12 @@ def check_same(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert mine["rates"] == theirs["rates"]
     assert mine["results"] == theirs["results"]
     assert len(set(mine["losses"])) > 5
+
+
+@pytest.mark.parametrize("loop", [begun_again, begun_again_by_seed])
+def test_a_pass_begun_again_has_accelerates_order(launch: Launcher, loop: Callable[..., Any]) -> None:
+    for mine, theirs in [both(loop, "accelerate"), *launch(both, (loop, "accelerate"))]:
+        assert mine == theirs
 
 
 LOOPS = [plain, accumulating, late, split, mixed, augmented, resumed, resumed_seedable]

@@ -177,6 +177,17 @@ def test_values_that_hardly_differ_or_differ_enormously_are_drawn(values: tuple[
     assert len(labels(svg)) >= 3
 
 
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [((5e-324, 1.0), ("1e-307", "1e-37")), ((1.0, 9e299), ("1", "1e+250")), ((1e-300, 9e299), ("1e-300", "1e+200"))],
+)
+def test_a_loss_of_all_magnitudes_is_drawn(values: tuple[float, float], ends: tuple[str, str]) -> None:
+    svg = ET.fromstring(line_chart({0: [(0, values[0]), (1, values[1])]}, (), "loss", way="down"))
+    ticks = labels(svg)[: labels(svg).index("log scale")]
+    assert (ticks[0], ticks[-1]) == ends
+    assert 2 <= len(ticks) <= 7
+
+
 def test_a_chart_of_nothing_is_an_empty_one() -> None:
     assert strokes(chart({}), MEAN_COLOUR) == []
     assert [y for stroke in strokes(chart({0: [(0, NAN)]}), MEAN_COLOUR) for y in stroke] == []

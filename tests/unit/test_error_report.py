@@ -217,6 +217,8 @@ CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection 
         (RuntimeError(CLOSED), [CELL, DIVIDED, ("/site-packages/torch/_ops.py", "__call__")], "full_tensor"),
         (RuntimeError("shapes"), [CELL, DIVIDED, ("/site-packages/torch/_ops.py", "__call__")], ""),
         (RuntimeError("x"), [TYPED, (OURS, "gather"), (OURS, "_gather"), (COLLECTIVES, "all_gather")], "gather"),
+        (RuntimeError("x"), [TYPED, (OURS, "fit"), TYPED, (COLLECTIVES, "all_reduce")], "all_reduce"),
+        (RuntimeError("x"), [TYPED, (OURS, "fit"), TYPED, (OURS, "gather"), (COLLECTIVES, "all_gather")], "gather"),
         (RuntimeError("x"), [CELL, (OURS, "run"), (COLLECTIVES, "all_gather")], "all_gather"),
     ],
 )

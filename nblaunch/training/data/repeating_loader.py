@@ -73,9 +73,7 @@ class RepeatingLoader(ShardedLoader[T_co]):
             restore_states(self, resumed["began"])
         own.states = resumed or {"began": now}
         share_generators(kind for kind in self._rng_types if kind != "generator")
-        if self._initial_seed is not None and self._drawn_by is not None:
-            self._drawn_by.manual_seed(self._initial_seed + self.epoch)
-        elif self._drawn_by is not None:
+        if self._initial_seed is None and self._drawn_by is not None:
             self._drawn_by.set_state(broadcast(self._drawn_by.get_state(), 0, torch.device("cpu")))
         loads_here, shares = self.num_workers == 0, self._shares(self.place)
         if not resumed:  # skipped when torch reads the first index: it seeds the workers before
@@ -109,13 +107,17 @@ class RepeatingLoader(ShardedLoader[T_co]):
             self._states = current.states
 
     def _shares(self, place: World) -> Iterator[Share]:
+        if self._initial_seed is not None and self._drawn_by is not None:  # once torch has drawn from the generator
+            self._drawn_by.manual_seed(self._initial_seed + self.epoch)
         source = source_of(self)
         if source.is_own_part or not place.is_shared:
-            return source.shares(place)
+            yield from source.shares(place)
+            return
         rounds = _repeating(source.sampler, source.batch_size * place.size, drop_last=source.drop_last)
         size = source.batch_size
-        own = (chunk[place.rank * size :][:size] for chunk in rounds)
-        return (Share(part if source.yields == "samples" and source.takes_lists else part[0]) for part in own)
+        for chunk in rounds:
+            part = chunk[place.rank * size :][:size]
+            yield Share(part if source.yields == "samples" and source.takes_lists else part[0])
 
     # ------------------------------------------------------------------ the position
     def state_dict(self) -> dict[str, Any]:
@@ -129,6 +131,12 @@ class RepeatingLoader(ShardedLoader[T_co]):
         state, begin = self.state_dict(), self._progress.start
         order = {name: state["order"][name] for name in ("initial_seed", "generators")}
         return {**state, "batches": begin, "order": order | (self._resumed if begin else {})}
+
+    def begin_at(self, batches: int) -> None:
+        """Begin the next pass after this many batches; unless it is stateful, in a new order as in accelerate."""
+        if not self.is_stateful:
+            self.load_state_dict({"epoch": self.state_dict()["epoch"], "batches": 0, "seed": self.seed})
+        super().begin_at(batches)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a `state_dict`, see `ShardedLoader`."""
