@@ -9,6 +9,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,32 @@ def test_what_fails_on_one_rank_raises_on_all(folder: Path) -> None:
     assert "has prepared 1 optimizer" in second[7]
     assert first[7].startswith("ArgumentError: rank 1: ")
     assert sorted(os.listdir(folder)) == ["saved"]
+
+
+def test_damage_of_any_part_is_noticed_on_all_ranks(folder: Path) -> None:
+    """Each rank checks a part of the tensors."""
+
+    def check(rank: int, folder: Path) -> list[str]:
+        accelerator = Accelerator(compute_setup="cpu")
+        net = accelerator.unwrap_model(accelerator.prepare(Net()))
+        accelerator.save_state(folder / "state")
+        path = folder / "state" / "model.pt"
+        whole, said = path.read_bytes(), []
+        for tensor in net.parameters():
+            accelerator.wait_for_everyone()
+            damaged = bytearray(whole)
+            damaged[whole.index(tensor.detach().numpy().tobytes())] ^= 1
+            if rank == 0:
+                path.write_bytes(damaged)
+            accelerator.wait_for_everyone()
+            with pytest.raises(ArgumentError) as caught:
+                accelerator.load_state(folder / "state")
+            said.append(str(caught.value))
+        return said
+
+    for said in launched(partial(check, folder=folder), 2):
+        assert len(said) == 6
+        assert all("its file model.pt is damaged: its content differs" in each for each in said)
 
 
 def test_ranks_may_have_different_numbers_of_hooks(folder: Path) -> None:

@@ -280,7 +280,7 @@ class StateFiles(RankRoles):
         """
         self._prepared.check_any_left()
         manifest = Manifest.read(folder)
-        manifest.check_files(folder, content=world().rank == 0)
+        manifest.check_files(folder, world().rank, world().size)
         now = self._kinds()
         for kind, names in now.items():
             before = manifest.kinds[kind]
