@@ -65,7 +65,7 @@ class Rank:
             return "ended" if self.failed.collective or was_stopped else "failed"
         if self.member.exited is not None:
             if not self.has_failed and not self.is_absent:
-                return "returned"
+                return "ended" if self.done is not None and self.done.was_stopped else "returned"
             return "ended" if was_stopped else "failed"
         if was_stopped:
             return "stopping"

@@ -137,8 +137,11 @@ def named(metrics: Metric | Mapping[str, Metric] | None) -> dict[str, Metric]:
     """
     if metrics is None:
         return {"accuracy": Accuracy()}
+    offered: object = metrics
     if isinstance(metrics, Mapping):
         named = dict(metrics)
+    elif isinstance(offered, (list, tuple)):
+        raise ArgumentError(f"metrics={offered!r:.80}: give a dict, such as {{'accuracy': Accuracy()}}")
     else:
         named = {getattr(metrics, "name", type(metrics).__name__.lower()): metrics}
     for name, metric in named.items():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,37 @@ def test_a_rank_that_waits_for_a_slow_one_ends_with_it(tmp_path: Path) -> None:
     assert caught.value.__notes__ == [f"the next fit continues after step 4, from {path}"]
     one.fit(points(150))
     assert_same(one, whole)
+
+
+class Spoils(Marks):
+    """Replaces the folder of the checkpoints by a file."""
+
+    def __init__(self, step: int, mark: Path, folder: Path) -> None:
+        super().__init__(step, mark)
+        self.folder = folder
+
+    def on_step_end(self, trainer: Trainer, loss: Tensor) -> None:
+        if trainer.accelerator.is_main_process and trainer.step == self.step and self.is_first:
+            self.folder.rmdir()
+            self.folder.touch()
+        super().on_step_end(trainer, loss)
+
+
+@SIZES
+@pytest.mark.filterwarnings("always:no checkpoint")
+def test_where_no_checkpoint_can_be_written_the_weights_come_back(tmp_path: Path, nprocs: int) -> None:
+    folder, mark = tmp_path / "c", tmp_path / "mark"
+    one = run((Spoils(3, mark, folder),), nprocs=nprocs, checkpoint_dir=folder)
+    before = copy.deepcopy(one.model.state_dict())
+    warned = pytest.warns(UserWarning, match="no checkpoint of step 3 was written: .*File exists")
+    with warned if nprocs == 1 else nullcontext(), interrupts(mark), pytest.raises(KeyboardInterrupt) as caught:
+        one.fit(points(150))
+    said = (
+        "the model, the optimizer and history have what was trained, up to step 3. The next fit begins a new run with"
+    )
+    assert caught.value.__notes__ == [f"{said} them"]
+    assert one.step == 3
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in one.model.state_dict().items())
 
 
 class Slow(Marks):
@@ -239,7 +271,7 @@ def test_a_stop_says_that_nothing_would_continue(tmp_path: Path) -> None:
     with interrupts(mark, "stop"), pytest.raises(LaunchStoppedError, match=r"Trainer\.fit was stopped after") as caught:
         one.fit(points(150))
     (note,) = caught.value.__notes__
-    assert note.startswith(f"the model, the optimizer and history have what was trained, {one.step} steps. The next")
+    assert f"have what was trained, up to step {one.step}. The next fit begins a new run with them; with a ch" in note
 
 
 # ------------------------------------------------------------------ what does not end

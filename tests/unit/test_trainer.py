@@ -127,7 +127,7 @@ class Callback:
     ("wrong", "said"),
     [
         ({"metrics": {"a": Accuracy}}, r"metrics: 'a' is <class .*Accuracy'>: use Accuracy\(\)"),
-        ({"metrics": [Accuracy()]}, r"metrics: 'list' is \[<"),
+        ({"metrics": [Accuracy()]}, r"metrics=\[<"),
         ({"callbacks": [Misspelt()]}, r"callbacks: <.*Misspelt object .* has none of the methods on_fit_begin, on_ep"),
         ({"callbacks": [Callback]}, r"callbacks: Callback is a class: give an instance, Callback\(\)"),
         ({"callbacks": 3}, r"callbacks=3: give a list of objects"),
@@ -140,6 +140,32 @@ def test_a_callback_never_called_is_named_before_anything_starts(wrong: dict[str
         Trainer(model, optimizer, loss_fn=nn.functional.mse_loss, **wrong)
     with pytest.raises(ArgumentError, match=r"optimizer: it has none of the model's parameters"):
         Trainer(nn.Linear(1, 1), optimizer, loss_fn=nn.functional.mse_loss)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    first, second = (checkpoint.CheckpointFolder(tmp_path / "c", keep=1) for _ in range(2))
+    assert first.begin(resume=True) is None
+    with pytest.raises(ArgumentError, match=r"checkpoint_dir='.*/c': another run is writing its checkpoints there"):
+        second.begin(resume=True)
+    first.close()
+    second.begin(resume=True)
+    second.close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ArgumentError, match=r"checkpoint_dir='.*/file/c': no file can be written there"):
+        checkpoint.CheckpointFolder(tmp_path / "file" / "c", keep=1).begin(resume=True)
+
+
+def test_what_a_trainer_is_made_of_is_checked() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ArgumentError, match=r"model=3: give a torch\.nn\.Module"):
+        Trainer(3, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"optimizer=None: give a torch\.optim\.Optimizer"):
+        Trainer(model, None)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"metrics=\[.*\]: give a dict, such as"):
+        Trainer(model, optimizer, metrics=[Accuracy()])  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"fit\(\) .* 'val': did you mean 'valid'"):
+        Trainer(model, optimizer).fit(None, val=None)  # type: ignore[arg-type, call-arg]
 
 
 def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -297,6 +323,7 @@ def test_a_new_run_removes_the_checkpoints_of_the_last_one(tmp_path: Path) -> No
         folder.write({}, step)
     assert folder.begin(resume=False) is None
     folder.write({}, 6)
+    folder.close()
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-6.pt"]
 
 
@@ -312,10 +339,12 @@ def test_the_best_checkpoint_is_never_surplus(tmp_path: Path) -> None:
     assert checkpoint.read(folder.best) == {"step": 2}
     folder.write({"step": 4}, 4, is_latest=False, is_best=True)
     assert [path.name for path in checkpoint.find(tmp_path)] == ["step-3.pt"]
+    folder.close()
     again = checkpoint.CheckpointFolder(tmp_path, keep=1)
     assert again.begin(resume=True, until=2) is None
     again.begin(resume=False)
     again.write({"step": 1}, 1)
+    again.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step-1.pt"]
 
 
@@ -340,7 +369,9 @@ def test_figures_of_any_kind_of_number_can_be_read_again(tmp_path: Path) -> None
 def test_files_of_a_killed_write_are_removed(tmp_path: Path) -> None:
     for name in (".step-9.pt.123", "step-9.pt", ".hidden"):
         (tmp_path / name).touch()
-    assert checkpoint.CheckpointFolder(tmp_path, keep=2).begin(resume=True) == tmp_path / "step-9.pt"
+    folder = checkpoint.CheckpointFolder(tmp_path, keep=2)
+    assert folder.begin(resume=True) == tmp_path / "step-9.pt"
+    folder.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "step-9.pt"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import math
 import os
@@ -10,6 +11,7 @@ import random
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,7 +247,7 @@ class CheckpointFolder:
     """The checkpoints of one training run: the latest ones, and the best.
 
     Args:
-        path: The folder; made with the first checkpoint.
+        path: The folder; made when a run begins.
         keep: Number of latest checkpoints to keep.
     """
 
@@ -254,6 +256,8 @@ class CheckpointFolder:
         self.own: list[Path] = []
         """The latest checkpoints of this run, the last one last."""
         self._replaces_best = False
+        self._claim: int | None = None
+        """A descriptor of the folder, which is locked while a run writes there."""
 
     @property
     def best(self) -> Path:
@@ -263,18 +267,50 @@ class CheckpointFolder:
     def begin(self, resume: bool, until: float = math.inf) -> Path | None:
         """Return the checkpoint to resume from, if any; then the existing checkpoints are this run's own.
 
-        Removes temporary files of writes that were killed.
+        Makes the folder, claims it until `close`, and removes temporary files of writes that were killed.
 
         Args:
             resume: Whether to resume; if not, the first write removes all existing checkpoints.
             until: The last step whose checkpoint counts: later ones are another run's.
+
+        Raises:
+            ArgumentError: The folder cannot be written to, or another run writes there.
         """
+        self.close()
+        self._claim_folder()
         for pattern in (".step-*.pt.*", ".best.pt.*"):
             for scratch in self.path.glob(pattern):
                 scratch.unlink()
         self.own = [path for path in find(self.path) if step_of(path) <= until] if resume else []
         self._replaces_best = not resume
         return self.own[-1] if self.own else None
+
+    def _claim_folder(self) -> None:
+        name = f"checkpoint_dir={str(self.path)!r}"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                pass
+            self._claim = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise ArgumentError(f"{name}: no file can be written there ({error}). Give another folder") from error
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ArgumentError(
+                f"{name}: another run is writing its checkpoints there: wait for its end, or give another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+
+    def close(self) -> None:
+        """Let other runs write to the folder."""
+        if self._claim is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._claim, fcntl.LOCK_UN)  # loaders' workers have the descriptor, too
+            os.close(self._claim)
+            self._claim = None
 
     def write(self, state: Mapping[str, Any], step: int, *, is_latest: bool = True, is_best: bool = False) -> None:
         """Write a checkpoint; then remove surplus ones and those of other runs.

@@ -81,17 +81,26 @@ class RunCheckpoints:
         self.is_best = False
         self.written = (0, "")
 
-    def write(self, is_latest: bool) -> bool:
+    def close(self) -> None:
+        """Let other runs write to the folder."""
+        if self.folder is not None:
+            self.folder.close()
+
+    def write(self, is_latest: bool, *, may_fail: bool = False) -> bool:
         """Save on the main process what every rank needs to resume here. All ranks call it.
 
+        Args:
+            is_latest: Whether it is the latest checkpoint, or only the best one.
+            may_fail: Whether a file that cannot be written is a warning.
+
         Returns:
-            Whether there was anything to write.
+            Whether it was written.
         """
         accelerator, progress = self.trainer.accelerator, self.trainer.progress
         is_best, self.is_best = self.is_best and self.trainer.config.keeps_best, False
         if self.folder is None or not (is_latest or is_best):
             return False
-        loader, loss = self.loader.state_dict(), self.mean_loss.state_dict()
+        failure, loader, loss = "", self.loader.state_dict(), self.mean_loss.state_dict()
         ranks = exchange({"random": checkpoint.random_states(), "loader": loader, "loss": loss})
         if has_sharded_parameters(self.trainer.model):
             parts = {name: gathered(part.state_dict()) for name, part in self.parts().items()}  # a collective
@@ -105,8 +114,15 @@ class RunCheckpoints:
                 "ranks": ranks,
                 "gradient_order": gradient_order.order_of(self.trainer.model),
             }
-            self.folder.write(state, progress.step, is_latest=is_latest, is_best=is_best)
-        accelerator.wait_for_everyone()
+            try:
+                self.folder.write(state, progress.step, is_latest=is_latest, is_best=is_best)
+            except OSError as error:
+                if not may_fail:
+                    raise
+                failure = str(error)
+                warn(f"no checkpoint of step {progress.step} was written: {failure}", each_time=True)
+        if exchange(failure)[0]:
+            return False
         if is_latest:
             self.trainer.loaded = None  # after an interrupt the next run continues this checkpoint
             self.written = progress.step, progress.due
@@ -249,13 +265,15 @@ def what_is_next(latest: checkpoint.Loaded | None, trained: Any, config: TrainCo
         config: The settings.
     """
     remedy = "a checkpoint_dir" if config.checkpoint_dir is None else "resume=True"
+    has_both = config.checkpoint_dir is not None and config.resume
     if latest is not None:
         return f"the next fit continues after step {latest.step}, from {latest.path}"
     if isinstance(trained, checkpoint.TrainingProgress):
+        would = "" if has_both else f"; with {remedy} it would continue this one"
         return (
-            f"the model, the optimizer and history have what was trained, {trained.step} steps. The next fit begins a "
-            f"new run with them; with {remedy} it would continue this one"
+            f"the model, the optimizer and history have what was trained, up to step {trained.step}. The next fit "
+            f"begins a new run with them{would}"
         )
-    if config.checkpoint_dir is not None and config.resume:
+    if has_both:
         return "the ranks were stopped before their first checkpoint, and the next fit begins at step 0"
     return f"what was trained is lost; with {remedy} the next fit would continue this run"

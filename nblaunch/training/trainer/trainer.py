@@ -75,6 +75,10 @@ class Trainer:
             raise ArgumentError(f"config={config!r}: use a TrainConfig")
         if loss_fn is not None and not callable(loss_fn):
             raise ArgumentError(f"loss_fn={loss_fn!r:.80}: give a function (output, target) -> loss")
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"model={model!r:.80}: give a torch.nn.Module")
+        if not isinstance(optimizer, Optimizer):
+            raise ArgumentError(f"optimizer={optimizer!r:.80}: give a torch.optim.Optimizer of the model's parameters")
         own = {id(parameter) for parameter in model.parameters()}
         if not any(id(parameter) in own for parameter in parameters_of(optimizer)):
             raise ArgumentError("optimizer: it has none of the model's parameters: make it of model.parameters()")
@@ -151,6 +155,7 @@ class Trainer:
         return model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
 
     # ------------------------------------------------------------------ training
+    @named_arguments
     def fit(self, train: Data, valid: Data | None = None) -> tuple[nn.Module, Optimizer]:
         """Train, and return the model and the optimizer, which hold the trained states; `history` has the results.
 
@@ -214,7 +219,7 @@ class Trainer:
             self.progress, self.loaded = checkpoint.read_progress(now[-1][0]), None
         elif isinstance(trained, checkpoint.TrainingProgress):
             self.progress = trained
-        if isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
+        if now != before or isinstance(error, (KeyboardInterrupt, LaunchStoppedError, LaunchTimeoutError)):
             add_note(error, self._what_is_next(trained))
 
     def _what_is_next(self, trained: Any) -> str:
@@ -359,7 +364,8 @@ class Trainer:
         folder = self.checkpoint_folder()
         if folder is None or not folder.best.exists():
             if folder is not None and self.config.keeps_best and self.validations:
-                raise ArgumentError("no validation has had a number as the monitored result, so none is the best")
+                never = "no validation has had a number as the monitored result, so none is the best"
+                raise ArgumentError(f"{folder.best} is no longer there" if self.progress.best_step else never)
             where = "checkpoint_dir=None" if folder is None else f"checkpoint_dir={str(folder.path)!r}"
             raise ArgumentError(
                 f"{where}: no best checkpoint was kept: give TrainConfig a checkpoint_dir, and monitor, early_stop or "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from nblaunch.errors import ArgumentError
+from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.data.index_source import length_of
 from nblaunch.training.distribute import StoppedTogether
 from nblaunch.training.exchange import exchange
@@ -74,7 +74,11 @@ class TrainingRun:
         self._steps = config.count_steps(length_of(self.loader))
         self.progress.schedule_end = self._steps or 0
         self._make_scheduler()
-        self._resume()
+        try:
+            self._resume()
+        except BaseException:
+            self._checkpoints.close()
+            raise
         self._display = FitDisplay(self._steps, self.progress.step)
         self._display.report_again(self.progress.history, self.progress.validations)
         if self.progress.best_step:
@@ -90,7 +94,7 @@ class TrainingRun:
         """
         trainer = self.trainer
         trainer.callbacks.call("on_fit_begin", trainer)
-        with closing(self._display), self._boundaries:
+        with closing(self._checkpoints), closing(self._display), self._boundaries:
             try:
                 self._end_what_is_due()
                 while not self._is_done():
@@ -107,6 +111,8 @@ class TrainingRun:
                 raise
         if self.config.restore_best and self.progress.best_step:
             trainer.restore_best()
+        elif self.config.restore_best and self.accelerator.is_main_process:
+            warn(f"restore_best=True: {self._monitor} was never a number, so the weights are those of the last step")
         trainer.callbacks.call("on_fit_end", trainer)
         if self._boundaries.is_asked:  # too late to end anything
             raise StoppedTogether(self.progress)
@@ -312,10 +318,10 @@ class TrainingRun:
         self._display.mark_best(self._monitor, progress.best_step, value)
 
     # ------------------------------------------------------------------ checkpoints
-    def _write_checkpoint(self, is_latest: bool = True) -> None:
+    def _write_checkpoint(self, is_latest: bool = True, *, may_fail: bool = False) -> None:
         """Save what every rank needs to resume here. All ranks call it."""
         self._boundaries.is_saving = True
-        if self._checkpoints.write(is_latest):
+        if self._checkpoints.write(is_latest, may_fail=may_fail):
             self._restart_clock()
         self._boundaries.is_saving = False
 
@@ -327,7 +333,7 @@ class TrainingRun:
             if self._unreported is not None:
                 self._report(self._unreported)
             progress.seconds = time.monotonic() - self._epoch_begin
-            self._write_checkpoint()
+            self._write_checkpoint(may_fail=True)  # what was trained comes back all the same
 
     def _resume(self) -> None:
         """Resume from the checkpoint that was loaded, else from the latest one if the config says so."""
