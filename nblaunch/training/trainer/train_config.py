@@ -72,7 +72,7 @@ class TrainConfig:
             ``"stretch"``: the learning rate jumps to that of a run that had all `epochs` from the start.
             ``"restart"``: the schedule begins again, with its warm-up, over the remaining steps. Default: as
             ``"stretch"``, with a warning that names both learning rates.
-        checkpoint_dir: Folder for checkpoints. Default: none are written.
+        checkpoint_dir: Folder for the checkpoints of one run at a time. Default: none are written.
         checkpoint_every: Optimizer steps between checkpoints, besides those after each epoch and at a stop.
         keep: Number of latest checkpoints to keep; the best one is kept besides.
         resume: True: resume from the latest checkpoint in the folder, also with another number of ranks if all of them
