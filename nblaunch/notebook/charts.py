@@ -29,7 +29,7 @@ COLOURS = ("#2f6fe4", "#d9730d", "#16913f", "#b030c8", "#0b8fa5", "#d6336c", "#7
 MEAN_COLOUR = "#7b7b7b"
 """The mean over the ranks: neutral, because each hue is a rank's."""
 LOG_RATIO = 50
-"""A loss whose highest value is so many times its lowest one is drawn on a logarithmic scale, as in `chart.js`."""
+"""From this ratio of its highest to its lowest value on, a loss has a logarithmic scale; `chart.js` has the same."""
 
 _FORBIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML or UTF-8 cannot hold, and invisible control characters."""

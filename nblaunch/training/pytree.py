@@ -20,6 +20,11 @@ def batch_size_of(*trees: Any) -> int | None:
     return next((len(tensor) for tree in trees for tensor in tensors_in(tree) if tensor.dim()), None)
 
 
+def parameters_of(optimizer: Any) -> list[Any]:
+    """Return the parameters that an optimizer, prepared or not, steps."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def to_device(
     batch: Any, device: torch.device | str | None, dtype: torch.dtype | None = None, non_blocking: bool = False
 ) -> Any:

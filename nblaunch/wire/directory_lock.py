@@ -42,5 +42,7 @@ def acquire(directory: Path) -> int | None:
 
 def release(fd: int) -> None:
     """Release the lock and close its descriptor."""
-    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked process may hold a copy, and with it the lock
-    os.close(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked process may hold a copy, and with it the lock
+    finally:
+        os.close(fd)

@@ -23,7 +23,7 @@ from nblaunch.errors import LaunchStoppedError, RankRaisedError
 from nblaunch.launch.handle import live_launches
 from nblaunch.training import Parallelism, Trainer
 from tests.conftest import eventually
-from tests.processes.trained import assert_same, points, timeless, trainer
+from tests.processes.trained import assert_same, assert_same_run, points, timeless, trainer
 
 SIZES = pytest.mark.parametrize("nprocs", [1, 2])
 STEPS = 15
@@ -171,12 +171,7 @@ def test_a_run_stopped_in_validation_validates_again(tmp_path: Path, nprocs: int
     assert one.validations == []
     again = run(checkpoint_dir=tmp_path / "c", **settings)
     again.fit(points(60), points(60))
-    assert_same(again, whole)
-    assert timeless(again.history) == timeless(whole.history)
-    assert again.validations == whole.validations
-    assert again.best is not None
-    assert whole.best is not None
-    assert again.best[:3] == whole.best[:3]
+    assert_same_run(again, whole)
 
 
 def test_a_run_stopped_in_its_last_validation_ends_with_it(tmp_path: Path) -> None:

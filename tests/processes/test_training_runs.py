@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from nblaunch.errors import ArgumentError
 from nblaunch.training import TrainConfig, Trainer
 from nblaunch.training.states import checkpoint
-from tests.processes.trained import Breaks, assert_same, fitted, points, timeless, trainer, weights
+from tests.processes.trained import Breaks, assert_same, assert_same_run, fitted, points, timeless, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("imported_ahead")
 
@@ -131,12 +131,7 @@ def test_a_run_broken_between_validations_resumes(tmp_path: Path, nprocs: int, w
         run((breaks,), checkpoint_dir=tmp_path / "broken", **settings).fit(Augmented(), points(50))
     again = run((breaks,), checkpoint_dir=tmp_path / "broken", **settings)
     again.fit(Augmented(), points(50))
-    assert_same(again, whole)
-    assert timeless(again.history) == timeless(whole.history)
-    assert again.validations == whole.validations
-    assert again.best is not None
-    assert whole.best is not None
-    assert again.best[:3] == whole.best[:3]
+    assert_same_run(again, whole)
     again.restore_best()
     whole.restore_best()
     assert_same(again, whole)

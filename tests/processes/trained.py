@@ -113,3 +113,13 @@ def assert_same(one: Trainer, other: Trainer) -> None:
     assert mine.keys() == theirs.keys()
     for index, state in mine.items():
         assert all(torch.equal(value, theirs[index][name]) for name, value in state.items())
+
+
+def assert_same_run(one: Trainer, other: Trainer) -> None:
+    """All that validated runs leave: states, rows of history, validations and the best step."""
+    assert_same(one, other)
+    assert timeless(one.history) == timeless(other.history)
+    assert one.validations == other.validations
+    assert one.best is not None
+    assert other.best is not None
+    assert one.best[:3] == other.best[:3]

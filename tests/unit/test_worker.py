@@ -79,13 +79,19 @@ class Patience:
         return not self.is_over
 
 
-def test_an_interrupt_that_may_wait_is_acknowledged_and_raised_once(kernel: tuple[Channel, Any]) -> None:
-    channel, link = kernel
+def deferring(channel: Channel, link: Any) -> Patience:
+    """Begin a task whose interrupt may wait."""
     patience = Patience()
     channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
     link.next_task(list)
     link.armed = True
     link.defer(patience)
+    return patience
+
+
+def test_an_interrupt_that_may_wait_is_acknowledged_and_raised_once(kernel: tuple[Channel, Any]) -> None:
+    channel, link = kernel
+    patience = deferring(channel, link)
     os.kill(os.getpid(), signal.SIGINT)
     assert patience.asked
     assert sent_to(channel) == [Interrupted(0, 1)]
@@ -100,10 +106,7 @@ def test_an_interrupt_that_may_wait_is_acknowledged_and_raised_once(kernel: tupl
 def test_an_interrupt_that_has_waited_is_not_raised_twice(kernel: tuple[Channel, Any]) -> None:
     """An editor's SIGINT has ended the run, which raises KeyboardInterrupt itself, when the kernel's arrives."""
     channel, link = kernel
-    channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
-    link.next_task(list)
-    link.armed = True
-    link.defer(Patience())
+    deferring(channel, link)
     os.kill(os.getpid(), signal.SIGINT)
     link.defer(None)
     try:
@@ -116,10 +119,7 @@ def test_an_interrupt_that_has_waited_is_not_raised_twice(kernel: tuple[Channel,
 def test_a_forked_child_goes_on_while_the_interrupt_waits(kernel: tuple[Channel, Any]) -> None:
     """A rank's last step needs the workers of its DataLoader."""
     channel, link = kernel
-    channel.send(Task(1, World("127.0.0.1", 1, "gloo", "cpu", 1)))
-    link.next_task(list)
-    link.armed = True
-    link.defer(Patience())
+    deferring(channel, link)
     child = os.fork()
     if child == 0:
         status = 1

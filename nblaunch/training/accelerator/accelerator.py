@@ -25,7 +25,7 @@ from nblaunch.training.accelerator.rank_collectives import RankCollectives
 from nblaunch.training.accelerator.trackers import Trackers
 from nblaunch.training.distribute import distributed
 from nblaunch.training.parallel.sharded_models import clip_grad_norm, is_sharded
-from nblaunch.training.pytree import tree_leaves
+from nblaunch.training.pytree import parameters_of, tree_leaves
 from nblaunch.training.states import checkpoint
 from nblaunch.training.states.state_files import StateFiles
 
@@ -251,7 +251,7 @@ class Accelerator(StateFiles, Trackers, RankCollectives):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale the gradients of float16, of some prepared optimizers (default: of all), once per step."""
         given = [] if optimizer is None else optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        chosen = [parameter for own in given for group in own.param_groups for parameter in group["params"]]
+        chosen = [parameter for own in given for parameter in parameters_of(own)]
         self._gradients.unscale(None if optimizer is None else chosen)
 
     @staticmethod

@@ -18,6 +18,7 @@ from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.accelerator.plugin_settings import AccumulationSettings, Semantics
 from nblaunch.training.collectives import share_generators
 from nblaunch.training.parallel.sharded_models import no_gradient_sync
+from nblaunch.training.pytree import parameters_of
 from nblaunch.training.topology import data_world, world
 
 
@@ -256,8 +257,7 @@ class GradientState:
         for optimizer in (reference() for reference in self._optimizers):
             if optimizer is None or id(optimizer) in self._unscaled:
                 continue
-            own = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            if wanted is None or not wanted.isdisjoint(own):
+            if wanted is None or not wanted.isdisjoint(map(id, parameters_of(optimizer))):
                 self._scaler.unscale_(optimizer)
                 self._unscaled.add(id(optimizer))
 

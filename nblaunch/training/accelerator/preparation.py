@@ -34,7 +34,7 @@ from nblaunch.training.parallel.sharded_models import (
     shard_model,
 )
 from nblaunch.training.precision import cast_forward
-from nblaunch.training.pytree import dtype_for, to_device, tree_leaves, tree_map
+from nblaunch.training.pytree import dtype_for, parameters_of, to_device, tree_leaves, tree_map
 from nblaunch.training.states import gradient_order
 from nblaunch.training.topology import data_world, world
 
@@ -179,7 +179,7 @@ class Preparation:
                 return optimizer
             optimizer = optimizer.inner  # of another Accelerator, or of another process
         rebind(optimizer)
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = parameters_of(optimizer)
         whole = [parameter for parameter in own if not is_sharded(parameter)]
         if self._divides and len(whole) > (0 if self._shards_all else len(own) - 1):
             raise ArgumentError(

@@ -19,7 +19,7 @@ from nblaunch.training.accelerator.gradient_accumulation import SteppedOptimizer
 from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.exchange import exchange
 from nblaunch.training.parallel.sharded_models import has_sharded_parameters, is_sharded, part_like
-from nblaunch.training.pytree import to_device, tree_leaves, tree_map
+from nblaunch.training.pytree import parameters_of, to_device, tree_leaves, tree_map
 from nblaunch.training.topology import ensure_group, has_group, world
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -76,8 +76,7 @@ def parts_of(part: Any, state: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(part, nn.Module) and has_sharded_parameters(part):
         own = part.state_dict()
         return {name: part_like(value, own.get(name)) for name, value in state.items()}
-    groups = part.param_groups if isinstance(part, (Optimizer, SteppedOptimizer)) else []
-    parameters = [parameter for group in groups for parameter in group["params"]]
+    parameters = parameters_of(part) if isinstance(part, (Optimizer, SteppedOptimizer)) else []
     if not any(map(is_sharded, parameters)):
         return state
     numbers = [number for group in state["param_groups"] for number in group["params"]]

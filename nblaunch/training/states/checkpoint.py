@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.seeding import derived_seed, seed_generators
+from nblaunch.wire import directory_lock
 
 _NAME = re.compile(r"step-(\d+)\.pt")
 
@@ -291,26 +292,25 @@ class CheckpointFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass
-            self._claim = os.open(self.path, os.O_RDONLY)
+            claim = os.open(self.path, os.O_RDONLY)  # a lock file, as `directory_lock.acquire` has, would stay
         except OSError as error:
             raise ArgumentError(f"{name}: no file can be written there ({error}). Give another folder") from error
         try:
-            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ArgumentError(
-                f"{name}: another run is writing its checkpoints there: wait for its end, or give another folder"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+            fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._claim = claim
+        except OSError as error:
+            os.close(claim)
+            if isinstance(error, BlockingIOError):  # others: a file system without locks
+                raise ArgumentError(
+                    f"{name}: another run is writing its checkpoints there: wait for its end, or give another folder"
+                ) from None
 
     def close(self) -> None:
         """Let other runs write to the folder."""
-        if self._claim is not None:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._claim, fcntl.LOCK_UN)  # loaders' workers have the descriptor, too
-            os.close(self._claim)
-            self._claim = None
+        claim, self._claim = self._claim, None
+        if claim is not None:
+            with contextlib.suppress(OSError):  # best effort: must never hide the end of training
+                directory_lock.release(claim)
 
     def write(self, state: Mapping[str, Any], step: int, *, is_latest: bool = True, is_best: bool = False) -> None:
         """Write a checkpoint; then remove surplus ones and those of other runs.

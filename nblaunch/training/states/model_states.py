@@ -22,7 +22,7 @@ from nblaunch.errors import ArgumentError
 from nblaunch.training.accelerator.preparation import unwrapped
 from nblaunch.training.parallel.sharded_models import has_sharded_parameters, is_sharded
 from nblaunch.training.parallel.sharded_states import ReadState, check_weights, full_state
-from nblaunch.training.pytree import tree_map
+from nblaunch.training.pytree import parameters_of, tree_map
 from nblaunch.training.states import checkpoint
 from nblaunch.training.topology import world
 
@@ -86,7 +86,7 @@ def read_optimizer(optimizer: Optimizer, folder: Path, number: int, options: Map
         ArgumentError: They do not.
     """
     path = path_of(folder, "optimizer", number)
-    is_divided = any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    is_divided = any(map(is_sharded, parameters_of(optimizer)))
     state: State = read_file(path, {"mmap": is_divided, **options})
     before = [len(group["params"]) for group in state["param_groups"]]
     now = [len(group["params"]) for group in optimizer.param_groups]

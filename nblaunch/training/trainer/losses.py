@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.accelerator.accelerator import Accelerator
-from nblaunch.training.pytree import batch_size_of
+from nblaunch.training.pytree import batch_size_of, parameters_of
 from nblaunch.training.topology import data_world
 
 
@@ -60,7 +60,7 @@ class SampleWeights:
         expected, seen = self._first * self._accelerator._gradients.divisor, self._seen
         self._seen = 0
         if self._is_exact and expected != seen:
-            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            for parameter in parameters_of(optimizer):
                 if parameter.grad is not None:
                     parameter.grad.mul_(expected / seen)
 

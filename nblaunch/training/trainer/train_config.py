@@ -206,7 +206,7 @@ class TrainConfig:
         return self.checkpoint_dir is not None and bool(self.monitor or self.early_stop or self.restore_best)
 
     def count_steps(self, batches: int | None) -> int | None:
-        """Return the optimizer steps of a run whose epochs have so many batches; None if they are unknown."""
+        """Return the optimizer steps of a run with this number of batches per epoch; None if they are unknown."""
         ends = [] if self.max_steps is None else [self.max_steps]
         if batches is not None and self.epochs is not None:
             ends.append(math.ceil(batches / self.accumulation) * self.epochs)

@@ -19,6 +19,7 @@ from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Metric
 from nblaunch.training.parallel.sharded_models import has_sharded_parameters
 from nblaunch.training.parallel.sharded_states import load_full_state
+from nblaunch.training.pytree import parameters_of
 from nblaunch.training.states import checkpoint
 from nblaunch.training.trainer.callbacks import Callbacks
 from nblaunch.training.trainer.losses import loss_parts, mean_squared_error
@@ -27,7 +28,7 @@ from nblaunch.training.trainer.prediction import Part, in_order, inputs_of, pred
 from nblaunch.training.trainer.run_checkpoints import Best, Results, what_is_next
 from nblaunch.training.trainer.train_config import TrainConfig
 from nblaunch.training.trainer.trainer_data import Data, check_order, check_training_data, loader_of
-from nblaunch.training.trainer.training_run import TrainingRun, parameters_of
+from nblaunch.training.trainer.training_run import TrainingRun
 
 if TYPE_CHECKING:
     from nblaunch import LaunchResult
@@ -79,8 +80,7 @@ class Trainer:
             raise ArgumentError(f"model={model!r:.80}: give a torch.nn.Module")
         if not isinstance(optimizer, Optimizer):
             raise ArgumentError(f"optimizer={optimizer!r:.80}: give a torch.optim.Optimizer of the model's parameters")
-        own = {id(parameter) for parameter in model.parameters()}
-        if not any(id(parameter) in own for parameter in parameters_of(optimizer)):
+        if {*map(id, model.parameters())}.isdisjoint(map(id, parameters_of(optimizer))):
             raise ArgumentError("optimizer: it has none of the model's parameters: make it of model.parameters()")
         self.model = model
         self.optimizer = optimizer

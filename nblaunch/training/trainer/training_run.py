@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from nblaunch.errors import ArgumentError, warn
 from nblaunch.training.data.index_source import length_of
@@ -19,6 +18,7 @@ from nblaunch.training.exchange import exchange
 from nblaunch.training.metrics import Mean
 from nblaunch.training.parallel.sharded_models import drop_unshared_gradients, has_sharded_parameters
 from nblaunch.training.parallel.sharded_states import load_full_state
+from nblaunch.training.pytree import parameters_of
 from nblaunch.training.seeding import seed_everything
 from nblaunch.training.states import checkpoint, gradient_order
 from nblaunch.training.topology import world
@@ -370,8 +370,3 @@ class TrainingRun:
         restore_position(state["ranks"], self.loader, self._mean_loss, self.accelerator.copies)
         if is_extended:
             extend_schedule(path, self._scheduler, trainer.optimizer, config, steps)
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer steps."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
