@@ -21,6 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from nblaunch.engines import generations
 from nblaunch.engines.generations import servers
 from nblaunch.engines.grandchild import Grandchild
 from nblaunch.engines.server_client import ForkServer
-from nblaunch.machine.processes import descendants
+from nblaunch.machine.processes import descendants, is_resource_tracker
 from nblaunch.ranks.forkserver import BUILDER
 from nblaunch.ranks.forkserver import NAME as SERVER
 from nblaunch.ranks.reaper import SPARE
@@ -81,6 +82,7 @@ def _marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ[MARK] = uuid.uuid4().hex
     os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))  # what appears there is ours
     os.environ["NBLAUNCH_PRELOAD"] = "0"  # or each test would have packages imported for the next
+    resource_tracker.ensure_running()  # ranks use it, and it stays
     multiprocessing.util.get_temp_dir()  # forked workers use it too; a folder of their own is left if they are killed
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))  # but torch's cache, which stays
     yield
@@ -211,18 +213,28 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def parent_of(pid: int) -> int:
+    """Return a process's parent; 0 if the process has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def is_spare(pid: int) -> bool:
     """Whether a process waits for the next launch, as a child of a fork server or of such a child."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text()
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return False  # it has ended meanwhile
+    parent = parent_of(pid)
     return name == f"{SPARE}\n" and "nblaunch.ranks.forkserver" in command_of(parent, 1000)
 
 
 def _serves_another(pid: int) -> bool:
-    """Return True for a fork server of a test's kernel that lives, in which one may follow another at any time."""
+    """Return True for a resource tracker or fork server of a test's kernel that lives: both may come at any time."""
+    if is_resource_tracker(pid):
+        return parent_of(pid) not in (0, 1, os.getpid())
     try:
         if Path(f"/proc/{pid}/comm").read_text().rstrip() not in (SERVER, BUILDER):
             return False  # another process's third argument is something else: a worker's is a number

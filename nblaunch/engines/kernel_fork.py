@@ -10,6 +10,7 @@ import warnings
 
 from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError, warn
+from nblaunch.machine import named_resources
 from nblaunch.machine.inventory import has_used_cuda
 from nblaunch.wire.channel import channel_pair
 from nblaunch.wire.messages import Payload
@@ -46,6 +47,7 @@ def fork_kernel(payload: Payload) -> Reaper:
     if "IPython" in sys.modules:
         importlib.import_module("nblaunch.ranks.rank_shell")
 
+    named_resources.tracker()  # the ranks inherit it
     here, there = channel_pair()
     kernel = os.getpid()
     pid = _quiet_fork()

@@ -28,7 +28,7 @@ from nblaunch.engines.protocol import Order, Store, Wakeup
 from nblaunch.engines.rendezvous import Rendezvous
 from nblaunch.engines.server_client import Reaper
 from nblaunch.errors import StartError
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.machine.inventory import LOOPBACK
 from nblaunch.machine.limits import remedy
 from nblaunch.wire.channel import LostDescriptorsError, channel_pair, must_be_read, readable
@@ -114,6 +114,7 @@ class LocalWorkers:
             name = f"nbl-{secrets.token_urlsafe(8)}"  # short: paths of sockets are limited
             self._scratch = os.path.join(tempfile.gettempdir(), name)
             self._opened.callback(shutil.rmtree, self._scratch, ignore_errors=True)  # first: an interrupt may follow
+            self._opened.callback(named_resources.remove_created, self._scratch)  # before that: the reaper may be dead
             os.mkdir(self._scratch, 0o700)
         except OSError as error:
             hint = remedy(error) or ": free space there, or set TMPDIR to another directory"

@@ -20,7 +20,7 @@ from typing import IO, cast
 from nblaunch.engines.grandchild import ServerProcess
 from nblaunch.engines.import_environment import Where
 from nblaunch.errors import StartError
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.machine.limits import remedy
 from nblaunch.machine.packages import ONE_THREAD, installed_now, installed_path
 from nblaunch.wire.channel import Channel, channel_pair, readable
@@ -28,8 +28,8 @@ from nblaunch.wire.messages import PROTOCOL, Hello, NewReaper, Succeed
 
 _OWN_ENVIRONMENT = {**ONE_THREAD, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _MAIN = (
-    "import json, sys; fd, kernel, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; sys.argv[1:] = []; "
-    "from nblaunch.ranks.forkserver import main; main(fd, kernel, tuple(preload))"
+    "import json, sys; fd, kernel, path, *more = json.loads(sys.argv[1]); sys.path[:] = path; sys.argv[1:] = []; "
+    "from nblaunch.ranks.forkserver import main; main(fd, kernel, *more)"
 )
 
 
@@ -84,11 +84,12 @@ class ForkServer:
         self._is_retired = False
 
     def _start(self, there: socket.socket) -> subprocess.Popen[bytes]:
-        arguments = json.dumps([there.fileno(), os.getpid(), installed_path(), self.preload])
+        tracker = named_resources.tracker()
+        arguments = json.dumps([there.fileno(), os.getpid(), installed_path(), tracker, self.preload])
         return subprocess.Popen(
             [sys.executable, "-c", _MAIN, arguments],
             env={**self.where.env, **_OWN_ENVIRONMENT},
-            pass_fds=[there.fileno()],
+            pass_fds=[there.fileno(), tracker],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._errors,

@@ -223,19 +223,8 @@ def is_resource_tracker(pid: int) -> bool:
         return False
 
 
-def forget_resource_tracker() -> None:
-    """Let a forked rank start its own resource tracker, after `close_all_but` has closed the pipe to its parent's.
-
-    The notebook has a tracker once it uses shared memory or spawns workers. Writes to the closed pipe's number would be
-    lost without an error, and a killed rank would leak its semaphores in /dev/shm.
-    """
-    module: Any = sys.modules.get("multiprocessing.resource_tracker")
-    if module is not None:
-        module._resource_tracker.__init__()  # reset in place: other modules hold its methods
-
-
 def close_all_but(keep: Collection[int]) -> None:
-    """Close every descriptor above 2 that is not in `keep`.
+    """Close every descriptor above 2 that is not in `keep`, and not that of multiprocessing's resource tracker.
 
     Their numbers are redirected to /dev/null, not freed: an inherited Python object may close its number at any later
     time, which must not close a file of the user's.
@@ -244,9 +233,11 @@ def close_all_but(keep: Collection[int]) -> None:
         opened = [int(name) for name in os.listdir("/dev/fd")]
     except OSError:
         opened = list(range(3, 1024))
+    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
+    kept = {*keep, -1 if tracker is None else tracker._resource_tracker._fd}
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in opened:
-        if fd > 2 and fd != null and fd not in keep:
+        if fd > 2 and fd != null and fd not in kept:
             with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                 os.fstat(fd)
                 os.dup2(null, fd, inheritable=False)

@@ -18,10 +18,10 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.ranks import environment, process_group, reaper, server_builder, worker
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel, readable
@@ -34,18 +34,20 @@ BUILDER = "nblaunch-build"
 _MAX_SPARES = 8
 
 
-def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
+def main(fd: int, kernel: int, tracker: int, preload: Sequence[str]) -> NoReturn:
     """Run the fork server; never returns.
 
     Args:
         fd: The channel to the kernel.
         kernel: The kernel's pid.
+        tracker: The descriptor of the kernel's resource tracker.
         preload: Modules to import first.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if rank_variables.BELOW_AGENT in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # reapers and ranks inherit that
     channel = Channel(socket.socket(fileno=fd))
+    named_resources.use_tracker(tracker)
     environment.open_streams()
     processes.set_name(NAME)
     kernel_pidfd = processes.pidfd(kernel)
@@ -63,7 +65,7 @@ def main(fd: int, kernel: int, preload: tuple[str, ...]) -> NoReturn:
     os._exit(0)
 
 
-def _preload(modules: tuple[str, ...]) -> Hello:
+def _preload(modules: Sequence[str]) -> Hello:
     """Import the modules; return the Hello that reports the result to the kernel."""
     begin = time.monotonic()
     problem = ""

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from typing import BinaryIO, Literal, NoReturn
 
-from nblaunch.machine import processes, timeouts
+from nblaunch.machine import named_resources, processes, timeouts
 from nblaunch.ranks import process_group
 from nblaunch.wire import rank_variables
 from nblaunch.wire.channel import Channel, readable
@@ -43,8 +43,8 @@ RankMain = Callable[[RankSpec, socket.socket], None]
 """The main function of a forked rank, called with its spec and its channel to the kernel. Does not return."""
 
 _SPAWN = (
-    "import json, sys; fd, path = int(sys.argv[1]), json.loads(sys.argv[2]); sys.path[:] = path; del sys.argv[1:]; "
-    "from nblaunch.ranks.worker import spawned; spawned(fd)"
+    "import json, sys; fd, tracker, path = json.loads(sys.argv[1]); sys.path[:] = path; del sys.argv[1:]; "
+    "from nblaunch.ranks.worker import spawned; spawned(fd, tracker)"
 )
 SPARE = "nblaunch-spare"
 """The process name of spare reapers and spare ranks, which wait for a launch."""
@@ -73,7 +73,8 @@ def run(
     try:
         if spare_ranks is None or reaper.wait_for_launch(spare_ranks):
             reaper.serve()
-        shutil.rmtree(reaper.scratch, ignore_errors=True)  # the kernel may be dead
+        named_resources.remove_created(reaper.scratch)  # the kernel may be dead
+        shutil.rmtree(reaper.scratch, ignore_errors=True)
         remove_files_of_killed_agent()
     except BaseException:  # noqa: BLE001  # the process must exit here in any case
         traceback.print_exc()
@@ -171,7 +172,9 @@ class _Reaper:
                 for message, fds in self.control.drain():
                     self.handle(message, fds)
             self.report_exits()
-        self.send(Swept(tuple(kill_descendants(self.children, None, self.report_exits, self.ranks))))
+        left = kill_descendants(self.children, None, self.report_exits, self.ranks)
+        named_resources.remove_created(self.scratch)
+        self.send(Swept(tuple(left)))
 
     def select(self) -> set[object]:
         """Wait for events; return the ready file objects, none when watched processes must be polled."""
@@ -236,7 +239,6 @@ class _Reaper:
             processes.die_with_parent(parent)
             self.children.close()
             processes.close_all_but([fd])
-            processes.forget_resource_tracker()
             processes.set_name("nblaunch-rank")
             run()
         finally:
@@ -245,7 +247,8 @@ class _Reaper:
     def spawn(self, spec: RankSpec, fd: int) -> int:
         """Start the rank in a fresh interpreter; return its pid."""
         parent = os.getpid()
-        command = [sys.executable, "-c", _SPAWN, str(fd), json.dumps(spec.sys_path)]
+        tracker = named_resources.tracker()
+        command = [sys.executable, "-c", _SPAWN, json.dumps([fd, tracker, spec.sys_path])]
 
         def prepare() -> None:
             os.setpgid(0, 0)
@@ -258,7 +261,7 @@ class _Reaper:
                 command,
                 env=spec.env,
                 cwd=cwd,
-                pass_fds=[fd],
+                pass_fds=[fd, tracker],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nblaunch.machine import memory_maps, processes
+from nblaunch.machine import memory_maps, named_resources, processes
 from nblaunch.machine.segments import Region
 from nblaunch.ranks import (
     environment,
@@ -102,9 +102,10 @@ def forked_with(payload: Payload) -> Callable[[RankSpec, socket.socket], NoRetur
     return rank_main
 
 
-def spawned(fd: int) -> NoReturn:
+def spawned(fd: int, tracker: int) -> NoReturn:
     """Run a rank in a fresh interpreter; the reaper has set its environment, working directory and streams."""
     os.set_inheritable(fd, False)  # inherited through our exec, and must not pass through the user's
+    named_resources.use_tracker(tracker)
     channel = Channel(socket.socket(fileno=fd))
     first = channel.receive()
     if first is None or not isinstance(first[0], StartRank):
@@ -117,7 +118,7 @@ def spawned(fd: int) -> NoReturn:
     with contextlib.suppress(ImportError):  # the task reports it, if it needs torch
         process_group.install()
     link, most = KernelChannel(channel, spec.rank), _memory_to_announce(spec)
-    _leave(_serve(spec, link, _from_parcel), None if spec.is_kept else link, most)
+    _leave(_serve(spec, link, _from_parcel), spec.scratch, None if spec.is_kept else link, most)
 
 
 def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thread: bool = False) -> NoReturn:
@@ -133,7 +134,7 @@ def _be_forked(spec: RankSpec, sock: socket.socket, load: LoadPayload, *, in_thr
         code = _serve(spec, link, load)
     except BaseException:  # noqa: BLE001  # goes to the rank's log; the process must end here in any case
         traceback.print_exc()
-    _leave(code, None if spec.is_kept else link, most)
+    _leave(code, spec.scratch, None if spec.is_kept else link, most)
 
 
 def _from_parcel(fds: list[int]) -> Payload:
@@ -149,6 +150,7 @@ def _from_parcel(fds: list[int]) -> Payload:
 def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
     """Run tasks until EOF; return the exit status of the last."""
     faulthandler.enable(file=2)
+    named_resources.record_created(spec.scratch)
     collective_log.open(spec.scratch, spec.rank, spec.world_size)
     spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
     home = Namespace(spec.rank) if spec.is_kept else None
@@ -358,11 +360,12 @@ def _memory_to_announce(spec: RankSpec) -> float:
     return processes.own_memory() + _MUCH_MEMORY / spec.local_world_size
 
 
-def _leave(code: int, link: KernelChannel | None, most: float) -> NoReturn:
+def _leave(code: int, scratch: str, link: KernelChannel | None, most: float) -> NoReturn:
     """Exit as an interpreter would: exit functions, streams. Every result was sent before.
 
     Args:
         code: The exit status.
+        scratch: The scratch directory of the launch.
         link: To a kernel that waits for the exit; None: it does not.
         most: See `_memory_to_announce`.
     """
@@ -375,16 +378,16 @@ def _leave(code: int, link: KernelChannel | None, most: float) -> NoReturn:
         traceback.print_exc()
     _flush()
     with contextlib.suppress(BaseException):  # whatever user code has left behind: then the kernel sees the exit
-        if link is not None and code == 0 and not link.interrupted and _leaves_nothing(most):
+        if link is not None and code == 0 and not link.interrupted and _leaves_nothing(most, scratch):
             link.send(Exiting(link.rank))
     os._exit(code & 0xFF)
 
 
-def _leaves_nothing(most: float) -> bool:
+def _leaves_nothing(most: float, scratch: str) -> bool:
     """Return True if no caller can tell this process from one that has exited.
 
     It has no child and no thread of the user that might print. It holds no port, no accelerator, and no memory that the
     next launch might need: the system frees some 10 GB a second, and closes ports after it.
     """
     busy = processes.has_children() or _user_threads() or processes.holds_device_or_port()
-    return not busy and processes.own_memory() < most
+    return not (busy or named_resources.has_created(scratch)) and processes.own_memory() < most

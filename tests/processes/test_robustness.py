@@ -270,7 +270,7 @@ def test_no_semaphore_of_spawned_workers_is_left(tmp_path: Path, end: Callable[[
     end_with_spawned_workers(tmp_path, "forkserver", end)  # the fixture of every test looks for what is left
 
 
-def test_a_forked_rank_has_its_own_resource_tracker(tmp_path: Path) -> None:
+def test_a_forked_rank_leaves_the_tracker_no_semaphores(tmp_path: Path) -> None:
     code = "import sys; from tests.processes.test_robustness import fork_beside_a_tracker as run; run(sys.argv[1])"
     fresh = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)]  # a process without threads can be forked
     subprocess.run(fresh, check=True, timeout=LONG)
@@ -304,18 +304,6 @@ def save_in_a_thread(folder: str) -> str:
 def test_a_thread_of_a_rank_that_has_returned_may_finish(tmp_path: Path, start_method: str) -> None:
     assert quiet(save_in_a_thread, (str(tmp_path),), num_processes=1, start_method=start_method)[0] == "returned"
     assert (tmp_path / "saved").exists()
-
-
-def leave_shared_memory() -> str:
-    from multiprocessing.shared_memory import SharedMemory
-
-    return SharedMemory(create=True, size=100_000).name
-
-
-@conformance("forkserver", "spawn")
-def test_shared_memory_that_a_rank_forgot_is_removed(start_method: str) -> None:
-    name = quiet(leave_shared_memory, num_processes=1, start_method=start_method)[0]
-    assert not Path("/dev/shm", name).exists()
 
 
 def test_a_stdout_that_is_no_terminal_and_does_not_say_so_is_fine() -> None:

@@ -1,0 +1,109 @@
+"""multiprocessing's named shared memory and semaphores in ranks: who tracks them, and who removes what is left.
+
+Ranks use the notebook's resource tracker, as multiprocessing's own children do. With a tracker of its own, a rank's
+exit would unlink each block of the notebook that the rank has attached
+(https://github.com/python/cpython/issues/82300). The notebook's tracker removes what is left when the notebook ends.
+That is late for blocks of ranks, so a rank records those that it creates, and the end of its launch removes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+_RECORD = "named_resources"
+"""The file in the scratch directory of a launch: a line for each block or semaphore that a rank has created."""
+_MEMORY, _SEMAPHORE = "shared_memory", "semaphore"  # multiprocessing's words
+
+
+def tracker() -> int:
+    """Return the descriptor of this process's resource tracker, which is started unless it runs."""
+    return int(resource_tracker.getfd() or 0)
+
+
+def use_tracker(fd: int) -> None:
+    """Use the notebook's resource tracker. Called in the fork server and in spawned ranks."""
+    os.set_inheritable(fd, False)  # multiprocessing passes it to its children by itself
+    shared: Any = resource_tracker._resource_tracker
+    shared._fd = fd
+
+
+def record_created(folder: str) -> None:
+    """Record what this rank creates from now on. Its forked children do the same.
+
+    Args:
+        folder: The scratch directory of the launch.
+    """
+    from multiprocessing.shared_memory import SharedMemory
+
+    kind: Any = SharedMemory
+    module: Any = resource_tracker
+    begin, register = kind.__init__, module.register
+    record = os.path.join(folder, _RECORD)
+
+    @functools.wraps(begin)
+    def recorded_begin(self: Any, name: str | None = None, create: bool = False, *args: Any, **kwargs: Any) -> None:
+        begin(self, name, create, *args, **kwargs)
+        if create:
+            note(_MEMORY, os.fstat(self._fd).st_ino, self._name)
+
+    def recorded_register(name: str, rtype: str) -> None:
+        register(name, rtype)
+        if rtype == _SEMAPHORE:  # attaching one does not register it
+            note(_SEMAPHORE, 0, name)
+
+    def note(kind: str, inode: int, name: str) -> None:
+        with contextlib.suppress(OSError), open(record, "a") as file:  # a full disk, or the launch has ended
+            file.write(f"{kind} {inode} {name}\n")
+
+    kind.__init__, module.register = recorded_begin, recorded_register
+
+
+def has_created(folder: str) -> bool:
+    """Return True if ranks have recorded a block or semaphore, which may be left."""
+    return os.path.exists(os.path.join(folder, _RECORD))
+
+
+def remove_created(folder: str) -> None:
+    """Remove the blocks and semaphores that ranks have created and left. Called once the ranks have exited.
+
+    Args:
+        folder: The scratch directory of the launch; empty if no rank was started.
+    """
+    try:
+        lines = Path(folder, _RECORD).read_text().splitlines() if folder else []
+    except OSError:  # none, or another process was faster
+        return
+    for line in lines:
+        kind, inode, name = line.split(" ", 2)
+        with contextlib.suppress(OSError):  # removed already
+            _unlink(kind, int(inode), name)
+            resource_tracker.unregister(name, kind)
+
+
+def _unlink(kind: str, inode: int, name: str) -> None:
+    """Remove a block or semaphore.
+
+    Raises:
+        OSError: It does not exist.
+    """
+    module: Any = resource_tracker
+    if kind == _MEMORY:
+        _check_inode(name, inode)
+    module._CLEANUP_FUNCS[kind](name)
+
+
+def _check_inode(name: str, inode: int) -> None:
+    """Raise FileNotFoundError if the name of a block is in use again, perhaps by the notebook."""
+    system: Any = importlib.import_module("_posixshmem")
+    fd = system.shm_open(name, os.O_RDONLY, 0)
+    try:
+        if os.fstat(fd).st_ino != inode:
+            raise FileNotFoundError(name)
+    finally:
+        os.close(fd)
