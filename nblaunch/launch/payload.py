@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import linecache
+import multiprocessing
 import random
 import sys
 import types
@@ -18,7 +19,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError, Placed, Region
-from nblaunch.transfer import notebook_shell, parameters, pickling
+from nblaunch.transfer import definitions, notebook_shell, parameters, pickling, reducers
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
@@ -60,7 +61,8 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
     namespace = _namespace()
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
     needed = _for_class_bodies([(name, namespace[name]) for name in names], namespace)
-    return Payload(cell, (), {}, _anchor(namespace, sorted(needed.union(names))), settings(), watched)
+    anchor = _anchor(namespace, sorted(needed.union(names)))
+    return Payload(cell, (), {}, anchor, settings(), watched, reducers.operators_in(cell.source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,13 +215,13 @@ def _inside(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, functools.partial):
         arguments = (*((f"args[{i}]", part) for i, part in enumerate(value.args)), *value.keywords.items())
         return [("", value.func), *arguments]
-    if isinstance(value, pickling.CACHED):
-        return [("", value.__wrapped__)] if pickling.is_sent_by_value(value) else []
+    if (wrapped := reducers.wrapped_by(value)) is not None:
+        return [("", function) for function in wrapped]
     if isinstance(value, types.FunctionType):
-        return list(pickling.names_of(value).items()) if pickling.is_sent_by_value(value) else []
+        return list(pickling.names_of(value).items()) if definitions.is_sent_by_value(value) else []
     if isinstance(value, type):
         functions = [(name, part) for name, part in vars(value).items() if isinstance(part, types.FunctionType)]
-        return functions if pickling.is_sent_by_value(value) else []
+        return functions if definitions.is_sent_by_value(value) else []
     return None
 
 
@@ -249,7 +251,7 @@ def _anchor(namespace: dict[str, Any], names: Sequence[str]) -> types.FunctionTy
 def _globals_of(function: Any) -> dict[str, Any]:
     """Return the globals and closure variables that a function itself uses; none if ranks import the function."""
     function = getattr(function, "__func__", function)
-    is_sent = isinstance(function, types.FunctionType) and pickling.is_sent_by_value(function)
+    is_sent = isinstance(function, types.FunctionType) and definitions.is_sent_by_value(function)
     return pickling.names_of(function) if is_sent else {}
 
 
@@ -264,6 +266,7 @@ def settings() -> Settings:
     numpy_random = sys.modules.get("numpy.random")
     torch = sys.modules.get("torch")
     return Settings(
+        authkey=bytes(multiprocessing.current_process().authkey),
         python_rng=random.getstate(),
         numpy_rng=None if numpy_random is None else numpy_random.get_state(),
         warning_filters=_warning_filters(),

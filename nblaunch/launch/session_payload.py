@@ -14,7 +14,7 @@ from nblaunch.launch.payload import Shipment
 from nblaunch.launch.result import Sent
 from nblaunch.launch.session_ranks import SessionRanks
 from nblaunch.launch.turn_queue import Ticket
-from nblaunch.transfer import parameters, pickling
+from nblaunch.transfer import parameters, pickling, reducers
 from nblaunch.transfer.parcel import pack
 from nblaunch.transfer.sent_names import Gathered
 from nblaunch.wire.messages import Cell, Payload, Settings, Source
@@ -44,7 +44,8 @@ def pack_cell(cell: Cell, used: Sequence[str], ranks: SessionRanks, ticket: Tick
     Raises:
         PayloadError: A name that it uses cannot be sent, and the ranks do not have it.
     """
-    return _pack(Payload(cell, (), {}, None, _settings(ranks), {}), used, (), ranks, ticket)
+    operators = reducers.operators_in(cell.source)
+    return _pack(Payload(cell, (), {}, None, _settings(ranks), {}, operators), used, operators, ranks, ticket)
 
 
 def pack_question(question: Question, ranks: SessionRanks, ticket: Ticket) -> SessionTask:

@@ -91,7 +91,7 @@ class FileMaps:
     """
 
     def __init__(self, is_here: bool = True) -> None:
-        self._is_here = is_here
+        self.is_here = is_here
         self._mapped: list[Mapped] | None = None
         self._largest: int | None = None
         self._known: set[Region] = set()
@@ -108,7 +108,7 @@ class FileMaps:
         Raises:
             ValueError: The file was truncated, so that reading the region would end the process.
         """
-        if not self._is_here or not (is_mapped or self._may_be_of_file(region)):
+        if not self.is_here or not (is_mapped or self._may_be_of_file(region)):
             return ""
         its = self._find(region)
         if its is None or self._segment(its, region) is None:
@@ -165,7 +165,7 @@ class FileMaps:
             mapped = [each for each in mappings() if each.is_shared and each.file[1]]
         except OSError:
             return []
-        written = set() if self._is_here else {each.file for each in mapped if each.is_writable}
+        written = set() if self.is_here else {each.file for each in mapped if each.is_writable}
         found: list[Mapped] = []
         for each in mapped:
             if each.file in written or each.name.startswith(_NO_FILES):

@@ -382,6 +382,11 @@ def fill(into: Region, source: memoryview, fd: int, offset: int) -> None:
     here[tail:] = source[tail:]
 
 
+def map_over(address: int, size: int, fd: int) -> None:
+    """Map a file, shared, over pages of this process."""
+    _map(address, size, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+
+
 def _map(address: int, size: int, flags: int, fd: int, offset: int) -> None:
     if _libc.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset) == _MAP_FAILED:
         error = ctypes.get_errno()

@@ -181,6 +181,8 @@ def set_threads(threads: int) -> None:
 
 def apply_settings(settings: Settings) -> None:
     """Apply the notebook's random states, default dtype, matmul precision, determinism and warning filters."""
+    if settings.authkey is not None:
+        multiprocessing.process.current_process().authkey = settings.authkey
     if settings.python_rng is not None:
         random.setstate(settings.python_rng)
     if settings.numpy_rng is not None:

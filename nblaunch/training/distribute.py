@@ -28,7 +28,7 @@ from nblaunch.training.accelerator.accelerator_settings import AcceleratorSettin
 from nblaunch.training.parallel.sharded_states import gathered
 from nblaunch.training.pytree import children, is_container
 from nblaunch.training.topology import has_group, world
-from nblaunch.transfer import parameters, pickling
+from nblaunch.transfer import definitions, parameters, pickling
 
 _DEVICES = {"auto": "auto", "cpu": "cpu", "gpu": "cuda"}
 _MAX_ELEMENTS = 1_000
@@ -296,7 +296,7 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, types.FunctionType):
-        yield from pickling.names_of(value).items() if pickling.is_sent_by_value(value) else ()
+        yield from pickling.names_of(value).items() if definitions.is_sent_by_value(value) else ()
     else:
         for index, (key, part) in enumerate(islice(children(value), _MAX_ELEMENTS)):
             yield (key if isinstance(key, (str, int)) else index), part

@@ -55,6 +55,12 @@ def look_up(module: str | None, name: str) -> Any:
     return found
 
 
+def is_sent_by_value(thing: Any) -> bool:
+    """Return True if a function or class is sent with all that it refers to, False if ranks import it."""
+    name = getattr(thing, "__qualname__", "")  # what wraps a partial has none
+    return thing.__module__ == "__main__" or look_up(thing.__module__, name) is not thing
+
+
 def mark_received(names: Mapping[str, Any]) -> None:
     """Treat these definitions as received from another process; for a fork of that process."""
     waiting, seen = list(names.values()), set[int]()
@@ -266,6 +272,7 @@ def set_state_if_new(definition: Any, content: tuple[Callable[[Any, Any], object
         set_state(definition, state)
 
 
-def in_file(filename: str, make: Callable[..., types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
-    """Make a code object from cloudpickle's `parts`, with this file name."""
-    return make(*parts).replace(co_filename=filename)
+def in_file(filename: str, make: Callable[..., Any], parts: tuple[Any, ...], operators: object) -> types.CodeType:
+    """Make a code object from cloudpickle's `parts`, with this file name; its `operators` exist by now."""
+    code: types.CodeType = make(*parts)
+    return code.replace(co_filename=filename)

@@ -6,6 +6,7 @@ import bisect
 import ctypes
 import itertools
 import mmap
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import Region
 from nblaunch.transfer import tensors
 from nblaunch.transfer.tensors import MIN_BUFFER_BYTES
+from nblaunch.wire import rank_variables
 
 _MIN_STREAM_BYTES = 1 << 20
 """A ``bytes`` or ``bytearray`` of this size or more stands beside the pickle."""
@@ -91,6 +93,14 @@ class Outgoing:
     """Bytes outside regions that no part has been charged with."""
 
     # -------------------------------------------------------------- called by the pickler
+    @property
+    def is_here(self) -> bool:
+        return self.files.is_here
+
+    @property
+    def takes_gradients(self) -> bool:
+        return rank_variables.RANK not in os.environ
+
     def write(self, data: bytes) -> None:
         self._uncounted_bytes += len(data)
         if len(data) < _MIN_STREAM_BYTES:

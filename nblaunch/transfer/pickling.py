@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import cloudpickle
 
-from nblaunch.transfer import definitions, notebook_shell, tensors
+from nblaunch.transfer import definitions, notebook_shell, reducers, tensors
 
 _MAX_EXPLAINED_DEPTH = 6
 """How deep into an object to search for the part that cannot be pickled."""
@@ -45,7 +45,7 @@ class UnsendableError(Exception):
         self.path, self.reason, self.advice = path, reason, advice
 
 
-class OfNotebookError(TypeError):
+class OfNotebookError(reducers.RefusedError):
     """An object is of use in the notebook alone: its ``__reduce__`` raises this.
 
     Args:
@@ -54,8 +54,8 @@ class OfNotebookError(TypeError):
     """
 
     def __init__(self, thing: object, what: str) -> None:
-        super().__init__(f"{what}, which only the notebook can use")
-        self.thing = thing
+        advice = "%%local on top of a cell of a session runs it in the notebook"
+        super().__init__(thing, f"{what}, which only the notebook can use", advice)
 
 
 @dataclass(slots=True)
@@ -122,6 +122,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
         self.found = Found()
         self._buffers, self._home = buffers, home
 
+    def dump(self, obj: Any) -> None:
+        """Pickle an object."""
+        with reducers.as_for_child(self._buffers):
+            super().dump(obj)
+
     def reducer_override(self, obj: Any) -> Any:
         """Reduce an object; pickle calls this for each."""
         if self._home is not None:
@@ -151,11 +156,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
     def _reduce(self, obj: Any) -> Any:
         if isinstance(obj, types.CodeType):  # cloudpickle 3.1.3 drops the file name: tracebacks would lose the cell
             make, parts = self.dispatch_table[types.CodeType](obj)
-            return definitions.in_file, (obj.co_filename, make, parts)
+            return definitions.in_file, (obj.co_filename, make, parts, reducers.operators_in(obj))
         kind = type(obj)
         if kind is not types.ModuleType and isinstance(obj, types.ModuleType) and obj is sys.modules.get(obj.__name__):
             return importlib.import_module, (obj.__name__,)  # cloudpickle sends no module of a subclass
-        reduced = tensors.reduce(obj, self._buffers) or notebook_shell.reduce_shell(obj) or _reduce_cached(obj)
+        reduced = tensors.reduce(obj, self._buffers) or notebook_shell.reduce_shell(obj)
+        reduced = reduced or reducers.reduce(obj, self._buffers)
         if reduced is not None:
             return reduced
         reduced = super().reducer_override(obj)
@@ -213,8 +219,8 @@ def explain(
     if error is None:
         return None
     path, leaf, error = _culprit(obj, name, error, set(), 0, attempt or _attempt)
-    if isinstance(error, OfNotebookError):
-        return UnsendableError(path, f", {error}", "%%local on top of a cell of a session runs it in the notebook")
+    if isinstance(error, reducers.RefusedError):
+        return UnsendableError(path, f", {error}", error.advice)
     return UnsendableError(path, f", {describe(leaf)}, which cannot be sent to another process ({_brief(error)})")
 
 
@@ -251,7 +257,7 @@ def _culprit(
     """Return the innermost part that cannot be pickled: its path, the part, and its exception."""
     if depth == _MAX_EXPLAINED_DEPTH or id(obj) in seen:
         return path, obj, error
-    if isinstance(error, OfNotebookError) and error.thing is obj:
+    if isinstance(error, reducers.RefusedError) and error.thing is obj:
         return path, obj, error
     seen.add(id(obj))
     for template, part in _parts(obj):
@@ -265,6 +271,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     """Yield the parts of an object, each with a template of its path; ``{}`` stands for the object's own path."""
     if isinstance(obj, types.MethodType):
         yield "{}'s object", obj.__self__
+    elif (wrapped := reducers.wrapped_by(obj)) is not None:
+        yield from (("{}", function) for function in wrapped)
     elif isinstance(obj, types.FunctionType):
         yield from _function_parts(obj)
     elif isinstance(obj, functools.partial):
@@ -310,12 +318,6 @@ def names_of(function: types.FunctionType) -> dict[str, Any]:
     return names
 
 
-def is_sent_by_value(thing: Any) -> bool:
-    """Return True if a function or class is sent with all that it refers to, False if ranks import it."""
-    name = getattr(thing, "__qualname__", "")  # what wraps a partial has none
-    return thing.__module__ == "__main__" or definitions.look_up(thing.__module__, name) is not thing
-
-
 @functools.lru_cache(maxsize=4096)  # disassembling is slow
 def _global_names(code: types.CodeType) -> frozenset[str]:
     """Return the names that a function's code, and the functions inside it, look up globally."""
@@ -349,32 +351,6 @@ def _escaped(key: object) -> str:
 def _brief(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__
-
-
-# ------------------------------------------------------------------ functools' caches
-CACHED: Any = functools._lru_cache_wrapper
-
-
-def _reduce_cached(obj: Any) -> tuple[Any, ...] | None:
-    """Reduce a cell's function with a cache, which pickle sends by name, or a cached property, which holds a lock.
-
-    The receiver's cache is empty.
-    """
-    if isinstance(obj, CACHED) and is_sent_by_value(obj):
-        return _cached, (obj.__wrapped__, obj.cache_parameters())
-    if type(obj) is functools.cached_property:
-        return _cached_property, (obj.func, obj.attrname)
-    return None
-
-
-def _cached(function: Any, parameters: Mapping[str, Any]) -> Any:
-    return functools.lru_cache(**parameters)(function)
-
-
-def _cached_property(function: Any, name: str | None) -> Any:
-    made = functools.cached_property(function)
-    made.attrname = name
-    return made
 
 
 def loads(data: bytes | memoryview) -> Any:

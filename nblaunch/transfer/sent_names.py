@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import pickle
 import sys
 import types
@@ -369,8 +370,8 @@ class _Hasher(NullSink):
         return None
 
     def add_descriptor(self, fd: int, owner: object) -> pickle.PickleBuffer:
-        address = getattr(owner, "data_ptr", None)  # of a storage, whose Python object may change
-        return pickle.PickleBuffer(b"%d" % (id(owner) if address is None else address()))
+        status = os.fstat(fd)
+        return pickle.PickleBuffer(b"%d %d" % (status.st_dev, status.st_ino))
 
     def add_strided(self, array: Any, span: Region, unit: int = 0, is_mapped: bool = False) -> pickle.PickleBuffer:
         import numpy

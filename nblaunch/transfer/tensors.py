@@ -38,6 +38,14 @@ class StorageSlice(NamedTuple):
 class BufferSink(Protocol):
     """Receives the out-of-band memory of a pickle."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether all receivers are on this machine."""
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether tensors are sent with their gradients: to ranks they are, but no result is twice its size."""
+
     def is_small(self, size: int) -> bool:
         """Return True if a buffer of this size is to stay in the pickle."""
 
@@ -67,6 +75,9 @@ class BufferSink(Protocol):
 class NullSink:
     """Discards a pickle and its buffers."""
 
+    is_here = True
+    takes_gradients = False  # new gradients alone are no reason to send a model again
+
     def write(self, data: Any, /) -> object: ...
     def take(self, buffer: Any, /) -> object: ...
     def keep_storage(self, storage: object) -> None: ...
@@ -91,6 +102,24 @@ def reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
         obj: Any object.
         buffers: Takes the memory; None for a pickle that holds everything.
     """
+    torch = sys.modules.get("torch")
+    is_tensor = torch is not None and hasattr(torch, "Tensor") and isinstance(obj, torch.Tensor)
+    if is_tensor and buffers is not None and buffers.takes_gradients and obj.requires_grad and obj.is_leaf:
+        gradient = obj.grad
+        if gradient is not None:
+            make, made_of, *rest = _reduce(obj, buffers) or obj.__reduce_ex__(5)
+            return with_gradient, (gradient, make, made_of), *rest
+    return _reduce(obj, buffers)
+
+
+def with_gradient(gradient: Any, make: Any, made_of: tuple[Any, ...]) -> Any:
+    """Make a tensor, and give it its gradient."""
+    tensor = make(*made_of)
+    tensor.grad = gradient
+    return tensor
+
+
+def _reduce(obj: Any, buffers: BufferSink | None) -> tuple[Any, ...] | None:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     kind = type(obj)
     if torch is not None and hasattr(torch, "UntypedStorage"):  # another thread may be importing it

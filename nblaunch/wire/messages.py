@@ -322,6 +322,8 @@ class Exiting:
 class Settings:
     """The notebook's state that ranks start from; None: not loaded in the notebook, leave it alone."""
 
+    authkey: bytes | None = None
+    """The key of multiprocessing's connections, which ranks need for the notebook's managers."""
     python_rng: Any = None
     numpy_rng: Any = None
     torch_rng: bytes | None = None
@@ -363,6 +365,8 @@ class Payload:
     settings: Settings
     watched: dict[str, Any]
     """Modules and containers to compare before and after, by name."""
+    operators: tuple[Any, ...] = ()
+    """torch's custom operators that a cell refers to by name: they exist once they are unpickled."""
     sources: Mapping[str, Source] = field(default_factory=dict)
     main: Mapping[str, Any] = field(default_factory=dict)
     """Classes and functions that only the notebook's ``__main__`` defines. Pickled last, like `sources`."""

@@ -18,12 +18,12 @@ from nblaunch.launch.export.cell_statements import CellSource, Statement, statem
 from nblaunch.launch.export.saved_values import FIX, Survey
 from nblaunch.launch.export.script import Entry, Imported, beside, in_order
 from nblaunch.machine.segments import in_words
-from nblaunch.transfer import pickling
+from nblaunch.transfer import definitions, reducers
 
 _LINE_CHARS = 100
 _Kind = Literal["definition", "expression", "literal", "module", "tensor", "array", "object"]
 """``expression``: the notebook's own, which gives the same value. ``module``: one that then loads its weights."""
-_CODE = (types.FunctionType, type, pickling.CACHED)
+_CODE = (types.FunctionType, type, reducers.CACHED)
 _IMPORTED = (types.FunctionType, types.BuiltinFunctionType, type)
 
 
@@ -113,7 +113,7 @@ class ExportedNames:
         imported = origins.find_import(self._binding(name), name, value)
         if imported is not None:
             self.imports[name] = imported
-        elif isinstance(value, _CODE) and pickling.is_sent_by_value(value):
+        elif isinstance(value, _CODE) and definitions.is_sent_by_value(value):
             statement = self._definition(name, value)
             self._carried[name] = _Carried("definition", value, None, statement)
             self._waiting += statement.reads

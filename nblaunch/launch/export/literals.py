@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from nblaunch.launch.export import saved_values
-from nblaunch.transfer import pickling
+from nblaunch.transfer import definitions, pickling
 
 MAX_LITERAL_CHARS = 2000
 _MAX_SEARCHED = 100_000
@@ -238,7 +238,7 @@ def _uses_weights(kind: type, parameter: type) -> bool:
             continue
         seen[id(value)] = value
         if isinstance(value, (type, types.FunctionType)):
-            if not pickling.is_sent_by_value(value):
+            if not definitions.is_sent_by_value(value):
                 continue
             if isinstance(value, type):
                 waiting += value.__bases__
