@@ -82,7 +82,9 @@ def notebook_launcher(
 
     Args:
         function: The function to run on every rank.
-        args: Its positional arguments, as a tuple.
+        args: Its positional arguments, as a tuple. They skip the parameters that are filled in. Values for `world_size`
+            and `device` may be among them, as in ``mp.spawn(train, args=(world_size,))``, if `world_size` is the number
+            of ranks.
         num_processes: The number of ranks, on each node. Default: one per visible GPU; without a GPU 2, or on several
             nodes 1 each.
         mixed_precision: ``"no"`` (default), ``"fp16"``, ``"bf16"`` or ``"fp8"``: the default precision of an
@@ -172,7 +174,7 @@ def notebook_launcher(
             f"node_rank={node_rank!r}: must be 0, because the ranks of every node are started from this notebook"
         )
     launch = prepare(
-        lambda _: payloads.for_function(function, args, kwargs),
+        lambda world_size: payloads.for_function(function, args, kwargs, world_size),
         view,
         engine=engine,
         num_nodes=num_nodes,

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nblaunch.errors import ArgumentError, PayloadError, warn
+from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.frontend import host
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
@@ -28,7 +28,7 @@ from nblaunch.wire.session_messages import Question
 _FIX = "create it inside the function, or send the data to create it from"
 
 
-def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
+def for_function(function: Any, args: Any, kwargs: Any, world_size: int | None = None) -> Payload:
     """Check the arguments of a function, and collect the payload.
 
     Raises:
@@ -42,14 +42,9 @@ def for_function(function: Any, args: Any, kwargs: Any) -> Payload:
         raise ArgumentError(f"kwargs={kwargs!r:.80}: must be a dict with string keys")
     args, kwargs = tuple(args), dict(kwargs or {})
     try:
-        by_name = parameters.check(function, args, kwargs)
+        by_name = parameters.check(function, args, kwargs, world_size)
     except TypeError as error:
-        raise ArgumentError(
-            f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {name_of(function)}: {error}"
-        ) from None
-    if "rank" in by_name.keys() - kwargs.keys():
-        first = f"{name_of(function)} has rank={by_name['rank']!r:.80} on every rank, from args"
-        warn(f"{first}: each rank passes its own `rank` if the call leaves it out. Give the other arguments by kwargs")
+        raise ArgumentError(f"{parameters.summary(args, kwargs)} do not fit {name_of(function)}: {error}") from None
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
     namespace = _namespace()
     needed = _for_class_bodies([(name_of(function), function), *by_name.items()], namespace)

@@ -112,7 +112,7 @@ class Session:
         Args:
             function: The function. Parameters named ``rank``, ``world_size``, ``local_rank`` and ``device`` are
                 filled in unless they are given.
-            args: Its positional arguments.
+            args: Its positional arguments; see `notebook_launcher`.
             block: True (default): wait for the ranks. False: return a `Launch` at once; tasks queue.
             view: See `nblaunch.notebook_launcher`.
             timeout: Seconds after which the task is stopped. Default: None, no limit.

@@ -65,10 +65,10 @@ def pack_call(function: Any, args: Any, kwargs: Any, ranks: SessionRanks, ticket
         cell = "; %%distributed runs a cell" if isinstance(function, str) else ""
         raise ArgumentError(f"function={function!r:.80}: must be a function, not {pickling.describe(function)}{cell}")
     try:
-        arguments = parameters.check(function, args, kwargs)
+        arguments = parameters.check(function, args, kwargs, ranks.plan.world_size)
     except TypeError as error:
         raise ArgumentError(
-            f"args={args!r:.200}, kwargs={kwargs!r:.200} do not fit {payloads.name_of(function)}: {error}"
+            f"{parameters.summary(args, kwargs)} do not fit {payloads.name_of(function)}: {error}"
         ) from None
     payload = Payload(function, args, kwargs, None, _settings(ranks), {})
     return _pack(payload, (), (function, args, kwargs), ranks, ticket, arguments)

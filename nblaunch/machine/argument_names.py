@@ -25,8 +25,14 @@ def named_arguments(target: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True  # IPython leaves this frame out
-        for name in kwargs:
+        for name, value in kwargs.items():
             if name not in known:
+                if "kwargs" in known and _has_parameter(kwargs.get("function", args[0] if args else None), name):
+                    shown = repr(value) if isinstance(value, (str, int, float)) and len(repr(value)) < 40 else "..."
+                    raise UnknownArgumentError(
+                        f"{target.__name__}() has no argument {name!r}, a parameter of your function: "
+                        f"pass kwargs={{{name!r}: {shown}}}"
+                    )
                 raise unknown_argument(target.__name__, name, known)
         return function(*args, **kwargs)
 
@@ -36,9 +42,23 @@ def named_arguments(target: F) -> F:
     return call  # type: ignore[return-value]  # it takes and returns the same
 
 
+def _has_parameter(function: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False  # no function, or a builtin without a signature
+
+
 def unknown_argument(callee: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
     """Return the error for a keyword argument that a function does not have."""
+    return UnknownArgumentError(f"{callee}() {unexpected(name, known)}")
+
+
+def unexpected(name: str, known: Iterable[str]) -> str:
+    """Describe a keyword argument that a function does not have, with the name that was probably meant."""
     names = list(known)
     near = difflib.get_close_matches(name, names, n=1)
-    advice = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(names)}"
-    return UnknownArgumentError(f"{callee}() got an unexpected keyword argument {name!r}: {advice}")
+    advice = f"use one of {', '.join(names)}" if names else "it has no parameters"
+    if near:
+        advice = f"did you mean {near[0]!r}?"
+    return f"got an unexpected keyword argument {name!r}: {advice}"

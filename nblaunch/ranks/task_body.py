@@ -52,9 +52,8 @@ def call(payload: Payload, home: Namespace | None = None) -> tuple[Any, tuple[st
         assert home is not None
         result = home.answer(payload.function)
     else:
-        own = _own_values(context)
-        filled = {name: own[name] for name in parameters.left_out(payload.function, payload.args, payload.kwargs)}
-        result = payload.function(*payload.args, **payload.kwargs, **filled)
+        args, kwargs = parameters.complete(payload.function, payload.args, payload.kwargs, _own_values(context))
+        result = payload.function(*args, **kwargs)
     notebook_names.after_task()
     try:
         return result, changed_values.unreturned(payload.watched, before, result)

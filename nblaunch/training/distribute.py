@@ -74,7 +74,7 @@ def distributed(
         if is_rank():
             return function(*args, **kwargs)
         try:
-            parameters.check(function, args, kwargs)
+            parameters.check(function, args, kwargs, settings.nprocs)
         except TypeError as error:
             raise ArgumentError(f"the arguments do not fit {_name_of(function)}: {error}") from None
         if runs_in_place(settings, options):
@@ -137,10 +137,10 @@ def _run_in_place(
     from nblaunch import LaunchResult
 
     values = {"rank": 0, "world_size": 1, "local_rank": 0, "device": settings.device}
-    filled = {name: values[name] for name in parameters.left_out(function, args, kwargs)}
+    given, named = parameters.complete(function, args, kwargs, values)
     begin = time.monotonic()
     with in_place():
-        value = function(*args, **kwargs, **filled)
+        value = function(*given, **named)
     return LaunchResult(_name_of(function), [value], duration=time.monotonic() - begin)
 
 
@@ -251,7 +251,8 @@ class _Call:
         parts = dict(self.find_trainable())  # before the function moves anything
         kind = _Returned
         try:
-            value = self.function(*self.args, **self.kwargs, **filled)
+            args, kwargs = parameters.complete(self.function, self.args, self.kwargs, filled)
+            value = self.function(*args, **kwargs)
         except StoppedTogether as stopped:
             value, kind = stopped.value, _Unfinished
         states = {path: gathered(part.state_dict()) for path, part in parts.items()}

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+import nblaunch
 from nblaunch import LaunchResult
 from nblaunch.errors import ArgumentError, NestedLaunchError, PayloadError, RankError
 from nblaunch.training.accelerator.accelerator import Accelerator
@@ -193,6 +194,25 @@ def test_a_state_of_another_shape_warns_and_keeps_the_results(options: dict[str,
         result = Accelerator(2, "cpu").distribute(widen, **options)()
     assert list(result) == [7, 7]
     assert model[0].weight.item() == before
+
+
+def test_args_skip_the_rank_as_those_of_mp_spawn(options: dict[str, Any]) -> None:
+    def train(rank: int, world_size: int, epochs: int) -> tuple[int, ...]:
+        return rank, world_size, epochs
+
+    expected = [(0, 2, 5), (1, 2, 5)]
+    for args in ((2, 5), (5,)):
+        assert list(Accelerator(2, "cpu").distribute(train, **options)(*args)) == expected
+        assert list(nblaunch.notebook_launcher(train, args, 2, device="cpu", view="none")) == expected
+    assert list(Accelerator(1, "cpu").distribute(train, view="none")(5)) == [(0, 1, 5)]  # in place
+    with nblaunch.session(2, name="args", device="cpu") as session:
+        assert list(session.run(train, 2, 5, view="none")) == expected
+        with pytest.raises(
+            ArgumentError, match=r"args=\(3, 5\), .* world_size=3, but the launch has 2 ranks: leave it"
+        ):
+            session.run(train, 3, 5, view="none")
+    with pytest.raises(ArgumentError, match="args gives world_size=3, but the launch has 2 ranks: leave it out"):
+        Accelerator(2, "cpu").distribute(train, **options)(3, 5)
 
 
 # ------------------------------------------------------------------ what goes wrong

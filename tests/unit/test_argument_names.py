@@ -31,6 +31,11 @@ MODEL = nn.Linear(1, 1)
         (Parallelism, {"tensors": 2}, r"Parallelism\(\) .* argument 'tensors': did you mean 'tensor'\?"),
         (Accelerator, {"mixed_precison": "no"}, r"Accelerator\(\) .* 'mixed_precison': did you mean 'mixed_precision'"),
         (nblaunch.notebook_launcher, {"num_process": 2}, r"notebook_launcher\(\) .*: did you mean 'num_processes'\?"),
+        (
+            nblaunch.notebook_launcher,
+            {"function": lambda model: model, "model": 3},
+            r"no argument 'model', a parameter of your function: pass kwargs=\{'model': 3\}",
+        ),
         (nblaunch.session, {"num_process": 2}, r"session\(\) .* 'num_process': did you mean 'num_processes'\?"),
         (nblaunch.session, {"start_methode": "spawn"}, r"session\(\) .*: did you mean 'start_method'\?"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nblaunch.transfer.parameters import FILLED_IN, check, left_out
+from nblaunch.transfer.parameters import FILLED_IN, check, complete, left_out
 
 
 def plain(rank, world_size): ...
@@ -18,6 +18,20 @@ def stars(*args, **kwargs): ...
 def none(): ...
 def positional_only(rank, /, x): ...
 def star_first(*rank, device): ...
+def epochs(rank, world_size, epochs=1): ...
+def before_rank(rank, model): ...
+def after_rank(model, rank): ...
+def rank_and_stars(rank, *args, **kwargs): ...
+def on_device(rank, device): ...
+async def awaits(rank): ...
+
+
+class Method:
+    def fit(self, rank, epochs): ...
+
+
+class Awaits:
+    async def __call__(self): ...
 
 
 class Trainer:
@@ -32,22 +46,20 @@ class Trainer:
     ("function", "args", "kwargs", "names"),
     [
         (plain, (), {}, ("rank", "world_size")),
-        (plain, (0,), {}, ("world_size",)),
-        (plain, (0, 2), {}, ()),
+        (plain, (2,), {}, ("rank",)),
         (plain, (), {"rank": 7}, ("world_size",)),
         (mixed, ("data",), {}, ("rank", "device")),
         (mixed, (), {"data": 1, "device": "cpu"}, ("rank",)),
         (defaults, (), {}, ("local_rank",)),
-        (defaults, (3, 1), {}, ()),
+        (defaults, (3,), {}, ("local_rank",)),
         (stars, (1, 2), {"rank": 3}, ()),
         (none, (), {}, ()),
-        (positional_only, (), {"x": 1}, ()),
+        (positional_only, (), {"x": 1}, ("rank",)),
         (star_first, (1, 2), {}, ("device",)),
         (Trainer, (), {"lr": 1}, ("rank",)),
         (Trainer(0, 1).fit, (), {}, ("world_size",)),
         (Trainer(0, 1), (), {}, ("device",)),
         (lambda rank: rank, (), {}, ("rank",)),
-        (functools.partial(plain, 3), (), {}, ("world_size",)),
         (functools.partial(plain, rank=3), (), {}, ("world_size",)),
         (functools.partial(functools.partial(plain, rank=3), world_size=9), (), {}, ()),
         (functools.partial(mixed, lr=3), (1,), {}, ("rank", "device")),
@@ -72,19 +84,60 @@ def test_all_four_names_are_filled_in_the_order_of_the_signature() -> None:
     ("function", "args", "kwargs", "message"),
     [
         (mixed, (), {}, "missing a required argument: 'data'"),
-        (plain, (0, 1, 2), {}, "too many positional arguments"),
-        (plain, (), {"ranks": 1}, "got an unexpected keyword argument 'ranks'"),
-        (plain, (0,), {"rank": 1}, "multiple values for argument 'rank'"),
-        (none, (1,), {}, "too many positional arguments"),
-        (positional_only, (), {"x": 1}, "missing a required positional-only argument: 'rank'|missing a required arg"),
-        (positional_only, (8,), {}, r"missing .* 'x' \(args gives `rank` a value, which each rank has: use kwargs\)"),
+        (plain, (0, 2), {}, "too many .* args fill no parameter: each rank passes its own `rank` and `world_size`"),
+        (plain, (), {"ranks": 1}, "got an unexpected keyword argument 'ranks': did you mean 'rank'?"),
+        (plain, (4,), {}, "args gives world_size=4, but the launch has 2 ranks: leave it out"),
+        (defaults, (3, 1), {}, "too many positional arguments; args fill `epochs`: each rank passes its own `local_"),
+        (none, (1,), {}, "^too many positional arguments$"),
+        (epochs, (2,), {}, "args may give `world_size`, as for mp.spawn, or leave it out: give `world_size` by kwargs"),
+        (after_rank, ("net", 8), {}, "args fill `model`: each rank passes its own `rank`"),
+        (functools.partial(plain, 2), (), {}, "the partial gives every rank the same `rank`"),
+        (awaits, (), {}, "it is an async function"),
+        (Awaits(), (), {}, "it is an async function"),
     ],
 )
 def test_a_call_that_cannot_be_made_is_refused_in_pythons_own_words(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TypeError, match=message):
-        check(function, args, kwargs)
+        check(function, args, kwargs, 2)
+
+
+OWN = {"rank": "r", "world_size": 2, "local_rank": "l", "device": "d"}
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "kwargs", "called"),
+    [
+        (plain, (), {}, ((), {"rank": "r", "world_size": 2})),
+        (plain, (2,), {}, (("r", 2), {})),
+        (plain, (), {"rank": 7}, ((), {"rank": 7, "world_size": 2})),
+        (epochs, (3,), {}, (("r", 2, 3), {})),
+        (epochs, (2, 3), {}, (("r", 2, 3), {})),
+        (epochs, (2,), {"world_size": 2}, (("r", 2, 2), {})),
+        (before_rank, ("net",), {}, (("r", "net"), {})),
+        (after_rank, ("net",), {}, (("net",), {"rank": "r"})),
+        (after_rank, (), {"model": 1}, ((), {"model": 1, "rank": "r"})),
+        (rank_and_stars, (5, 6), {"lr": 1}, (("r", 5, 6), {"lr": 1})),
+        (positional_only, (8,), {}, (("r", 8), {})),
+        (mixed, ("data",), {"lr": 1}, (("data",), {"lr": 1, "rank": "r", "device": "d"})),
+        (on_device, ("cuda:1",), {}, (("r", "cuda:1"), {})),
+        (stars, (1, 2), {"rank": 3}, ((1, 2), {"rank": 3})),
+        (Method().fit, (5,), {}, (("r", 5), {})),
+        (functools.partial(before_rank, model="net"), (), {}, ((), {"rank": "r"})),
+        (functools.partial(after_rank, "net"), (), {}, ((), {"rank": "r"})),
+        (lambda a, b: ..., (1, 2), {}, ((1, 2), {})),
+        (max, (1, 2), {}, ((1, 2), {})),
+    ],
+)
+def test_args_skip_what_ranks_fill_in_as_mp_spawn_does(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], called: Any
+) -> None:
+    check(function, args, kwargs, 2)
+    given, named = complete(function, args, kwargs, OWN)
+    assert (given, named) == called
+    if function is not max:
+        function(*given, **named)
 
 
 def test_the_arguments_come_back_by_name_without_what_ranks_fill_in() -> None:

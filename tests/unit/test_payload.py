@@ -95,11 +95,10 @@ def test_a_call_that_does_not_fit_shows_pythons_reason(args: Any, kwargs: Any, w
         for_function(train, args, kwargs)
 
 
-def test_a_rank_that_args_replaces_is_a_warning() -> None:
-    def own_rate(rank: int, rate: float = 0.1) -> None: ...
-
-    with pytest.warns(UserWarning, match=r"own_rate has rank=0\.5 on every rank, from args: each rank passes its own"):
-        for_function(own_rate, (0.5,), None)
+def test_the_error_of_a_call_names_the_types_of_large_arguments() -> None:
+    said = "args=(1, Linear), kwargs={'rate': 0.1, 'net': Linear} do not fit train: got an unexpected keyword argument"
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        for_function(train, (1, torch.nn.Linear(1, 1)), {"rate": 0.1, "net": torch.nn.Linear(1, 1)})
 
 
 def test_a_huge_wrong_argument_is_cut_short() -> None:

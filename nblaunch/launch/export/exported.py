@@ -130,7 +130,7 @@ def export(
     )
     names = ExportedNames(host().cells(), notebook, PROVIDED.difference(FILLED_IN))
     filled = parameters.left_out(function, payload.args, payload.kwargs)
-    call = _call(function, payload.args, payload.kwargs, filled, names)
+    call = _call(function, payload.args, payload.kwargs, names)
     _check_missing(names, frozenset())
     name = next(name for name in ("main", "run_rank", "_main") if name not in notebook)
     names.notes += job_file.notes(asked, sbatch)
@@ -205,22 +205,29 @@ def _target(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def _call(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], filled: Sequence[str], names: ExportedNames
-) -> str:
+def _call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: ExportedNames) -> str:
     """Return the call of a function as source. What it needs is added to `names`."""
     try:
         own = list(inspect.signature(function).parameters)
     except ValueError:
         own = []
+    filled = {name: _FilledIn(name) for name in FILLED_IN}
+    args, kwargs = parameters.complete(function, args, kwargs, filled)
     labels = [own[i] if i < len(own) else f"argument{i}" for i in range(len(args))]
     texts = [_argument(label, value, names) for label, value in zip(labels, args, strict=True)]
     texts += [f"{name}={_argument(name, value, names)}" for name, value in kwargs.items()]
-    texts += [f"{name}={name}" for name in filled]
     return f"{_named(function, names)}({', '.join(texts)})"
 
 
+class _FilledIn(str):
+    """The name of a parameter that the script fills in."""
+
+    __slots__ = ()
+
+
 def _argument(label: str, value: Any, names: ExportedNames) -> str:
+    if isinstance(value, _FilledIn):
+        return value
     text = names.literal_of(value)
     if text is not None:
         return text
