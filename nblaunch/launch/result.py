@@ -151,7 +151,7 @@ class LaunchResult(Sequence[Any]):
     """The return values of the ranks, with their metrics and logs.
 
     ``result[rank]`` is the return value of a rank, ``len(result)`` is the world size, and iteration yields the return
-    values in rank order. A cell that ends with a result displays the record of the launch, which the notebook then keeps.
+    values in rank order. A later cell that displays a result shows the record of the launch, and the notebook keeps it.
 
     Attributes:
         name: The name of the function or cell.

@@ -44,6 +44,11 @@ class CellDisplay:
         publisher.session.send(publisher.pub_socket, kind, content, parent=self._parent, ident=publisher.topic)
 
     @property
+    def cell(self) -> str:
+        """The id of the cell, as JupyterLab says it; else empty."""
+        return str(self._parent.get("metadata", {}).get("cellId", ""))
+
+    @property
     def is_in_its_cell(self) -> bool:
         """True while the kernel runs the cell that has constructed it."""
         header = self._kernel.get_parent().get("header", {})

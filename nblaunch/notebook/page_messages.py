@@ -236,6 +236,8 @@ class PanelInfo:
     is_session: bool
     hosts: Sequence[str] = ()
     """The node of each rank; none if all are on the notebook's own machine."""
+    cell: str = ""
+    """The id of the notebook's cell; empty if the page has not said it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,6 +234,7 @@ class PanelView(View):
             blocking=self._blocking,
             is_session=self._info.is_session,
             hosts=self._info.hosts,
+            cell=self._display.cell,
         )
         widget = PanelWidget(info, self._receive)
         with self._lock:
@@ -349,7 +350,7 @@ class PanelView(View):
             self._send_message(widget, delta, b"".join(chunk.data for chunk in chunks) + output_bytes)
         elif is_over and self._feed.has_more:
             self._fill(widget)
-        elif is_over and self._needs_last:
+        elif is_over and self._needs_last and not self._outputs.has_more:
             self._needs_last = False
             self._send_message(widget, Delta(now=self._now(), last=True))
 

@@ -93,7 +93,8 @@
  * @property {string} start_method
  * @property {boolean} blocking
  * @property {boolean} is_session
- * @property {string[]} hosts */
+ * @property {string[]} hosts
+ * @property {string} cell */
 /** The parts of a panel that have changed; an absent part has not.
  * @typedef {object} Changes
  * @property {StateEntry} [state]

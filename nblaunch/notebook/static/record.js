@@ -4,7 +4,8 @@
 import { ACTIVE_STATES } from "./kernel.js";
 
 const WIDGET = "application/vnd.jupyter.widget-view+json";
-const REFRESH_MS = 60000;
+const FIRST_REFRESH_MS = 5000;
+const MAX_REFRESH_MS = 60000;
 const RUNNING = "nblaunch-running";
 const UNSAVED = "To save the record of this launch, run its result in a new cell, such as `r`.";
 
@@ -45,14 +46,17 @@ class NotebookOutputs {
     return this.find().some(({ html }) => html.startsWith(this.start + RUNNING));
   }
 
-  /** Replace records of the launch as it runs, without their widgets. @param {(html: string) => Partial<RecordText>} change */
+  /** Replace records of the launch as it runs, without their widgets. Return false if there is no record at all.
+   * @param {(html: string) => Partial<RecordText>} change */
   rewrite(change) {
-    for (const { outputs, at, html, json } of this.find()) {
+    const found = this.find();
+    for (const { outputs, at, html, json } of found) {
       if (!html.startsWith(this.start + RUNNING)) continue;
       const { html: newHtml = html, text = json.data["text/plain"] } = change(html);
       if (newHtml === html && !json.data[WIDGET]) continue;
       outputs.set(at, { ...json, data: { "text/html": newHtml, "text/plain": text } });
     }
+    return found.length > 0;
   }
 }
 
@@ -68,8 +72,8 @@ export class RecordKeeper {
     this.render = render;
     /** @type {Map<HTMLElement, {box: HTMLElement, remove: () => void}>} */ this.places = new Map();
     this.observer = new MutationObserver(() => this.look());
-    this.started = this.saved = false;
-    panel.keepRecord = ({ html, text }) => this.notebook.rewrite(() => ({ html, text }));
+    this.started = this.saved = this.asked = false;
+    panel.keepRecord = (record) => this.notebook.rewrite(() => record) || this.#restore(record);
   }
 
   /** Bring the notebook up to date with the launch. */
@@ -77,6 +81,10 @@ export class RecordKeeper {
     const { kernel, state } = this.panel;
     const runs = ACTIVE_STATES.includes(state.name);
     if (!this.started && (!runs || this.notebook.cells)) this.#start();
+    if (runs && this.started && this.panel.isReopened && this.panel.seq && !this.asked) {
+      this.asked = true;
+      kernel.askRecord(); // the notebook may have been saved long before
+    }
     if (this.saved || !(kernel.gone || !runs)) return;
     this.saved = true;
     this.#stopRefreshing();
@@ -99,7 +107,7 @@ export class RecordKeeper {
     for (const record of document.getElementsByClassName(this.marker)) {
       // JupyterLab styles everything inside its HTML element: place the panel beside it.
       const place = /** @type {HTMLElement} */ (record.closest(".jp-RenderedHTMLCommon") ?? record);
-      if (!this.places.has(place)) this.#take(place);
+      if (!place.classList.contains("nbl-replaced")) this.#take(place); // else it is taken, maybe for another notebook
     }
   }
 
@@ -114,11 +122,31 @@ export class RecordKeeper {
     this.started = true;
     this.observer.observe(document.body, { childList: true, subtree: true });
     this.look();
-    this.refreshing = setInterval(() => this.panel.active && this.panel.kernel.askRecord(), REFRESH_MS);
+    if (this.notebook.cells) this.#refreshIn(FIRST_REFRESH_MS);
+  }
+
+  /** @param {number} ms */
+  #refreshIn(ms) {
+    const refresh = () => {
+      this.panel.kernel.askRecord();
+      this.#refreshIn(Math.min(MAX_REFRESH_MS, 2 * ms));
+    };
+    this.refreshing = this.panel.kernel.clock.set(refresh, ms);
   }
 
   #stopRefreshing() {
-    clearInterval(this.refreshing);
+    this.panel.kernel.clock.clear(this.refreshing);
+  }
+
+  /** Show a launch that runs in its cell again: the notebook was not saved before the reload. @param {RecordText} record */
+  #restore({ html, text }) {
+    if (!this.panel.isReopened || !this.panel.active) return;
+    const cell = this.notebook.cells?.find(({ id }) => id === this.panel.info.cell);
+    cell?.outputs?.add({
+      output_type: "display_data",
+      data: { "text/html": html, "text/plain": text },
+      metadata: {},
+    });
   }
 
   #isShown() {
@@ -147,5 +175,7 @@ export class RecordKeeper {
 /** Return the record of a launch that ended with its kernel. @param {string} html of the launch as it ran @param {string} status of the kernel */
 function ended(html, status) {
   const why = status.endsWith("restarting") ? "stopped by a restart of the kernel" : "ended with its kernel";
-  return html.replace(`${RUNNING} `, "").replace("… running</b>", `■ ${why}</b>, after running`);
+  return html
+    .replace(`${RUNNING} `, "")
+    .replace(/<b style="[^"]*">… running<.b>/, `<b style="color:#b07a1c">■ ${why}</b>, after running`);
 }

@@ -16,7 +16,7 @@ function running({ info = {}, kernel = new FakeKernel(), manager = { kernel } } 
   model.sentMessages.length = 0;
   return { clock, model, panel, kernel };
 }
-/** What was sent, but for what a page asks that hears nothing. */
+/** What was sent, without what a page asks that hears nothing. */
 const clicks = (model) => model.kinds().filter((kind) => kind !== "resync");
 const state = (model, name, seq = 2) => model.deliver(deltaOf(seq, { now: 2, state: { name } }));
 
