@@ -208,6 +208,9 @@ class Launch:
             state = "; ".join([state, *self.console.states[:MAX_STATES]])
         return f"<Launch {self.id} of {self.name}: {self.world_size} ranks, {state}>"
 
+    def _repr_html_(self) -> str | None:
+        return self._view.record_html()
+
     def join(self) -> LaunchResult:
         """Start the launch and wait for its end.
 
@@ -372,7 +375,8 @@ class Launch:
             logs = [RankLogs(files.out(r.rank), files.err(r.rank), files, r.dropped.output) for r in written]
             seconds = time.monotonic() - self._begin
             values = [self._returned.get(rank) for rank in range(self.world_size)]  # a session may lack a rank
-            self._result = LaunchResult(self.name, values, metrics, logs, seconds, self._shipment.sent)
+            sent, record_html = self._shipment.sent, self._view.record_html
+            self._result = LaunchResult(self.name, values, metrics, logs, seconds, sent, record_html)
             for name in sorted(conclusion.changed_names(attempt.task) - _noted):
                 _noted.add(name)
                 self._view.on(Note(conclusion.copy_note(name)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -151,7 +151,7 @@ class LaunchResult(Sequence[Any]):
     """The return values of the ranks, with their metrics and logs.
 
     ``result[rank]`` is the return value of a rank, ``len(result)`` is the world size, and iteration yields the return
-    values in rank order.
+    values in rank order. A later cell that displays a result shows the record of the launch, and the notebook keeps it.
 
     Attributes:
         name: The name of the function or cell.
@@ -170,6 +170,7 @@ class LaunchResult(Sequence[Any]):
         logs: Sequence[RankLogs] = (),
         duration: float = 0.0,
         payload: Sent = NOTHING_SENT,
+        record_html: Callable[[], str | None] | None = None,
     ) -> None:
         self.name = name
         self.metrics = Metrics(()) if metrics is None else metrics
@@ -177,6 +178,7 @@ class LaunchResult(Sequence[Any]):
         self.duration = duration
         self.payload = payload
         self._values = tuple(values)
+        self._record_html = record_html
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -190,6 +192,12 @@ class LaunchResult(Sequence[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_record_html": None}  # the view stays in its notebook
+
+    def _repr_html_(self) -> str | None:
+        return self._record_html() if self._record_html is not None else None
 
     def __repr__(self) -> str:
         count = f"{len(self)} rank{'' if len(self) == 1 else 's'}"

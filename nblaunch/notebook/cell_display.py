@@ -43,6 +43,17 @@ class CellDisplay:
         assert publisher.session is not None
         publisher.session.send(publisher.pub_socket, kind, content, parent=self._parent, ident=publisher.topic)
 
+    @property
+    def cell(self) -> str:
+        """The id of the cell, as JupyterLab says it; else empty."""
+        return str(self._parent.get("metadata", {}).get("cellId", ""))
+
+    @property
+    def is_in_its_cell(self) -> bool:
+        """True while the kernel runs the cell that has constructed it."""
+        header = self._kernel.get_parent().get("header", {})
+        return bool(header.get("msg_id") == self._parent.get("header", {}).get("msg_id"))
+
     def in_its_context(self, function: Callable[[], T]) -> T:
         """Call `function` in the cell's context, so that the kernel's messages belong to it. Not reentrant."""
         return self._context.copy().run(function)

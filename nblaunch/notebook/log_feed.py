@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -188,12 +188,19 @@ class LogFeed:
             chunks = [chunk for log, share in zip(waiting, shares, strict=True) for chunk in log.chunks(share)]
         return sorted(chunks, key=lambda chunk: chunk.time)
 
-    def rewind(self) -> None:
-        """Mark the last lines as unsent: a page has lost them."""
+    def rewind(self, ends: Mapping[tuple[int, int, Stream], int]) -> None:
+        """Mark as unsent what a page lacks of the last lines.
+
+        Args:
+            ends: Where what the page has of each log ends. Default for a log: at its beginning.
+        """
         with self._lock:
-            for log in self._logs.values():
-                log.sent = min(log.sent, log.lines_start(MAX_LINES, max(0, log.size - _MAX_TAIL_BYTES)))
-                log.holes.clear()
+            for key, log in self._logs.items():
+                end = ends.get(key, 0)
+                if end < log.sent:
+                    end = max(end, log.lines_start(MAX_LINES, max(end, log.size - _MAX_TAIL_BYTES)))
+                    log.sent = min(log.sent, end)
+                    log.holes = [hole for hole in log.holes if hole[1] <= log.sent]
 
     def fill(self, most: int) -> list[Chunk]:
         """Take whole lines that were skipped though they are among the last lines; empty if there are none."""

@@ -113,6 +113,15 @@ class OutputPart(NamedTuple):
     total: int
 
 
+class LogEnd(NamedTuple):
+    """Where what the page has of one log ends."""
+
+    attempt: int
+    rank: int
+    stream: Stream
+    end: int
+
+
 class Span(NamedTuple):
     """Bytes of a log that were printed at one time, in seconds since the launch began."""
 
@@ -227,6 +236,8 @@ class PanelInfo:
     is_session: bool
     hosts: Sequence[str] = ()
     """The node of each rank; none if all are on the notebook's own machine."""
+    cell: str = ""
+    """The id of the notebook's cell; empty if the page has not said it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +261,7 @@ class Changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What has changed since the previous message. Without content it is a heartbeat."""
+    """What has changed. Without content it is a heartbeat; last if the launch has ended, and nothing else follows."""
 
     kind: Literal["delta"] = "delta"
     seq: int = 0
@@ -258,17 +269,18 @@ class Delta:
     changes: Changes | None = None
     logs: Sequence[LogPart] | None = None
     outputs: Sequence[OutputPart] | None = None
+    last: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything but the logs, for a page that has missed messages; rewound if the last lines of the logs follow."""
+    """Everything but the logs, in answer to these requests. What the pages lack of the last lines follows."""
 
     kind: Literal["snapshot"] = "snapshot"
     seq: int = 0
     now: float
     changes: Changes
-    rewound: bool
+    requests: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +306,16 @@ class Acknowledged:
     launch: str
 
 
-ToPage = Delta | Snapshot | OlderLines | Acknowledged
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordText:
+    """The record as it is now: what the notebook's output holds."""
+
+    kind: Literal["record"] = "record"
+    html: str
+    text: str
+
+
+ToPage = Delta | Snapshot | OlderLines | Acknowledged | RecordText
 
 
 # ------------------------------------------------------------------ from the page
@@ -308,11 +329,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resync:
-    """The page has missed messages after number seq, and asks for a snapshot; without lines also for the logs."""
+    """The page may have missed messages: it asks for a snapshot, and for the logs from these ends."""
 
     kind: Literal["resync"] = "resync"
-    seq: int
-    has_lines: bool
+    request: int
+    logs: Sequence[LogEnd]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordRequest:
+    """The page asks for the record, and writes it into the notebook."""
+
+    kind: Literal["record"] = "record"
+    launch: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +386,7 @@ class LookRequest:
     rank: int
 
 
-FromPage = Request | Resync | OlderRequest | TypedLine | CompletionRequest | LookRequest
+FromPage = Request | Resync | RecordRequest | OlderRequest | TypedLine | CompletionRequest | LookRequest
 
 
 def to_content(message: ToPage | PanelInfo | OutputContent) -> dict[str, Any]:
@@ -372,7 +401,12 @@ def from_content(content: Mapping[str, Any]) -> FromPage | None:
             case "stop" | "kill" | "stacks" as kind:
                 return Request(kind, str(content["launch"]))
             case "resync":
-                return Resync(seq=int(content["seq"]), has_lines=bool(content["has_lines"]))
+                ends = [
+                    LogEnd(int(attempt), int(rank), stream, int(end)) for attempt, rank, stream, end in content["logs"]
+                ]
+                return Resync(request=int(content["request"]), logs=ends)
+            case "record":
+                return RecordRequest(launch=str(content["launch"]))
             case "older" if content["stream"] in ("out", "err"):
                 return OlderRequest(
                     request=int(content["request"]),

@@ -53,6 +53,8 @@ from nblaunch.notebook.page_messages import (
     LookRequest,
     OlderRequest,
     PanelInfo,
+    RecordRequest,
+    RecordText,
     Request,
     Resync,
     Snapshot,
@@ -107,10 +109,12 @@ class PanelView(View):
         self._over = threading.Event()
         self._ended_at = 0.0
         self._widget: Any = None
-        self._needs_snapshot = False
-        """A page has missed messages."""
-        self._needs_rewind = False
-        """A page has no lines: the last lines of the logs must follow the snapshot."""
+        self._resyncs: list[Resync] = []
+        """Of pages that may have missed messages."""
+        self._needs_record = False
+        """A page writes the record into its notebook."""
+        self._needs_last = True
+        """The page must be told once that nothing follows."""
         self._sender: threading.Thread | None = None
         self._credit = _bytes_per_message()
         self._sent_at = 0.0
@@ -193,7 +197,8 @@ class PanelView(View):
 
         The widget is displayed only while the launch runs. Afterwards the record stands alone, because a saved
         notebook that is opened with another kernel has no widget. In a page that has the widget, the panel's script
-        puts the live panel in the record's place.
+        puts the live panel in the record's place. In JupyterLab it does so from the start, and keeps the record in the
+        notebook current: see ``static/record.js``.
         """
         record = self._record()
         bundle: dict[str, Any] = {"text/plain": as_text(record), "text/html": as_html(record)}
@@ -202,10 +207,13 @@ class PanelView(View):
         self._display.show(bundle)
 
     def _record(self) -> Record:
-        if not self._over.is_set():
-            return record_of(self._state, self._info, self._now())
         tails, outputs = self._feed.tails(_TAIL_LINES), self._outputs.for_record()
         return record_of(self._state, self._info, self._now(), self._ended_at, tails, outputs)
+
+    def record_html(self) -> str | None:
+        """See `View`. The launching cell has the panel already."""
+        with self._lock:
+            return as_html(self._record()) if self._info is not None and not self._display.is_in_its_cell else None
 
     def _record_suffices(self) -> bool:
         """Return True if the record shows everything that a panel could."""
@@ -226,6 +234,7 @@ class PanelView(View):
             blocking=self._blocking,
             is_session=self._info.is_session,
             hosts=self._info.hosts,
+            cell=self._display.cell,
         )
         widget = PanelWidget(info, self._receive)
         with self._lock:
@@ -285,7 +294,8 @@ class PanelView(View):
         """Return True if the sender must continue; False ends its thread."""
         with self._lock:
             is_sent = not (self._state.is_changed or self._feed.has_more or self._outputs.has_more)
-            over = self._over.is_set() and is_sent and not self._needs_snapshot
+            is_asked = self._resyncs or self._needs_record or self._needs_last
+            over = self._over.is_set() and is_sent and not is_asked
             if self._widget is None or over:
                 self._sender = None
                 return False
@@ -307,16 +317,21 @@ class PanelView(View):
             return
         with self._lock:
             widget, is_over = self._widget, self._over.is_set()
-            snapshot = None
-            if self._needs_snapshot:
+            snapshot = record = None
+            if self._resyncs:
                 self._outputs.rewind()
-                snapshot = Snapshot(now=self._now(), changes=self._state.snapshot(), rewound=self._needs_rewind)
-                if self._needs_rewind:
-                    self._feed.rewind()  # under the lock: no message in between may carry the same lines
-                self._needs_snapshot = self._needs_rewind = False
+                requests = [resync.request for resync in self._resyncs]
+                snapshot = Snapshot(now=self._now(), changes=self._state.snapshot(), requests=requests)
+                for resync in self._resyncs:  # under the lock: no message in between may carry the same lines
+                    self._feed.rewind({(attempt, rank, stream): end for attempt, rank, stream, end in resync.logs})
+                self._resyncs, self._needs_last = [], True
+            elif self._needs_record:
+                record, self._needs_record = self._record(), False
             changes = self._state.delta() if snapshot is None else None
         if widget is None:
             return
+        if record is not None:
+            widget.send(to_content(RecordText(html=as_html(record), text=as_text(record))))
         if snapshot is not None:
             self._send_message(widget, snapshot)
             return
@@ -333,8 +348,11 @@ class PanelView(View):
             ]
             delta = Delta(now=delta.now, changes=changes, logs=parts or None, outputs=outputs or None)
             self._send_message(widget, delta, b"".join(chunk.data for chunk in chunks) + output_bytes)
-        elif is_over:
+        elif is_over and self._feed.has_more:
             self._fill(widget)
+        elif is_over and self._needs_last and not self._outputs.has_more:
+            self._needs_last = False
+            self._send_message(widget, Delta(now=self._now(), last=True))
 
     def _send_message(self, widget: Any, message: Delta | Snapshot, data: bytes = b"") -> None:
         self._sent_at = time.monotonic()
@@ -351,10 +369,13 @@ class PanelView(View):
     def _receive(self, content: Mapping[str, Any]) -> None:
         """Handle a message from the page, in any thread, without waiting."""
         match from_content(content):
-            case Resync(has_lines=has_lines):
+            case Resync() as resync:
                 with self._lock:
-                    self._needs_snapshot = True
-                    self._needs_rewind |= not has_lines
+                    self._resyncs.append(resync)
+                    self._send_in_background()
+            case RecordRequest() as request if self._is_of(request.launch):
+                with self._lock:
+                    self._needs_record = True
                     self._send_in_background()
             case OlderRequest() as request:
                 self._answer(request)

@@ -83,7 +83,7 @@ def as_html(record: Record) -> str:
         parts.append(f'<div style="margin-top:8px;font-size:12px;{DIM}">logs: <code>{log_dir}</code></div>')
     # The classes keep MathJax from reading dollar signs in a message as mathematics.
     style = "border:1px solid rgba(128,128,128,0.35);border-radius:6px;padding:10px 14px;margin:2px 0;line-height:1.4"
-    marker = f"nblaunch-{escape(record.launch_id)}"
+    marker = f"nblaunch-{escape(record.launch_id)}{'' if record.ended_at else ' nblaunch-running'}"
     return f'<div class="{marker} tex2jax_ignore mathjax_ignore" style="{style}">{"".join(parts)}</div>'
 
 
@@ -95,16 +95,18 @@ def _text(text: str, most: int, *, in_attribute: bool = False) -> str:
 def _header(record: Record) -> str:
     mark, colour, facts = record.heading()
     state = f"{mark} {_text(record.state, 40)}"
-    rest = " · ".join(escape(fact) for fact in [*facts, _when(record.ended_at)] if fact)
+    rest = " · ".join(escape(fact) for fact in [*facts, _when(record)] if fact)
     return (
         f'<div><b style="font-size:15px">{_text(record.name, 120)}</b> '
         f'<b style="color:{colour}">{state}</b> <span style="{DIM}">{rest}</span></div>'
     )
 
 
-def _when(ended_at: float) -> str:
+def _when(record: Record) -> str:
+    """Return when the launch ended, or until when the record of one that runs goes."""
     try:
-        return time.strftime("%Y-%m-%d %H:%M" if ended_at else "", time.localtime(ended_at))
+        at = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.ended_at or time.time()))
+        return at if record.ended_at else f"as of {at}"
     except (OverflowError, ValueError, OSError):  # not a time
         return ""
 

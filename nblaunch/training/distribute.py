@@ -169,7 +169,8 @@ def _launch(settings: AcceleratorSettings, call: _Call, options: Mapping[str, An
         raise
     _load_states(own, result[0].states)
     values = [returned.value for returned in result]
-    return LaunchResult(result.name, values, result.metrics, result.logs, result.duration, result.payload)
+    shown = result._repr_html_
+    return LaunchResult(result.name, values, result.metrics, result.logs, result.duration, result.payload, shown)
 
 
 def _take_states(own: Mapping[Path, Any], stopped: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.cells import GRACE, TRAINS
-from tests.browser.conftest import LAB, NO_SUBSHELLS, NOTEBOOK, Lab, keep_picture
+from tests.browser.conftest import LAB, NO_SUBSHELLS, NOTEBOOK, SHARED, Lab, keep_picture
 from tests.browser.lab import wait_until_idle
 from tests.conftest import eventually, marked_processes
 
@@ -175,6 +175,9 @@ def test_restart_takes_two_clicks_and_the_next_launch_works(lab: Lab) -> None:
     eventually(lambda: not ranks & marked_processes())
     assert lab.page.locator(".jp-Dialog").count() == 0
     lab.panel.locator('.nbl-pill[data-state="gone"]').wait_for()
+    lab.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.save()")
+    assert "■ stopped by a restart of the kernel" in (lab.folder / SHARED).read_text(encoding="utf-8")
+    assert "[rank 0] begun" in (lab.folder / SHARED).read_text(encoding="utf-8")
     wait_until_idle(lab.page)
     lab.run_cell(0)
     lab.run_cell(2)

@@ -163,6 +163,26 @@ def test_only_the_record_stays_and_it_names_its_panel(page: Page) -> None:
     assert f'class="nblaunch-{page.state["info"]["launch"]} ' in page.displays[-1]["text/html"]
 
 
+def test_a_page_gets_the_record_and_a_later_cell_displays_it(page: Page) -> None:
+    shows = "own = launch._repr_html_()"
+    page.run(WAITS + f"launch = notebook_launcher(waits, num_processes=2, block=False)\n{shows}")
+    page.take_until(lambda: page.log(0) and page.log(1))
+    launch = page.state["info"]["launch"]
+    for _ in range(3):  # they are answered together
+        page.send(kind="record", launch=launch)
+    page.take_until(lambda: page.of("record"))
+    assert page.of("record")[0]["html"].startswith(f'<div class="nblaunch-{launch} nblaunch-running ')
+    assert page.of("record")[0]["text"].startswith("waits: running for")
+    assert page.kernel.ask("own is None and 'running</b>' in launch._repr_html_()")  # its own cell has the panel
+    page.run(PRINTS + "result = notebook_launcher(prints, args=(2000,), num_processes=1)")
+    page.take_until(lambda: page.of("delta")[-1].get("last"))
+    html = page.kernel.ask("result._repr_html_()")
+    assert html.startswith(f'<div class="nblaunch-{page.state["info"]["launch"]} tex2jax_ignore')
+    assert "line 0001999" in html
+    assert page.kernel.ask("__import__('pickle').loads(__import__('pickle').dumps(result))._repr_html_()") is None
+    page.kernel.run("launch.kill(); launch.wait()").check()
+
+
 def test_the_kernel_survives_an_interrupt_during_torchs_import() -> None:
     with running_kernel() as kernel:
         kernel.run("from nblaunch import notebook_launcher\nimport sys; assert 'torch' not in sys.modules").check()
@@ -214,10 +234,10 @@ launch = notebook_launcher(train, num_processes=2, block=False)
     newcomer = Page(page.kernel, panel=page.panel)
     state = page.kernel.ask(f"__import__('ipywidgets').Widget.widgets[{page.panel!r}].get_state('sent')")
     assert state["sent"] == max(content["seq"] for content in page.of("delta"))
-    newcomer.send(kind="resync", seq=0, has_lines=False)
+    newcomer.send(kind="resync", request=5, logs=[])
     newcomer.take_until(lambda: newcomer.of("snapshot") and newcomer.log(0) and newcomer.log(1))
     snapshot = newcomer.of("snapshot")[0]
-    assert snapshot["rewound"]
+    assert snapshot["requests"] == [5]
     assert snapshot["seq"] > state["sent"]
     assert {tuple(point[:2]) for point in snapshot["changes"]["metrics"]} == {("accuracy", 0), ("accuracy", 1)}
     assert snapshot["changes"]["ranks"] == [[0, "running"], [1, "running"]]

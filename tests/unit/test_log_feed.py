@@ -151,11 +151,26 @@ def test_an_earlier_part_that_ends_in_a_huge_line_comes_too(logs: Logs, last: by
     assert got == b"first\n" + last
 
 
-def test_after_a_rewind_the_last_lines_are_sent_again(logs: Logs) -> None:
-    logs.write(b"one\n")
+def test_after_a_rewind_a_page_gets_what_it_lacks_of_a_log(logs: Logs) -> None:
+    logs.write(b"one\ntwo\n")
+    logs.write(b"other\n", rank=1)
     logs.take()
-    logs.feed.rewind()
-    assert logs.take() == [(0, "out", 0, b"one\n")]
+    logs.feed.rewind({(0, 0, "out"): 2})
+    assert logs.take() == [(0, "out", 2, b"e\ntwo\n"), (1, "out", 0, b"other\n")]
+    logs.feed.rewind({(0, 0, "out"): 99, (0, 1, "out"): 6})
+    assert logs.take() == []
+
+
+def test_after_a_rewind_far_back_only_the_last_lines_come(logs: Logs) -> None:
+    lines = [b"line %d\n" % number for number in range(3 * MAX_LINES)]
+    for line in (b"".join(lines[: 2 * MAX_LINES]), b"".join(lines[2 * MAX_LINES :])):
+        logs.write(line)
+        while logs.feed.waiting:
+            logs.feed.take(1 << 20)
+    logs.feed.rewind({(0, 0, "out"): len(lines[0])})
+    assert not logs.feed.fill(1 << 20)
+    (part,) = logs.take(1 << 20)
+    assert part[3] == b"".join(lines[-MAX_LINES:])
 
 
 def test_an_earlier_part_has_whole_lines_up_to_the_requested_end(logs: Logs) -> None:

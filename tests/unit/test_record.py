@@ -211,9 +211,13 @@ def test_each_state_says_how_long_it_took(state: str, seconds: float, expected: 
     assert f"{expected} · 1 rank · cpu\n" in page(record).text
 
 
-def test_a_launch_that_still_runs_has_no_date() -> None:
-    assert "2026-" in page(FINISHED).text
-    assert not re.search(r"\d{4}-\d{2}-\d{2}", page(replace(FINISHED, state="running", ended_at=0.0)).text)
+def test_a_launch_that_still_runs_has_the_date_of_the_record() -> None:
+    assert "as of" not in page(FINISHED).text
+    running = replace(FINISHED, state="running", ended_at=0.0)
+    assert re.search(r"… running for 12.3 s · .* · as of \d{4}-\d{2}-\d{2}", page(running).text)
+    # the page's script looks for these two, see static/record.js
+    assert as_html(running).startswith(f'<div class="nblaunch-{running.launch_id} nblaunch-running ')
+    assert "… running</b>" in as_html(running)
 
 
 def test_notes_are_kept() -> None:

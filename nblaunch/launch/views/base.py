@@ -28,6 +28,10 @@ class View(ABC):
     def on(self, event: Event) -> None:
         """Show an event. Ignore those that the view has no use for."""
 
+    def record_html(self) -> str | None:
+        """Return the record so far for a cell that displays the launch or its result; None: its text is enough."""
+        return None
+
 
 class NullView(View):
     """Shows nothing."""
@@ -51,6 +55,9 @@ class ShieldedView(View):
         except Exception as error:  # noqa: BLE001  # a replaced stdout may raise anything
             self._view = NullView()
             _log.warning("the launch continues, but its display stopped: %s: %s", type(error).__name__, error)
+
+    def record_html(self) -> str | None:
+        return self._view.record_html()
 
 
 @contextlib.contextmanager

@@ -94,13 +94,13 @@ export class HeaderView {
       this.spoken,
       kernel.armed ? "Restarting ends every rank and forgets all variables. Click again to restart." : "",
     );
-    setText(this.notice, this.#noticeText());
     setAttribute(this.notice, "data-state", name);
     this.tick();
   }
 
   #noticeText() {
     const { notice, state, failure, kernel } = this.panel;
+    if (kernel.silence) return `No news from the kernel for ${kernel.silence} s`;
     if (notice) return notice;
     if (state.name === "stopping") return state.countdown || "Stopping …";
     if (ACTIVE_STATES.includes(state.name) && kernel.asked)
@@ -108,8 +108,9 @@ export class HeaderView {
     return failure ? "" : state.message;
   }
 
-  /** Update the time; called once a second. */
+  /** Update what changes with the time; called once a second. */
   tick() {
+    setText(this.notice, this.#noticeText());
     const { state, elapsed } = this.panel;
     setText(this.time, state.seconds === null ? clockText(elapsed) : durationText(state.seconds));
   }

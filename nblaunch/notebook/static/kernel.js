@@ -4,8 +4,10 @@ const ACK_TIMEOUT_MS = 700;
 const MAX_SILENCE_MS = 5000; // after a longer silence the kernel may no longer run this launch
 const ARMED_MS = 3000;
 const ANSWER_TIMEOUT_MS = 5000;
+const SILENCE_MS = 6500; // three heartbeats of the kernel
 const RESYNC_PAUSE_MS = 2000;
 const MAX_RESYNC_PAUSE_MS = 30000;
+const RECORD_TIMEOUT_MS = 1000; // before a restart
 const ASK_INTERRUPT = "use the notebook's Interrupt button";
 const GONE_STATUSES = ["restarting", "autorestarting", "dead", "terminating"];
 export const ACTIVE_STATES = ["starting", "running", "stopping"];
@@ -24,8 +26,8 @@ const pageClock = {
  * @property {boolean} blocking
  * @property {string} state
  * @property {number} receivedAt when the last message arrived, by the clock
- * @property {number} seq number of the last message without a gap before it
- * @property {boolean} hasLines whether the page has lines of the logs
+ * @property {boolean} isWhole whether nothing more follows: the launch has ended, and the page has all of it
+ * @property {import("./page_messages.js").LogEnd[]} logEnds
  * @property {(text: string) => void} notify show a notice, or none for ""
  * @property {() => void} changed
  * @property {() => void} exited called when the kernel has exited */
@@ -41,10 +43,12 @@ export class KernelLink {
     this.requests = 0; // for completions
     this.again = false; // a second click came before the acknowledgement of the first
     this.armed = false;
-    this.gone = false;
+    /** @type {string} the status by which the kernel has exited */ this.gone = "";
     /** @type {Map<string, any>} */ this.timers = new Map();
     this.resyncWait = RESYNC_PAUSE_MS;
-    this.rewinds = false; // the last lines of the logs follow the next snapshot
+    /** @type {Set<number>} */ this.resyncs = new Set(); // requests without an answer
+    this.tries = 0; // requests since the last message
+    this.heardAt = clock.now();
     this.#watch();
   }
 
@@ -165,22 +169,52 @@ export class KernelLink {
     });
   }
 
-  /** Request a snapshot because messages are missing. Repeat with growing pauses until it arrives. */
+  /** Any message has arrived. Without another one the page asks whether it has missed some. */
+  heard() {
+    this.heardAt = this.clock.now();
+    this.tries = 0;
+    if (this.launch.isWhole || this.gone) this.#cancel("silence");
+    else this.#after("silence", SILENCE_MS, () => this.resync());
+  }
+
+  /** Seconds without a message, if the kernel does not answer either; else 0. */
+  get silence() {
+    const seconds = Math.round((this.clock.now() - this.heardAt) / 1000);
+    return this.tries > 1 && !this.gone && 1000 * seconds > SILENCE_MS ? seconds : 0;
+  }
+
+  /** Request a snapshot because messages may be missing. Repeat with growing pauses until it arrives. */
   resync() {
     if (this.timers.has("resync") || this.gone) return;
-    const { seq, hasLines } = this.launch;
-    this.rewinds = !hasLines;
-    this.send({ kind: "resync", seq, has_lines: hasLines });
-    this.#after("resync", this.resyncWait, () => this.resync());
+    const request = Math.floor(Math.random() * 2 ** 48); // other pages ask, too
+    this.resyncs.add(request);
+    this.tries++;
+    this.send({ kind: "resync", request, logs: this.launch.logEnds });
+    this.#after("resync", this.resyncWait, () => (this.resync(), this.launch.changed()));
     this.resyncWait = Math.min(MAX_RESYNC_PAUSE_MS, 2 * this.resyncWait);
   }
 
-  /** Handle a snapshot. @param {boolean} rewound the last lines of the logs follow */
-  resynced(rewound) {
-    if (this.rewinds && !rewound) return; // it answers another page
-    this.rewinds = false;
+  /** Return true if lines wait for those that were asked for: as long as an answer may be on its way, or without any. */
+  get rewinds() {
+    return this.resyncs.size === 1 || (this.resyncs.size > 0 && !this.launch.logEnds.length);
+  }
+
+  /** Handle a snapshot. @param {readonly number[]} requests those that it answers, of all pages */
+  resynced(requests) {
+    if (!requests.some((request) => this.resyncs.has(request))) return;
+    this.resyncs.clear();
     this.#cancel("resync");
     this.resyncWait = RESYNC_PAUSE_MS;
+  }
+
+  /** Request the record, which comes as a message. */
+  askRecord() {
+    if (!this.gone) this.send({ kind: "record", launch: this.launch.id });
+  }
+
+  /** The record has arrived, and is in the notebook. */
+  recordCame() {
+    if (this.timers.has("restart")) this.#restartNow();
   }
 
   /** Restart the kernel on the second click within 3 s. */
@@ -195,6 +229,13 @@ export class KernelLink {
       return this.launch.changed();
     }
     this.#disarm();
+    if (!this.active) return this.#restartNow();
+    this.askRecord(); // the notebook keeps it
+    this.#after("restart", RECORD_TIMEOUT_MS, () => this.#restartNow());
+  }
+
+  #restartNow() {
+    this.#cancel("restart");
     const failed = () => this.launch.notify("The kernel did not restart: use the notebook's Restart button.");
     try {
       const session = this.#session();
@@ -209,6 +250,7 @@ export class KernelLink {
     this.timers.clear();
     try {
       this.watched?.disconnect(this.onStatus);
+      this.connection?.disconnect(this.onConnection);
     } catch {
       this.watched = null; // the kernel connection is already disposed
     }
@@ -217,15 +259,24 @@ export class KernelLink {
   #watch() {
     this.onStatus = (/** @type {unknown} */ _, /** @type {string} */ status) => {
       if (!GONE_STATUSES.includes(status) || this.gone) return;
-      this.gone = true;
+      this.gone = status;
       this.#forget();
-      for (const name of ["ack", "patience", "stacks", "resync", "debug"]) this.#cancel(name);
+      for (const name of ["ack", "patience", "stacks", "resync", "silence", "debug", "restart"]) this.#cancel(name);
       this.launch.notify("");
       this.launch.exited();
+    };
+    this.onConnection = (/** @type {unknown} */ _, /** @type {string} */ status) => {
+      if (status !== "connected" || this.launch.isWhole) return;
+      this.#cancel("resync"); // what was asked before may be lost
+      this.resyncWait = RESYNC_PAUSE_MS;
+      this.resyncs.clear();
+      this.resync();
     };
     try {
       this.watched = this.#kernel()?.statusChanged;
       this.watched?.connect(this.onStatus);
+      this.connection = this.#kernel()?.connectionStatusChanged;
+      this.connection?.connect(this.onConnection);
     } catch {
       this.watched = null; // this editor's kernels have no such signal
     }

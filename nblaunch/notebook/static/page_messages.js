@@ -23,6 +23,8 @@
  * @typedef {[rank: number, numbers: number[], left_out: number]} OutputsEntry */
 /** Bytes of one output's JSON, in the message's buffer after those of the logs; total is the size of the whole.
  * @typedef {[number: number, offset: number, size: number, total: number]} OutputPart */
+/** Where what the page has of one log ends.
+ * @typedef {[attempt: number, rank: number, stream: "out" | "err", end: number]} LogEnd */
 /** Bytes of a log that were printed at one time, in seconds since the launch began.
  * @typedef {[size: number, time: number]} Span */
 /** The state of the launch.
@@ -91,7 +93,8 @@
  * @property {string} start_method
  * @property {boolean} blocking
  * @property {boolean} is_session
- * @property {string[]} hosts */
+ * @property {string[]} hosts
+ * @property {string} cell */
 /** The parts of a panel that have changed; an absent part has not.
  * @typedef {object} Changes
  * @property {StateEntry} [state]
@@ -107,21 +110,22 @@
  * @property {StacksEntry} [stacks]
  * @property {StuckEntry} [stuck]
  * @property {DebugEntry} [debug] */
-/** What has changed since the previous message. Without content it is a heartbeat.
+/** What has changed. Without content it is a heartbeat; last if the launch has ended, and nothing else follows.
  * @typedef {object} Delta
  * @property {"delta"} kind
  * @property {number} seq
  * @property {number} now
  * @property {Changes} [changes]
  * @property {LogPart[]} [logs]
- * @property {OutputPart[]} [outputs] */
-/** Everything but the logs, for a page that has missed messages; rewound if the last lines of the logs follow.
+ * @property {OutputPart[]} [outputs]
+ * @property {boolean} [last] */
+/** Everything but the logs, in answer to these requests. What the pages lack of the last lines follows.
  * @typedef {object} Snapshot
  * @property {"snapshot"} kind
  * @property {number} seq
  * @property {number} now
  * @property {Changes} changes
- * @property {boolean} rewound */
+ * @property {number[]} requests */
 /** Bytes start to end of a log, in the message's buffer: the answer to a request, or unrequested (null).
  * @typedef {object} OlderLines
  * @property {"older"} kind
@@ -137,15 +141,24 @@
  * @property {"acknowledged"} kind
  * @property {"stop" | "kill" | "done"} action
  * @property {string} launch */
+/** The record as it is now: what the notebook's output holds.
+ * @typedef {object} RecordText
+ * @property {"record"} kind
+ * @property {string} html
+ * @property {string} text */
 /** A click on a button of the panel.
  * @typedef {object} Request
  * @property {"stop" | "kill" | "stacks"} kind
  * @property {string} launch */
-/** The page has missed messages after number seq, and asks for a snapshot; without lines also for the logs.
+/** The page may have missed messages: it asks for a snapshot, and for the logs from these ends.
  * @typedef {object} Resync
  * @property {"resync"} kind
- * @property {number} seq
- * @property {boolean} has_lines */
+ * @property {number} request
+ * @property {LogEnd[]} logs */
+/** The page asks for the record, and writes it into the notebook.
+ * @typedef {object} RecordRequest
+ * @property {"record"} kind
+ * @property {string} launch */
 /** The reader asks for bytes start to end of a log; the answer may be shorter, and holds the end.
  * @typedef {object} OlderRequest
  * @property {"older"} kind
@@ -172,7 +185,7 @@
  * @property {"look"} kind
  * @property {string} launch
  * @property {number} rank */
-/** @typedef {Delta | Snapshot | OlderLines | Acknowledged} ToPage */
-/** @typedef {Request | Resync | OlderRequest | TypedLine | CompletionRequest | LookRequest} FromPage */
+/** @typedef {Delta | Snapshot | OlderLines | Acknowledged | RecordText} ToPage */
+/** @typedef {Request | Resync | RecordRequest | OlderRequest | TypedLine | CompletionRequest | LookRequest} FromPage */
 
 export {};

@@ -3,7 +3,6 @@ import { DebugView } from "./debug_view.js";
 import { FailureView, StacksView } from "./failure.js";
 import { HeaderView } from "./header.js";
 import { el } from "./format.js";
-import { ACTIVE_STATES } from "./kernel.js";
 import { LogView } from "./log_view.js";
 import { MetricsView } from "./metrics.js";
 import { OutputsView } from "./outputs.js";
@@ -15,6 +14,9 @@ import { StuckView } from "./stuck.js";
 /** Panels by launch, of each notebook: a page may show a launch in two, and one that is opened again makes new models.
  * @type {WeakMap<object, Map<string, PanelState>>} */
 const notebooks = new WeakMap();
+
+/** @type {WeakMap<PanelState, RecordKeeper>} */
+const keepers = new WeakMap();
 
 /** @param {any} model */
 function panelOf(model) {
@@ -33,21 +35,28 @@ function panelOf(model) {
 function initialize({ model, early = [] }) {
   const panel = panelOf(model);
   for (const [content, buffers] of early) panel.receive(content, buffers);
-  const keeper = new RecordKeeper(panel.info.launch, (host) => render({ model, el: host }));
-  const look = () => ACTIVE_STATES.includes(panel.state.name) || keeper.start();
-  panel.views.add(look);
-  look();
+  const keeper = new RecordKeeper(panel, (host) => draw(panel, host));
+  keepers.set(panel, keeper);
+  const update = () => keeper.update();
+  panel.views.add(update);
+  update();
   return () => {
-    panel.views.delete(look);
+    panel.views.delete(update);
     keeper.stop();
     panel.dispose();
     notebooks.get(model.widget_manager)?.delete(panel.info.launch);
   };
 }
 
-/** @param {{model: any, el: HTMLElement}} context */
+/** Draw a panel for the widget of an output, unless the notebook can do without it.
+ * @param {{model: any, el: HTMLElement}} context */
 function render({ model, el: host }) {
   const panel = panelOf(model);
+  return keepers.get(panel)?.takePlace() ? () => {} : draw(panel, host);
+}
+
+/** @param {PanelState} panel @param {HTMLElement} host */
+function draw(panel, host) {
   const logs = new LogView(panel);
   const showLog = (/** @type {number} */ rank) => logs.show(rank);
   const [header, metrics, debug] = [new HeaderView(panel), new MetricsView(panel), new DebugView(panel)];

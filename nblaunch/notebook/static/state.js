@@ -84,6 +84,8 @@ export class PanelState {
     this.highest = 0;
     this.notice = "";
     this.broken = false;
+    this.whole = false;
+    /** @type {(record: import("./page_messages.js").RecordText) => void} */ this.keepRecord = () => {};
     /** @type {Set<() => void>} */ this.views = new Set();
     this.reading = freshReading();
     this.logs = new LogStore();
@@ -110,7 +112,13 @@ export class PanelState {
     this.model.on("msg:custom", (/** @type {ToPage} */ content, /** @type {any[]} */ buffers) =>
       this.receive(content, buffers),
     );
-    if (Number(this.model.get("sent")) > 0) this.kernel.resync();
+    this.kernel.heard();
+    if (this.isReopened) this.kernel.resync();
+  }
+
+  /** True if the page has shown the panel before, and was reloaded. */
+  get isReopened() {
+    return Number(this.model.get("sent")) > 0;
   }
 
   dispose() {
@@ -139,6 +147,7 @@ export class PanelState {
     } catch (error) {
       this.notice = `The panel could not read a message from the kernel: ${error}`;
     }
+    this.kernel.heard();
     if (!isHeartbeat(content) || notice !== this.notice) this.changed();
   }
 
@@ -174,10 +183,14 @@ export class PanelState {
         return this.kernel.acknowledged(message.action, message.launch);
       case "older":
         return this.#older(message, bytes);
+      case "record":
+        this.keepRecord(message);
+        return this.kernel.recordCame();
       case "snapshot":
         this.seq = message.seq;
         this.highest = Math.max(this.highest, message.seq);
-        this.kernel.resynced(message.rewound);
+        this.whole = false;
+        this.kernel.resynced(message.requests);
         this.now = Number(message.now) || 0;
         this.#clear();
         return this.#apply(message.changes ?? {}, true);
@@ -187,8 +200,9 @@ export class PanelState {
   }
 
   /** @param {import("./page_messages.js").Delta} delta @param {Uint8Array} bytes */
-  #delta({ seq, now, changes, logs, outputs }, bytes) {
+  #delta({ seq, now, changes, logs, outputs, last }, bytes) {
     this.highest = seq;
+    this.whole = Boolean(last) && seq === this.seq + 1;
     if (seq === this.seq + 1) this.seq = seq;
     else this.kernel.resync(); // show what has arrived meanwhile
     this.now = Number(now) || 0;
@@ -298,11 +312,11 @@ export class PanelState {
       get receivedAt() {
         return panel.receivedAt;
       },
-      get seq() {
-        return panel.seq;
+      get isWhole() {
+        return panel.whole;
       },
-      get hasLines() {
-        return panel.logs.hasLines;
+      get logEnds() {
+        return panel.logs.ends;
       },
       notify: (text) => {
         if (panel.notice === text) return;

@@ -78,9 +78,11 @@ export class LogStore {
     this.#insert(fresh);
   }
 
-  /** True if bytes of a log have arrived. */
-  get hasLines() {
-    return [...this.sources.values()].some((source) => source.end > 0);
+  /** Where what has arrived of each log ends. @returns {import("./page_messages.js").LogEnd[]} */
+  get ends() {
+    return [...this.sources.values()].flatMap(({ attempt, rank, stream, end }) =>
+      stream === "note" ? [] : [[attempt, rank, stream, end]],
+    );
   }
 
   /** Return the lines of a tab, and its unfinished lines. @param {Tab} tab @returns {{lines: Line[], open: Line[]}} */

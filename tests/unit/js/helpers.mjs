@@ -14,18 +14,20 @@ export function randomSource(seed) {
 }
 
 /** A delta with these logs, parts of outputs, and changes. */
-export function deltaOf(seq, { now = seq, logs, parts, ...changes } = {}) {
+export function deltaOf(seq, { now = seq, logs, parts, last, ...changes } = {}) {
   const some = {
     ...(Object.keys(changes).length && { changes }),
     ...(logs && { logs }),
     ...(parts && { outputs: parts }),
+    ...(last && { last }),
   };
   return { kind: "delta", seq, now, ...some };
 }
 
-/** A snapshot of these changes. */
-export function snapshotOf(seq, { now = seq, rewound = false, ...changes } = {}) {
-  return { kind: "snapshot", seq, now, changes, rewound };
+/** A snapshot of these changes, in answer to the latest request of a model. */
+export function snapshotOf(seq, { now = seq, to, ...changes } = {}) {
+  const requests = to ? [to.sentMessages.findLast(({ kind }) => kind === "resync").request] : [];
+  return { kind: "snapshot", seq, now, changes, requests };
 }
 
 /** A clock whose time a test moves. */
@@ -52,7 +54,7 @@ export class FakeClock {
       const next = [...this.timers].filter(([, timer]) => timer.at <= end).sort((x, y) => x[1].at - y[1].at)[0];
       if (!next) break;
       this.timers.delete(next[0]);
-      this.time = next[1].at;
+      this.time = Math.max(this.time, next[1].at);
       next[1].act();
     }
     this.time = end;
@@ -105,7 +107,12 @@ export class FakeKernel {
   constructor() {
     this.calls = [];
     this.slots = new Set();
+    this.connections = new Set();
     this.statusChanged = { connect: (slot) => this.slots.add(slot), disconnect: (slot) => this.slots.delete(slot) };
+    this.connectionStatusChanged = {
+      connect: (slot) => this.connections.add(slot),
+      disconnect: (slot) => this.connections.delete(slot),
+    };
     this.clientId = "client";
   }
   interrupt() {
@@ -121,5 +128,8 @@ export class FakeKernel {
   }
   status(name) {
     for (const slot of this.slots) slot(this, name);
+  }
+  connection(status) {
+    for (const slot of this.connections) slot(this, status);
   }
 }

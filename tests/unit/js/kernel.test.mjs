@@ -2,7 +2,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 import { PanelState } from "../../../nblaunch/notebook/static/state.js";
-import { deltaOf, FakeClock, FakeKernel, FakeModel } from "./helpers.mjs";
+import { deltaOf, snapshotOf, FakeClock, FakeKernel, FakeModel } from "./helpers.mjs";
 
 const VS_CODE = { wsUrl: "BOGUS_PVSC" };
 
@@ -16,6 +16,8 @@ function running({ info = {}, kernel = new FakeKernel(), manager = { kernel } } 
   model.sentMessages.length = 0;
   return { clock, model, panel, kernel };
 }
+/** What was sent, without what a page asks that hears nothing. */
+const clicks = (model) => model.kinds().filter((kind) => kind !== "resync");
 const state = (model, name, seq = 2) => model.deliver(deltaOf(seq, { now: 2, state: { name } }));
 
 test("a stop that is acknowledged interrupts nothing", () => {
@@ -68,7 +70,7 @@ test("where the launch is stopping already the first click kills", () => {
   const { model, panel } = running();
   state(model, "stopping");
   panel.kernel.stop();
-  assert.deepEqual(model.kinds(), ["kill"]);
+  assert.deepEqual(clicks(model), ["kill"]);
 });
 
 test("a click before the acknowledgement of the first kills as soon as that comes, once", () => {
@@ -77,12 +79,12 @@ test("a click before the acknowledgement of the first kills as soon as that come
   clock.pass(300);
   panel.kernel.stop();
   panel.kernel.stop();
-  assert.deepEqual(model.kinds(), ["stop"]);
+  assert.deepEqual(clicks(model), ["stop"]);
   model.deliver({ kind: "acknowledged", action: "stop", launch: "L1" });
-  assert.deepEqual(model.kinds(), ["stop", "kill"]);
+  assert.deepEqual(clicks(model), ["stop", "kill"]);
   model.deliver({ kind: "acknowledged", action: "kill", launch: "L1" });
   clock.pass(60_000);
-  assert.deepEqual(model.kinds(), ["stop", "kill"]);
+  assert.deepEqual(clicks(model), ["stop", "kill"]);
   assert.deepEqual(kernel.calls, []);
 });
 
@@ -92,15 +94,15 @@ test("a click before the acknowledgement of the first is not lost on a kernel th
   clock.pass(300);
   panel.kernel.stop();
   clock.pass(399);
-  assert.deepEqual([model.kinds(), kernel.calls], [["stop"], []]);
+  assert.deepEqual([clicks(model), kernel.calls], [["stop"], []]);
   clock.pass(1);
-  assert.deepEqual([model.kinds(), kernel.calls], [["stop", "kill"], ["interrupt"]]);
+  assert.deepEqual([clicks(model), kernel.calls], [["stop", "kill"], ["interrupt"]]);
   clock.pass(699);
   assert.deepEqual(kernel.calls, ["interrupt"]);
   clock.pass(1);
   assert.deepEqual(kernel.calls, ["interrupt", "interrupt"]);
   clock.pass(60_000);
-  assert.deepEqual([model.kinds().length, kernel.calls.length], [2, 2]);
+  assert.deepEqual([clicks(model).length, kernel.calls.length], [2, 2]);
 });
 
 test("a click too many is forgotten with the launch", () => {
@@ -109,7 +111,7 @@ test("a click too many is forgotten with the launch", () => {
   panel.kernel.stop();
   state(model, "stopped");
   clock.pass(60_000);
-  assert.deepEqual(model.kinds(), ["stop"]);
+  assert.deepEqual(clicks(model), ["stop"]);
   assert.equal(panel.kernel.again, false);
 });
 
@@ -189,7 +191,7 @@ test("a launch that has ended meanwhile interrupts nothing", () => {
   clock.pass(60_000);
   assert.deepEqual(kernel.calls, []);
   panel.kernel.stop();
-  assert.deepEqual(model.kinds(), ["stop"]);
+  assert.deepEqual(clicks(model), ["stop"]);
 });
 
 for (const [name, manager] of [
@@ -252,7 +254,7 @@ test("done: the launch had ended, and the panel asks how", () => {
   panel.kernel.stop();
   model.deliver({ kind: "acknowledged", action: "done", launch: "L1" });
   assert.equal(panel.kernel.asked, "");
-  assert.deepEqual(model.sentMessages.at(-1), { kind: "resync", seq: 1, has_lines: false });
+  assert.deepEqual({ ...model.sentMessages.at(-1), request: 0 }, { kind: "resync", request: 0, logs: [] });
   clock.pass(1000);
   assert.deepEqual(kernel.calls, []);
 });
@@ -261,7 +263,7 @@ test("restart takes two clicks within three seconds, and opens no dialog of the 
   const session = [];
   const kernel = new FakeKernel();
   const manager = { kernel, context: { sessionContext: { restartKernel: () => session.push("restart") } } };
-  const { clock, panel } = running({ kernel, manager });
+  const { clock, model, panel } = running({ kernel, manager });
   panel.kernel.restart();
   assert.ok(panel.kernel.armed);
   clock.pass(3000);
@@ -269,15 +271,20 @@ test("restart takes two clicks within three seconds, and opens no dialog of the 
   panel.kernel.restart();
   clock.pass(2999);
   panel.kernel.restart();
+  assert.deepEqual([session, clicks(model).at(-1)], [[], "record"]);
+  model.deliver({ kind: "record", html: "", text: "" });
+  assert.deepEqual(session, ["restart"]);
+  clock.pass(60_000);
   assert.deepEqual(session, ["restart"]);
   assert.deepEqual(kernel.calls, []);
   assert.ok(!panel.kernel.armed);
 });
 
-test("without a session the kernel itself restarts", () => {
-  const { panel, kernel } = running();
+test("without a session the kernel itself restarts, also if it does not answer", () => {
+  const { clock, panel, kernel } = running();
   panel.kernel.restart();
   panel.kernel.restart();
+  clock.pass(1000);
   assert.deepEqual(kernel.calls, ["restart"]);
 });
 
@@ -293,9 +300,10 @@ test("in VS Code restart points at the editor's button", () => {
 test("a failed restart is reported", async () => {
   const kernel = new FakeKernel();
   kernel.restart = () => Promise.reject(new Error("500"));
-  const { panel } = running({ kernel });
+  const { clock, panel } = running({ kernel });
   panel.kernel.restart();
   panel.kernel.restart();
+  clock.pass(1000);
   await new Promise((resolve) => setImmediate(resolve));
   assert.match(panel.notice, /did not restart/);
 });
@@ -331,7 +339,7 @@ test("after it is disposed of nothing is left: no timer, no listener", () => {
   panel.kernel.resync();
   panel.dispose();
   assert.equal(clock.timers.size, 0);
-  assert.equal(kernel.slots.size, 0);
+  assert.equal(kernel.slots.size + kernel.connections.size, 0);
 });
 
 test("missing stacks are reported", () => {
@@ -366,6 +374,70 @@ test("a line that the kernel does not take can be typed again, and the notice sa
     state(model, "finished", 4);
     panel.kernel.type(5, "n");
     panel.kernel.look(1);
-    assert.deepEqual(model.kinds(), ["type", "type"]);
+    assert.deepEqual(clicks(model), ["type", "type"]);
   }
+});
+
+const asked = (model) => model.kinds().filter((kind) => kind === "resync").length;
+
+test("after three missing heartbeats it asks, and says since when it hears nothing", () => {
+  const { clock, model, panel } = running();
+  clock.pass(6499);
+  assert.equal(asked(model), 0);
+  clock.pass(1);
+  assert.deepEqual([asked(model), panel.kernel.silence], [1, 0]); // the answer may be on its way
+  clock.pass(2000);
+  assert.deepEqual([asked(model), panel.kernel.silence], [2, 9]);
+  clock.pass(3_600_000);
+  assert.equal(panel.kernel.silence, 3609);
+  assert.ok(asked(model) < 130, String(asked(model)));
+  model.deliver(deltaOf(2));
+  assert.equal(panel.kernel.silence, 0);
+});
+
+test("a page that slept shows no silence if the kernel answers", () => {
+  const { clock, model, panel } = running();
+  clock.time += 3_600_000; // no timer runs meanwhile
+  clock.pass(0);
+  assert.equal(panel.kernel.silence, 0);
+  model.deliver(snapshotOf(900, { to: model, state: { name: "finished", seconds: 60 } }));
+  model.deliver(deltaOf(901, { last: true }));
+  clock.pass(60_000);
+  assert.deepEqual([asked(model), panel.kernel.silence, panel.elapsed], [1, 0, 60]);
+});
+
+test("heartbeats keep it quiet, and after the last message no more are due", () => {
+  const { clock, model } = running();
+  for (let seq = 2; seq < 30; seq++) {
+    clock.pass(6000);
+    model.deliver(deltaOf(seq));
+  }
+  state(model, "finished", 30);
+  model.deliver(deltaOf(31, { last: true }));
+  clock.pass(600_000);
+  assert.deepEqual(model.sentMessages, []);
+});
+
+test("a launch that ended without its last message is asked for", () => {
+  const { clock, model } = running();
+  state(model, "finished");
+  clock.pass(6500);
+  assert.equal(asked(model), 1);
+});
+
+test("when the connection is back it asks at once, unless it has everything", () => {
+  const { clock, model, kernel } = running();
+  kernel.connection("disconnected");
+  kernel.connection("connecting");
+  assert.equal(asked(model), 0);
+  kernel.connection("connected");
+  clock.pass(20_000);
+  const before = asked(model);
+  kernel.connection("connected"); // what it has asked meanwhile may be lost
+  assert.equal(asked(model), before + 1);
+  model.deliver(snapshotOf(7, { to: model, state: { name: "finished", seconds: 1 } }));
+  model.deliver(deltaOf(8, { last: true }));
+  kernel.connection("connected");
+  clock.pass(60_000);
+  assert.equal(asked(model), before + 1);
 });

@@ -16,15 +16,20 @@ const delta = (model, seq, rest = {}, data) => model.deliver(deltaOf(seq, rest),
 const logged = (panel) =>
   panel.logs.view("all").lines.map((line) => (line.kind === "gap" ? `<${line.start}-${line.end}>` : plainText(line)));
 
+/** What was asked for: where each log ends. */
+const resyncs = (model) => model.sentMessages.filter(({ kind }) => kind === "resync").map(({ logs }) => logs);
+
 test("it asks for nothing where nothing was missed", () => {
   const { clock, model } = opened();
+  clock.pass(6000);
+  delta(model, 1, { last: true });
   clock.pass(60_000);
   assert.deepEqual(model.sentMessages, []);
 });
 
 test("a page that was reloaded asks at once for what it has missed", () => {
   const { model } = opened({ sent: 7 });
-  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 0, has_lines: false }]);
+  assert.deepEqual(resyncs(model), [[]]);
 });
 
 test("it asks again after 2 s, then less and less often, until the snapshot comes", () => {
@@ -36,7 +41,8 @@ test("it asks again after 2 s, then less and less often, until the snapshot come
   assert.equal(asked(), 2);
   clock.pass(60_000);
   assert.ok(asked() > 3 && asked() < 8, String(asked()));
-  model.deliver(snapshotOf(8, { now: 5, rewound: true }));
+  model.deliver(snapshotOf(8, { now: 5, to: model }));
+  delta(model, 9, { last: true });
   const before = asked();
   clock.pass(60_000);
   assert.equal(asked(), before);
@@ -51,7 +57,7 @@ test("lines that come before those that were asked for do not take their place",
   model.deliver(snapshotOf(9, { now: 5 })); // for another page
   delta(model, 10, log(11, "later\n"), "later\n");
   assert.deepEqual(logged(panel), []);
-  model.deliver(snapshotOf(11, { now: 5, rewound: true }));
+  model.deliver(snapshotOf(11, { now: 5, to: model }));
   delta(model, 12, log(0, "begun\n"), "begun\n");
   delta(model, 13, log(6, "late\nlater\n"), "late\nlater\n");
   assert.deepEqual(logged(panel), ["begun", "late", "later"]);
@@ -62,7 +68,7 @@ test("a hole in the numbers asks once, and what came is shown meanwhile", () => 
   delta(model, 1, { state: { name: "running" } });
   delta(model, 3, { ranks: [[1, "running"]] });
   delta(model, 4, { ranks: [[0, "running"]] });
-  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, has_lines: false }]);
+  assert.deepEqual(resyncs(model), [[]]);
   assert.deepEqual(
     [...panel.ranks],
     [
@@ -71,7 +77,7 @@ test("a hole in the numbers asks once, and what came is shown meanwhile", () => 
     ],
   );
   const ranks = [0, 1].map((rank) => [rank, "returned"]);
-  model.deliver(snapshotOf(5, { rewound: true, state: { name: "finished", seconds: 4 }, ranks }));
+  model.deliver(snapshotOf(5, { to: model, state: { name: "finished", seconds: 4 }, ranks }));
   delta(model, 6);
   assert.equal(panel.seq, 6);
   assert.equal(panel.elapsed, 4);
@@ -156,12 +162,34 @@ test("older lines are asked for one at a time, and come into their place", () =>
   assert.equal(panel.logs.view(1).lines[0].state, "");
 });
 
-test("it says whether it has lines: holes in what it has can be loaded", () => {
+const part = (offset, text) => [
+  { logs: [{ attempt: 1, rank: 0, stream: "out", offset, size: text.length, time: 1 }] },
+  text,
+];
+
+test("it says where its logs end, and goes on from there", () => {
   const { model, panel } = opened();
-  delta(model, 1, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 0, size: 2, time: 1 }] }, "a\n");
-  delta(model, 3, { logs: [{ attempt: 1, rank: 0, stream: "out", offset: 10, size: 2, time: 1 }] }, "z\n");
-  assert.deepEqual(model.sentMessages, [{ kind: "resync", seq: 1, has_lines: true }]);
-  assert.deepEqual(logged(panel), ["a", "<2-10>", "z"]);
+  delta(model, 1, ...part(0, "a\nhalf"));
+  delta(model, 3, ...part(20, "z\n"));
+  assert.deepEqual(resyncs(model), [[[1, 0, "out", 6]]]);
+  assert.deepEqual(logged(panel), ["a"]); // the line in between is on its way
+  model.deliver(snapshotOf(4, { to: model, state: { name: "finished", seconds: 1 } }));
+  delta(model, 5, ...part(6, " and half\nend\nz\n"));
+  assert.deepEqual(logged(panel), ["a", "half and half", "end", "z"]);
+});
+
+test("lines wait for no answer of a kernel that gives none", () => {
+  const { clock, model, panel } = opened();
+  delta(model, 1, ...part(0, "a\n"));
+  delta(model, 3, ...part(10, "y\n"));
+  clock.pass(2000);
+  delta(model, 4, ...part(12, "z\n"));
+  assert.deepEqual(logged(panel), ["a", "<2-12>", "z"]);
+  clock.pass(4000);
+  model.deliver(snapshotOf(5, { to: model }));
+  delta(model, 6, ...part(2, "bcdefgh\ny\nz\n"));
+  delta(model, 7, ...part(14, "end\n"));
+  assert.deepEqual(logged(panel), ["a", "<2-12>", "z", "end"]); // a gap can be loaded
 });
 
 /** A panel with the gap 6-26 between two lines, and what comes unasked for it. */
@@ -272,7 +300,7 @@ test("an empty message is a sign of life and changes nothing that is drawn", () 
   delta(model, 1, { state: { name: "running" } });
   let redraws = 0;
   panel.views.add(() => redraws++);
-  clock.pass(9000);
+  clock.pass(6000);
   delta(model, 2);
   assert.deepEqual([redraws, panel.seq, panel.receivedAt, panel.elapsed], [0, 2, clock.time, 2]);
   delta(model, 3, { metrics: 5 });

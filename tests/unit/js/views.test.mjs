@@ -362,7 +362,7 @@ test("the debugger appears with its first text, and a new snapshot replaces it",
   delta(debug({ text: "o\n" }));
   assert.ok(!host.one("nbl-debug").hidden);
   assert.deepEqual(screen(host), ["one", "two"]);
-  model.deliver({ kind: "snapshot", seq: 50, now: 1, changes: debug({ text: "two\nthree\n" }), rewound: false });
+  model.deliver({ kind: "snapshot", seq: 50, now: 1, changes: debug({ text: "two\nthree\n" }), requests: [] });
   page.draw();
   assert.deepEqual(screen(host), ["two", "three"]);
 });
