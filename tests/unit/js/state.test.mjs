@@ -294,7 +294,7 @@ test("a new attempt clears the failure and the bars of the one before", () => {
   delta(model, 1, {
     state: { name: "running", attempt: 1 },
     progress: [[0, "epoch", 1, 10, 1]],
-    failure: { rank: 1, type_name: "E", message: "", others: [] },
+    failure: { rank: 1, headline: "E", details: "", others: [] },
   });
   delta(model, 2, { state: { name: "running", attempt: 2 } });
   assert.equal(panel.failure, null);

@@ -47,8 +47,8 @@ const tab = (host, text) => host.all("nbl-tab").find((node) => node.textContent 
 const chosen = (host) => host.all("nbl-tab").find((node) => node.getAttribute("aria-selected") === "true").textContent;
 const FAILURE = {
   rank: 1,
-  type_name: "ValueError",
-  message: "no",
+  headline: "Rank 1 failed: ValueError: no",
+  details: "",
   where: "",
   source: "",
   traceback: "trace",
