@@ -103,7 +103,8 @@ test("a snapshot replaces everything but the logs", () => {
   model.deliver(snapshotOf(2, { now: 2, metrics: [["accuracy", 0, 1, 0.5, 0]], notes: [[0, "note"]] }));
   assert.deepEqual([...panel.metrics.metrics.keys()], ["accuracy"]);
   assert.deepEqual([panel.progress.size, panel.resources.size, panel.stacks], [0, 0, null]);
-  assert.deepEqual(logged(panel), ["note", "a"]);
+  assert.deepEqual(logged(panel), ["a"]);
+  assert.deepEqual(panel.notes, [[0, "note"]]);
 });
 
 test("after a snapshot logs may overlap or leave a gap", () => {
