@@ -9,6 +9,7 @@ from typing import Any
 from nblaunch.errors import CollectiveError, LaunchStoppedError, LaunchTimeoutError, NblaunchError, ResultError, text_of
 from nblaunch.launch import failures
 from nblaunch.launch.attempt import Attempt
+from nblaunch.launch.headlines import headline_of
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.session_turn import Turn
 from nblaunch.launch.task import Task
@@ -63,9 +64,9 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
     job, task = attempt.job, attempt.task
     if task.abandoned is not None:
         waiting, returned = task.abandoned
-        why = task.difference or "Every rank must call each collective"
+        why = f"{task.difference}\n" if task.difference else "Every rank must call each collective. "
         return CollectiveError(
-            f"rank {waiting} waited in a collective for rank {returned}, which had finished {name}. {why}. "
+            f"rank {waiting} waited in a collective for rank {returned}, which had finished {name}. {why}"
             f"The variables are kept, the process group is new. Logs: {attempt.files.directory}",
             waiting,
             attempt.files.err(waiting),
@@ -92,7 +93,7 @@ def stop_error(name: str, attempt: Attempt | Turn, seconds: float) -> NblaunchEr
 def _incomplete(task: Task) -> str:
     """Describe failures during the stop: a checkpoint may be incomplete."""
     raised = [rank.failed for rank in task.ranks if rank.failed and rank.failed.kind not in ("interrupt", "exit")]
-    parts = [f"rank {f.rank} raised {f.type_name}: {failures.first_line(f.text)}" for f in raised if not f.collective]
+    parts = [f"rank {f.rank} raised {headline_of(f.type_name, f.text)}" for f in raised if not f.collective]
     killed = task.ladder.killed & task.ladder.answered if task.ladder is not None else set()
     parts += [
         f"rank {rank.rank} was killed before its `finally` had ended"
@@ -148,6 +149,5 @@ def keep_logs(error: Any, files: object) -> None:
 
 def summary(error: BaseException) -> str:
     """Return an error in one line."""
-    text = text_of(error).strip().splitlines()
     rank = getattr(error, "rank", -1)
-    return f"{f'rank {rank}: ' if rank >= 0 else ''}{type(error).__name__}{': ' + text[0][:300] if text else ''}"
+    return f"{f'rank {rank}: ' if rank >= 0 else ''}{headline_of(type(error).__name__, text_of(error))}"

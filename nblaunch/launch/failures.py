@@ -16,6 +16,7 @@ from typing import Any
 from nblaunch.engines.protocol import Log
 from nblaunch.errors import (
     CollectiveError,
+    NblaunchError,
     NodeLostError,
     RankDiedError,
     RankError,
@@ -26,6 +27,7 @@ from nblaunch.errors import (
     text_of,
 )
 from nblaunch.launch.frontend import host
+from nblaunch.launch.headlines import headline_of
 from nblaunch.launch.output.log_directory import LaunchFiles
 from nblaunch.launch.output.tails import last_lines
 from nblaunch.launch.session_state import command, restart_command
@@ -123,12 +125,9 @@ def _substitute(cause: Cause, failed: Failed, account: Account) -> RankRaisedErr
 def _raised(cause: Cause, failed: Failed, account: Account) -> Any:
     log = account.files.err(cause.rank)
     if cause.kind == "collective":
-        why = account.difference or (
+        message = account.difference or (
+            f"rank {cause.finished_rank} finished while rank {cause.rank} waited in {failed.collective}: "
             "every rank must make the same collective calls (do the ranks have different numbers of batches?)"
-        )
-        message = (
-            f"rank {cause.finished_rank} finished while rank {cause.rank} waited in {failed.collective}: {why}. "
-            f"The error: {first_line(failed.text)}"
         )
         return CollectiveError(message, cause.rank, log)
     if failed.kind == "exit":
@@ -215,7 +214,7 @@ def fate(end: RankEnd, sources: Mapping[str, Source]) -> str:
             return "is lost with its node"
         return f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
     where, _ = _users_line(_labelled(end.failed.traceback, sources))
-    said = f"has raised {end.failed.type_name}: {first_line(end.failed.text)}"
+    said = f"has raised {headline_of(end.failed.type_name, end.failed.text)}"
     return f"{said} ({where})" if where else said
 
 
@@ -234,7 +233,9 @@ def _how_it_ended(end: RankEnd, account: Account) -> str:
         if name == "SIGABRT" and any(
             words in last_lines(account.logs[end.rank]["err"], MAX_CRASH_LINES) for words in _OTHER_SIZE
         ):
-            likely = "gloo received data of another size than the tensor's: --checks names the call that differs"
+            likely = (
+                "gloo received data of another size than the tensor's: checks=True (%%distributed --checks) finds it"
+            )
         what = f"was killed by {name} {when}; {likely}"
     else:
         what = f"exited with status {code} {when} (os._exit, or C code that calls exit)"
@@ -281,8 +282,9 @@ def _labelled(traceback: str, sources: Mapping[str, Source]) -> str:
 
 def _render_in_notebook(error: Any, text: str, rank: int, account: Account) -> None:
     """Make IPython show the rank's traceback instead of the launcher's frames."""
-    headline = f"{type(error).__name__}: {text_of(error)}"
-    lines = [headline, "", f"On rank {rank} of {account.name}:", *text.rstrip().splitlines()]
+    first = headline_of(type(error).__name__, text_of(error))
+    said = f"{first.type_name}: {first.details}" if first.details else str(first)
+    lines = [said, "", f"On rank {rank} of {account.name}:", *text.rstrip().splitlines()]
     lines += getattr(error, "__notes__", [])
     others = _others(rank, account)
     if others:
@@ -309,7 +311,7 @@ def _callers(error: BaseException) -> list[str]:
 
 def _others(rank: int, account: Account) -> list[str]:
     return [
-        f"rank {e.rank}: {e.failed.type_name}: {first_line(e.failed.text)}"
+        f"rank {e.rank}: {headline_of(e.failed.type_name, e.failed.text)}"
         for e in account.ends
         if e.failed and e.rank != rank and e.failed.kind != "interrupt"  # stopped, not failed
     ]
@@ -324,9 +326,31 @@ def describe(error: BaseException, account: Account | None) -> Failure:
     if log is None and account is not None:
         log = account.files.err(rank) if rank >= 0 else account.files.directory
     others = tuple(_others(rank, account)) if account is not None else ()
+    text = text_of(error)
+    if isinstance(error, NblaunchError):
+        text = text.strip().removesuffix(f"Log: {log}").rstrip()  # the view shows it
+    said = headline_of(type(error).__name__, text)
+    details = said.details or "\n".join(_leaves(error))
+    is_whole = isinstance(error, RankError) and error.rank >= 0  # it names the rank and what happened
     return Failure(
-        rank, type(error).__name__, text_of(error), where, source, traceback.rstrip(), others, str(log or "")
+        rank,
+        "" if is_whole else said.type_name,
+        said.text[:1].upper() + said.text[1:] if is_whole else said.text,
+        where,
+        source,
+        traceback.rstrip(),
+        others,
+        str(log or ""),
+        details,
     )
+
+
+def _leaves(error: BaseException) -> list[str]:
+    """Return a line for each exception of a group."""
+    parts = getattr(error, "exceptions", ())
+    if not isinstance(parts, tuple) or not all(isinstance(part, BaseException) for part in parts):
+        return []
+    return [line for part in parts for line in _leaves(part) or [str(headline_of(type(part).__name__, text_of(part)))]]
 
 
 def _users_line(traceback: str) -> tuple[str, str]:
@@ -340,11 +364,6 @@ def _users_line(traceback: str) -> tuple[str, str]:
         source = lines[i + 1].strip() if i + 1 < len(lines) and not _FRAME.match(lines[i + 1]) else ""
         return f"{place}, line {found['line']}", source
     return "", ""
-
-
-def first_line(text: str) -> str:
-    """Return the first line of a message, cut to a readable length."""
-    return text.strip().splitlines()[0][:200] if text.strip() else ""
 
 
 def _add_memory_notes(error: BaseException, failed: Failed) -> None:

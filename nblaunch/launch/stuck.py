@@ -214,13 +214,16 @@ def in_words(begun: Begun, place: str) -> str:
     return f"{_NAMES.get(begun.call, begun.call)}{number}{f' ({about})' * bool(about)}"
 
 
-def difference(waiting: Sequence[Begun], finished: Sequence[Begun], names: tuple[str, str]) -> str:
-    """Return how the last collectives of two ranks differ that have begun as many of them, and what to do.
+def difference(
+    waiting: Sequence[Begun], finished: Sequence[Begun], ranks: tuple[int, int], sources: Mapping[str, Source]
+) -> str:
+    """Return how the last collectives of two ranks differ that have begun as many of them, in a sentence and a table.
 
     Args:
         waiting: The last collective in each process group, the latest first, of a rank that has waited.
         finished: The same of the rank that it has waited for.
-        names: The two ranks, such as ``rank 1``.
+        ranks: The two ranks.
+        sources: The cells that they run.
 
     Returns:
         Words; empty if they do not differ.
@@ -230,12 +233,12 @@ def difference(waiting: Sequence[Begun], finished: Sequence[Begun], names: tuple
     differ = first.call != second.call or (first.call in _ALIKE and first.detail != second.detail)
     if not first.call or first.is_transfer or first.count != second.count or not differ:
         return ""
-    calls = " and ".join(f"{name} {_called(each)}" for name, each in zip(names, (first, second), strict=True))
-    return f"{calls} as collective #{first.count}: call, size and dtype must be the same; --checks compares them"
-
-
-def _called(begun: Begun) -> str:
-    return f"called {_NAMES.get(begun.call, begun.call)}{f' with {begun.detail}' * bool(begun.detail)}"
+    rows = [("rank", "call", "tensors", "line")]
+    for rank, each in sorted(zip(ranks, (first, second), strict=True), key=lambda row: row[0]):
+        rows.append((str(rank), _NAMES.get(each.call, each.call), each.detail, place_of(each, sources)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n    ".join([f"the ranks called different collectives as their #{first.count}.", *table])
 
 
 def _said_of_missing(missing: Sequence[RankView], begun: Begun, place_of: Callable[[Begun], str]) -> list[str]:

@@ -378,7 +378,7 @@ class Task:
             pair = verdict.cause.rank, verdict.cause.finished_rank
         if pair is not None:
             first, second = (self.group.members[rank].worker.collectives() for rank in pair)
-            self.difference = difference(first, second, (f"rank {pair[0]}", f"rank {pair[1]}"))
+            self.difference = difference(first, second, pair, self.sources)
         return verdict
 
     def verdict(self) -> Verdict:

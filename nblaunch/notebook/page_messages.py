@@ -146,8 +146,8 @@ class FailureEntry:
     """The root cause of a failed launch; rank is -1 if no rank failed."""
 
     rank: int
-    type_name: str
-    message: str
+    headline: str
+    details: str
     where: str
     source: str
     traceback: str

@@ -360,8 +360,8 @@ def _failure_entry(failure: Failure | None) -> FailureEntry | None:
         return None
     return FailureEntry(
         rank=failure.rank,
-        type_name=failure.type_name,
-        message=failure.message[:_MAX_TEXT_LENGTH],
+        headline=failure.headline,
+        details=failure.details[:_MAX_TEXT_LENGTH],
         where=failure.where,
         source=failure.source[:_MAX_LINE_LENGTH],
         traceback=failure.traceback[-_MAX_TEXT_LENGTH:],

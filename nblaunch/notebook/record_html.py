@@ -112,10 +112,9 @@ def _when(record: Record) -> str:
 
 
 def _failure(failure: Failure) -> str:
-    headline = f"{rank_name(failure.rank)} failed: {_text(failure.type_name, 100)}"
-    parts = [f'<b style="color:{FAILED_COLOUR}">{headline}</b>']
-    if failure.message.strip():
-        parts.append(f'<pre style="{PRE}">{_text(failure.message, 1000)}</pre>')
+    parts = [f'<b style="color:{FAILED_COLOUR}">{_text(failure.headline, 300)}</b>']
+    if failure.details.strip():
+        parts.append(f'<pre style="{PRE}">{_text(failure.details, 2000)}</pre>')
     if failure.where:
         parts.append(f'<div style="margin-top:6px">{_text(failure.where, 200)}</div>')
     if failure.source:

@@ -9,7 +9,7 @@ from nblaunch.launch.output.terminal_lines import Excerpt, fair_shares, without_
 from nblaunch.launch.views.events import Failure
 from nblaunch.notebook.ansi_html import MAX_INPUT_LENGTH, terminal_lines
 from nblaunch.notebook.charts import Summary, clean
-from nblaunch.notebook.record import Record, one_line, plain, rank_name, within
+from nblaunch.notebook.record import Record, one_line, plain, within
 from nblaunch.notebook.record_outputs import outputs_text
 
 _MAX_TRACEBACK_BYTES = 2000
@@ -48,7 +48,7 @@ def as_text(record: Record) -> str:
 
 
 def _failure_text(failure: Failure) -> str:
-    lines = [f"{rank_name(failure.rank)} failed: {within(plain(f'{failure.type_name}: {failure.message}'), 600)}"]
+    lines = [one_line(failure.headline, 600), *within(plain(failure.details), 900).splitlines()]
     if failure.where or failure.source:
         lines.append("  " + one_line(": ".join(filter(None, (failure.where, failure.source))), 250))
     if failure.traceback.strip():

@@ -292,7 +292,7 @@ notebook_launcher(fails, num_processes=2)
     page.run(code)
     page.take_until(lambda: page.part("failure"))
     failure = page.part("failure")
-    assert (failure["rank"], failure["type_name"], failure["message"]) == (1, "ValueError", "no such class: 11")
+    assert (failure["rank"], failure["headline"]) == (1, "Rank 1 failed: ValueError: no such class: 11")
     assert failure["source"] == 'raise ValueError("no such class: 11")'
     assert failure["where"].endswith(", line 5")
     assert dict(page.part("ranks"))[1] == "failed"

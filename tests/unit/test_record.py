@@ -230,7 +230,7 @@ def test_notes_are_kept() -> None:
 # ------------------------------------------------------------------ what failed
 def test_a_failure_is_on_top_before_its_traceback() -> None:
     for shown in (page(FAILED).text, as_text(FAILED)):
-        parts = ["rank 1 failed: ValueError", "no such class: 12", "Cell In[3], line 4", FAILURE.source, "Traceback"]
+        parts = ["Rank 1 failed: ValueError: ", "no such class: 12", "Cell In[3], line 4", FAILURE.source, "Traceback"]
         parts += ["ValueError: no such class: 12", "Connection closed by peer", "accuracy", "hello from"]
         found = [shown.index(part) for part in parts[:-4]]
         found += [shown.index(part, found[-1]) for part in parts[-4:]]
@@ -249,8 +249,8 @@ def test_the_failed_ranks_traceback_and_log_are_open_and_first() -> None:
 def test_a_failure_that_was_no_ranks_and_has_no_traceback() -> None:
     failure = Failure(-1, "RankLostError", "the reaper was killed", "", "", "", (), LOGS)
     record = replace(FAILED, failure=failure)
-    assert "the launch failed: RankLostError" in page(record).text
-    assert "the launch failed: RankLostError: the reaper was killed\n" in as_text(record)
+    assert "The launch failed: RankLostError" in page(record).text
+    assert "The launch failed: RankLostError: the reaper was killed\n" in as_text(record)
     assert page(record).open == []
 
 

@@ -92,7 +92,9 @@ class Failure:
     rank: int
     """-1 if no rank failed."""
     type_name: str
+    """Empty if the message names the rank and what happened to it."""
     message: str
+    """One sentence."""
     where: str
     """The user's own line, such as ``Cell In[3], line 4``; empty if unknown."""
     source: str
@@ -102,6 +104,16 @@ class Failure:
     """A line for each other rank that failed later."""
     log: str
     """Path of the rank's stderr, or of the log folder."""
+    details: str = ""
+    """The whole message, or the exceptions of a group, if neither `message` nor `traceback` says it."""
+
+    @property
+    def headline(self) -> str:
+        """Who failed, and how, in one sentence."""
+        if not self.type_name:
+            return self.message
+        who = f"Rank {self.rank}" if self.rank >= 0 else "The launch"
+        return f"{who} failed: {self.type_name}{f': {self.message}' * bool(self.message)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 // The root cause of a failure, and the stacks of ranks.
 import { el, setText } from "./format.js";
 
+const COLOUR_CODES = /\x1b\[[0-9;:]*m/g; // a terminal's colours
+
 export class FailureView {
   /** @param {import("./state.js").PanelState} panel @param {(rank: number) => void} show shows a rank's log */
   constructor(panel, show) {
@@ -32,16 +34,9 @@ export class FailureView {
 
   /** @param {import("./state.js").FailureEntry} failure */
   #parts(failure) {
-    const { rank, type_name, message, where, source, traceback, others, log } = failure;
-    const text = [type_name, message].filter(Boolean).join(": ") || "no message";
-    const parts = [
-      el(
-        "div",
-        { class: "nbl-cause", role: "alert" },
-        el("strong", {}, rank >= 0 ? `Rank ${rank} failed:` : "The launch failed:"),
-        ` ${text}`,
-      ),
-    ];
+    const { rank, headline, details, where, source, traceback, others, log } = failure;
+    const parts = [el("div", { class: "nbl-cause", role: "alert" }, headline)];
+    if (details) parts.push(el("pre", { class: "nbl-trace" }, String(details).replace(COLOUR_CODES, "")));
     if (where || source) {
       parts.push(
         el("div", { class: "nbl-at" }, where ? el("span", {}, where) : null, source ? el("code", {}, source) : null),
@@ -56,7 +51,7 @@ export class FailureView {
           el(
             "pre",
             { class: "nbl-trace", tabindex: 0, "data-lm-suppress-shortcuts": "true", "aria-label": "Traceback" },
-            String(traceback).replace(/\x1b\[[0-9;:]*m/g, ""),
+            String(traceback).replace(COLOUR_CODES, ""),
           ),
         ),
       );

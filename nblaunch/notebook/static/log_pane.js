@@ -5,6 +5,9 @@ import { rowElement } from "./log_rows.js";
 
 const LINE_HEIGHT = 18; // pixels, as in panel.css
 const MARGIN = 10; // lines rendered beyond the visible ones
+const CHARACTER_WIDTH = 7.25; // pixels, estimated: the heights of lines that were not drawn yet follow from it
+const LINE_PADDING = 26;
+const MAX_PAINTS = 4; // until the drawn lines have the heights that were assumed
 
 /** @typedef {import("./store.js").Line} Line */
 /** @typedef {import("./store.js").Tab} Tab */
@@ -39,11 +42,15 @@ export class LogPane {
     this.node.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => this.#key(event));
     this.sizes = new ResizeObserver(() => this.#resized());
     this.sizes.observe(this.node);
-    this.height = this.total = this.widest = 0;
+    this.height = this.width = this.total = this.widest = 0;
+    /** @type {WeakMap<Line, number>} */ this.heights = new WeakMap(); // of lines that were drawn, in pixels
+    /** @type {number[]} */ this.tops = [0]; // of each line, then the end of the last, in pixels
     this.version = -1;
     /** @type {Map<Line, HTMLElement>} */ this.rows = new Map();
     /** @type {number[]} */ this.hits = [];
-    const { tab, follow, top, anchor, lastSeen, loaded, query, hit, height } = panel.reading;
+    const { tab, follow, top, anchor, lastSeen, loaded, query, hit, height, wrap } = panel.reading;
+    this.wrap = wrap;
+    this.node.classList.toggle("nbl-wrap", wrap);
     /** @type {Tab} */ this.tab = tab;
     this.follow = follow;
     this.top = top;
@@ -63,6 +70,7 @@ export class LogPane {
     this.tab = tab;
     this.version = -1;
     this.widest = 0;
+    this.heights = new WeakMap();
     this.hit = null;
     this.loaded.clear();
     this.rows.clear();
@@ -88,6 +96,16 @@ export class LogPane {
     this.onChange();
   }
 
+  /** @param {boolean} wrap long lines */
+  setWrap(wrap) {
+    this.wrap = this.panel.reading.wrap = wrap;
+    this.node.classList.toggle("nbl-wrap", wrap);
+    this.#remember();
+    this.#measureAgain();
+    this.#paint();
+    this.onChange();
+  }
+
   /** Save the position for the next view. */
   #keep() {
     const { tab, follow, top, anchor, lastSeen, loaded, hit } = this;
@@ -108,11 +126,8 @@ export class LogPane {
       this.version = logs.version;
       this.view = logs.view(this.tab);
       this.total = this.view.lines.length + this.view.open.length;
-      this.spacer.style.height = `${this.total * LINE_HEIGHT}px`;
       if (this.query) this.hits = findLines(this.view.lines, this.query);
-      if (this.follow) this.#toEnd();
-      else if (this.anchor)
-        this.#scrollTo(placeOf(this.view.lines, this.anchor.line) * LINE_HEIGHT + this.anchor.offset);
+      this.#layOut();
     }
     this.empty.hidden = this.total > 0;
     setText(this.empty, this.panel.active ? "Nothing printed yet" : "Nothing was printed");
@@ -139,7 +154,7 @@ export class LogPane {
     const next = at < 0 ? this.hits.length - 1 : (at + direction + this.hits.length) % this.hits.length;
     this.hit = this.view.lines[this.hits[next]];
     this.setFollow(false);
-    this.#scrollTo(this.hits[next] * LINE_HEIGHT - this.height / 2);
+    this.#scrollTo(this.tops[this.hits[next]] - this.height / 2);
     this.#remember();
     this.#keep();
     this.#paint();
@@ -174,7 +189,39 @@ export class LogPane {
   }
 
   get #lowest() {
-    return Math.max(0, this.total * LINE_HEIGHT - this.height);
+    return Math.max(0, this.tops[this.total] - this.height);
+  }
+
+  /** Place all lines, and keep what is read in its place. */
+  #layOut() {
+    const { lines, open } = this.view;
+    const columns = this.wrap && this.width ? Math.max(10, (this.width - LINE_PADDING) / CHARACTER_WIDTH) : Infinity;
+    this.tops = [0];
+    for (let i = 0, top = 0; i < this.total; i++) {
+      const line = i < lines.length ? lines[i] : open[i - lines.length];
+      top += this.heights.get(line) ?? LINE_HEIGHT * Math.max(1, Math.ceil(line.text.length / columns));
+      this.tops.push(top);
+    }
+    this.spacer.style.height = `${this.tops[this.total]}px`;
+    if (this.follow) this.#toEnd();
+    else if (this.anchor) this.#scrollTo(this.tops[placeOf(lines, this.anchor.line)] + this.anchor.offset);
+  }
+
+  /** Return the line at a height. @param {number} top */
+  #at(top) {
+    let [low, high] = [0, this.total];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.tops[middle + 1] <= top) low = middle + 1;
+      else high = middle;
+    }
+    return low;
+  }
+
+  #measureAgain() {
+    this.heights = new WeakMap();
+    this.rows.clear();
+    this.#layOut();
   }
 
   #toEnd() {
@@ -205,6 +252,10 @@ export class LogPane {
     const before = this.height;
     this.height = this.node.clientHeight;
     if (!this.height) return;
+    if (this.width !== this.node.clientWidth) {
+      this.width = this.node.clientWidth;
+      if (this.wrap) this.#measureAgain();
+    }
     if (this.node.style.height) this.panel.reading.height = this.node.style.height;
     if (this.follow) this.#toEnd();
     else if (!before) this.node.scrollTop = this.top = Math.min(this.top, this.#lowest); // the browser forgot it off the page
@@ -215,16 +266,13 @@ export class LogPane {
   /** Anchor the visible lines, so that changes above do not move them. */
   #remember() {
     const { lines } = this.view;
-    let at = Math.floor(this.top / LINE_HEIGHT);
+    let at = this.#at(this.top);
     while (at < lines.length && lines[at].kind === "gap") at++;
-    this.anchor = this.follow || at >= lines.length ? null : { line: lines[at], offset: this.top - at * LINE_HEIGHT };
+    this.anchor = this.follow || at >= lines.length ? null : { line: lines[at], offset: this.top - this.tops[at] };
   }
 
   #loadInSight() {
-    const inSight = this.view.lines.slice(
-      Math.floor(this.top / LINE_HEIGHT),
-      Math.ceil((this.top + this.height) / LINE_HEIGHT),
-    );
+    const inSight = this.view.lines.slice(this.#at(this.top), this.#at(this.top + this.height) + 1);
     const gap = inSight.reverse().find((line) => line.kind === "gap" && this.panel.logs.mayLoad(line));
     if (gap) this.#load(gap);
   }
@@ -245,11 +293,11 @@ export class LogPane {
     if (event.key === "End") this.setFollow(true);
   }
 
-  #paint() {
+  #paint(paints = MAX_PAINTS) {
     if (!this.height) return;
     const { lines, open } = this.view;
-    const first = Math.max(0, Math.floor(this.top / LINE_HEIGHT) - MARGIN);
-    const last = Math.min(this.total, Math.ceil((this.top + this.height) / LINE_HEIGHT) + MARGIN);
+    const first = Math.max(0, this.#at(this.top) - MARGIN);
+    const last = Math.min(this.total, this.#at(this.top + this.height) + 1 + MARGIN);
     /** @type {Map<Line, HTMLElement>} */
     const rows = new Map();
     for (let i = first; i < last; i++) {
@@ -257,9 +305,25 @@ export class LogPane {
       rows.set(line, this.#row(line));
     }
     this.rows = rows;
-    this.window.style.minWidth = `max(100%, ${this.widest + 2}ch)`; // keeps the box from jumping sideways
-    this.window.style.transform = `translateY(${first * LINE_HEIGHT}px)`;
+    this.window.style.minWidth = this.wrap ? "" : `max(100%, ${this.widest + 2}ch)`; // it must not jump sideways
+    this.window.style.transform = `translateY(${this.tops[first]}px)`;
     this.#place([...rows.values()]);
+    if (this.#measure(first) && paints > 1) this.#paint(paints - 1);
+  }
+
+  /** Measure the drawn lines. Return true if others than the assumed heights have moved what is drawn.
+   * @param {number} first */
+  #measure(first) {
+    let moved = false;
+    let at = first;
+    for (const [line, row] of this.rows) {
+      const height = row.offsetHeight || LINE_HEIGHT;
+      moved ||= height !== this.tops[at + 1] - this.tops[at];
+      this.heights.set(line, height);
+      at++;
+    }
+    if (moved) this.#layOut();
+    return moved;
   }
 
   /** @param {Line} line */
@@ -268,7 +332,7 @@ export class LogPane {
     const look = line.kind + (line.state ?? "") + (line.kind === "gap" ? `${mayLoad}${line.start} ${line.end}` : "");
     let row = this.rows.get(line);
     if (!row || row.dataset.look !== look) {
-      const labels = this.tab === "all" && (this.panel.info.world_size > 1 || line.kind === "note");
+      const labels = this.tab === "all" && this.panel.info.world_size > 1;
       row = rowElement(line, { labels, query: this.query, mayLoad, onGap: (gap) => this.#load(gap) });
       row.dataset.look = look;
       this.widest = Math.max(this.widest, row.textContent?.length ?? 0);

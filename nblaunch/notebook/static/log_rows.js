@@ -11,7 +11,7 @@ import { bytesText, el, rankClass } from "./format.js";
 
 /** @param {import("./store.js").Line} line */
 export function lineLabel(line) {
-  return line.kind === "note" ? "[nblaunch]" : `[rank ${line.source.rank}]`;
+  return `[rank ${line.source.rank}]`;
 }
 
 /** @param {import("./store.js").Line} line */
@@ -22,7 +22,7 @@ export function gapText(line) {
 /** @param {import("./store.js").Line} line @param {RowLook} look @returns {HTMLElement} */
 export function rowElement(line, look) {
   const { source, kind } = line;
-  const from = kind === "note" ? "nblaunch" : `rank ${source.rank}, ${source.stream === "err" ? "stderr" : "stdout"}`;
+  const from = `rank ${source.rank}, ${source.stream === "err" ? "stderr" : "stdout"}`;
   const row = el("div", {
     class: "nbl-line",
     "data-kind": kind || source.stream,

@@ -18,6 +18,7 @@ export class LogView {
     this.pane = new LogPane(panel, () => this.#tools());
     /** @type {Map<Tab, any>} */ this.tabs = new Map();
     /** @type {any} */ this.timer = null;
+    this.said = "";
     this.tablist = el("div", {
       class: "nbl-tabs",
       role: "tablist",
@@ -47,6 +48,7 @@ export class LogView {
     this.next = button("↓", "Next match", () => this.pane.step(1));
     this.follow = button("Follow", "Follow the end of the log", () => this.pane.setFollow(!this.pane.follow));
     this.follow.classList.add("nbl-follow");
+    this.wrap = button("Wrap", "Wrap long lines", () => this.pane.setWrap(!this.pane.wrap));
     this.copy = button("Copy", "Copy this log", () => this.#copy());
     for (const steady of [this.follow, this.copy]) steady.classList.add("nbl-steady"); // constant width
     this.more = el("button", {
@@ -55,6 +57,7 @@ export class LogView {
       hidden: true,
       on_click: () => this.pane.setFollow(true),
     });
+    this.notes = el("div", { class: "nbl-notes", role: "log", "aria-label": "Notes of nblaunch", hidden: true });
     this.path = el("span", { class: "nbl-path" });
     this.count = el("span", { class: "nbl-lines" });
     this.body = el(
@@ -76,10 +79,12 @@ export class LogView {
           el("span", { class: "nbl-search" }, this.input, this.found),
           this.previous,
           this.next,
+          this.wrap,
           this.follow,
           this.copy,
         ),
       ),
+      this.notes,
       this.body,
       el("div", { class: "nbl-foot" }, this.path, this.count),
     );
@@ -108,6 +113,7 @@ export class LogView {
   update() {
     if (this.tabs.size !== this.panel.ranks.size + 1) this.#makeTabs();
     this.pane.update();
+    this.#showNotes();
     for (const [tab, button] of this.tabs) {
       if (tab === "all") continue;
       const failed = this.panel.failure?.rank === tab;
@@ -119,6 +125,18 @@ export class LogView {
     if (failed !== undefined && failed !== this.failed) this.wanted = failed;
     this.failed = failed;
     this.#tools();
+  }
+
+  #showNotes() {
+    const { notes } = this.panel;
+    const said = notes.map(([time, text]) => `${time} ${text}`).join("\n");
+    if (said === this.said) return;
+    this.said = said;
+    this.notes.hidden = !notes.length;
+    this.notes.replaceChildren(
+      ...notes.map(([time, text]) => el("div", { class: "nbl-note", title: `${time.toFixed(2)} s` }, String(text))),
+    );
+    this.notes.scrollTop = this.notes.scrollHeight;
   }
 
   /** Scroll only the strip of tabs to the wanted tab. */
@@ -201,6 +219,8 @@ export class LogView {
     this.#reveal();
     setText(this.found, pane.findText);
     this.previous.disabled = this.next.disabled = !pane.hits.length || !pane.query;
+    setAttribute(this.wrap, "aria-pressed", String(pane.wrap));
+    this.follow.hidden = pane.follow && !panel.active; // nothing more comes
     setText(this.follow, pane.follow ? "Pause" : "Follow");
     setAttribute(
       this.follow,

@@ -38,8 +38,8 @@
 /** The root cause of a failed launch; rank is -1 if no rank failed.
  * @typedef {object} FailureEntry
  * @property {number} rank
- * @property {string} type_name
- * @property {string} message
+ * @property {string} headline
+ * @property {string} details
  * @property {string} where
  * @property {string} source
  * @property {string} traceback

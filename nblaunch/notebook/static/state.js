@@ -29,6 +29,7 @@ const NO_INFO = { launch: "", name: "", world_size: 0, device: "" };
  * @property {string} query
  * @property {import("./store.js").Line | null} hit
  * @property {string} height of the log, if the reader changed it
+ * @property {boolean} wrap long lines of the log
  * @property {number | null} closed time of the stacks that the reader closed
  * @property {boolean} traceback whether it is open
  * @property {boolean} others whether they are open
@@ -48,6 +49,7 @@ function freshReading() {
     query: "",
     hit: null,
     height: "",
+    wrap: true,
     closed: null,
     traceback: true,
     others: false,
@@ -89,6 +91,7 @@ export class PanelState {
     /** @type {Set<() => void>} */ this.views = new Set();
     this.reading = freshReading();
     this.logs = new LogStore();
+    /** What nblaunch says. @type {import("./page_messages.js").NoteEntry[]} */ this.notes = [];
     this.outputs = new OutputStore();
     this.debug = new DebugStore();
     /** @type {import("./page_messages.js").StuckEntry} */ this.stuck = { lines: [], ranks: [] };
@@ -168,7 +171,6 @@ export class PanelState {
     if (!this.logs.mayLoad(gap) || this.requests.size || this.kernel.gone) return;
     const id = ++this.asked;
     const { attempt, rank, stream } = gap.source;
-    if (stream === "note") return;
     gap.state = "loading";
     const timer = this.kernel.clock.set(() => this.#olderFailed(id), OLDER_TIMEOUT_MS);
     this.requests.set(id, { gap, timer });
@@ -236,7 +238,8 @@ export class PanelState {
     if (changes.best) this.metrics.mark(changes.best);
     for (const use of changes.resources ?? []) this.#setUse(use);
     for (const entry of changes.outputs ?? []) this.outputs.set(entry);
-    if (changes.notes || isWhole) this.logs.addNotes(changes.notes ?? [], isWhole);
+    if (isWhole) this.notes = [];
+    this.notes.push(...(changes.notes ?? []));
     if (changes.failure) this.failure = changes.failure;
     if (changes.stuck) this.stuck = changes.stuck;
     if (changes.debug) {

@@ -6,7 +6,7 @@ import { LineAssembler } from "./lines.js";
  * @typedef {object} Source
  * @property {number} attempt
  * @property {number} rank
- * @property {"out" | "err" | "note"} stream
+ * @property {"out" | "err"} stream
  * @property {LineAssembler} assembler
  * @property {number} end of the bytes that have been read
  * @property {number} time of the latest bytes
@@ -15,7 +15,7 @@ import { LineAssembler } from "./lines.js";
 /** A line, or (kind "gap") a range of missing bytes.
  * @typedef {object} Line
  * @property {Source} source
- * @property {"" | "gap" | "note" | "open"} kind
+ * @property {"" | "gap" | "open"} kind
  * @property {number} order among lines of the same time
  * @property {number} time seconds since the launch began
  * @property {number} start of its bytes in the file
@@ -29,9 +29,6 @@ import { LineAssembler } from "./lines.js";
 /** @typedef {"all" | number} Tab */
 
 const DEFAULT_LIMITS = { rank: 10000, total: 100000, reading: 50000, pinned: 8 };
-const NOTES = /** @type {Source} */ (
-  /** @type {unknown} */ ({ attempt: 0, rank: -1, stream: "note", open: [], parked: [] })
-);
 
 export class LogStore {
   constructor(limits = DEFAULT_LIMITS) {
@@ -70,19 +67,9 @@ export class LogStore {
     if (parked.length) this.#insert(parked);
   }
 
-  /** Add messages of nblaunch. @param {import("./page_messages.js").NoteEntry[]} notes @param {boolean} replace all that were there */
-  addNotes(notes, replace = false) {
-    const fresh = notes.map(([t, text]) => this.#line(NOTES, "note", t, 0, 0, String(text)));
-    if (replace) for (const line of this.ranks.get(-1) ?? []) line.gone = true;
-    this.#sweep([-1]);
-    this.#insert(fresh);
-  }
-
   /** Where what has arrived of each log ends. @returns {import("./page_messages.js").LogEnd[]} */
   get ends() {
-    return [...this.sources.values()].flatMap(({ attempt, rank, stream, end }) =>
-      stream === "note" ? [] : [[attempt, rank, stream, end]],
-    );
+    return [...this.sources.values()].map(({ attempt, rank, stream, end }) => [attempt, rank, stream, end]);
   }
 
   /** Return the lines of a tab, and its unfinished lines. @param {Tab} tab @returns {{lines: Line[], open: Line[]}} */
@@ -289,7 +276,7 @@ export class LogStore {
     for (const line of list) {
       if (count <= -gaps.size) break; // a gap counts as a line
       count--;
-      if (line.kind === "note" || line.kind === "open") {
+      if (line.kind === "open") {
         line.gone = true;
         continue;
       }

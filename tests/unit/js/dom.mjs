@@ -16,6 +16,8 @@ class FakeNode {
       offsetLeft: 0,
       offsetTop: 0,
       offsetWidth: 0,
+      offsetHeight: 0,
+      scrollHeight: 0,
       scrollTop: 0,
       scrollLeft: 0,
       value: "",

@@ -109,7 +109,8 @@ test("a snapshot replaces everything but the logs", () => {
   model.deliver(snapshotOf(2, { now: 2, metrics: [["accuracy", 0, 1, 0.5, 0]], notes: [[0, "note"]] }));
   assert.deepEqual([...panel.metrics.metrics.keys()], ["accuracy"]);
   assert.deepEqual([panel.progress.size, panel.resources.size, panel.stacks], [0, 0, null]);
-  assert.deepEqual(logged(panel), ["note", "a"]);
+  assert.deepEqual(logged(panel), ["a"]);
+  assert.deepEqual(panel.notes, [[0, "note"]]);
 });
 
 test("after a snapshot logs may overlap or leave a gap", () => {
@@ -322,7 +323,7 @@ test("a new attempt clears the failure and the bars of the one before", () => {
   delta(model, 1, {
     state: { name: "running", attempt: 1 },
     progress: [[0, "epoch", 1, 10, 1]],
-    failure: { rank: 1, type_name: "E", message: "", others: [] },
+    failure: { rank: 1, headline: "E", details: "", others: [] },
   });
   delta(model, 2, { state: { name: "running", attempt: 2 } });
   assert.equal(panel.failure, null);

@@ -261,23 +261,6 @@ test("lines that the cursor moved up to are taken back", () => {
   consistent(store);
 });
 
-test("what nblaunch says stands among the lines of all ranks alone, and a snapshot replaces it", () => {
-  const store = new LogStore();
-  add(store, [0, "out", 0, 1, "a\n"], [0, "out", 2, 3, "b\n"]);
-  store.addNotes([[2, "restarting (1 of 3)"]]);
-  assert.deepEqual(shown(store), ["0:a", "-1:restarting (1 of 3)", "0:b"]);
-  assert.deepEqual(shown(store, 0), ["0:a", "0:b"]);
-  store.addNotes(
-    [
-      [2, "restarting (1 of 3)"],
-      [4, "done"],
-    ],
-    true,
-  );
-  assert.deepEqual(shown(store), ["0:a", "-1:restarting (1 of 3)", "0:b", "-1:done"]);
-  consistent(store);
-});
-
 test("find looks at what is shown, whatever the case", () => {
   const store = new LogStore();
   add(store, [0, "out", 0, 1, "Loss 1\n\x1b[31mlo\x1b[0mss 2\nnothing\n"]);

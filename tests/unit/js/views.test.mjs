@@ -47,8 +47,8 @@ const tab = (host, text) => host.all("nbl-tab").find((node) => node.textContent 
 const chosen = (host) => host.all("nbl-tab").find((node) => node.getAttribute("aria-selected") === "true").textContent;
 const FAILURE = {
   rank: 1,
-  type_name: "ValueError",
-  message: "no",
+  headline: "Rank 1 failed: ValueError: no",
+  details: "",
   where: "",
   source: "",
   traceback: "trace",
@@ -282,6 +282,44 @@ test("lines that come unasked leave what is read where it is", (t) => {
   page.draw();
   assert.equal(first(), read);
   assert.equal(log.scrollTop, 90 * 18);
+});
+
+test("what nblaunch says stands above the log, and a snapshot replaces it", (t) => {
+  const { model, delta, view } = opened(t);
+  const { host } = view();
+  assert.ok(host.one("nbl-notes").hidden);
+  delta(...chunk("a\n"));
+  delta({ notes: [[2, "restarting (1 of 3)"]] });
+  assert.deepEqual(rows(host), ["[rank 0] a"]);
+  const notes = () => host.all("nbl-note").map((note) => note.textContent);
+  assert.deepEqual(notes(), ["restarting (1 of 3)"]);
+  model.deliver({ kind: "snapshot", seq: 9, now: 3, rewound: false, changes: { notes: [[3, "done"]] } });
+  page.draw();
+  assert.deepEqual(notes(), ["done"]);
+});
+
+test("lines that wrap take their height, and the end stays in sight", (t) => {
+  const { delta, view } = opened(t);
+  const { host, log } = view();
+  const height = (row) =>
+    host.one("nbl-log").classList.contains("nbl-wrap") && /long/.test(row.textContent) ? 54 : 18;
+  const proto = Object.getPrototypeOf(log);
+  Object.defineProperty(proto, "offsetHeight", {
+    configurable: true,
+    get() {
+      return height(this);
+    },
+    set() {},
+  });
+  t.after(() => delete proto.offsetHeight);
+  delta(...chunk(Array.from({ length: 100 }, (_, i) => `${i % 2 ? "long" : "short"} ${i}\n`).join("")));
+  const bottom = () => parseFloat(host.one("nbl-spacer").style.height);
+  assert.equal(log.scrollTop, bottom() - SHOWN);
+  assert.equal(rows(host).at(-1), "[rank 0] long 99");
+  assert.ok(bottom() > 100 * 18);
+  button(host, "Wrap").fire("click");
+  assert.equal(bottom(), 100 * 18);
+  assert.equal(log.scrollTop, bottom() - SHOWN);
 });
 
 test("the tab of a rank that failed comes into sight, once", (t) => {
