@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from nblaunch.engines.import_environment import Where
@@ -131,17 +131,25 @@ class Servers:
                     raise StartError(f"the ranks could not be started: {error}{remedy(error)}") from error
         raise AssertionError  # not reached
 
-    def usable(self, method: Method, where: Where | None = None) -> Method:
-        """Return `method`, or ``spawn`` with a warning if the fork server cannot fork ranks."""
+    def usable(
+        self, method: Method, where: Where | None = None, show: Callable[[str], None] = lambda text: None
+    ) -> Method:
+        """Return `method`, or ``spawn`` with a warning if the fork server cannot fork ranks.
+
+        Args:
+            method: The method that the user chose.
+            where: The ranks' environment. Default: that of this process.
+            show: Gets what is awaited, unless the fork server is ready.
+        """
         if method != "forkserver":
             return method
-        problem = self._problem(where or Where.here())
+        problem = self._problem(where or Where.here(), show)
         if not problem:
             return method
         warn(f"the fork server cannot be used, so ranks are spawned, which is slower: {problem}")
         return "spawn"
 
-    def _problem(self, where: Where) -> str:
+    def _problem(self, where: Where, show: Callable[[str], None]) -> str:
         """Return why ranks cannot be forked; empty if they can."""
         for _ in range(MAX_SERVER_TRIES):
             with self._lock, self._builder.paused():  # its payload comes next, and then its start
@@ -149,6 +157,9 @@ class Servers:
                     if env == where.read_at_import:
                         return reason
                 server = self._server(where)
+            if server.is_importing():
+                why = "first launch" if server is self._warm else "first launch with this env="
+                show(f"importing torch ({why}) …")
             problem = self.problem_of(server)
             if problem is not None:
                 return problem

@@ -54,11 +54,18 @@ class LocalEngine:
                 "start_method='fork': a session's ranks are not forks of the notebook; use 'forkserver' or 'spawn'"
             )
 
-    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> Method:
+    def usable(
+        self,
+        method: str,
+        env: Mapping[str, str],
+        named: Sequence[str],
+        cuda_cell: Callable[[], str],
+        show: Callable[[str], None] = lambda text: None,
+    ) -> Method:
         """Return `method`, or ``spawn`` with a warning if the fork server cannot fork ranks."""
         if method == "fork":
             kernel_fork.check_fork(cuda_cell())
-        return servers.usable(cast("Method", method), Where(env, os.sep, named))
+        return servers.usable(cast("Method", method), Where(env, os.sep, named), show)
 
     def shares_memory(self, method: str) -> bool:
         """Return True for a fork of the kernel."""

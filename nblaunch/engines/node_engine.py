@@ -183,7 +183,14 @@ class NodeEngine:
     def check_kept(self, method: str) -> None:
         """Ranks of every method can stay."""
 
-    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> str:
+    def usable(
+        self,
+        method: str,
+        env: Mapping[str, str],
+        named: Sequence[str],
+        cuda_cell: Callable[[], str],
+        show: Callable[[str], None] = lambda text: None,
+    ) -> str:
         """Return the method: each agent chooses a substitute itself."""
         return method
 

@@ -326,7 +326,14 @@ class Engine(Protocol):
             ArgumentError: They cannot.
         """
 
-    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> str:
+    def usable(
+        self,
+        method: str,
+        env: Mapping[str, str],
+        named: Sequence[str],
+        cuda_cell: Callable[[], str],
+        show: Callable[[str], None] = lambda text: None,
+    ) -> str:
         """Return `method`, or a substitute with a warning if ranks cannot be started that way.
 
         Args:
@@ -334,6 +341,7 @@ class Engine(Protocol):
             env: The ranks' environment.
             named: Variables that the user has set with ``env=``.
             cuda_cell: Returns the cell that started CUDA in the notebook; empty if unknown.
+            show: Gets what is awaited, if that takes time.
 
         Raises:
             StartError: There is no substitute.

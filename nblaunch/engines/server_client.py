@@ -116,6 +116,13 @@ class ForkServer:
                 raise StartError(self._problem) from None
             return self.hello
 
+    def is_importing(self) -> bool:
+        """Return True if `ready` would wait. Does not wait for another thread that does."""
+        try:
+            return self.hello is None and not self._problem and not readable(self.channel)
+        except (OSError, ValueError):  # another thread has retired it
+            return False
+
     def fork_reaper(self, launch_id: str, ranks: int) -> Reaper:
         """Fork the reaper of a launch with `ranks` forked ranks.
 

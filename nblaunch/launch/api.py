@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from nblaunch.engines import current
@@ -14,7 +13,7 @@ from nblaunch.errors import ArgumentError, NblaunchError, NestedLaunchError, war
 from nblaunch.launch import payload as payloads
 from nblaunch.launch.frontend import host
 from nblaunch.launch.handle import Launch
-from nblaunch.launch.machines import machines_of
+from nblaunch.launch.machines import machines_of, with_usable_method
 from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.result import LaunchResult
 from nblaunch.launch.views.base import preparing
@@ -248,7 +247,7 @@ def _prepare(gather: Callable[[int], Payload], view: str, engine: Engine, argume
     shown = host().view(view)
     plan = make_plan(machines_of(engine, shown), engine, **arguments)
     payload = gather(plan.world_size)
-    plan = replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell))
+    plan = with_usable_method(plan, engine, shown)
     if plan.preload:
         engine.preload(plan.preload)
     with preparing(shown, payloads.name_of(payload.function)):

@@ -10,11 +10,10 @@ from nblaunch.engines import current
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.api import refuse_nested
 from nblaunch.launch.frontend import host
-from nblaunch.launch.machines import machines_of
-from nblaunch.launch.plan import ANY_MACHINE, changed, make_plan
+from nblaunch.launch.machines import machines_of, with_usable_method
+from nblaunch.launch.plan import ANY_MACHINE, make_plan
 from nblaunch.launch.session import Session
 from nblaunch.launch.session_state import DEFAULT_NAME, command
-from nblaunch.launch.views.base import NullView
 from nblaunch.machine import argument_checks
 from nblaunch.machine.argument_names import unknown_argument
 
@@ -78,13 +77,13 @@ def session(
     engine = current.chosen(options.pop("engine", "auto"), options.pop("num_nodes", None))
     if not engine.is_local:
         make_plan([ANY_MACHINE], engine, num_processes=num_processes, **options)  # before a node is asked for
-    shown = NullView() if engine.is_local else host().view("auto")
+    shown = host().view("auto")
     plan = make_plan(machines_of(engine, shown), engine, num_processes=num_processes, **options)
     engine.check_kept(plan.method)
-    method = engine.usable(plan.method, plan.env, plan.named, host().cuda_cell)
+    plan = with_usable_method(plan, engine, shown)
     names = host().notebook_names()
     names = main_names() if names is None else names
-    made = Session(name, changed(plan, method=method), names, engine, timeout, _register)
+    made = Session(name, plan, names, engine, timeout, _register)
     made.start()
     return made
 

@@ -1,4 +1,4 @@
-"""The machines that ranks are placed on, which may have to be waited for: a job in a queue, agents that start."""
+"""What a launch may have to wait for before it begins: a job in a queue, agents that start, an import of torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 from nblaunch.engines.protocol import Engine, GivenUpError
 from nblaunch.errors import LaunchStoppedError
 from nblaunch.launch.conclusion import interruption
 from nblaunch.launch.frontend import host
+from nblaunch.launch.plan import Plan
 from nblaunch.launch.views.base import ShieldedView, View
 from nblaunch.launch.views.events import Preparing
 from nblaunch.machine import timeouts
@@ -28,6 +30,25 @@ def machines_of(engine: Engine, view: View) -> Sequence[Machine]:
         KeyboardInterrupt: The user has interrupted the cell.
     """
     return engine.machines(lambda text: None) if engine.is_local else _Wait(engine, ShieldedView(view)).run()
+
+
+def with_usable_method(plan: Plan, engine: Engine, view: View) -> Plan:
+    """Return the plan with a start method that works. Meanwhile a view says what is waited for.
+
+    Raises:
+        StartError: None does.
+    """
+    shielded, shown = ShieldedView(view), []
+
+    def show(text: str) -> None:
+        shown.append(text)
+        shielded.on(Preparing(text))
+
+    try:
+        return replace(plan, method=engine.usable(plan.method, plan.env, plan.named, host().cuda_cell, show))
+    finally:
+        if shown:
+            shielded.on(Preparing(""))
 
 
 class _Wait:

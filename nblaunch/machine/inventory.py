@@ -18,6 +18,8 @@ LOOPBACK = "127.0.0.1"
 _UNLIMITED_DESCRIPTORS = 1 << 20
 _CUDA_DRIVER = "libcuda.so.1"
 _CUDA_ERROR_NOT_INITIALIZED = 3
+_GPU_DEVICES = ("/dev/kfd", "/dev/dxg")
+"""ROCm's, and Windows' for WSL 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,22 @@ def this_machine() -> Machine:
     Counting GPUs does not initialize CUDA, unless NVML is absent or ``CUDA_VISIBLE_DEVICES`` names MIG slices: then
     torch asks the CUDA driver.
     """
-    _import_torch()
-    return Machine(_visible_gpus(), usable_cpus(), sys.platform, dict(os.environ), free_descriptors=free_descriptors())
+    gpus = 0
+    if "torch" in sys.modules or _may_have_gpus():
+        _import_torch()
+        gpus = _visible_gpus()
+    return Machine(gpus, usable_cpus(), sys.platform, dict(os.environ), free_descriptors=free_descriptors())
+
+
+def _may_have_gpus() -> bool:
+    """Return False if torch cannot find a GPU here, so that a launch need not import torch to count them."""
+    if sys.platform != "linux" or any(map(os.path.exists, _GPU_DEVICES)):
+        return True
+    try:
+        ctypes.CDLL(_CUDA_DRIVER)  # loading it does not initialize CUDA
+    except OSError:
+        return False
+    return True
 
 
 def _visible_gpus() -> int:

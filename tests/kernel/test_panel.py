@@ -85,6 +85,21 @@ def test_slow_packing_is_shown_until_the_launch_is(page: Page) -> None:
     assert "finished in" in last
 
 
+def test_the_first_launch_says_that_torch_is_imported(page: Page) -> None:
+    stop = "from nblaunch.engines.generations import servers; servers.stop()"
+    cells = {
+        "notebook_launcher(abs, args=(1,), num_processes=2)": "finished in",
+        "%distributed session start -n 1 --name waits": "session waits",
+        "notebook_launcher(abs, args=(1,), num_processes=1, env={'PYTHONHASHSEED': '9'})": "finished in",
+    }
+    for cell, end in cells.items():
+        page.run(f"{stop}\n{cell}")
+        shown = [each["text/plain"] for each in page.displays]
+        assert shown[0].startswith("importing torch (first launch"), cell
+        assert end in shown[-1]
+    page.run("%distributed session stop --name waits")
+
+
 def test_output_and_reports_arrive_while_the_cell_runs(page: Page) -> None:
     code = """
 import nblaunch

@@ -186,6 +186,17 @@ def test_a_wait_for_an_abandoned_server_moves_to_the_next(own: Servers, monkeypa
     assert own._warm is not before
 
 
+def test_a_launch_says_that_it_waits_for_an_import_of_torch(own: Servers) -> None:
+    shown: list[str] = []
+    elsewhere = Where({**os.environ, "PYTHONHASHSEED": "1"}, os.sep, ("PYTHONHASHSEED",))
+    for where in (None, None, elsewhere, elsewhere):
+        own.usable("forkserver", where, shown.append)
+    assert shown == ["importing torch (first launch) …", "importing torch (first launch with this env=) …"]
+    own.stop()
+    own.usable("spawn", None, shown.append)  # its ranks import torch themselves
+    assert len(shown) == 2
+
+
 def test_a_launch_whose_servers_are_all_given_up_is_spawned(own: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     def given_up_meanwhile(server: ForkServer) -> NoReturn:
         own.give_up(server)

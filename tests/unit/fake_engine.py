@@ -285,7 +285,14 @@ class FakeEngine:
     def check_kept(self, method: str) -> None:
         """Scripted ranks can stay."""
 
-    def usable(self, method: str, env: Mapping[str, str], named: Sequence[str], cuda_cell: Callable[[], str]) -> str:
+    def usable(
+        self,
+        method: str,
+        env: Mapping[str, str],
+        named: Sequence[str],
+        cuda_cell: Callable[[], str],
+        show: Callable[[str], None] = lambda text: None,
+    ) -> str:
         return method
 
     def shares_memory(self, method: str) -> bool:

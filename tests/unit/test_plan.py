@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import resource
+import subprocess
+import sys
 from typing import Any
 
 import numpy
@@ -373,6 +375,17 @@ def test_limits_are_kept_as_given() -> None:
 
 
 # ------------------------------------------------------------------ the machine
+def test_a_machine_without_gpu_drivers_needs_no_torch() -> None:
+    code = (
+        "import ctypes, sys\n"
+        "from nblaunch.machine import inventory\n"
+        "inventory._CUDA_DRIVER, inventory._GPU_DEVICES = 'libcuda.so.0', ()\n"
+        "print(inventory.this_machine().gpus, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", str(sys.platform != "linux")]
+
+
 def test_this_machine_is_seen_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_VARIABLE_OF_NOW", "1")
     here = this_machine()

@@ -14,10 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nblaunch.engines.local import LocalEngine
 from nblaunch.engines.rank_files import LogFile
 from nblaunch.errors import ArgumentError
 from nblaunch.launch.frontend import Frontend, ScriptFrontend, host, register, view_choice
+from nblaunch.launch.machines import with_usable_method
 from nblaunch.launch.output.tails import Piece
+from nblaunch.launch.plan import make_plan
 from nblaunch.launch.views.base import NullView, ShieldedView, View, preparing
 from nblaunch.launch.views.events import (
     Countdown,
@@ -29,13 +32,17 @@ from nblaunch.launch.views.events import (
     Note,
     Outcome,
     Preparing,
+    RanksChanged,
+    RankStatus,
     Reports,
     Started,
     Stuck,
     Tick,
 )
-from nblaunch.launch.views.text_view import TextView, plain_writer
+from nblaunch.launch.views.text_view import STARTING, TextView, plain_writer
+from nblaunch.machine.inventory import Machine
 from nblaunch.wire.launch_files import rank_file
+from tests.unit.fake_engine import FakeEngine, FakeWorkers
 
 Stream = Literal["out", "err"]
 INFO = LaunchInfo("abc", "train", 2, "cpu", "forkserver", Path("/logs"))
@@ -54,6 +61,7 @@ class Cell:
         self.messages: list[tuple[float, Stream, str]] = []
         self.view = TextView(self._write, clock=lambda: self.now, **options)
         self.view.on(Started(INFO))
+        self.view.on(RanksChanged([RankStatus(0, "running", 7)]))
 
     def _write(self, text: str, stream: Stream) -> None:
         assert text
@@ -533,6 +541,42 @@ class Recorder(View):
     def on(self, event: Event) -> None:
         self.events.append(event)
         self.has_event.set()
+
+
+def test_an_awaited_import_is_said_until_the_ranks_run() -> None:
+    cell = Cell()
+    cell.view.on(Preparing("importing torch (first launch) …"))
+    assert cell.screen() == ["nblaunch: importing torch (first launch) …"]
+    cell.view.on(Preparing(""))
+    assert cell.screen() == []
+    cell.view.on(Started(INFO))
+    cell.passes()
+    cell.view.on(RanksChanged([RankStatus(0, "starting", 0)]))
+    assert cell.screen() == []
+    cell.passes()
+    assert cell.screen() == [f"nblaunch: {STARTING}"]
+    cell.view.on(RanksChanged([RankStatus(0, "running", 7), RankStatus(1, "starting", 8)]))
+    cell.passes()
+    cell.view.on(Ended(Outcome("finished", 3.0, "")))
+    assert cell.screen() == []
+    log = Cell(status=False)
+    log.view.on(Preparing("importing torch (first launch) …"))
+    assert log.messages == []
+
+
+def test_a_view_says_what_a_start_method_waits_for() -> None:
+    class Slow(FakeEngine):
+        def usable(self, *arguments: Any) -> str:
+            arguments[-1]("importing torch")
+            assert view.events == [Preparing("importing torch")]
+            return "spawn"
+
+    view = Recorder()
+    plan = with_usable_method(
+        make_plan([Machine(0, 2, "linux", {})], LocalEngine(), num_processes=2), Slow(FakeWorkers(2)), view
+    )
+    assert plan.method == "spawn"
+    assert view.events == [Preparing("importing torch"), Preparing("")]
 
 
 def test_slow_packing_says_what_takes_time() -> None:

@@ -26,6 +26,7 @@ from nblaunch.launch.views.events import (
     Outcome,
     Output,
     Preparing,
+    RanksChanged,
     Reports,
     Started,
     Stream,
@@ -42,6 +43,8 @@ _MAX_END_BYTES = 256 << 10
 _TAIL_LINES = 20
 _STATUS_WIDTH = 120
 _MAX_STATUS_RANKS = 3
+STARTING = "starting the ranks: they import torch and join the process group …"
+"""The panel says the same."""
 _REPORT_BURST = 10.0
 """Reports in a row that are lines of their own; after them, one a second."""
 _REPORT_BUCKET_SIZE = 15.0
@@ -115,6 +118,8 @@ class TextView(View):
         self._late: dict[_Source, Excerpt] | None = None
         """The last lines of each source, for the end. None until the launch has shown `_MAX_LAUNCH_BYTES`."""
         self._due = -math.inf
+        self._start_late_at = math.inf
+        """When to say what the ranks do before they run."""
         self._shown_bytes = 0
         self._noted = False
 
@@ -123,6 +128,13 @@ class TextView(View):
             case Started(info):
                 self._finish_lines()
                 self._info = info
+                self._start_late_at = math.inf if info.is_session else self._clock() + timeouts.PREPARING_NOTE_DELAY_S
+            case RanksChanged(ranks) if any(rank.state != "starting" for rank in ranks):
+                self._start_late_at = math.inf
+                self._wait_for("")
+            case Preparing(text, cancel=None):
+                self._wait_for(text)
+                self._emit(_MAX_EMISSION_BYTES)
             case Logs(pieces):
                 self._add_logs(pieces)
                 self._emit_if_due()
@@ -148,6 +160,8 @@ class TextView(View):
                     self._status.countdown = _one_line(text)
                 self._emit_if_due()
             case Tick():
+                if self._clock() >= self._start_late_at:
+                    self._wait_for(STARTING)
                 self._emit_if_due()
             case Ended(outcome):
                 self._end(outcome)
@@ -180,6 +194,11 @@ class TextView(View):
         self._noted = True
         self._add(_NBLAUNCH, [f"nblaunch: {line}" for line in lines])
         self._emit_if_due()
+
+    def _wait_for(self, text: str) -> None:
+        """Let the status line say what the launch waits for, before its ranks run; nothing if `text` is empty."""
+        if self._status is not None:
+            self._status.awaited = f"nblaunch: {_one_line(text)}" if text else ""
 
     def _set_status(self, rank: int, kind: str, text: str) -> None:
         if self._status is not None:
@@ -269,6 +288,7 @@ class _Status:
 
     def __init__(self, is_terminal: bool) -> None:
         self.countdown = ""
+        self.awaited = ""
         self._is_terminal = is_terminal
         self._texts: dict[int, dict[str, str]] = {}
         self._drawn = ""
@@ -283,7 +303,7 @@ class _Status:
     def clear(self) -> None:
         """Remove every text."""
         self._texts.clear()
-        self.countdown = ""
+        self.countdown = self.awaited = ""
 
     def erase(self) -> str:
         """Return the text that blanks the line."""
@@ -303,8 +323,8 @@ class _Status:
 
     def _text(self) -> str:
         width = min(_STATUS_WIDTH, shutil.get_terminal_size().columns - 1) if self._is_terminal else _STATUS_WIDTH
-        if self.countdown:
-            return _clip(self.countdown, width)
+        if self.countdown or self.awaited:
+            return _clip(self.countdown or self.awaited, width)
         texts = [f"[rank {rank}] " + " · ".join(parts.values()) for rank, parts in sorted(self._texts.items()) if parts]
         shown = texts[:_MAX_STATUS_RANKS]
         more = f"  … and {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""

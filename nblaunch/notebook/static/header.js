@@ -99,10 +99,12 @@ export class HeaderView {
   }
 
   #noticeText() {
-    const { notice, state, failure, kernel } = this.panel;
+    const { notice, state, info, failure, kernel } = this.panel;
     if (kernel.silence) return `No news from the kernel for ${kernel.silence} s`;
     if (notice) return notice;
     if (state.name === "stopping") return state.countdown || "Stopping …";
+    if (state.name === "starting" && !info.is_session && !kernel.asked)
+      return "Starting the ranks: they import torch and join the process group …";
     if (ACTIVE_STATES.includes(state.name) && kernel.asked)
       return kernel.again || kernel.asked === "kill" ? "Kill requested …" : "Stop requested …";
     return failure ? "" : state.message;

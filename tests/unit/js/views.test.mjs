@@ -79,6 +79,16 @@ test("a part that fails to draw is reported once, and the others are drawn", (t)
   assert.equal(rows(host).length, 3);
 });
 
+test("ranks that start say what they do", (t) => {
+  const { delta, view } = opened(t, { hosts: [] });
+  const { host } = view();
+  const notice = () => host.one("nbl-notice").textContent;
+  delta({ state: { name: "starting", message: "" } });
+  assert.match(notice(), /^Starting the ranks: they import torch/);
+  delta({ state: { name: "running", message: "" } });
+  assert.equal(notice(), "");
+});
+
 test("a second view of a launch that has ended shows what the first one showed", (t) => {
   const { delta, view } = opened(t);
   const first = view();
