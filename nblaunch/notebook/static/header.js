@@ -100,8 +100,8 @@ export class HeaderView {
 
   #noticeText() {
     const { notice, state, failure, kernel } = this.panel;
-    if (kernel.silence) return `No news from the kernel for ${kernel.silence} s`;
-    if (notice) return notice;
+    const silence = kernel.silence ? `No news from the kernel for ${kernel.silence} s. ` : "";
+    if (silence || notice) return silence + notice;
     if (state.name === "stopping") return state.countdown || "Stopping …";
     if (ACTIVE_STATES.includes(state.name) && kernel.asked)
       return kernel.again || kernel.asked === "kill" ? "Kill requested …" : "Stop requested …";
