@@ -212,8 +212,11 @@ class PanelView(View):
 
     def record_html(self) -> str | None:
         """See `View`. The launching cell has the panel already."""
+        if self._info is None or self._display.is_in_its_cell:
+            return None
         with self._lock:
-            return as_html(self._record()) if self._info is not None and not self._display.is_in_its_cell else None
+            record = self._record()
+        return as_html(record)
 
     def _record_suffices(self) -> bool:
         """Return True if the record shows everything that a panel could."""

@@ -100,8 +100,8 @@ export class HeaderView {
 
   #noticeText() {
     const { notice, state, info, failure, kernel } = this.panel;
-    if (kernel.silence) return `No news from the kernel for ${kernel.silence} s`;
-    if (notice) return notice;
+    const silence = kernel.silence ? `No news from the kernel for ${kernel.silence} s. ` : "";
+    if (silence || notice) return silence + notice;
     if (state.name === "stopping") return state.countdown || "Stopping …";
     if (state.name === "starting" && !info.is_session && !kernel.asked)
       return "Starting the ranks: they import torch and join the process group …";

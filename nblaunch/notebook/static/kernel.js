@@ -7,7 +7,7 @@ const ANSWER_TIMEOUT_MS = 5000;
 const SILENCE_MS = 6500; // three heartbeats of the kernel
 const RESYNC_PAUSE_MS = 2000;
 const MAX_RESYNC_PAUSE_MS = 30000;
-const RECORD_TIMEOUT_MS = 1000; // before a restart
+const RECORD_TIMEOUT_MS = 2000; // before a restart
 const ASK_INTERRUPT = "use the notebook's Interrupt button";
 const GONE_STATUSES = ["restarting", "autorestarting", "dead", "terminating"];
 export const ACTIVE_STATES = ["starting", "running", "stopping"];
@@ -230,6 +230,7 @@ export class KernelLink {
     }
     this.#disarm();
     if (!this.active) return this.#restartNow();
+    this.launch.notify("Saving the record, then restarting …");
     this.askRecord(); // the notebook keeps it
     this.#after("restart", RECORD_TIMEOUT_MS, () => this.#restartNow());
   }

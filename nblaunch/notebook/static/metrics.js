@@ -28,11 +28,15 @@ export class MetricsView {
     this.observer.observe(this.charts);
   }
 
-  /** Draw at most four times a second. */
+  /** Draw at most four times a second while the launch runs. */
   update() {
+    const wait = this.panel.active ? this.due - performance.now() : 0;
+    if (wait <= 0) {
+      clearTimeout(this.timer);
+      this.timer = null;
+      return this.#draw();
+    }
     if (this.timer !== null) return;
-    const wait = this.due - performance.now();
-    if (wait <= 0) return this.#draw();
     this.timer = setTimeout(() => {
       this.timer = null;
       this.panel.changed();

@@ -72,8 +72,11 @@ export class RecordKeeper {
     this.render = render;
     /** @type {Map<HTMLElement, {box: HTMLElement, remove: () => void}>} */ this.places = new Map();
     this.observer = new MutationObserver(() => this.look());
-    this.started = this.saved = this.asked = false;
-    panel.keepRecord = (record) => this.notebook.rewrite(() => record) || this.#restore(record);
+    this.started = this.saved = this.asked = this.restores = false;
+    panel.keepRecord = (record) => {
+      if (!this.notebook.rewrite(() => record) && this.restores) this.#restore(record);
+      this.restores = false; // the user may clear it later
+    };
   }
 
   /** Bring the notebook up to date with the launch. */
@@ -82,7 +85,7 @@ export class RecordKeeper {
     const runs = ACTIVE_STATES.includes(state.name);
     if (!this.started && (!runs || this.notebook.cells)) this.#start();
     if (runs && this.started && this.panel.isReopened && this.panel.seq && !this.asked) {
-      this.asked = true;
+      this.asked = this.restores = true;
       kernel.askRecord(); // the notebook may have been saved long before
     }
     if (this.saved || !(kernel.gone || !runs)) return;
@@ -103,6 +106,7 @@ export class RecordKeeper {
   }
 
   look() {
+    if (this.panel.model.widget_manager?.context?.isDisposed) return this.stop(); // the notebook was closed in this page
     for (const [place, shown] of this.places) if (!shown.box.isConnected || !place.isConnected) this.#leave(place);
     for (const record of document.getElementsByClassName(this.marker)) {
       // JupyterLab styles everything inside its HTML element: place the panel beside it.
@@ -140,7 +144,6 @@ export class RecordKeeper {
 
   /** Show a launch that runs in its cell again: the notebook was not saved before the reload. @param {RecordText} record */
   #restore({ html, text }) {
-    if (!this.panel.isReopened || !this.panel.active) return;
     const cell = this.notebook.cells?.find(({ id }) => id === this.panel.info.cell);
     cell?.outputs?.add({
       output_type: "display_data",

@@ -284,7 +284,7 @@ test("without a session the kernel itself restarts, also if it does not answer",
   const { clock, panel, kernel } = running();
   panel.kernel.restart();
   panel.kernel.restart();
-  clock.pass(1000);
+  clock.pass(2000);
   assert.deepEqual(kernel.calls, ["restart"]);
 });
 
@@ -303,7 +303,7 @@ test("a failed restart is reported", async () => {
   const { clock, panel } = running({ kernel });
   panel.kernel.restart();
   panel.kernel.restart();
-  clock.pass(1000);
+  clock.pass(2000);
   await new Promise((resolve) => setImmediate(resolve));
   assert.match(panel.notice, /did not restart/);
 });
