@@ -20,6 +20,7 @@ from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError, Placed, Region
 from nblaunch.transfer import definitions, notebook_shell, parameters, pickling, reducers
+from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
@@ -257,7 +258,7 @@ def _is_watched(value: Any) -> bool:
 
 
 def settings() -> Settings:
-    """Return the random states and defaults of this process."""
+    """Return the random states and flags of this process."""
     numpy_random = sys.modules.get("numpy.random")
     torch = sys.modules.get("torch")
     return Settings(
@@ -265,6 +266,7 @@ def settings() -> Settings:
         python_rng=random.getstate(),
         numpy_rng=None if numpy_random is None else numpy_random.get_state(),
         warning_filters=_warning_filters(),
+        flags=read_flags(),
         **({} if torch is None else _torch_settings(torch)),
     )
 
@@ -287,13 +289,6 @@ def _torch_settings(torch: Any) -> dict[str, Any]:
         "torch_rng": bytes(torch.get_rng_state().tolist()),
         "torch_seed": None if seed == _DEFAULT_SEED else seed,
         "has_gpu": _has_gpu(torch),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
     }
 
 

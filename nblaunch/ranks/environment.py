@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from nblaunch.machine import heap, processes
 from nblaunch.ranks.reaper import open_log
+from nblaunch.transfer.flags import set_flags
 from nblaunch.wire.drops import Counter, Kind, log_limit
 from nblaunch.wire.messages import RankSpec, Settings, WarningFilter
 
@@ -180,7 +181,7 @@ def set_threads(threads: int) -> None:
 
 
 def apply_settings(settings: Settings) -> None:
-    """Apply the notebook's random states, default dtype, matmul precision, determinism and warning filters."""
+    """Apply the notebook's random states, flags and warning filters."""
     if settings.authkey is not None:
         multiprocessing.process.current_process().authkey = settings.authkey
     if settings.python_rng is not None:
@@ -191,6 +192,7 @@ def apply_settings(settings: Settings) -> None:
         numpy.random.set_state(settings.numpy_rng)
     if settings.torch_rng is not None:
         _apply_torch(settings)
+    set_flags(settings.flags)
     if settings.warning_filters is not None:
         entries = [(f.action, f.message, _category(f), f.module, f.lineno) for f in settings.warning_filters]
         filters: Any = warnings.filters  # typeshed calls it a Sequence
@@ -209,13 +211,6 @@ def _apply_torch(settings: Settings) -> None:
         seed = torch.manual_seed if settings.has_gpu else torch.default_generator.manual_seed
         seed(settings.torch_seed)
     torch.set_rng_state(torch.frombuffer(bytearray(settings.torch_rng or b""), dtype=torch.uint8))
-    torch.set_default_dtype(getattr(torch, settings.default_dtype or "float32"))
-    torch.set_float32_matmul_precision(settings.matmul_precision or "highest")
-    current = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    if settings.deterministic is not None and settings.deterministic != current:  # setting it imports the compiler: 2 s
-        torch.use_deterministic_algorithms(settings.deterministic[0], warn_only=settings.deterministic[1])
-    if settings.cudnn is not None:
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = settings.cudnn
 
 
 def _category(entry: WarningFilter) -> Any:

@@ -151,6 +151,7 @@ def _serve(spec: RankSpec, link: KernelChannel, load: LoadPayload) -> int:
     """Run tasks until EOF; return the exit status of the last."""
     faulthandler.enable(file=2)
     named_resources.record_created(spec.scratch)
+    sys.excepthook = error_report.say_nothing
     collective_log.open(spec.scratch, spec.rank, spec.world_size)
     spool = processes.open_log(str(rank_file(spec.log_dir, spec.rank, "spool")))
     home = Namespace(spec.rank) if spec.is_kept else None
@@ -211,7 +212,10 @@ def _run(
         if task.debugging.post_mortem and isinstance(error, Exception) and not link.is_stopping:
             _examine(error, link, breakpoints)
         _send_names(spec, task, link, home)
-        return _send_failure(failed, link)
+        code = _send_failure(failed, link)
+        if home is None and failed.kind != "exit":
+            error_report.call_hook(error)
+        return code
     breakpoints.end_task()
     _flush()
     _send_names(spec, task, link, home)

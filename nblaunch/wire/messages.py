@@ -330,12 +330,8 @@ class Settings:
     torch_seed: int | None = None
     has_gpu: bool = True
     """Whether there may be a GPU generator to seed."""
-    default_dtype: str | None = None
-    matmul_precision: str | None = None
-    deterministic: tuple[bool, bool] | None = None
-    """(use deterministic algorithms, only warn)."""
-    cudnn: tuple[bool, bool] | None = None
-    """(deterministic, benchmark)."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Of Python, NumPy and torch, by the names in `nblaunch.transfer.flags`."""
     warning_filters: tuple[WarningFilter, ...] | None = None
     ranks: tuple[int, ...] | None = None
     """The ranks that apply them; None: all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
@@ -64,3 +65,25 @@ def test_a_launch_waits_only_for_exits_that_matter(held: str, launch: Launcher, 
 @conformance("spawn", "fork")
 def test_other_start_methods_wait_for_the_same(held: str, launch: Launcher, tmp_path: Path) -> None:
     test_a_launch_waits_only_for_exits_that_matter(held, launch, tmp_path)
+
+
+def tell_exit_functions(folder: str, rank: int) -> None:
+    """Do what wandb does: note in a hook that the function raised, and write that to a file at exit."""
+    seen = []
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        seen.append(f"{kind.__name__}: {error}, line {trace.tb_lineno - begin}")
+        former(kind, error, trace)
+
+    sys.excepthook = hook
+    atexit.register(lambda: Path(folder, str(rank)).write_text(f"{seen} {getattr(sys, 'last_value', None)}"))
+    begin = sys._getframe().f_lineno
+    raise ValueError("no data")
+
+
+def test_exit_functions_see_that_the_function_raised(launch: Launcher, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no data"):
+        launch(tell_exit_functions, (str(tmp_path),), num_processes=1)
+    assert (tmp_path / "0").read_text() == "['ValueError: no data, line 1'] no data"
+    assert next((tmp_path / "state").rglob("rank0.err")).read_text() == ""  # the notebook shows the traceback

@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import random
 import re
+import sys
 import time
 import warnings
 import weakref
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nblaunch import LaunchResult, notebook_launcher
+from nblaunch.transfer.flags import FLAGS, read_flags, set_flags
 from tests.conftest import conformance
 from tests.processes.conftest import Launcher
 
@@ -85,16 +87,6 @@ def many_bytes(size: int, rank: int) -> bytes:
 
 def draws() -> tuple[float, float, list[float]]:
     return random.random(), float(np.random.rand()), torch.rand(3).tolist()
-
-
-def torch_settings() -> dict[str, Any]:
-    return {
-        "dtype": torch.get_default_dtype(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "cudnn": (torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark),
-    }
 
 
 def warn(category: type[Warning]) -> str:
@@ -315,13 +307,9 @@ def test_a_returned_model_state_is_not_reported_as_a_change(
 # ------------------------------------------------------------------ the notebook's settings
 @pytest.fixture
 def _settings_restored() -> Iterator[None]:
-    dtype, matmul = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    flags = read_flags()
     yield
-    torch.set_default_dtype(dtype)
-    torch.set_float32_matmul_precision(matmul)
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
+    set_flags(flags)
 
 
 def draw_some() -> None:
@@ -332,16 +320,22 @@ def draw_some() -> None:
     torch.rand(5), np.random.rand(), random.random()
 
 
-def change_torch_settings() -> dict[str, Any]:
-    """Change each of `torch_settings`, and return them."""
-    usual = torch_settings()
-    torch.set_default_dtype(torch.float64)
-    torch.set_float32_matmul_precision("medium")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, True
-    changed = torch_settings()
-    assert all(changed[name] != usual[name] for name in usual)
-    return changed
+def change_flags() -> dict[str, Any]:
+    """Change every flag, and return them."""
+    usual = read_flags()
+    other: dict[str, Any] = {
+        "errors": dict(np.geterr(), divide="ignore"),
+        "anomaly detection": (True, False),
+        "start method": "spawn",
+    }
+    other |= {"default dtype": torch.float64, "default device": "meta", "matmul precision": "medium"}
+    other |= {"deterministic": (True, True), "recursion limit": sys.getrecursionlimit() + 7}
+    other |= {"sharing strategy": "file_system"}
+    other |= {name: not value for name, value in usual.items() if isinstance(value, bool)}
+    assert other.keys() == usual.keys() == FLAGS.keys()
+    assert all(other[name] != usual[name] for name in usual)
+    set_flags(other)
+    return other
 
 
 def test_ranks_continue_the_notebooks_random_states(launch: Launcher) -> None:
@@ -359,11 +353,11 @@ def test_ranks_draw_on_when_the_notebook_has_drawn(launch: Launcher) -> None:
 
 
 @pytest.mark.usefixtures("_settings_restored")
-def test_ranks_have_the_notebooks_dtype_precision_and_determinism(launch: Launcher) -> None:
-    usual = torch_settings()
-    assert list(launch(torch_settings)) == [usual, usual]
-    changed = change_torch_settings()
-    assert list(launch(torch_settings)) == [changed, changed]
+def test_ranks_have_the_notebooks_flags(launch: Launcher) -> None:
+    usual = read_flags()
+    assert list(launch(read_flags)) == [usual, usual]
+    changed = change_flags()
+    assert list(launch(read_flags)) == [changed, changed]
 
 
 @pytest.mark.parametrize(("action", "outcome"), [("error", "raised FutureWarning"), ("ignore", "went on")])
@@ -376,14 +370,15 @@ def test_ranks_filter_warnings_as_the_notebook_does(action: Any, outcome: str, l
 
 
 def as_begun() -> tuple[tuple[float, float, list[float]], dict[str, Any], str, str]:
-    return draws(), torch_settings(), warn(FutureWarning), warn(DeprecationWarning)
+    return draws(), read_flags(), warn(FutureWarning), warn(DeprecationWarning)
 
 
 @conformance("spawn")
 @pytest.mark.usefixtures("_settings_restored")
 def test_spawned_ranks_start_from_the_notebooks_settings(launch: Launcher) -> None:
     """In one launch what the fork server's ranks are asked one by one: importing torch is most of a spawned rank."""
-    changed = change_torch_settings()
+    changed = change_flags() | {"default device": "cpu"}
+    torch.set_default_device("cpu")
     draw_some()
     with warnings.catch_warnings():
         warnings.resetwarnings()

@@ -24,6 +24,7 @@ import torch
 from nblaunch.errors import ArgumentError, PayloadError
 from nblaunch.launch.payload import for_cell, for_function, name_of, parts_of, ship, sources_in
 from nblaunch.machine import segments
+from nblaunch.transfer.flags import read_flags, set_flags
 from nblaunch.transfer.parcel import unpack
 from nblaunch.wire.messages import Cell, Payload, Settings, Source
 from tests.unit.notebooks import Notebook, open_notebook
@@ -434,15 +435,11 @@ def test_a_cell_watches_the_containers_that_it_uses(notebook: Notebook) -> None:
 # ------------------------------------------------------------------ settings
 @pytest.fixture
 def torchs_settings_restored() -> Iterator[None]:
-    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-    generator = torch.get_rng_state()
-    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    flags, generator = read_flags(), torch.get_rng_state()
     yield
-    torch.set_default_dtype(dtype)
-    torch.set_float32_matmul_precision(precision)
-    torch._C._set_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)  # the public one imports half of torch's compiler
+    set_flags(flags)
     torch.set_rng_state(generator)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
 def settings_now() -> Settings:
@@ -459,13 +456,13 @@ def test_the_notebooks_random_states_travel() -> None:
 def test_torchs_settings_travel(torchs_settings_restored: None) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("high")
-    torch._C._set_deterministic_algorithms(True, warn_only=True)  # the public one imports half of torch's compiler
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     torch.manual_seed(12)
     settings = settings_now()
-    assert (settings.default_dtype, settings.matmul_precision) == ("float64", "high")
-    assert settings.deterministic == (True, True)
-    assert settings.cudnn == (True, False)
+    assert (settings.flags["default dtype"], settings.flags["matmul precision"]) == (torch.float64, "high")
+    assert settings.flags["deterministic"] == (True, True)
+    assert (settings.flags["cudnn.deterministic"], settings.flags["cudnn.benchmark"]) == (True, False)
     assert settings.torch_seed == 12
 
 
@@ -478,7 +475,8 @@ def test_settings_of_unloaded_libraries_are_left_alone(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.delitem(sys.modules, "numpy.random")
     settings = settings_now()
-    assert (settings.torch_rng, settings.numpy_rng, settings.default_dtype) == (None, None, None)
+    assert (settings.torch_rng, settings.numpy_rng) == (None, None)
+    assert "default dtype" not in settings.flags
 
 
 def test_the_filters_of_warnings_travel_with_their_categories_by_name() -> None:

@@ -14,15 +14,15 @@ from nblaunch.wire.messages import Settings
 def defaults(settings: Settings) -> list[str]:
     """Return lines that set torch's defaults as in the notebook."""
     lines = []
-    if settings.default_dtype not in (None, "float32"):
-        lines.append(f"torch.set_default_dtype(torch.{settings.default_dtype})")
-    if settings.matmul_precision not in (None, "highest"):
-        lines.append(f'torch.set_float32_matmul_precision("{settings.matmul_precision}")')
-    if settings.deterministic is not None and settings.deterministic[0]:
-        lines.append(f"torch.use_deterministic_algorithms(True, warn_only={settings.deterministic[1]})")
-    for name, value in zip(("deterministic", "benchmark"), settings.cudnn or (False, False), strict=True):
-        if value:
-            lines.append(f"torch.backends.cudnn.{name} = True")
+    flags = settings.flags
+    if str(flags.get("default dtype", "torch.float32")) != "torch.float32":
+        lines.append(f"torch.set_default_dtype({flags['default dtype']})")
+    if flags.get("matmul precision", "highest") != "highest":
+        lines.append(f'torch.set_float32_matmul_precision("{flags["matmul precision"]}")')
+    is_deterministic, warn_only = flags.get("deterministic", (False, False))
+    if is_deterministic:
+        lines.append(f"torch.use_deterministic_algorithms(True, warn_only={warn_only})")
+    lines += [f"torch.backends.{name} = True" for name in ("cudnn.deterministic", "cudnn.benchmark") if flags.get(name)]
     return lines
 
 
