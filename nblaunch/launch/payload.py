@@ -247,8 +247,11 @@ def _anchor(namespace: dict[str, Any], names: Sequence[str]) -> types.FunctionTy
 def _globals_of(function: Any) -> dict[str, Any]:
     """Return the globals and closure variables that a function itself uses; none if ranks import the function."""
     function = getattr(function, "__func__", function)
-    is_sent = isinstance(function, types.FunctionType) and definitions.is_sent_by_value(function)
-    return pickling.names_of(function) if is_sent else {}
+    names: dict[str, Any] = {}
+    for each in reducers.wrapped_by(function) or [function]:
+        if isinstance(each, types.FunctionType) and definitions.is_sent_by_value(each):
+            names |= pickling.names_of(each)
+    return names
 
 
 def _is_watched(value: Any) -> bool:

@@ -18,6 +18,7 @@ import mmap
 import os
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import context, reduction
@@ -202,12 +203,8 @@ def _parametrized(original: Any, names: tuple[str, ...]) -> Any:
 
 
 def _reduce_script(script: Any, sink: BufferSink | None) -> Reduced:
-    import torch
-
-    file = io.BytesIO()
-    torch.jit.save(script, file)
     on_gpu = any(each.is_cuda for each in getattr(script, "state_dict", dict)().values())
-    return _script, (file.getvalue(), on_gpu, operators_in(str(getattr(script, "inlined_graph", ""))))
+    return _script, (script.save_to_buffer(), on_gpu, operators_in(str(getattr(script, "inlined_graph", ""))))
 
 
 def _script(data: bytes, on_gpu: bool, operators: object) -> Any:
@@ -215,7 +212,9 @@ def _script(data: bytes, on_gpu: bool, operators: object) -> Any:
 
     is_here = on_gpu and rank_variables.RANK in os.environ and torch.cuda.is_available()
     where = torch.device("cuda", torch.cuda.current_device()) if is_here else torch.device("cpu")
-    return torch.jit.load(io.BytesIO(data), map_location=where if on_gpu else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch has told the user already
+        return torch.jit.load(io.BytesIO(data), map_location=where if on_gpu else None)
 
 
 def _reduce_exported(program: Any, sink: BufferSink | None) -> Reduced:

@@ -83,6 +83,61 @@ def test_the_notebooks_names_are_sent_once_and_again_when_they_change(kernel: Ke
     assert "[rank 1] 0.25" in again
 
 
+REBUILT = """
+import contextvars, functools, multiprocessing, weakref
+from torch.nn.utils import parametrizations
+
+def double(x):
+    return x * 2
+
+compiled = torch.compile(double, backend="eager")
+compiled(torch.ones(1))
+scripted = torch.jit.trace(double, torch.ones(1))
+exported = torch.export.export(torch.nn.Linear(2, 1), (torch.ones(1, 2),))
+normed = parametrizations.weight_norm(torch.nn.Linear(2, 1))
+in_place = torch.nn.Linear(2, 1)
+in_place.compile(backend="eager")
+in_place(torch.ones(2)).sum().backward()
+reference = weakref.ref(normed)
+setting = contextvars.ContextVar("setting", default=3)
+counts, lock = multiprocessing.Value("i", 0), multiprocessing.Lock()
+messages = multiprocessing.Queue()
+
+@functools.singledispatch
+def kind_of(x):
+    return "other"
+
+@kind_of.register
+def _(x: int):
+    return "int"
+
+@torch.library.custom_op("session_test::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return x * factor
+
+factor = 3.0
+"""
+USED = """
+x = torch.ones(2)
+made = [compiled(x), scripted(x), torch.ops.session_test.triple(x), triple(x)]
+shapes = [len(exported.module()(x[None])), len(normed(x)), len(in_place(x))]
+with lock:
+    counts.value += 1
+messages.put(rank)
+gradient = in_place.bias.grad.item()
+[float(each.sum()) for each in made], shapes, kind_of(1), reference() is normed, setting.get(), gradient
+"""
+
+
+def test_objects_that_ranks_rebuild_are_sent_once(kernel: Kernel) -> None:
+    kernel.run(REBUILT).check()
+    was = ([4.0, 4.0, 6.0, 6.0], [1, 1, 1], "int", True, 3, 1.0)
+    assert on_ranks(kernel, USED) == [was, was]
+    again = kernel.run(f"%%distributed\n{USED}").check().text
+    assert "sent" not in again
+    assert kernel.ask("counts.value, sorted(messages.get(timeout=10) for _ in range(4))") == (4, [0, 0, 1, 1])
+
+
 def test_ranks_know_their_rank_before_the_first_cell(kernel: Kernel) -> None:
     kernel.run(
         "with nblaunch.session(2, name='fresh') as fresh: got = fresh.pull('rank'), list(fresh.run(lambda: world_size))"

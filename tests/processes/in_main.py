@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as of_torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -441,6 +442,62 @@ def a_local_class_comes_back_as_itself(**options: Any) -> None:
     assert not Local.changed
 
 
+def what_multiprocessing_shares_is_shared(**options: Any) -> None:
+    for context in (multiprocessing.get_context("fork"), of_torch.get_context("spawn")):
+        _share(context, options)
+
+
+def _share(context: Any, options: dict[str, Any]) -> None:
+    ranks = options["num_processes"]
+    queue, simple, joinable = context.Queue(), context.SimpleQueue(), context.JoinableQueue()
+    here, there = context.Pipe()
+    count, array = context.Value("i", 0), context.Array("d", 2)
+    lock, nested, gate = context.Lock(), context.RLock(), context.BoundedSemaphore(1)
+    barrier, event, condition = context.Barrier(ranks), context.Event(), context.Condition()
+
+    def use(rank: int) -> Any:
+        barrier.wait(LONG)
+        for _ in range(100):
+            with lock:
+                array[0] += 1
+        with nested, nested, gate, condition, count.get_lock():
+            count.value += 1
+            array[1] = 5
+        queue.put((rank, "from a rank"))
+        simple.put(rank)
+        joinable.put(rank)
+        if rank == 0:
+            there.send("hello")
+            event.set()
+        return event.wait(LONG)
+
+    for launches in (1, 2):  # the second shares the same
+        assert all(notebook_launcher(use, **options))  # type: ignore[arg-type]
+        assert {queue.get(timeout=LONG) for _ in range(ranks)} == {(rank, "from a rank") for rank in range(ranks)}
+        assert {simple.get() for _ in range(ranks)} == set(range(ranks))
+        assert {joinable.get(timeout=LONG) for _ in range(ranks)} == set(range(ranks))
+        assert here.recv() == "hello"
+        assert (count.value, array[:]) == (ranks * launches, [100.0 * ranks * launches, 5.0])
+
+
+def a_manager_and_what_it_holds_are_shared(**options: Any) -> None:
+    with multiprocessing.Manager() as manager:
+        shared: Any = manager.dict(total=0)
+        queue, lock = manager.Queue(), manager.Lock()
+        shared["inner"] = manager.list()
+
+        def use(rank: int) -> None:
+            with lock:
+                shared["total"] += 1
+            shared["inner"].append(rank)
+            queue.put(rank)
+
+        notebook_launcher(use, **options)
+        ranks = options["num_processes"]
+        assert shared["total"] == ranks
+        assert sorted(shared["inner"]) == sorted(queue.get(timeout=LONG) for _ in range(ranks)) == list(range(ranks))
+
+
 EVERYWHERE: tuple[Callable[..., None], ...] = (
     results_leave_classes_as_they_are,
     methods_of_results_use_this_processs_globals,
@@ -453,6 +510,8 @@ AT_HOME: tuple[Callable[..., None], ...] = (
     objects_come_back_as_this_processs_own,
     its_own_exception_can_be_caught,
     a_local_class_comes_back_as_itself,
+    what_multiprocessing_shares_is_shared,
+    a_manager_and_what_it_holds_are_shared,
     *EVERYWHERE,
 )
 

@@ -1,0 +1,257 @@
+"""Objects that have a row in the table of reducers: what arrives, and what is refused."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import multiprocessing
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from nblaunch.launch.payload import for_cell
+from nblaunch.transfer import pickling
+from nblaunch.transfer.parcel import UncachedStore, pack, unpack
+from nblaunch.wire import rank_variables
+from nblaunch.wire.messages import Cell
+from tests.unit.notebooks import Notebook, open_notebook
+
+
+@pytest.fixture
+def notebook() -> Iterator[Notebook]:
+    with open_notebook() as opened:
+        yield opened
+
+
+def sent(obj: Any) -> Any:
+    return pickling.loads(pickling.dump(lambda found: obj))
+
+
+def reason(obj: Any) -> str:
+    error = pickling.explain(obj, "it")
+    assert error is not None
+    return f"{error}: {error.advice}"
+
+
+class Owner:
+    """Holds references of all kinds to its parts."""
+
+    def __init__(self) -> None:
+        self.part = nn.Linear(1, 1)
+        self.itself = weakref.ref(self)
+        self.reference = weakref.ref(self.part)
+        self.by_part = weakref.WeakKeyDictionary({self.part: 1})
+        self.by_name = weakref.WeakValueDictionary({"part": self.part})
+        self.parts = weakref.WeakSet([self.part])
+
+
+# ------------------------------------------------------------------ functools
+def test_single_dispatch_of_a_cell_keeps_its_registry(notebook: Notebook) -> None:
+    names = notebook.run(
+        "import functools\nclass Own: pass\n"
+        "@functools.singledispatch\ndef f(x):\n    'Says what it is.'\n    return 'other'\n"
+        "@f.register\ndef _(x: Own): return 'own'\n"
+        "@f.register(list)\ndef _(x): return [f(each) for each in x]\n"
+        "class With:\n    @functools.singledispatchmethod\n    def m(self, x): return 'other'\n"
+        "    @m.register\n    def _(self, x: int): return 'int'\n"
+        "def main(): return f([Own(), 1]), With().m(1), With().m(''), f.__name__, f.__doc__\n"
+    )
+    main = sent(names["main"])
+    assert main() == (["own", "other"], "int", "other", "f", "Says what it is.")
+
+
+def test_a_librarys_single_dispatch_is_imported() -> None:
+    import pkgutil
+
+    assert sent(pkgutil.iter_importer_modules) is pkgutil.iter_importer_modules  # type: ignore[attr-defined]
+
+
+def test_a_recursive_function_with_a_cache_is_sent(notebook: Notebook) -> None:
+    fib = "@functools.cache\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)"
+    assert sent(notebook.run(f"import functools\n{fib}")["fib"])(50) == 12586269025
+
+
+# ------------------------------------------------------------------ references and context variables
+def test_weak_references_refer_to_what_arrives() -> None:
+    owner = sent(Owner())
+    assert owner.itself() is owner
+    assert owner.reference() is owner.part
+    assert list(owner.by_part.items()) == [(owner.part, 1)]
+    assert owner.by_name["part"] is owner.part
+    assert list(owner.parts) == [owner.part]
+    owner.part = None
+    gc.collect()
+    assert owner.reference() is None
+    assert sent(owner).reference() is None
+
+
+def test_context_variables_have_the_notebooks_value() -> None:
+    bare, changed = (contextvars.ContextVar[int](name) for name in "ac")
+    preset = contextvars.ContextVar("b", default=2)
+    changed.set(3)
+    came = sent([bare, preset, changed])
+    assert [each.name for each in came] == ["a", "b", "c"]
+    assert [each.get() for each in came[1:]] == [2, 3]
+    with pytest.raises(LookupError):
+        came[0].get()
+
+
+# ------------------------------------------------------------------ torch
+class Symmetric(nn.Module):
+    """A parametrization as users write it."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+def symmetric(module: nn.Module) -> nn.Module:
+    return nn.utils.parametrize.register_parametrization(module, "weight", Symmetric())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.orthogonal,
+        symmetric,
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda module: prune.l1_unstructured(module, "weight", 2),
+    ],
+)
+def test_a_changed_layer_arrives_as_it_was(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    layer = wrap(nn.Linear(4, 4)).eval()
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    came, its_optimizer = sent((layer, optimizer))
+    x = torch.ones(1, 4)
+    assert torch.equal(came(x), layer(x))
+    assert type(came).__name__ == type(layer).__name__
+    assert list(came.state_dict()) == list(layer.state_dict())
+    its_parameters = its_optimizer.param_groups[0]["params"]
+    assert all(ours is its for ours, its in zip(came.parameters(), its_parameters, strict=True))
+    came.train()(x).sum().backward()
+
+
+def test_a_parametrized_class_of_a_cell_keeps_its_own_state(notebook: Notebook) -> None:
+    names = notebook.run(
+        "import torch, threading\n"
+        "class Own(torch.nn.Linear):\n"
+        "    def __getstate__(self): return {k: v for k, v in vars(self).items() if k != 'lock'}\n"
+        "    def __setstate__(self, state): super().__setstate__(state); self.lock = 'new'\n"
+        "own = torch.nn.utils.parametrizations.weight_norm(Own(2, 2))\nown.lock = threading.Lock()"
+    )
+    came = sent(names["own"])
+    assert came.lock == "new"
+    assert type(came).__bases__ == (names["Own"],)
+    assert nn.utils.parametrize.is_parametrized(came, "weight")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace.*is deprecated:FutureWarning")
+def test_scripts_and_exported_programs_arrive() -> None:
+    double, layer, x = (lambda x: x * 2), nn.Linear(2, 1).eval(), torch.ones(1, 2)
+    layer.bias.requires_grad_(False)
+    traced_function, traced = torch.jit.trace(double, x), torch.jit.trace(layer, x)
+    program = torch.export.export(layer, (x,))
+    came = sent((traced_function, nn.Sequential(traced), program))
+    assert torch.equal(came[0](x), x * 2)
+    assert torch.equal(came[1](x), layer(x))
+    assert [each.requires_grad for each in came[1].parameters()] == [True, False]
+    assert torch.equal(came[2].module()(x), layer(x))
+
+
+def test_compiled_code_is_compiled_where_it_arrives(notebook: Notebook) -> None:
+    names = notebook.run(
+        "import torch\nrate = 2\ncompiled = []\n"
+        "def backend(graph, inputs): compiled.append(1); return graph.forward\n"
+        "@torch.compile(backend=backend)\ndef f(x): return x * rate\n"
+        "class Net(torch.nn.Linear):\n    @torch.compile(backend=backend)\n    def forward(self, x): return x + rate\n"
+        "net, in_place = Net(1, 1), torch.nn.Linear(1, 1)\nin_place.compile(backend=backend)\n"
+        "def main(x):\n"
+        "    before = len(compiled)\n    found = f(x).item(), net(x).item(), in_place(x).shape\n"
+        "    return found, len(compiled) - before"
+    )
+    x = torch.ones(1)
+    assert sent(names["main"])(x) == ((2.0, 3.0, (1,)), 3)
+
+
+def test_gradients_go_to_ranks_and_do_not_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(2, 1)
+    layer(torch.ones(2)).sum().backward()
+    weight = torch.ones(2, requires_grad=True)
+    (weight * 3).sum().backward()
+
+    def packed() -> Any:
+        parcel = pack(lambda found: (layer, weight, torch.optim.SGD(layer.parameters(), 1.0)), UncachedStore(tmp_path))
+        came = unpack([os.dup(fd) for fd in parcel.fds])
+        parcel.close()
+        return came
+
+    came, its_weight, optimizer = packed()
+    optimizer.step()
+    assert came.weight.grad.tolist() == [[1.0, 1.0]]
+    assert torch.allclose(came.weight, layer.weight - 1)
+    assert its_weight.grad.tolist() == [3.0, 3.0]
+    monkeypatch.setenv(rank_variables.RANK, "0")
+    assert packed()[0].weight.grad is None
+
+
+OPERATORS = (
+    "import torch\n"
+    "@torch.library.custom_op('reducers_test::scale', mutates_args=())\n"
+    "def scale(x: torch.Tensor) -> torch.Tensor: return x * rate\n"
+    "rate = 2.0\n"
+    "@scale.register_fake\ndef _(x): return torch.empty_like(x)\n"
+    "scale.register_autograd(lambda context, gradient: gradient * 5)\n"
+    "packet, overload = torch.ops.reducers_test.scale, torch.ops.reducers_test.scale.default\n"
+)
+
+
+def test_operators_that_come_back_are_the_notebooks(notebook: Notebook) -> None:
+    names = notebook.run(OPERATORS)
+    came = sent([names["scale"], names["packet"], names["overload"], torch.ops.aten.add, torch.ops.aten.add.Tensor])
+    assert came[0] is names["scale"]
+    assert came[1:3] == [names["packet"], names["overload"]]
+    assert came[3:] == [torch.ops.aten.add, torch.ops.aten.add.Tensor]
+
+
+def test_operators_that_a_cell_names_are_sent(notebook: Notebook) -> None:
+    names = notebook.run(OPERATORS)
+    payload = for_cell(Cell("torch.ops.reducers_test.scale(x)", "<cell>", ""), [])
+    assert payload.operators == (names["scale"],)
+    assert for_cell(Cell("1", "<cell>", ""), []).operators == ()
+
+
+def test_a_library_of_operators_is_refused_with_advice() -> None:
+    library = torch.library.Library("reducers_test_library", "DEF")
+    assert "torch.library.custom_op" in reason({"a": library})
+
+
+# ------------------------------------------------------------------ multiprocessing
+def test_processes_are_refused_with_advice() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    assert reason([process]) == "it[0], a process, which only its parent can use: start it inside the function"
+
+
+def test_other_machines_do_not_share_a_queue(tmp_path: Path) -> None:
+    queue = multiprocessing.get_context("fork").Queue()
+    with pytest.raises(TypeError, match="other machines"):
+        pack(lambda found: queue, UncachedStore(tmp_path), is_here=False)
+    queue.close()
+
+
+def test_a_result_holds_no_end_of_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = multiprocessing.Pipe()
+    monkeypatch.setenv(rank_variables.RANK, "0")
+    with pytest.raises(TypeError, match="only the notebook"):
+        pack(lambda found: ends, UncachedStore(tmp_path))
+    for end in ends:
+        end.close()
