@@ -34,6 +34,7 @@ from nblaunch.launch.session_state import command, restart_command
 from nblaunch.launch.verdict import Cause, RankEnd
 from nblaunch.launch.views.events import Failure, Stream
 from nblaunch.machine.own_code import is_rank_runtime, is_users, users_part
+from nblaunch.transfer import pickling
 from nblaunch.wire.messages import Failed, Source
 
 _LAST_LINES = 10
@@ -41,6 +42,10 @@ MAX_CRASH_LINES = 300
 """Lines to search for the stack of a crash: one for each frame of each thread, and the modules."""
 _FRAME = re.compile(r"""  (?:(?P<label>Cell In\[\d+\])|File "(?P<file>[^"]*)"), line (?P<line>\d+)""")
 """The first line of a frame in a traceback whose cells are named."""
+_UNDEFINED = re.compile(r"^(?:name|.*variable) '(\w+)' is not defined")
+"""In the errors of Python, and of pandas for ``df.query``."""
+_LOOKED_UP = re.compile(r"globals\(\)|__main__")
+"""In the line of a KeyError: the key is a name."""
 _OTHER_SIZE = ("collective mismatch", "preamble.length")
 """Words of gloo's error if a rank has received data of another size than its tensor's."""
 _LIKELY = {
@@ -110,10 +115,30 @@ def _explained(error: Any, cause: Cause, failed: Failed, account: Account) -> An
     _add_memory_notes(error, failed)
     if account.hint and "process group" in failed.text and account.hint not in failed.text:
         add_note(error, account.hint)
+    if unsent := unsent_name(failed):
+        add_note(error, unsent)
     text = _labelled(failed.traceback, account.sources)
     error.__cause__ = RankTraceback(f"on rank {cause.rank}:\n{text}")
     _render_in_notebook(error, text, cause.rank, account)
     return error
+
+
+def unsent_name(failed: Failed) -> str:
+    """Return a note if a rank lacked a name that the notebook has: the code made the name from a string."""
+    found = _UNDEFINED.search(failed.text)
+    name = found[1] if found else ""
+    if failed.type_name == "KeyError" and _LOOKED_UP.search("".join(failed.traceback.splitlines()[-4:])):
+        name = failed.text.strip("'")
+    names = host().notebook_names() or {}
+    if name not in names or name.startswith("__"):
+        return ""
+    reason = pickling.explain(names[name], f"`{name}`")
+    if reason is not None:
+        return f"The notebook has `{name}`, but did not send it: {reason}. Create it in the ranks."
+    return (
+        f"The notebook has `{name}`, but did not send it: only names that the code mentions are sent. Mention "
+        f"`{name}` in the function or cell, or pass its value as an argument."
+    )
 
 
 def _substitute(cause: Cause, failed: Failed, account: Account) -> RankRaisedError:

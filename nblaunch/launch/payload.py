@@ -19,7 +19,7 @@ from nblaunch.launch.frontend import host
 from nblaunch.launch.output.state_root import state_root
 from nblaunch.launch.result import NOTHING_SENT, Sent, named
 from nblaunch.machine.segments import NoRoomError, Placed, Region
-from nblaunch.transfer import definitions, notebook_shell, parameters, pickling, reducers
+from nblaunch.transfer import definitions, notebook_shell, parameters, pickling, reducers, text_names
 from nblaunch.transfer.flags import read_flags
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
@@ -48,7 +48,7 @@ def for_function(function: Any, args: Any, kwargs: Any, world_size: int | None =
         raise ArgumentError(f"{parameters.summary(args, kwargs)} do not fit {name_of(function)}: {error}") from None
     watched = {name: value for name, value in {**_globals_of(function), **by_name}.items() if _is_watched(value)}
     namespace = _namespace()
-    needed = _for_class_bodies([(name_of(function), function), *by_name.items()], namespace)
+    needed = _unseen([(name_of(function), function), *by_name.items()], namespace)
     return Payload(function, args, kwargs, _anchor(namespace, sorted(needed)), settings(), watched)
 
 
@@ -56,7 +56,7 @@ def for_cell(cell: Cell, names: Sequence[str]) -> Payload:
     """Collect the payload of a cell that uses these `names` of the notebook."""
     namespace = _namespace()
     watched = {name: namespace[name] for name in names if _is_watched(namespace[name])}
-    needed = _for_class_bodies([(name, namespace[name]) for name in names], namespace)
+    needed = _unseen([(name, namespace[name]) for name in names], namespace)
     anchor = _anchor(namespace, sorted(needed.union(names)))
     return Payload(cell, (), {}, anchor, settings(), watched, reducers.operators_in(cell.source))
 
@@ -216,17 +216,27 @@ def _inside(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, types.FunctionType):
         return list(pickling.names_of(value).items()) if definitions.is_sent_by_value(value) else []
     if isinstance(value, type):
-        functions = [(name, part) for name, part in vars(value).items() if isinstance(part, types.FunctionType)]
-        return functions if definitions.is_sent_by_value(value) else []
+        parts = [*vars(value).items(), *(("", base) for base in value.__bases__)]
+        code = [(name, part) for name, part in parts if isinstance(part, (types.FunctionType, type))]
+        return code if definitions.is_sent_by_value(value) else []
     return None
 
 
-def _for_class_bodies(roots: Iterable[tuple[str, Any]], namespace: Mapping[str, Any]) -> set[str]:
-    """Return the notebook's names that class bodies inside functions use."""
+def _unseen(roots: Iterable[tuple[str, Any]], namespace: dict[str, Any]) -> set[str]:
+    """Return the notebook's names that cloudpickle misses: in class bodies inside functions, strings, annotations."""
     names: set[str] = set()
-    for _, value in _walk(roots):
-        if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
-            names |= pickling.names_in_class_bodies(value.__code__).intersection(namespace)
+    waiting = list(roots)
+    while waiting:
+        found, hinted = set[str](), set[str]()
+        for _, value in _walk(waiting):
+            if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
+                found |= pickling.names_in_class_bodies(value.__code__).intersection(namespace)
+                hinted |= text_names.hinted_names(value)
+            elif isinstance(value, type) and value.__module__ == "__main__":
+                hinted |= text_names.hinted_names(value)
+        found |= text_names.sendable(hinted.difference(parameters.PROVIDED, names, found), namespace)
+        waiting = [(name, namespace[name]) for name in found - names]
+        names |= found
     return names
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, overload
 from nblaunch.launch.output.log_directory import RankLogs
 from nblaunch.launch.output.metric_names import number_of
 from nblaunch.launch.output.report_columns import Best, Report, ReportColumns
+from nblaunch.machine.argument_checks import ranks_in_words
 from nblaunch.machine.segments import in_words
 from nblaunch.transfer.parcel import Parcel
 from nblaunch.wire.drops import Dropped
@@ -185,7 +186,10 @@ class LaunchResult(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        return self._values[index]
+        try:
+            return self._values[index]
+        except IndexError:
+            raise IndexError(f"result[{index}]: {ranks_in_words(len(self))}") from None
 
     def __len__(self) -> int:
         return len(self._values)
@@ -202,8 +206,9 @@ class LaunchResult(Sequence[Any]):
     def __repr__(self) -> str:
         count = f"{len(self)} rank{'' if len(self) == 1 else 's'}"
         dropped = Dropped(sum(rank.dropped for rank in self.logs), self.metrics.dropped)
-        lost = f"; {dropped.amount} dropped" if dropped else ""
-        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{self.metrics._in_words(', ')}{lost}>"
+        more = f"; {dropped.amount} dropped" if dropped else ""
+        more += "; every rank returned None" if all(value is None for value in self) else ""
+        return f"<LaunchResult of {self.name}: {count}, {self.duration:.2f} s{self.metrics._in_words(', ')}{more}>"
 
 
 def notes_on(sent: Sent, noted: set[str]) -> Iterator[str]:

@@ -116,7 +116,9 @@ class Turn:
             log_dir = str(self.files.directory)
             self.task.send(ranks.world, self.job.parcel, log_dir=log_dir, path=ranks.path, wanted=wanted)
             present = [rank.member.worker for rank in self.task.present]
-            self.output = OutputFollower(present, self.job.plan.metric_patterns, self.view, self.commands)
+            patterns = self.job.plan.metric_patterns
+            is_own = patterns != ranks.plan.metric_patterns  # those of the session concern few of its cells
+            self.output = OutputFollower(present, patterns, self.view, self.commands, notes_unmatched=is_own)
             opened.callback(self.output.close)
             opened.callback(ranks.late_output.follow, self.output)
             generation = ranks.generation

@@ -12,6 +12,7 @@ from nblaunch.engines import current
 from nblaunch.launch import live_sessions
 from nblaunch.launch.plan import BACKENDS, DEVICES
 from nblaunch.launch.session import Session
+from nblaunch.notebook import session_magics
 from nblaunch.notebook.auto_cells import goes_to_session
 from nblaunch.notebook.magics import ACTIONS, DistributedMagics
 
@@ -22,6 +23,8 @@ _VALUES = {
     "--start-method": current.engine.start_methods,
     "--view": ("auto", "text", "none"),
 }
+_WORDS = {"session": session_magics.SESSION_ACTIONS, "auto": ("on", "off")}
+"""What follows an action."""
 
 
 @context_matcher()
@@ -37,7 +40,9 @@ def complete_distributed(context: Any) -> dict[str, Any]:
     before, token = words[-2], words[-1]
     actions = DistributedMagics.distributed.parser._actions
     options = tuple(option for action in actions for option in action.option_strings if option.startswith("--"))
-    choices = _VALUES.get(before) or (ACTIONS if magic == "%distributed" else options)
+    choices = _VALUES.get(before) or options
+    if magic == "%distributed" and not token.startswith("-") and before not in _VALUES:
+        choices = ACTIONS if len(words) == 2 else _WORDS.get(words[1], ())
     fitting = [choice for choice in choices if choice.startswith(token)]
     return {
         "completions": [SimpleCompletion(choice, type="option") for choice in fitting],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 from argparse import ArgumentParser
@@ -58,7 +59,11 @@ def arguments_of(parser: ArgumentParser, words: Sequence[str], is_cell: bool) ->
             f'unrecognized arguments: {" ".join(in_order)}; put the engine\'s words in quotes: --engine "{quoted}"'
         )
     if unknown:
-        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}")
+        options = re.findall(r"--[\w-]+", parser.format_usage())
+        typed = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(typed, options, n=1) if typed.startswith("--") else []
+        meant = f": did you mean {near[0]}?" if near else ""
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     return vars(parsed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import keyword
 import re
 from collections.abc import Sequence
@@ -35,10 +36,10 @@ from nblaunch.notebook.magic_line import arguments_of, as_option, option_of, ran
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.wire.messages import Cell, Payload
 
-ACTIONS = ("auto", "debug", "free", "preload", "release", "session", "stacks", "status", "stop", "who")
+ACTIONS = ("auto", "debug", "free", "help", "preload", "release", "session", "stacks", "status", "stop", "who")
 _USAGE = (
-    "write %distributed status, stacks, stop, release, free, who, session, auto on or preload NAME, or put "
-    "%%distributed on top of a cell"
+    "write %distributed status, stacks, stop, release, free, who, session, debug, auto on, help or preload NAME, or "
+    "put %%distributed on top of a cell"
 )
 _OF_EXPORT = (
     "num_processes",
@@ -105,15 +106,19 @@ class DistributedMagics(Magics):
         "(all launches), release (give other machines' nodes back, and end the ranks there), free (data of earlier "
         "launches, cached for the next ones), "
         "preload (import the modules that follow ahead of later launches), session (start ranks that stay; then "
-        "status, restart, regroup or stop), who (the names that a session's ranks have) or auto on (every cell runs in "
-        "the session; %%%%local does not)",
+        "status, restart, regroup or stop), who (the names that a session's ranks have), debug (the last error of a "
+        "session's cell), help (this text) or auto on (every cell runs in the session; %%%%local does not)",
     )
     @argument("words", nargs="*", help="of preload: names of modules; of session: what to do; of auto: on or off")
     @argument("--session", metavar="NAME", help="run in this session; default: the one used last, if there is one")
     @argument("--fresh", action="store_true", help="start new ranks for this cell, even if there is a session")
     @argument("--name", help="of session: its name; default main")
     @argument("--idle-timeout", type=float, help="of session: stop it after this many seconds without a task")
-    @argument("--rank", action="append", help="of session restart: this rank, or several, as in --rank 0,2")
+    @argument(
+        "--rank",
+        action="append",
+        help="of session restart: this rank, or several, as in --rank 0,2; of debug: this rank",
+    )
     @argument("--keep", action="store_true", help="of session restart: new ranks get the variables of the old")
     @argument(
         "-n",
@@ -221,7 +226,7 @@ class DistributedMagics(Magics):
 
         Without a cell: %distributed status, %distributed stacks, %distributed stop, %distributed release,
         %distributed free, %distributed preload NAME ..., %distributed session -n 2, %distributed who,
-        %distributed auto on
+        %distributed debug, %distributed auto on, %distributed help
         """
         arguments = arguments_of(self.distributed.parser, words_of(line, self._expand), cell is not None)
         action, words = arguments.pop("action"), arguments.pop("words")
@@ -321,6 +326,8 @@ class DistributedMagics(Magics):
             _show_stacks()
         elif action == "release":
             _show(session_magics.release())
+        elif action == "help":
+            _show(inspect.getdoc(self.distributed) or "")
         elif action == "free":
             _show(f"freed {in_words(sent_data_cache.free())}")
         else:

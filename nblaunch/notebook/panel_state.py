@@ -203,7 +203,7 @@ class PanelState:
 
     def add_note(self, now: float, text: str) -> None:
         """Add a message of nblaunch."""
-        self.notes.append(NoteEntry(round(now, 2), text[:_MAX_TEXT_LENGTH]))
+        self.notes.append(NoteEntry(round(now, 2), text.replace("`", "")[:_MAX_TEXT_LENGTH]))
         self._mark("notes", [len(self.notes) - 1])
 
     def set_stuck(self, now: float, stuck: Stuck) -> None:

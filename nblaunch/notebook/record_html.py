@@ -60,6 +60,7 @@ _MAX_LINE_LENGTH = 400
 _MAX_TAIL_LINES = 20
 _MAX_NOTES = 5
 _MAX_OTHERS = 8
+_CODE = re.compile("`([^`]+)`")
 
 
 def as_html(record: Record) -> str:
@@ -71,7 +72,7 @@ def as_html(record: Record) -> str:
     parts = [
         _header(record),
         _failure(record.failure) if record.failure else message,
-        *(f'<div style="margin-top:6px">{_text(note, 200)}</div>' for note in record.notes[-_MAX_NOTES:]),
+        *(f'<div style="margin-top:6px">{_with_code(note)}</div>' for note in record.notes[-_MAX_NOTES:]),
         _folded("debugging", block(record.debugging, _MAX_DEBUGGING_BYTES), is_open=True) if record.debugging else "",
         outputs_html(record.outputs),
         _metrics(record, groups),
@@ -90,6 +91,11 @@ def as_html(record: Record) -> str:
 def _text(text: str, most: int, *, in_attribute: bool = False) -> str:
     """Return at most `most` characters of `text` as HTML without tags."""
     return escape(cut(plain(text), most), quote=in_attribute)
+
+
+def _with_code(note: str) -> str:
+    """Return a note as HTML: what stands in backticks is code."""
+    return _CODE.sub(r"<code>\1</code>", _text(note, 200))
 
 
 def _header(record: Record) -> str:

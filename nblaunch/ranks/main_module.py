@@ -22,19 +22,23 @@ from nblaunch.transfer import definitions
 
 def install(namespace: dict[str, Any], more: Mapping[str, Any]) -> None:
     """Make ``__main__`` look names up in `namespace`, the globals of the shipped functions, then in `more`."""
-    module = types.ModuleType("__main__")
 
-    def resolve(name: str) -> Any:
-        for names in (namespace, more):
-            if name in names:
-                return names[name]
-        raise AttributeError(
-            f"module '__main__' has no attribute '{name}': the launch did not send this name of the notebook. "
-            "Use it in the function or cell, or pass it as an argument"
-        )
+    class Main(types.ModuleType):
+        __dict__ = property(lambda self: namespace)  # where typing looks annotations up
 
-    vars(module)["__getattr__"] = resolve  # PEP 562
-    sys.modules["__main__"] = module
+        def __getattr__(self, name: str) -> Any:
+            for names in (namespace, more):
+                if name in names:
+                    return names[name]
+            raise AttributeError(
+                f"module '__main__' has no attribute '{name}': the launch did not send this name of the notebook. "
+                "Use it in the function or cell, or pass it as an argument"
+            )
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            namespace[name] = value
+
+    sys.modules["__main__"] = Main("__main__")
     _patch_multiprocessing()
 
 

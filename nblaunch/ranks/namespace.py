@@ -206,7 +206,7 @@ class Namespace:
         return Payload(question, tuple(first), {}, None, Settings(), {}, main=dict(self.main), names=names)
 
     # -------------------------------------------------------------- a `pickling.Home`, for `_dump`
-    def note(self, function: types.FunctionType) -> None:
+    def note(self, definition: types.FunctionType | type) -> None:
         """Nothing to note: the names that it uses are dumped as well."""
 
     def alias_of(self, definition: object) -> str:
@@ -247,7 +247,7 @@ class _Probe:
         self.found = ""
         """Words for the object that was found last."""
 
-    def note(self, function: types.FunctionType) -> None:
+    def note(self, definition: types.FunctionType | type) -> None:
         """Nothing to note: each name that it uses is looked at itself."""
 
     def alias_of(self, definition: object) -> str:

@@ -14,7 +14,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, SupportsFloat, TypeVar
 
@@ -72,19 +72,30 @@ def enter(context: Context | None) -> None:
     _bars.clear()
 
 
-def report(step: int | None = None, **metrics: SupportsFloat) -> None:
+def report(
+    first: int | Mapping[str, SupportsFloat] | None = None, /, step: int | None = None, **metrics: SupportsFloat
+) -> None:
     """Show this rank's metrics live in the notebook, and keep them in ``result.metrics``. A no-op outside a launch.
 
     Args:
+        first: The step, or metrics as a dict: ``report({"loss": 0.5}, step=1)``.
         step: The training step, in any unit: batches, epochs. Default: none.
-        metrics: Numbers by name, such as ``accuracy=0.97``, or one-element tensors. A CUDA tensor synchronizes.
+        metrics: Numbers by name, such as ``accuracy=0.97``, or one-element tensors and arrays. A CUDA tensor
+            synchronizes.
 
     Raises:
         TypeError: A metric is not a number, or the step is not a whole number.
     """
     if _current is None:
         return
-    values = {name: _number(name, value) for name, value in metrics.items()}
+    given: dict[Any, Any] = {**first, **metrics} if isinstance(first, Mapping) else metrics
+    if not isinstance(first, Mapping) and first is not None:
+        if step is not None:
+            raise TypeError(f"report({first!r:.80}, step={step!r:.80}): give the step once, and metrics by name")
+        step = first
+    if unnamed := [name for name in given if not isinstance(name, str)]:
+        raise TypeError(f"report({{{unnamed[0]!r:.80}: ...}}): the name of a metric must be a string")
+    values = {name: _number(name, value) for name, value in given.items()}
     at = None if step is None else _step(step)
     spool({"time": time.time(), "step": at, "metrics": values})
 
@@ -208,9 +219,12 @@ def _total(value: Any) -> float | None:
 
 def _number(name: str, value: Any, caller: str = "report") -> float:
     try:
-        return float(value.detach() if hasattr(value, "detach") else value)  # torch warns for a loss with a graph
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{caller}({name}={value!r:.80}): a metric must be a number or a one-element tensor") from error
+        if hasattr(value, "detach"):
+            return float(value.detach())  # torch warns for a loss with a graph
+        return float(value.item() if getattr(value, "size", None) == 1 else value)  # numpy refuses array([2.5])
+    except (TypeError, ValueError, RuntimeError, AttributeError):
+        said = f"{caller}({name}={value!r:.80}): a metric must be a number or a one-element tensor"
+    raise TypeError(said)
 
 
 def _step(value: Any, caller: str = "report") -> int:

@@ -88,8 +88,8 @@ class Home(Protocol):
     names: dict[str, Any]
     """The sender's namespace: functions that have it as their globals are sent without it."""
 
-    def note(self, function: types.FunctionType) -> None:
-        """Note a function that is sent without its globals."""
+    def note(self, definition: types.FunctionType | type) -> None:
+        """Note a function that is sent without its globals, or a class."""
 
     def alias_of(self, definition: object) -> str:
         """Return what stands for a function or class in a digest; empty: its content."""
@@ -171,7 +171,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no 
                 by_value = definitions.reduce_by_value(obj, reduced)
                 if self._home is None:
                     return by_value
-                if isinstance(obj, types.FunctionType) and obj.__globals__ is self._home.names:
+                if isinstance(obj, type) or obj.__globals__ is self._home.names:
                     self._home.note(obj)
                 return definitions.reduce_at_home(obj, by_value, self._home.names)
         return reduced
@@ -303,12 +303,12 @@ def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 def globals_used(function: types.FunctionType) -> frozenset[str]:
     """Return the global names that a function's code, and the functions and classes inside it, may use."""
-    return _global_names(function.__code__) | names_in_class_bodies(function.__code__)
+    return looked_up(function.__code__) | names_in_class_bodies(function.__code__)
 
 
 def names_of(function: types.FunctionType) -> dict[str, Any]:
     """Return the globals and enclosing variables that a function itself uses: values by name."""
-    used = sorted(_global_names(function.__code__))
+    used = sorted(looked_up(function.__code__))
     names = {name: function.__globals__[name] for name in used if name in function.__globals__}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -319,7 +319,7 @@ def names_of(function: types.FunctionType) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4096)  # disassembling is slow
-def _global_names(code: types.CodeType) -> frozenset[str]:
+def looked_up(code: types.CodeType) -> frozenset[str]:
     """Return the names that a function's code, and the functions inside it, look up globally."""
     return frozenset(_lookups(code, _GLOBAL_LOOKUPS))
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from nblaunch.machine.memory_maps import FileMaps
 from nblaunch.machine.segments import Region, Segment
-from nblaunch.transfer import pickling
+from nblaunch.transfer import pickling, text_names
 from nblaunch.transfer.parameters import PROVIDED
 from nblaunch.transfer.sent_data import sent_data_cache
 from nblaunch.transfer.tensors import NULL_SINK, NullSink
@@ -236,13 +236,13 @@ class _Round:
     _visited: set[int] = field(default_factory=set)
     """Ids of the classes whose names are known."""
 
-    def need(self, names: Iterable[str]) -> None:
-        """Digest these names, and those that their values use."""
+    def need(self, names: Iterable[str], is_hint: bool = False) -> None:
+        """Digest these names, and those that their values use. A hint that cannot be sent is left out."""
         found = self.sent.names
         for name in sorted(names, key=lambda name: (not _is_kept(found.get(name)), name)):  # a model owns its tensors
             is_known = name in self.digests or name in self._open or name in PROVIDED
             if name in found and not is_known and not name.startswith("__"):
-                self._digest(name)
+                self._digest(name, is_hint)
 
     def scan(self, value: Any) -> None:
         """Digest the names that a value uses."""
@@ -258,12 +258,12 @@ class _Round:
             self._visited.add(id(definition))
             self._dump(root, definition)
 
-    def _digest(self, name: str) -> None:
+    def _digest(self, name: str, is_hint: bool) -> None:
         self._open.add(name)
         try:
             digest, things = self._dump(name, self.sent.names[name])
         except Exception:
-            if name in self.bound:
+            if name in self.bound or is_hint:
                 return
             raise
         finally:
@@ -276,6 +276,7 @@ class _Round:
         home = _Digesting(self, name)
         pickling.Pickler(hasher, hasher, home).dump(value)
         self.need(home.used)
+        self.need(home.hinted, is_hint=True)
         return hasher.digest(), home.own
 
 
@@ -291,6 +292,7 @@ class _Digesting:
     def __init__(self, round_: _Round, name: str, is_plain: bool = False) -> None:
         self.names = round_.sent.names
         self.used: set[str] = set()
+        self.hinted: set[str] = set()
         self.own: list[Any] = []
         self._round, self._name, self._is_plain = round_, name, is_plain
 
@@ -311,8 +313,10 @@ class _Digesting:
             self._round.visit(definition, root)
         return f"{definition.__qualname__} #{self._round.sent.token_of(definition)}"
 
-    def note(self, function: types.FunctionType) -> None:
-        self.used |= pickling.globals_used(function).intersection(self.names)
+    def note(self, definition: types.FunctionType | type) -> None:
+        if isinstance(definition, types.FunctionType):
+            self.used |= pickling.globals_used(definition).intersection(self.names)
+        self.hinted |= text_names.hinted_names(definition).intersection(self.names)
 
     def key_of(self, obj: object) -> tuple[str, bool]:
         if not _is_kept(obj):
@@ -337,7 +341,7 @@ class _Packing:
         self._plain = set(plain)
         """Ids of objects that are sent whole and without a key."""
 
-    def note(self, function: types.FunctionType) -> None:
+    def note(self, definition: types.FunctionType | type) -> None:
         """Nothing to note: the names are known."""
 
     def alias_of(self, definition: object) -> str:

@@ -127,6 +127,8 @@ def test_the_question_mark_explains_the_magic(kernel: Kernel) -> None:
         ("%%distributed --start-method ", ["auto", "forkserver", "spawn", "fork"]),
         ("%distributed st", ["stacks", "status", "stop"]),
         ("%distributed pre", ["preload"]),
+        ("%distributed session ", ["regroup", "restart", "status", "stop"]),
+        ("%distributed session --idle", ["--idle-timeout"]),
     ],
 )
 def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offered: list[str]) -> None:
@@ -158,6 +160,7 @@ def test_tab_completes_options_and_their_values(kernel: Kernel, code: str, offer
         ),
         ("--nodes 2", "--nodes 2: --engine 'auto' is this machine alone; name an engine that has more nodes"),
         ("-n 2 --no-such-option", "unrecognized arguments: --no-such-option"),
+        ("-n 2 --metrics 'x'", "unrecognized arguments: --metrics=x: did you mean --metric?"),
         ("status", "%%distributed status: a cell takes options, such as -n 2; without a cell: %distributed status"),
     ],
 )
@@ -171,7 +174,12 @@ def test_misuse_is_a_usage_error_that_says_the_fix(kernel: Kernel, line: str, fi
 
 def test_a_line_magic_without_an_action_says_what_to_write(kernel: Kernel) -> None:
     said = kernel.run("%distributed").stderr
-    assert "write %distributed status, stacks, stop, release, free, who, session, auto on or preload NAME" in said
+    assert (
+        "write %distributed status, stacks, stop, release, free, who, session, debug, auto on, help or preload" in said
+    )
+    shown = kernel.run("%distributed help").check().text
+    assert "Run the cell on every rank" in shown
+    assert "of debug: this rank" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,26 @@ def test_objects_that_ranks_rebuild_are_sent_once(kernel: Kernel) -> None:
     assert kernel.ask("counts.value, sorted(messages.get(timeout=10) for _ in range(4))") == (4, [0, 0, 1, 1])
 
 
+def test_names_in_strings_are_sent_and_missing_ones_are_named(kernel: Kernel) -> None:
+    kernel.run(
+        "import threading, typing\nhidden, other, guard = 0.5, 7, threading.Lock()\nclass Part: ...\n"
+        "class Args:\n    part: 'Part'\n    guard: 'guard'\n"
+        "def hints():\n    return eval('hidden'), [*typing.get_type_hints(Args, localns={'guard': int})]\n"
+        "def find(name): return globals()[name]\ndef notes(call, *args):\n    try: call(*args)\n"
+        "    except Exception as error: return error.__notes__\n"
+        "def launched(f, *args): return nblaunch.notebook_launcher(f, args, 2, view='none')"
+    ).check()
+    expected = [(0.5, ["part", "guard"])] * 2
+    assert kernel.ask("list(launched(hints))") == kernel.ask("list(s.run(hints, view='none'))") == expected
+    assert on_ranks(kernel, "eval('hidden'), [*typing.get_type_hints(Args, localns={'guard': int})]") == expected
+    for way in ("launched", "s.run"):
+        kernel.run(f"said = [*notes({way}, find, 'other'), *notes({way}, find, 'guard')]").check()
+        said = str(kernel.ask("said"))
+        assert "The notebook has `other`, but did not send it: only names that the code mentions are sent." in said
+        assert "did not send it: `guard`, a thread lock, which cannot be sent" in said
+    assert "The notebook has `other`" in kernel.run("%%distributed\neval('oth' + str('er'))").traceback
+
+
 def test_ranks_know_their_rank_before_the_first_cell(kernel: Kernel) -> None:
     kernel.run(
         "with nblaunch.session(2, name='fresh') as fresh: got = fresh.pull('rank'), list(fresh.run(lambda: world_size))"

@@ -203,7 +203,8 @@ def test_args_skip_the_rank_as_those_of_mp_spawn(options: dict[str, Any]) -> Non
     expected = [(0, 2, 5), (1, 2, 5)]
     for args in ((2, 5), (5,)):
         assert list(Accelerator(2, "cpu").distribute(train, **options)(*args)) == expected
-        assert list(nblaunch.notebook_launcher(train, args, 2, device="cpu", view="none")) == expected
+        launched: Any = nblaunch.notebook_launcher(train, args, 2, device="cpu", view="none")
+        assert list(launched) == expected
     assert list(Accelerator(1, "cpu").distribute(train, view="none")(5)) == [(0, 1, 5)]  # in place
     with nblaunch.session(2, name="args", device="cpu") as session:
         assert list(session.run(train, 2, 5, view="none")) == expected

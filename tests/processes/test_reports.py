@@ -200,7 +200,9 @@ def test_metrics_are_a_table_for_pandas(launch: Launcher) -> None:
 
 
 def test_the_result_shows_its_last_metrics(launch: Launcher) -> None:
-    assert repr(launch(report_some)).endswith(" s, loss 0.3333, accuracy 0.25 (mean of 2 ranks), lr 1>")
+    assert repr(launch(report_some)).endswith(
+        " s, loss 0.3333, accuracy 0.25 (mean of 2 ranks), lr 1; every rank returned None>"
+    )
 
 
 def test_numbers_that_json_has_no_word_for_are_kept(launch: Launcher) -> None:

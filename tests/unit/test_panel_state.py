@@ -239,13 +239,13 @@ def test_a_new_attempt_starts_fresh_but_keeps_reports(state: PanelState) -> None
 def test_a_snapshot_is_all_of_it(state: PanelState) -> None:
     report(state, 0, step=1, loss=1.0)
     state.add_reports(1, [bar("epoch", 3)])
-    state.add_note(1.5, "restarting")
+    state.add_note(1.5, "restarting: `f`")
     state.set_stacks(2.0, {0: "in train"})
     state.delta()
     whole: Any = state.snapshot()
     assert whole.metrics == [("loss", 0, 1.0, 1.0, 0)]
     assert whole.progress == [(1, "epoch", 3, 10, 1.0, 0, 0)]
-    assert whole.notes == [(1.5, "restarting")]
+    assert whole.notes == [(1.5, "restarting: f")]
     assert whole.stacks.ranks == [(0, "in train")]
     assert whole.failure is None
     assert len(whole.ranks) == 2

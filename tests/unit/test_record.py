@@ -221,7 +221,8 @@ def test_a_launch_that_still_runs_has_the_date_of_the_record() -> None:
 
 
 def test_notes_are_kept() -> None:
-    record = replace(FINISHED, state="stopped", message="stopped by the button", notes=["restarting (1 of 3)"])
+    record = replace(FINISHED, state="stopped", message="stopped by the button", notes=["restarting (1 of 3): `f`"])
+    assert "<code>f</code>" in as_html(record)
     for shown in (page(record).text, as_text(record)):
         assert "stopped by the button" in shown
         assert "restarting (1 of 3)" in shown

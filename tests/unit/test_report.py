@@ -77,6 +77,7 @@ def test_outside_a_launch_progress_only_iterates(make: Callable[[], Any]) -> Non
         (torch.tensor([[0.25]], requires_grad=True), 0.25),
         (numpy.float32(0.5), 0.5),
         (numpy.array(2), 2.0),
+        (numpy.array([2.5]), 2.5),
     ],
 )
 def test_numbers_and_tensors_of_one_element_are_kept(rank: Rank, value: Any, kept: float) -> None:
@@ -94,8 +95,10 @@ def test_each_report_is_a_line_with_its_step_and_time(rank: Rank) -> None:
     nblaunch.report(step=1, loss=0.5)
     nblaunch.report(loss=0.25)
     nblaunch.report(2, loss=0.1, lr=0.01)
+    nblaunch.report({"loss": 0.05}, step=3, lr=0.01)  # as for wandb
     records = rank.records()
-    assert [record["step"] for record in records] == [1, None, 2]
+    assert [record["step"] for record in records] == [1, None, 2, 3]
+    assert records[3]["metrics"] == {"loss": 0.05, "lr": 0.01}
     assert records[2]["metrics"] == {"loss": 0.1, "lr": 0.01}
     assert sorted(record["time"] for record in records) == [record["time"] for record in records]
 
@@ -106,6 +109,11 @@ def test_a_metric_that_is_no_number_is_named_with_its_value(rank: Rank, value: A
         TypeError, match=r"^report\(accuracy=(.|\n)*\): a metric must be a number or a one-element tensor$"
     ):
         nblaunch.report(loss=0.5, accuracy=value)
+    with pytest.raises(TypeError, match=r"^report\(2, step=3\): give the step once"):
+        nblaunch.report(2, step=3)
+    with pytest.raises(TypeError, match=r"^report\(\{1: \.\.\.\}\): the name of a metric must be a string") as caught:
+        nblaunch.report({1: 0.5})  # type: ignore[dict-item]
+    assert caught.value.__context__ is None
     assert rank.records() == []
 
 

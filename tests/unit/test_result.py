@@ -42,8 +42,8 @@ def test_a_result_is_the_sequence_of_return_values_by_rank() -> None:
 
 
 def test_a_rank_that_there_is_not_is_an_index_error() -> None:
-    with pytest.raises(IndexError, match="out of range"):
-        result_of("a")[1]
+    with pytest.raises(IndexError, match=r"^result\[2\]: the ranks are 0 and 1$"):
+        result_of("a", "b")[2]
 
 
 def test_logs_and_duration_stand_beside_the_values() -> None:
@@ -63,6 +63,8 @@ def test_logs_and_duration_stand_beside_the_values() -> None:
             REPORTS,
             "<LaunchResult of train: 2 ranks, 1.23 s, loss 0.65 (mean of 2 ranks), accuracy 0.1, lr 0.01>",
         ),
+        ([None, None], [], "<LaunchResult of train: 2 ranks, 1.23 s; every rank returned None>"),
+        ([None, 2], [], "<LaunchResult of train: 2 ranks, 1.23 s>"),
         (["x" * 10_000, 2], [], "<LaunchResult of train: 2 ranks, 1.23 s>"),
     ],
 )

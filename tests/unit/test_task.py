@@ -572,6 +572,13 @@ def test_reports_are_kept_and_shown(scene: Scene) -> None:
     assert scene.view.records == [(1, record)]
 
 
+def test_patterns_that_match_no_line_are_noted(scene: Scene) -> None:
+    output = follower(scene, r"loss: (?P<loss>[\d.]+)")
+    scene[0].prints("Loss=0.5\nLoss=0.25")
+    output.finish()
+    assert scene.view.notes == ["--metric (metric_patterns=) matched none of 2 lines"]
+
+
 def test_printed_metrics_are_found_to_the_last_line(scene: Scene) -> None:
     output = follower(scene, r"loss: (?P<loss>[\d.]+)")
     scene[0].prints("loss: 0.5\nloss: 0.25")

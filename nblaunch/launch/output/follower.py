@@ -62,6 +62,7 @@ class OutputFollower:
         patterns: Searched for in every printed line.
         view: Shows output and reports.
         commands: A stop ends a long search.
+        notes_unmatched: Whether to note that patterns matched no line. Default: True.
 
     Attributes:
         reports: What the ranks have reported.
@@ -73,10 +74,13 @@ class OutputFollower:
         patterns: Sequence[re.Pattern[str]],
         view: View,
         commands: Commands,
+        *,
+        notes_unmatched: bool = True,
     ) -> None:
         self.ranks = [RankOutput(worker, patterns) for worker in workers]
         self.view, self.commands = view, commands
         self.reports = ReportColumns()
+        self._notes_unmatched = notes_unmatched
         self._has_noted_drops = False
         self._noted_limits: set[int] = set()
 
@@ -144,6 +148,9 @@ class OutputFollower:
         self.poll()
         self._search_the_rest()
         self._poll_drops()
+        lines = sum(rank.printed.lines for rank in self.ranks)
+        if lines and self._notes_unmatched and not any(rank.printed.matches for rank in self.ranks):
+            self.view.on(Note(f"--metric (metric_patterns=) matched none of {lines} lines"))
         for rank in self.ranks:
             if rank.dropped:
                 self.view.on(Note(f"rank {rank.rank} lost {rank.dropped.amount} ({rank.dropped.why})"))

@@ -186,6 +186,8 @@ class PrintedMetrics:
     def __init__(self, patterns: Sequence[re.Pattern[str]], *logs: Log) -> None:
         self._patterns = patterns
         self._sources = [(_Log(log), _Lines()) for log in logs] if patterns else []
+        self.lines = self.matches = 0
+        """How many lines that are not empty were searched, and how many had a metric."""
 
     @property
     def is_behind(self) -> bool:
@@ -218,8 +220,10 @@ class PrintedMetrics:
 
     def _found(self, lines: Sequence[str]) -> list[dict[str, Any]]:
         now = time.time()
-        found = (search(line, self._patterns) for line in lines)
-        return [{"time": now, **record} for record in found if record is not None]
+        found = [record for line in lines if (record := search(line, self._patterns)) is not None]
+        self.lines += sum(map(bool, lines))
+        self.matches += len(found)
+        return [{"time": now, **record} for record in found]
 
     def close(self) -> None:
         """Close the logs. Idempotent."""
