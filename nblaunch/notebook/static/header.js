@@ -26,8 +26,7 @@ export class HeaderView {
     this.pill = el("span", { class: "nbl-pill" });
     this.live = el("span", { class: "nbl-live", role: "status", "aria-live": "polite" }, this.pill);
     this.time = el("span", { class: "nbl-time", role: "timer", "aria-label": "Elapsed time", "aria-live": "off" });
-    const ranks = `${info.world_size} ${info.world_size === 1 ? "rank" : "ranks"}`;
-    this.where = el("span", { class: "nbl-where" }, [ranks, info.device].filter(Boolean).join(" · "));
+    this.where = el("span", { class: "nbl-where" }, [info.ranks, info.device].filter(Boolean).join(" · "));
     // Ignore the second click of a double click: it would kill ranks that save checkpoints.
     const stop = (/** @type {MouseEvent} */ event) => event.detail < 2 && kernel.stop();
     this.stop = el("button", { type: "button", class: "nbl-button nbl-stop", on_click: stop });
@@ -88,6 +87,7 @@ export class HeaderView {
     setAttribute(this.stop, "title", kills ? killing : stopping);
     this.stacks.hidden = !ACTIVE_STATES.includes(state.name);
     this.stacks.disabled = !panel.active;
+    this.restart.hidden = !ACTIVE_STATES.includes(state.name);
     setText(this.restart, kernel.armed ? "Click again to restart" : "Restart kernel");
     this.restart.classList.toggle("nbl-armed", kernel.armed);
     setText(

@@ -67,6 +67,7 @@ export class FakeModel {
         launch: "L1",
         name: "train",
         world_size: 2,
+        ranks: "2 ranks",
         device: "cpu",
         start_method: "forkserver",
         blocking: true,

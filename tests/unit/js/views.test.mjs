@@ -53,7 +53,6 @@ const FAILURE = {
   source: "",
   traceback: "trace",
   others: ["rank 0: the same"],
-  log: "",
 };
 
 /** Scroll as a reader does. */
