@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import functools
 import linecache
+import logging
 import random
 import sys
 import types
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from nblaunch.errors import ArgumentError, PayloadError, warn
 from nblaunch.launch.frontend import host
@@ -21,7 +22,7 @@ from nblaunch.machine.segments import NoRoomError, Placed, Region
 from nblaunch.transfer import notebook_shell, parameters, pickling
 from nblaunch.transfer.parcel import Parcel, pack
 from nblaunch.transfer.sent_data import sent_data_cache
-from nblaunch.wire.messages import Cell, Payload, Settings, Source, WarningFilter
+from nblaunch.wire.messages import Cell, Payload, RootLogger, Settings, Source, WarningFilter
 from nblaunch.wire.session_messages import Question
 
 _FIX = "create it inside the function, or send the data to create it from"
@@ -260,15 +261,31 @@ def _is_watched(value: Any) -> bool:
 
 
 def settings() -> Settings:
-    """Return the random states and defaults of this process."""
+    """Return the random states, defaults and logging of this process."""
     numpy_random = sys.modules.get("numpy.random")
     torch = sys.modules.get("torch")
     return Settings(
         python_rng=random.getstate(),
         numpy_rng=None if numpy_random is None else numpy_random.get_state(),
         warning_filters=_warning_filters(),
+        logging=_root_logger(),
         **({} if torch is None else _torch_settings(torch)),
     )
+
+
+_STYLES: dict[type, Literal["%", "{", "$"]] = {logging.StrFormatStyle: "{", logging.StringTemplateStyle: "$"}
+
+
+def _root_logger() -> RootLogger | None:
+    """Return how the notebook has configured the root logger; None if it has not. Other handlers stay here."""
+    root = logging.getLogger()
+    handler = next((each for each in root.handlers if type(each) is logging.StreamHandler), None)
+    if handler is None:
+        return None if root.level == logging.WARNING else RootLogger(root.level)
+    formatter = handler.formatter if type(handler.formatter) is logging.Formatter else logging.Formatter("%(message)s")
+    style = _STYLES.get(type(formatter._style), "%")
+    is_stdout = handler.stream in (sys.stdout, sys.__stdout__)
+    return RootLogger(root.level, True, is_stdout, formatter._style._fmt, formatter.datefmt, style)
 
 
 def _warning_filters() -> tuple[WarningFilter, ...]:

@@ -335,8 +335,23 @@ class Settings:
     cudnn: tuple[bool, bool] | None = None
     """(deterministic, benchmark)."""
     warning_filters: tuple[WarningFilter, ...] | None = None
+    logging: RootLogger | None = None
+    """None: the notebook has not configured it."""
     ranks: tuple[int, ...] | None = None
     """The ranks that apply them; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootLogger:
+    """What ``logging.basicConfig`` sets."""
+
+    level: int
+    has_handler: bool = False
+    """Whether a handler writes to stdout or stderr."""
+    is_stdout: bool = False
+    format: str = "%(message)s"
+    datefmt: str | None = None
+    style: Literal["%", "{", "$"] = "%"
 
 
 @dataclass(frozen=True, slots=True)
