@@ -10,12 +10,17 @@ const STATE_WORDS = {
   finished: "Finished",
   failed: "Failed",
   stopped: "Stopped",
+  waiting: "Waiting for you",
+  timeout: "Timed out",
   gone: "Kernel restarted",
 };
 
 /** @param {import("./state.js").PanelState} panel */
 function shownState(panel) {
-  return panel.kernel.gone && ACTIVE_STATES.includes(panel.state.name) ? "gone" : panel.state.name;
+  const { name, message } = panel.state;
+  if (panel.kernel.gone && ACTIVE_STATES.includes(name)) return "gone";
+  if (name === "running" && panel.debug.ranks.length) return "waiting";
+  return name === "stopped" && message.startsWith("LaunchTimeoutError") ? "timeout" : name;
 }
 
 export class HeaderView {
@@ -71,7 +76,9 @@ export class HeaderView {
     const { panel } = this;
     const { kernel, state } = panel;
     const name = shownState(panel);
-    setText(this.pill, STATE_WORDS[name] ?? name);
+    const { ranks } = panel.debug;
+    const who = name === "waiting" ? `: rank${ranks.length > 1 ? "s" : ""} ${ranks.join(", ")}` : "";
+    setText(this.pill, (STATE_WORDS[name] ?? name) + who);
     setAttribute(this.pill, "data-state", name);
     setText(this.attempt, state.attempt > 0 ? `attempt ${state.attempt + 1}` : "");
     this.stop.hidden = !panel.active;
