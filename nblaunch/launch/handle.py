@@ -353,8 +353,9 @@ class Launch:
         shape = plan.world_size, plan.device, plan.method
         function = self._job.payload.function
         only = function.ranks if isinstance(function, Cell) else None
-        told = where, number, plan.env, files
-        return LaunchInfo(self.id, name, *shape, *told, is_session=kept, hosts=plan.hosts, only=only)
+        return LaunchInfo(
+            self.id, name, *shape, where, number, plan.env, files, is_session=kept, hosts=plan.hosts, only=only
+        )
 
     def _outcome(self, state: State, error: BaseException | None) -> Outcome:
         seconds = time.monotonic() - self._begin
